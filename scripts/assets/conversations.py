@@ -332,10 +332,8 @@ def prompt_rows(
 
 
 def read_rows(path: Path) -> list[PromptRow]:
-    """Return the rows of a .jsonl file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a .jsonl file atomically."""
     write_bytes(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())

@@ -79,7 +79,6 @@ class Document:
 
     @property
     def name(self) -> str:
-        """Return `source/path`, unique in a corpus."""
         return f"{self.source}/{self.path}"
 
 
@@ -107,7 +106,6 @@ def topic_group(topic: str) -> Group:
 
 
 def normalise(name: str) -> str:
-    """Return a package name in lower case with underscores."""
     return re.sub(r"[-_.]+", "_", name).strip("_").lower()
 
 

@@ -290,7 +290,6 @@ def write_prompts(pairs: Path, out: Path, measuring: int, training: int, seed: i
 
 
 def load_pairs(folder: Path, group: str) -> list[Pair]:
-    """Return the held-out pairs of group `A` or `B` as `prepare` wrote them."""
     path = folder / f"{group}.jsonl.xz"
     if not path.is_file():
         raise UserError(f"{path} does not exist. `prepare` writes it; name its folder: --pairs.")
@@ -299,7 +298,6 @@ def load_pairs(folder: Path, group: str) -> list[Pair]:
 
 
 def train(given: argparse.Namespace) -> None:
-    """Train, or go on training, on a prepared folder."""
     device = torch.device(given.device)
     fast = device.type == "cuda"
     torch.set_float32_matmul_precision("high")
@@ -327,7 +325,6 @@ def train(given: argparse.Namespace) -> None:
 
 
 def evaluate(given: argparse.Namespace) -> None:
-    """Print the held-out loss of a weights file."""
     model = build_model(CONFIG)
     weights = {name: tensor.float() for name, tensor in load_file(given.weights).items()}
     model.load_state_dict(weights, strict=False)  # the tied output layer is not in the file

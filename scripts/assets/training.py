@@ -31,7 +31,6 @@ START = time.monotonic()
 
 
 def note(message: str) -> None:
-    """Print a line with the seconds since the start."""
     print(f"[{time.monotonic() - START:7.1f}s] {message}", flush=True)
 
 

@@ -34,7 +34,6 @@ def read_json(path: Path) -> Any:
 
 
 def write_report(stem: Path, content: Mapping[str, Any], lines: Iterable[str]) -> None:
-    """Write `stem`.json and the page `stem`.md."""
     write_json(stem.with_suffix(".json"), content)
     write_bytes(stem.with_suffix(".md"), "\n".join(lines).encode())
 
@@ -58,7 +57,6 @@ def run_on_target(
 
 
 def settings_of(stage: str, *overrides: str) -> Settings:
-    """The settings of a stage with overrides."""
     return load_settings(STAGES[stage], list(overrides))
 
 
@@ -69,7 +67,6 @@ def family_recipes() -> dict[str, list[str]]:
 
 
 def family_recipe(name: str) -> list[str]:
-    """The training overrides of one row."""
     return family_recipes()[name]
 
 
@@ -115,5 +112,4 @@ def tau_facts(found: TauEstimate) -> Facts:
 
 
 def cell(value: float, interval: Sequence[float], form: str = ".2f") -> str:
-    """A table cell: a value and its 95% interval."""
     return f"{value:{form}} [{interval[0]:{form}}, {interval[1]:{form}}]"

@@ -52,7 +52,6 @@ ABOUT = (
 
 
 def report(given: argparse.Namespace) -> None:
-    """Collect and write."""
     content = collect(given.run)
     write_report(REPORTS / "families", content, markdown(content))
     bars = {}
@@ -173,7 +172,6 @@ def by_tau(content: Facts) -> list[Facts]:
 
 
 def table_row(row: Facts) -> list[str]:
-    """One line of the table."""
     measured, trained = row["measured"], row["trainings"]
     chain, speed = measured["chain"], row["training_tokens_per_second"]
     lossless = [

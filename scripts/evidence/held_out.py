@@ -96,7 +96,6 @@ def best_recipes(kind: str) -> list[str]:
 
 
 def collect(work: Path, recipes: Mapping[str, Mapping[str, float]], command: str) -> Facts:
-    """held_out.json."""
     measured = read_report(work / "run" / "measure" / "report.json")
     kept = ("tau", "tau_ci95", "tar", "acceptance", "parameters", "speedup", "lossless", "domains")
     table = {one.name: {key: one.to_dict()[key] for key in kept} for one in measured.drafters}
@@ -140,7 +139,6 @@ def collect(work: Path, recipes: Mapping[str, Mapping[str, float]], command: str
 
 
 def markdown(content: Facts) -> list[str]:
-    """The lines of held_out.md."""
     rows = [
         [
             name,
@@ -177,7 +175,6 @@ def markdown(content: Facts) -> list[str]:
 
 
 def report(given: argparse.Namespace) -> None:
-    """Do all that is not done yet, and write."""
     torch.set_num_threads(given.threads)
     work = given.work.resolve()
     counts = {**held_out_target.PROMPTS, "training": given.training}

@@ -54,7 +54,6 @@ WARM_UP = 8
 
 
 def report(given: argparse.Namespace) -> None:
-    """Compare, write and print; raises `UserError` for what cannot be loaded."""
     if given.threads:
         torch.set_num_threads(given.threads)
     target = cpu_target(given.target, given.dtype)
@@ -178,7 +177,6 @@ HEADER += ["outside draft and verify", "texts"]
 
 
 def table(content: Facts) -> str:
-    """The report as a table with what it was measured on."""
     rows = []
     for name, arm in content["arms"].items():
         outside = arm.get("outside_draft_and_verify")

@@ -84,7 +84,6 @@ def report(given: argparse.Namespace) -> None:
 
 
 def write(content: Facts) -> None:
-    """Write loop.json and loop.md."""
     few = content.get("few_prompts", {}).get("kinds", {}).values()
     seeds = sorted({int(seed) for entry in few for seed in entry.get("repeated", {})})
     script = f"python -m {SCRIPT}"
@@ -181,7 +180,6 @@ class HeldOut:
         self.plain: list[list[int]] = known["answers"]
 
     def settings(self) -> Facts:
-        """What everything is measured on."""
         info = self.target.info
         facts = {"revision": info.revision, "parameters": info.parameters}
         return {
@@ -319,7 +317,6 @@ FEW = (
 
 
 def markdown(content: Facts) -> list[str]:
-    """The lines of loop.md."""
     settings = content["settings"]
     lines = [
         "# Rounds against one long training",
@@ -355,7 +352,6 @@ def markdown(content: Facts) -> list[str]:
 
 
 def section(entry: Facts, content: Facts) -> list[str]:
-    """A kind's tables."""
     lines = [f"`{' '.join(entry['overrides'])}`", "", *compared(entry)]
     for seed, again in entry.get("repeated", {}).items():
         title = f"Repeated with other prompts, as many, and seed {seed}:"
@@ -399,12 +395,10 @@ def compared(entry: Facts) -> list[str]:
 
 
 def trained(row: Facts) -> list[str]:
-    """The steps and tokens of a row's training."""
     return [str(row["steps"]), f"{row['tokens']:,.0f}"]
 
 
 def tau_cell(found: Facts, form: str = ".2f") -> str:
-    """tau, or its rise."""
     return cell(found["tau"], found["tau_ci95"], form)
 
 
@@ -414,7 +408,6 @@ def percent(found: Facts) -> str:
 
 
 def round_line(entry: Facts) -> list[str]:
-    """One round of a loop."""
     gained, speed = entry.get("gain"), entry.get("generation")
     fast = "plain"
     if speed:

@@ -40,7 +40,6 @@ TARGETS = {
 
 
 def write(given: argparse.Namespace) -> int:
-    """Write or compare; returns the exit status."""
     if not given.check:
         plans = [
             {**plan(target, head, changes, count), "head": head, "features": way}
@@ -79,7 +78,6 @@ def tables(found: Facts) -> str:
 
 
 def table(target: str, rows: Sequence[Facts]) -> list[str]:
-    """The plans of one target."""
     body = []
     for row in rows:
         step, memory, reading = row["step_seconds"], row["memory_bytes"], row["reading"]

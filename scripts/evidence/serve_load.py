@@ -116,7 +116,6 @@ class Seen:
     wall: float = 0.0
 
     def note(self, case: Case, text: str, tokens: tuple[int, ...], seconds: float) -> None:
-        """Add an answer."""
         self.answers += 1
         self.tokens += len(tokens)
         self.seconds.append(seconds)
@@ -158,7 +157,6 @@ class Seen:
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """p50, p90, p99 and the largest value; empty for no values."""
     if not values:
         return {}
     found = {f"p{share}": float(np.percentile(values, share)) for share in (50, 90, 99)}
@@ -353,12 +351,10 @@ def report(given: argparse.Namespace) -> int:
 
 
 def say(phase: str) -> None:
-    """Print which phase begins."""
     print(f"{time.strftime('%H:%M:%S')} {phase}", file=sys.stderr, flush=True)
 
 
 def is_fine(found: Facts) -> bool:
-    """Whether the server did all that it must."""
     load, overload, end = found["load"], found["overload"], found["end"]
     faults = [load[key] for key in ("failed", "refused", "mismatches")]
     faults += [overload[key] for key in ("failed", "mismatches", "refused_without_retry_after")]

@@ -69,7 +69,6 @@ ABOUT = (
 
 
 def report(given: argparse.Namespace) -> None:
-    """Export, check, serve, write."""
     config = TargetConfig(path=given.target)
     target = TargetModel.load(config)
     command = " ".join(["python -m scripts.evidence.serving", *portable_words(given)])
@@ -185,7 +184,6 @@ class Bench:
         return self.check(out)
 
     def check(self, out: Path) -> Facts:
-        """The static check's verdict."""
         verdict = verify(VerifyConfig(dir=str(out)), self.config, self.target)
         return {"layout": verdict.layout, "static_faults": verdict.faults}
 
@@ -238,7 +236,6 @@ HEADER += ["tokens/s (plain)", "notes"]
 
 
 def markdown(content: Facts) -> list[str]:
-    """The lines of serving.md."""
     settings = content["settings"]
     table, positions = [], []
     for row in content["rows"]:

@@ -106,14 +106,12 @@ class Side:
         return found
 
     def ask(self, **command: str | int) -> Facts:
-        """Send one command and wait for its answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
         return self.answer()
 
     def end(self) -> None:
-        """Let the process end."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(timeout=120)
@@ -221,12 +219,10 @@ class Setting:
 
 
 def name_of(places: int) -> str:
-    """The label of the library's side with rows of so many positions."""
     return f"speculators, rows of {places}"
 
 
 def fresh(folder: Path) -> Path:
-    """An empty folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
@@ -310,7 +306,6 @@ def tau(setting: Setting, name: str, prompts: Path) -> Facts:
 
 
 def compare(given: argparse.Namespace) -> None:
-    """Compare and write the report."""
     if given.side:
         job = read_json(given.side)
         torch.set_num_threads(job["threads"])

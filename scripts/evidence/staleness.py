@@ -88,7 +88,6 @@ class Evidence:
     # Making
 
     def train_full(self) -> Facts:
-        """A drafter trained from scratch on answers of the fine-tuned target."""
         place, target = self.work / "full", self.target
         asked = f"data.path={self.prompts / 'train.jsonl'}"
         self.stage("generate", place, target, "data=embedded", asked)
@@ -121,7 +120,6 @@ class Evidence:
         self.stage("watch", self.watches, self.work / folder if folder else TARGET, *own)
 
     def reference(self) -> Reference:
-        """The reference of the unchanged target."""
         if not self.reference_file.is_file():
             self.watch("", "reference", "watch.learn=true", f"decode.max_new_tokens={TOKENS}")
         return Reference.read(self.reference_file)
@@ -202,7 +200,6 @@ class Evidence:
         }
 
     def collect(self, skipped: Sequence[str]) -> Facts:
-        """The row of watch.json."""
         reference = self.reference()
         watched = {name: self.watched(name) for name in CHANGES if name not in skipped}
         full = self.train_full()
@@ -241,7 +238,6 @@ Pools = dict[str, list[tuple[int, int]]]
 
 
 def pools(*references: Reference) -> Pools:
-    """The answers of several references."""
     found: Pools = {}
     for reference in references:
         for name, tally in reference.tallies.items():
@@ -280,7 +276,6 @@ def alarm(
 
 
 def report(given: argparse.Namespace) -> None:
-    """Do all that is not done yet, and write."""
     torch.set_num_threads(given.threads)
     work, drafters = given.work.resolve(), given.drafters.resolve()
     rows = [Evidence(work, drafters, row) for row in given.rows]

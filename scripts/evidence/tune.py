@@ -177,7 +177,6 @@ def judge(row: Mapping[str, Any], everything: Sequence[Facts]) -> Facts:
 
 
 def error(predicted: float, measured: float) -> float:
-    """The relative error of a prediction."""
     return divide(predicted, measured) - 1.0
 
 
@@ -229,7 +228,6 @@ SIMULATED = ("tokens_per_second", "latency_p50", "latency_p95")
 
 
 def tables(content: Facts) -> str:
-    """The report as markdown."""
     rows, simulated = [], []
     for name, item in content["summary"].items():
         for row in item["rows"]:

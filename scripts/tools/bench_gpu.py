@@ -66,7 +66,6 @@ class NoTokenizer:
     special_tokens_map: ClassVar[dict[str, str]] = {}
 
     def get_vocab(self) -> dict[str, int]:
-        """No words."""
         return {}
 
 

@@ -82,7 +82,6 @@ class Contest:
 
 
 def report(given: argparse.Namespace) -> None:
-    """Measure and write."""
     for name in given.benches:
         if name not in BENCHES:
             raise UserError(f"there is no bench '{name}'.{suggest(name, BENCHES)}")
@@ -234,7 +233,6 @@ def walk_commit(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
 
 
 def commit(walk: Any, compact: Any, walked: tuple[Any, ...], cache: tuple[Any, ...]) -> None:
-    """Walk through the tree, then move the accepted entries."""
     compact(*cache, walk(*walked).path)
 
 

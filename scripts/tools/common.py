@@ -63,7 +63,6 @@ def command(
 
 
 def cpu_target(path: Path | str = TARGET, dtype: str = "float32") -> TargetModel:
-    """A target on the CPU."""
     return TargetModel.load(TargetConfig(path=str(path), dtype=dtype, device="cpu"))
 
 
@@ -76,12 +75,10 @@ class Section:
 
     @property
     def begin(self) -> str:
-        """The line before the section."""
         return f"<!-- {self.name}: written by {self.script} -->"
 
     @property
     def end(self) -> str:
-        """The line after the section."""
         return f"<!-- end of {self.name} -->"
 
     def put(self, text: str, content: str) -> str:

@@ -50,7 +50,6 @@ FOCUSED = """() => {
 
 
 def report(given: argparse.Namespace) -> int:
-    """Check and print; returns the exit status."""
     found = check(given.page, given.out, given.chromium, given.sections)
     print("\n".join(found) or "nothing found")
     return int(bool(found))

@@ -58,7 +58,6 @@ def report(given: argparse.Namespace) -> None:
 
 
 def search(given: argparse.Namespace) -> dict[str, Any]:
-    """The search and its check on held-out prompts."""
     kind, depth = given.kind, given.depth
     if given.sublayers and kind != "early_exit":
         raise UserError(
@@ -112,7 +111,6 @@ def search(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def rounded(**values: float) -> dict[str, float]:
-    """Values as the report holds them."""
     return {name: round(value, 4) for name, value in values.items()}
 
 

@@ -35,7 +35,6 @@ from scripts.tools.recording import split_prompts
 
 
 def report(given: argparse.Namespace) -> None:
-    """Search, judge, write and print."""
     found = drafters.at(given.drafter)
     name = given.name or f"{found.name}_{given.nodes}"
     target = TargetModel.load(TargetConfig(given.target, dtype=given.dtype, device=given.device))
@@ -78,7 +77,6 @@ def report(given: argparse.Namespace) -> None:
 
 
 def option(tree: SearchedTree, content: dict[str, Any]) -> str:
-    """The text of the decode option."""
     paths = ", ".join("[" + ", ".join(map(str, path)) + "]" for path in tree.choices)
     nodes, kind = len(tree.choices) + 1, content["kind"]
     return (
