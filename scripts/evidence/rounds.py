@@ -10,8 +10,7 @@ prompts); `loop`, rounds as conf/experiment/embedded_loop.yaml sets them; `answe
 without any feedback; `distinct`, one open-loop training on all answers that `loop` had, generated
 at once. All have the same number of training tokens or fewer. Everything is measured on held-out
 prompts that take part in no decision. What has been run is kept, so an interrupted command
-continues; what has not been run is left out. (`ablation`, every switch of the rounds alone, was run
-by scripts/loop_ablation.py of commit 24c5ba3; its rows stay in the report.)
+continues; what has not been run is left out.
 """
 
 from __future__ import annotations
@@ -304,8 +303,6 @@ LABELS = {
 }
 HEADER = ["row", "steps", "training tokens", "answers", "tau"]
 HEADER += ["accepted drafts per pass against the open loop", "lossless"]
-SWITCHES = ["switch alone", "steps", "training tokens", "tau"]
-SWITCHES += ["accepted drafts per pass against none"]
 ROUNDS = ["round", "answers", "generation", "training tokens", "tau, validation prompts", "gain"]
 ROUNDS += ["learns from"]
 FEW = (
@@ -331,11 +328,11 @@ def markdown(content: Facts) -> list[str]:
         "",
     ]
     for kind, entry in content["kinds"].items():
-        lines += [f"## {kind}", "", *section(entry, content)]
+        lines += [f"## {kind}", "", *section(entry)]
     if few := content.get("few_prompts"):
         lines += [f"# From {few['prompts']} prompts", "", FEW, ""]
         for kind, entry in few["kinds"].items():
-            lines += [f"## {kind}, {few['prompts']} prompts", "", *section(entry, content)]
+            lines += [f"## {kind}, {few['prompts']} prompts", "", *section(entry)]
     if found := content.get("killed"):
         same = "the same" if found["same_weights"] else "OTHER"
         summary = "the same" if found["same_summary"] else "ANOTHER"
@@ -351,22 +348,11 @@ def markdown(content: Facts) -> list[str]:
     return lines
 
 
-def section(entry: Facts, content: Facts) -> list[str]:
+def section(entry: Facts) -> list[str]:
     lines = [f"`{' '.join(entry['overrides'])}`", "", *compared(entry)]
     for seed, again in entry.get("repeated", {}).items():
         title = f"Repeated with other prompts, as many, and seed {seed}:"
         lines += [title, "", *compared(again)]
-    if "ablation" in entry:
-        title = (
-            f"Every switch alone: {content['settings']['ablation_steps']} steps from the drafter "
-            "of round 0."
-        )
-        table = []
-        for name, row in entry["ablation"].items():
-            plain = name == "plain"
-            change = "-" if plain else percent(row["over_plain"])
-            table.append(["none" if plain else name, *trained(row), tau_cell(row), change])
-        lines += [title, "", *markdown_table(SWITCHES, table), ""]
     if LOOP in entry["rows"]:
         table = [round_line(found) for found in entry["rows"][LOOP]["rounds"]]
         lines += ["The rounds of the recipe:", "", *markdown_table(ROUNDS, table), ""]
@@ -388,14 +374,9 @@ def compared(entry: Facts) -> list[str]:
         ties = f", {lossless['near_ties']} near ties" if lossless["near_ties"] else ""
         change = "-" if name == OPEN else percent(row["over_open"])
         same = f"{lossless['identical']}/{lossless['sequences']}{ties}"
-        table.append(
-            [LABELS[name], *trained(row), f"{row['answers']:,}", tau_cell(row), change, same]
-        )
+        spent = [str(row["steps"]), f"{row['tokens']:,.0f}", f"{row['answers']:,}"]
+        table.append([LABELS[name], *spent, tau_cell(row), change, same])
     return [*markdown_table(HEADER, table), "", *remarks, ""]
-
-
-def trained(row: Facts) -> list[str]:
-    return [str(row["steps"]), f"{row['tokens']:,.0f}"]
 
 
 def tau_cell(found: Facts, form: str = ".2f") -> str:

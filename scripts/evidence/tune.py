@@ -96,10 +96,9 @@ def report(given: argparse.Namespace) -> None:
             "command": given.command,
         }
         content["drafters"][name] = {"command": given.command, **found}
-        content["summary"] = summary(content["drafters"])
         write_json(given.out, content)
         SECTION.write(PAGE, tables(content))
-        print(json.dumps(content["summary"][name], indent=1), flush=True)
+        print(tables(content), flush=True)
 
 
 def survey(target: TargetModel, folder: Path, kept: Path) -> Tuner:
@@ -180,34 +179,6 @@ def error(predicted: float, measured: float) -> float:
     return divide(predicted, measured) - 1.0
 
 
-def summary(found: dict[str, Facts]) -> Facts:
-    """Per drafter the results of `judge`, the chosen drafts' speedups, and the simulator's errors.
-
-    The speedup over plain decoding does not change with the machine's pace.
-    """
-    kept: Facts = {}
-    for name, item in found.items():
-        rows = []
-        for row in item["rows"]:
-            tuned = row["tuned"]
-            predicted, measured = predictions(tuned)[tuned["label"]], tuned["speedup"]
-            rows.append(
-                {key: value for key, value in row.items() if key not in ("tuned", "exhaustive")}
-                | {"predicted_speedup": predicted, "measured_speedup": measured}
-                | {"speedup_error": error(predicted, measured)}
-            )
-        kept[name] = {"rows": rows}
-        if "traffic" in item:
-            errors = {way["draft"]: way["error"] for way in item["traffic"]["ways"]}
-            kept[name]["traffic_errors"] = errors
-    return kept
-
-
-def predictions(tuned: Facts) -> dict[str, float]:
-    """Draft -> its predicted speedup."""
-    return {one["label"]: one["speedup"] for one in tuned["predictions"]}
-
-
 # The page
 
 COLUMNS = (
@@ -227,16 +198,22 @@ COLUMNS = (
 SIMULATED = ("tokens_per_second", "latency_p50", "latency_p95")
 
 
-def tables(content: Facts) -> str:
-    rows, simulated = [], []
-    for name, item in content["summary"].items():
+def tables(content: Mapping[str, Any]) -> str:
+    rows, simulated, errors = [], [], []
+    for name, item in content["drafters"].items():
         for row in item["rows"]:
-            loss = cell(row["loss"], row["loss_ci95"], ".1%")
-            shown = {**row, "loss": loss}
+            tuned = row["tuned"]
+            predicted = {one["label"]: one["speedup"] for one in tuned["predictions"]}
+            expected, measured = predicted[tuned["label"]], tuned["speedup"]
+            shown = {**row, "loss": cell(row["loss"], row["loss_ci95"], ".1%")}
+            shown |= {"predicted_speedup": expected, "measured_speedup": measured}
+            shown["speedup_error"] = error(expected, measured)
             rows.append([name, *(f"{shown[key]:{form}}" for _, key, form in COLUMNS)])
-        for draft, errors in item.get("traffic_errors", {}).items():
-            simulated.append([name, draft, *(f"{errors[key]:+.1%}" for key in SIMULATED)])
-    errors = finalist_errors(content)
+            ran = [one for one in tuned["measured"] if one["draft"] != NONE.label]
+            errors += [error(predicted[one["draft"]], one["speedup"]) for one in ran]
+        for way in item.get("traffic", {}).get("ways", []):
+            shares = [f"{way['error'][key]:+.1%}" for key in SIMULATED]
+            simulated.append([name, way["draft"], *shares])
     spread = float(np.std(np.log1p(errors)))
     device = content["device"]
     header = ["drafter", "draft", "tokens/s", "latency p50", "latency p95"]
@@ -254,18 +231,6 @@ def tables(content: Facts) -> str:
         f"by `{content['command']}`.",
     ]
     return "\n".join(["", *lines, ""])
-
-
-def finalist_errors(content: Facts) -> list[float]:
-    """Relative errors of the predicted speedups of all drafts that the tuner ran."""
-    found = []
-    for item in content["drafters"].values():
-        for row in item["rows"]:
-            expected = predictions(row["tuned"])
-            for one in row["tuned"]["measured"]:
-                if one["draft"] != NONE.label:
-                    found.append(error(expected[one["draft"]], one["speedup"]))
-    return found
 
 
 # The simulator
