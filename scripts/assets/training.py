@@ -322,8 +322,8 @@ class Trainer:
         }
         self.log["history"].append(figures)
         left = (1 - used) * self.seconds / max(used, 1e-9)
-        told = "  ".join(f"{name} {value:,}" for name, value in figures.items())
-        note(f"{told}  {used:.1%} done, {left:.0f} s left")
+        shown = "  ".join(f"{name} {value:,}" for name, value in figures.items())
+        note(f"{shown}  {used:.1%} done, {left:.0f} s left")
 
     def evaluate(self) -> None:
         """Append the held-out figures to the log."""
