@@ -10,7 +10,6 @@ domain beside the old ones.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import random
 from collections import Counter
@@ -24,15 +23,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inference.manifest import write_json
 from inference.target.chat import render_conversation
-from scripts.assets import cpp_headers
-from scripts.assets.conversations import DOMAINS, Pair, pairs_of
-from scripts.assets.prompts import PromptRow, is_askable, prompt_rows, read_rows, write_rows
-from scripts.assets.python_sources import (
-    Document,
-    deduplicate,
-    from_site_packages,
-    from_stdlib,
-    from_topics,
+from scripts.assets import cpp_headers, python_sources
+from scripts.assets.conversations import (
+    DOMAINS,
+    Pair,
+    PromptRow,
+    is_askable,
+    pairs_of,
+    prompt_rows,
+    read_rows,
+    write_rows,
 )
 from scripts.assets.training import note
 
@@ -41,9 +41,8 @@ IGNORED = -100
 MADE_FILE = "finetuning.json"
 HEADER_PROMPTS = {"training": 720, "validation": 48, "measuring": 192}
 UNSEEN = 256
-"""Prompts of each old domain, half for the reference and half as fresh traffic; `reference` has
-fewer.
-"""
+"""Prompts of each old domain, half for the reference and half as fresh traffic; there are fewer of
+`reference`."""
 MIXED = 720
 """Prompts of old and new domains each that the changed target answers for a full training."""
 
@@ -51,8 +50,7 @@ MIXED = 720
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """One fine-tuning. tokens_per_step: positions, of which the answers' tokens are learnt;
-    lora_rank: 0 changes all weights.
-    """
+    lora_rank: 0 changes all weights."""
 
     steps: int = 150
     tokens_per_step: int = 4096
@@ -67,10 +65,7 @@ RECIPES = {"finetuned": Recipe(), "lora": Recipe(steps=30, lr=2e-3, lora_rank=16
 
 def finetune(base: Path, out: Path, pairs: list[Pair], recipe: Recipe) -> None:
     """Write `out`: the target in `base` after a training on `pairs`, with LoRA merged into its
-    weights.
-
-    Nothing is done where `out` stands already.
-    """
+    weights. Nothing is done where `out` stands already."""
     if (out / MADE_FILE).is_file():
         return
     torch.manual_seed(recipe.seed)
@@ -97,8 +92,7 @@ def finetune(base: Path, out: Path, pairs: list[Pair], recipe: Recipe) -> None:
 
 def supervised_windows(tokenizer: Any, pairs: list[Pair], seed: int) -> Tensor:
     """Return shuffled conversations cut into [windows, 2, WINDOW]: tokens, and labels that are
-    IGNORED outside answers.
-    """
+    IGNORED outside answers."""
     tokens: list[int] = []
     labels: list[int] = []
     for pair in random.Random(seed).sample(pairs, len(pairs)):
@@ -140,7 +134,9 @@ def _learn(model: Any, windows: Tensor, recipe: Recipe) -> list[float]:
     return losses
 
 
-def write_prompts(folder: Path, assets: Path, documents: Iterable[Document] | None = None) -> None:
+def write_prompts(
+    folder: Path, assets: Path, documents: Iterable[python_sources.Document] | None = None
+) -> None:
     """Write all prompts of the report.
 
     reference.jsonl and fresh.jsonl: old domains, unseen; headers/: train, validation, measuring of
@@ -148,61 +144,60 @@ def write_prompts(folder: Path, assets: Path, documents: Iterable[Document] | No
     parts, shuffled. assets: the embedded target's prompts; documents: default: all that is
     installed here.
     """
-    headers = _header_prompts()
+    pairs = cpp_headers.split_pairs(cpp_headers.operators())
+    rng, counts = random.Random("0:watch"), HEADER_PROMPTS
+    headers = cpp_headers.choose_training_prompts(
+        pairs["A"], counts["training"], counts["validation"], "headers", rng
+    )
+    chosen = cpp_headers.choose_prompts(pairs["B"], counts["measuring"], "headers-bench", rng)
+    headers["measuring"] = chosen
     for name, rows in headers.items():
         write_rows(folder / "headers" / f"{name}.jsonl", rows)
     if documents is None:  # what is installed here
-        documents = itertools.chain(from_stdlib(), from_topics(), from_site_packages())
-    for name, rows in zip(
-        ("reference", "fresh"), deal_halves(unseen(assets, documents)), strict=True
-    ):
-        write_rows(folder / f"{name}.jsonl", rows)
+        found = (python_sources.from_stdlib, python_sources.from_topics)
+        documents = [
+            document
+            for source in (*found, python_sources.from_site_packages)
+            for document in source()
+        ]
+    reference, fresh = deal_halves(unseen(assets, documents))
+    write_rows(folder / "reference.jsonl", reference)
+    write_rows(folder / "fresh.jsonl", fresh)
     rng = random.Random("mixed")
     for name, count in (("train", MIXED), ("validation", HEADER_PROMPTS["validation"])):
-        mixed = [
-            *rng.sample(read_rows(assets / "training" / f"{name}.jsonl"), count),
-            *headers[name],
-        ]
+        old = read_rows(assets / "training" / f"{name}.jsonl")
+        mixed = [*rng.sample(old, count), *headers[name]]
         rng.shuffle(mixed)
         write_rows(folder / f"{name}.jsonl", mixed)
     bench = [row for domain in DOMAINS for row in read_rows(assets / f"{domain}.jsonl")[:64]]
     write_rows(folder / "measuring.jsonl", [*bench, *headers["measuring"]])
 
 
-def _header_prompts(seed: int = 0) -> dict[str, list[PromptRow]]:
-    """Return the new domain's prompts: train and validation (group A), measuring (group B)."""
-    pairs = cpp_headers.split_pairs(cpp_headers.operators())
-    rng, count = random.Random(f"{seed}:watch"), HEADER_PROMPTS
-    found = cpp_headers.choose_training_prompts(
-        pairs["A"], count["training"], count["validation"], "headers", rng
-    )
-    measuring = cpp_headers.choose_prompts(pairs["B"], count["measuring"], "headers-bench", rng)
-    return {**found, "measuring": measuring}
-
-
-def unseen(bench: Path, documents: Iterable[Document], seed: int = 0) -> list[PromptRow]:
+def unseen(
+    bench: Path, documents: Iterable[python_sources.Document], seed: int = 0
+) -> list[PromptRow]:
     """Return prompts of the old domains that neither target nor drafters have seen: those of
-    `bench` and more from group B of `documents`.
-    """
+    `bench` and more from group B of `documents`."""
     found = [row for domain in DOMAINS for row in read_rows(bench / f"{domain}.jsonl")]
     known, sources = Counter(row["domain"] for row in found), {row["source"] for row in found}
-    held_out = deduplicate(document for document in documents if document.group == "B")
+    held_out = python_sources.deduplicate(
+        document for document in documents if document.group == "B"
+    )
     pairs = [pair for document in held_out for pair in pairs_of(document)]
     pairs = [pair for pair in pairs if is_askable(pair) and pair.source not in sources]
     random.Random(seed).shuffle(pairs)
     for domain in DOMAINS:
         more = [pair for pair in pairs if pair.domain == domain][: UNSEEN - known[domain]]
         found += prompt_rows(more, f"more-{domain}", random.Random(f"{seed}:more"))
-    asked = {
-        row["messages"][0]["content"]: row for row in found
-    }  # some wordings fit several functions
+    # some wordings fit several functions
+    asked = {row["messages"][0]["content"]: row for row in found}
     return list(asked.values())
 
 
 def deal_halves(
     rows: Sequence[PromptRow], seed: int = 0
 ) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Return the rows dealt to two parts at random, half of every domain each."""
+    """Return the rows in two parts at random, half of every domain in each."""
     rng = random.Random(seed)
     parts: tuple[list[PromptRow], list[PromptRow]] = ([], [])
     for domain in DOMAINS:

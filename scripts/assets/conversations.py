@@ -1,4 +1,4 @@
-"""Questions and answers taken from documents, and how a user phrases them.
+"""Questions and answers taken from documents, how a user phrases them, and files of prompts.
 
 `code` and `explain` come from Python sources through `ast`, `reference` from docstrings of modules
 and from sections of prose. Sources are only parsed, never executed. Lengths are limited in
@@ -11,16 +11,24 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import json
 import random
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
+from heads.api.errors import UserError
+from inference.manifest import write_bytes
 from scripts.assets.python_sources import Document
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Messages = list[dict[str, str]]
+PromptRow = dict[str, Any]
+"""`id`, `domain`, `messages`, `source`."""
 
 DOMAINS = ("code", "explain", "reference")
 SYSTEM = (
@@ -108,9 +116,7 @@ def dialogue(pairs: list[Pair], rng: random.Random) -> Messages:
 
 
 def pairs_of(document: Document) -> list[Pair]:
-    """Return every pair of a document, in the order of its text; none for a file that does not
-    parse.
-    """
+    """Return every pair of a document, in the order of its text; none if it does not parse."""
     if document.kind == "prose":
         return list(_reference_pairs(document))
     try:
@@ -124,9 +130,8 @@ def pairs_of(document: Document) -> list[Pair]:
     pairs, lines = [], document.text.split("\n")
     answer = trim(_docstring(tree), MAX_ANSWER)
     if len(answer) >= MIN_ANSWER + 40 and "test" not in document.path.lower():
-        pairs.append(
-            Pair("reference", document.name, document.source, f"the module {where}", "", answer)
-        )
+        name = f"the module {where}"
+        pairs.append(Pair("reference", document.name, document.source, name, "", answer))
     for name, node, owner in _definitions(tree.body, "", None):
         if isinstance(node, ast.ClassDef):
             shown = _class_line(node, lines)
@@ -145,9 +150,7 @@ def pairs_of(document: Document) -> list[Pair]:
 def _definitions(
     body: list[ast.stmt], prefix: str, owner: ast.ClassDef | None
 ) -> Iterator[tuple[str, Function | ast.ClassDef, ast.ClassDef | None]]:
-    """Yield (qualified name, definition, the class it stands in), definitions within functions left
-    out.
-    """
+    """Yield (qualified name, definition, its class), definitions within functions left out."""
     for node in body:
         if isinstance(node, Function | ast.ClassDef):
             yield prefix + node.name, node, owner
@@ -169,25 +172,21 @@ def _without_indent(lines: list[str], indent: int) -> str:
 
 
 def _signature(node: Function, lines: list[str]) -> str:
-    """Return the source from `def` to its colon; the body's first statement may share the last
-    line.
-    """
+    """Return the source from `def` to its colon."""
     taken = lines[node.lineno - 1 : max(node.lineno, node.body[0].lineno - 1)]
     if node.body[0].lineno > node.lineno:
-        while taken and not taken[-1].rstrip().endswith(":"):
-            taken = taken[
-                :-1
-            ]  # comments and blank lines between the signature and the first statement
+        while taken and not taken[-1].rstrip().endswith(":"):  # comments, blank lines
+            taken.pop()
     return _without_indent(taken, node.col_offset)
 
 
 def _class_line(node: ast.ClassDef, lines: list[str]) -> str:
     """Return the first line of a class, and below it the signature of its `__init__`."""
     head = _without_indent(lines[node.lineno - 1 : node.lineno], node.col_offset)
-    inits = [
-        item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"
-    ]
-    return f"{head}\n{textwrap.indent(_signature(inits[0], lines), '    ')}" if inits else head
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            return f"{head}\n{textwrap.indent(_signature(item, lines), '    ')}"
+    return head
 
 
 def _body(
@@ -200,9 +199,8 @@ def _body(
     if not body or not signature.endswith(":") or body[0].lineno <= first_line:
         return None
     answer = textwrap.dedent("\n".join(lines[first_line : node.end_lineno])).strip("\n")
-    if not MIN_ANSWER <= len(answer) <= MAX_ANSWER or answer.startswith(
-        (" ", "raise NotImplementedError")
-    ):
+    empty = answer.startswith((" ", "raise NotImplementedError"))
+    if empty or not MIN_ANSWER <= len(answer) <= MAX_ANSWER:
         return None
     shown = signature
     if doc:
@@ -228,18 +226,12 @@ def _reference_pairs(document: Document) -> Iterator[Pair]:
     where = "the Python reference" if document.source == "topics" else document.source
     for heading, body in sections(document.text):
         heading = MARKUP.sub("", heading).strip().rstrip(":")
-        kept = (
-            line for line in body.split("\n") if not NOISE.match(line) and not UNDERLINE.match(line)
-        )
+        lines = body.split("\n")
+        kept = (line for line in lines if not NOISE.match(line) and not UNDERLINE.match(line))
         answer = trim(re.sub(r"\n{3,}", "\n\n", "\n".join(kept)), MAX_SECTION)
-        if (
-            not 3 < len(heading) < 80
-            or not re.match(r"[A-Za-z\"_]", heading)
-            or len(answer) < MIN_SECTION
-        ):
-            continue
-        letters = sum(map(str.isalpha, answer)) / len(answer)
-        if letters >= 0.55 and not re.search(r"https?://\S{60,}", answer):
+        named = 3 < len(heading) < 80 and re.match(r"[A-Za-z\"_]", heading)
+        text = len(answer) >= MIN_SECTION and sum(map(str.isalpha, answer)) / len(answer) >= 0.55
+        if named and text and not re.search(r"https?://\S{60,}", answer):
             yield Pair("reference", document.name, where, heading, "", answer)
 
 
@@ -271,3 +263,77 @@ def _is_title(line: str, below: str) -> bool:
         and 2 < len(line) <= len(below) + 1
         and line[0] not in " .:=-*|+#>"
     )
+
+
+# Prompt files
+
+
+def is_askable(pair: Pair) -> bool:
+    """Return whether a user would ask about a Python pair: it is public and no test, and a function
+    whose body is wanted has a docstring, since nothing else says what the function does."""
+    private = any(part.startswith("_") for part in pair.name.split("."))
+    in_tests = "/test" in pair.module or "conftest" in pair.module
+    return not private and not in_tests and (pair.domain != "code" or '"""' in pair.shown)
+
+
+def choose(
+    queues: Mapping[str, list[Pair]],
+    count: int,
+    per_module: int,
+    used: Counter[str] | None = None,
+    distinct: bool = True,
+) -> list[Pair]:
+    """Return `count` pairs, taken from the ends of `queues` by turns, `per_module` at most of a
+    module; `used` counts these and is updated.
+
+    distinct: no two pairs share a wording (two functions can differ in the one wording that names
+    their module only). Raises UserError when there are too few.
+    """
+    used = Counter() if used is None else used
+    chosen: list[Pair] = []
+    asked: set[str] = set()
+    waiting = {name: list(queue) for name, queue in queues.items()}
+    while waiting and len(chosen) < count:
+        for name in list(waiting):
+            while waiting[name]:
+                pair = waiting[name].pop()
+                wordings = {pair.question(number) for number in range(len(PHRASINGS[pair.domain]))}
+                if used[pair.module] < per_module and not (distinct and asked & wordings):
+                    used[pair.module] += 1
+                    asked |= wordings
+                    chosen.append(pair)
+                    break
+            else:
+                del waiting[name]
+    if len(chosen) < count:
+        raise UserError(
+            f"the held-out group gives {len(chosen)} prompts, {count} were asked for: ask for "
+            "fewer, or prepare from more sources."
+        )
+    return chosen[:count]
+
+
+def prompt_rows(
+    pairs: Iterable[Pair], prefix: str, rng: random.Random | None = None
+) -> list[PromptRow]:
+    """Return the prompt rows of `pairs`, ids `prefix`-0000 and so on.
+
+    rng: chooses one of the wordings; without it, the first is taken.
+    """
+    return [
+        {
+            "id": f"{prefix}-{index:04d}",
+            "domain": pair.domain,
+            "messages": pair.messages(rng.randrange(3) if rng else 0)[:1],
+            "source": pair.source,
+        }
+        for index, pair in enumerate(pairs)
+    ]
+
+
+def read_rows(path: Path) -> list[PromptRow]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    write_bytes(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())

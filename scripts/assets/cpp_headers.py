@@ -15,12 +15,11 @@ import hashlib
 import importlib.util
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.assets.conversations import Pair
-from scripts.assets.prompts import PromptRow, choose, prompt_rows
+from scripts.assets.conversations import Pair, PromptRow, choose, prompt_rows
 from scripts.assets.python_sources import Group
 
 MIN_ANSWER, MAX_ANSWER, MAX_SHOWN = 60, 560, 400
@@ -69,10 +68,7 @@ def operators(root: Path | None = None) -> list[Operator]:
         name = file.name.removesuffix("_native.h")
         parts = [file.with_name(name + ending) for ending in (".h", "_ops.h", "_native.h")]
         texts = [part.read_text(encoding="utf-8") if part.is_file() else "" for part in parts]
-        declared = _declarations(name, *texts)
-        pairs = tuple(
-            Pair(domain, name, "", "", shown, answer) for domain, shown, answer in declared
-        )
+        pairs = tuple(_declarations(name, *texts))
         if pairs:
             found.append(Operator(name, group_of(name), pairs))
     return found
@@ -80,42 +76,40 @@ def operators(root: Path | None = None) -> list[Operator]:
 
 def group_of(name: str) -> Group:
     """Return the group of an operator: a quarter A, an eighth B, by the hash of its first word, so
-    that `conv_tbc` and `conv_tbc_backward` stay together.
-    """
+    that `conv_tbc` and `conv_tbc_backward` stay together."""
     stem = next((word for word in name.lower().split("_") if len(word) > 1), name)
     bucket = hashlib.sha256(stem.encode()).digest()[0] % 8
     return "A" if bucket < 2 else "B" if bucket == 2 else "train"
 
 
-def _declarations(
-    name: str, function: str, struct: str, native: str
-) -> Iterator[tuple[str, str, str]]:
-    """Yield (domain, what is shown, answer) from the texts of an operator's three headers."""
+def _declarations(name: str, function: str, struct: str, native: str) -> Iterator[Pair]:
+    """Yield the pairs of an operator from the texts of its three headers."""
+
+    def pair(domain: str, shown: str, answer: str) -> Pair:
+        return Pair(domain, name, "", "", shown, answer)
+
     for schema, functions in INLINE.findall(function):
         # One of the two, so that a question never holds another question's answer.
         if hashlib.sha256(functions.encode()).digest()[0] % 3:
-            yield "inline", schema, functions.rstrip()
+            yield pair("inline", schema, functions.rstrip())
         else:
-            yield "schema", functions.rstrip().partition(" {\n")[0], f"// aten::{schema}"
+            shown = functions.rstrip().partition(" {\n")[0]
+            yield pair("schema", shown, f"// aten::{schema}")
     for found in STRUCT.findall(struct):
         if match := SCHEMA.search(found):
-            yield "operator", match.group(1), LEFT_OUT.sub("", found).rstrip()
+            yield pair("operator", match.group(1), LEFT_OUT.sub("", found).rstrip())
     lines = [line for line in native.split("\n") if line.startswith("TORCH_API ")]
     if lines:
-        yield "native", name, "\n".join(lines)[:MAX_ANSWER].rpartition(";")[0] + ";"
+        yield pair("native", name, "\n".join(lines)[:MAX_ANSWER].rpartition(";")[0] + ";")
 
 
-def split_pairs(documents: Iterable[Operator]) -> dict[str, list[Pair]]:
+def split_pairs(documents: Sequence[Operator]) -> dict[str, list[Pair]]:
     """Return the pairs by group: `train` for the target, A for drafters, B for measuring; no answer
-    stands in two groups.
-    """
-    documents = list(documents)
+    stands in two groups."""
     pairs: dict[str, list[Pair]] = {}
     known: set[str] = set()
     for group in ("train", "A", "B"):
-        found = [
-            pair for document in documents if document.group == group for pair in document.pairs
-        ]
+        found = [pair for item in documents if item.group == group for pair in item.pairs]
         pairs[group] = [pair for pair in found if pair.answer not in known]
         known |= {pair.answer for pair in found}
     return pairs

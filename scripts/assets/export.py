@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from heads.api.errors import UserError
 from inference.manifest import file_sha256, write_bytes, write_json
-from scripts.assets.streams import load_manifest
-from scripts.assets.tokens import BOS_ID, END_ID, PAD_ID
+from scripts.assets.prepared import BOS_ID, END_ID, PAD_ID, load_manifest
 from scripts.assets.training import build_model, note
 
 MAX_WEIGHT_BYTES = 16_000_000
@@ -37,13 +36,8 @@ def export(data: Path, run: Path, out: Path, with_card: bool = True) -> None:
 
     for file in (run / "model.safetensors", run / "training.json", *sorted(tokenizer.iterdir())):
         write_bytes(out / file.name, file.read_bytes())
-    stops = {
-        "bos_token_id": BOS_ID,
-        "eos_token_id": END_ID,
-        "pad_token_id": PAD_ID,
-        "do_sample": False,
-    }
-    write_json(out / "generation_config.json", stops)
+    stops = {"bos_token_id": BOS_ID, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
+    write_json(out / "generation_config.json", {**stops, "do_sample": False})
     if with_card:
         parameters = sum(tensor.numel() for tensor in weights.values())
         write_bytes(out / "README.md", render_card(record, manifest, parameters).encode())
@@ -70,8 +64,7 @@ def _read_record(run: Path) -> dict[str, Any]:
 
 def check_weights(path: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the weights; UserError unless they are the configuration's tensors in bfloat16,
-    finite, within the size limit.
-    """
+    finite, within the size limit."""
     if not path.is_file():
         raise UserError(f"{path} does not exist. `train` writes it beside training.json.")
     size = path.stat().st_size
@@ -98,14 +91,16 @@ def check_weights(path: Path, config: Mapping[str, Any]) -> dict[str, torch.Tens
 
 def render_card(record: Mapping[str, Any], manifest: Mapping[str, Any], parameters: int) -> str:
     """Return the embedded target's card in Markdown: card.md with the figures of the training
-    record, the corpus manifest and the number of weights.
-    """
+    record, the corpus manifest and the number of weights."""
     settings, last, calls = record["settings"], record["evaluations"][-1], record["calls"]
     config, limit = settings["config"], record.get("eval_tokens")
+    pairs = manifest["pairs"]["train"]
     trained = [entry for name, entry in manifest["sources"].items() if name.startswith("train:")]
-    ended = "was ended before its budget was used up: the learning rate had not reached its end."
-    if record["finished"]:
-        ended = "used up its budget, and the learning rate reached its end."
+    ended = (
+        "used up its budget, and the learning rate reached its end."
+        if record["finished"]
+        else "was ended before its budget was used up: the learning rate had not reached its end."
+    )
     heldout = [
         f"| {last['step']:,} | {name} | {last[f'{name}_bits_per_byte']:.3f} "
         f"| {last[f'{name}_loss']:.3f} | {last[f'{name}_top1']:.1%} |"
@@ -130,9 +125,7 @@ def render_card(record: Mapping[str, Any], manifest: Mapping[str, Any], paramete
         "bytes": sum(entry["bytes"] for entry in trained) / 1e6,
         "raw_tokens": manifest["streams"]["raw"]["tokens"],
         "chat_tokens": manifest["streams"]["chat"]["tokens"],
-        "domains": ", ".join(
-            f"`{name}` ({n:,} answers)" for name, n in manifest["pairs"]["train"].items()
-        ),
+        "domains": ", ".join(f"`{name}` ({n:,} answers)" for name, n in pairs.items()),
         "dropped": len(manifest["dropped_for_overlap"]),
     }
     for group, held in manifest["heldout"].items():

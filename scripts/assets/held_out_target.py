@@ -16,10 +16,14 @@ import torch
 
 from heads.api.errors import UserError
 from scripts.assets import cpp_headers
-from scripts.assets.conversations import Pair
+from scripts.assets.conversations import Pair, write_rows
 from scripts.assets.export import export
-from scripts.assets.prompts import write_rows
-from scripts.assets.tokens import TokenizerSpec, encode_dialogues, encode_documents, write_prepared
+from scripts.assets.prepared import (
+    TokenizerSpec,
+    encode_dialogues,
+    encode_documents,
+    write_prepared,
+)
 from scripts.assets.training import Intervals, Trainer, TrainSettings, llama_config
 
 TOKENIZER = TokenizerSpec(
@@ -56,9 +60,7 @@ CONFIG = llama_config(
 )
 """2.48 million parameters; queries are wider than the model, as in Qwen3's small sizes."""
 PROMPTS = {"training": 1440, "validation": 48, "measuring": 96}
-"""How many prompts there are for drafters, for choosing among their checkpoints, and for the
-report.
-"""
+"""Prompts for drafters, for choosing among their checkpoints, and for the report."""
 HELDOUT_PAIRS = 1500
 WORTH_COMPILING = 100
 """Steps from which on compiling saves more time than it takes."""
@@ -67,9 +69,7 @@ WORTH_COMPILING = 100
 def make(
     work: Path, steps: int, prompts: Mapping[str, int] = PROMPTS, config: Mapping[str, Any] = CONFIG
 ) -> Path:
-    """Make everything below `work`; return the target's folder (its prompts lie in
-    `work`/data/prompts).
-    """
+    """Make everything below `work`, the prompts in data/prompts; return the target's folder."""
     data, state, target = (work / name for name in ("data", "state", "target"))
     if not (data / "manifest.json").is_file():
         prepare(data, cpp_headers.operators(), prompts)
@@ -126,9 +126,7 @@ def write_prompts(
 def train(
     folder: Path, state: Path, steps: int, config: Mapping[str, Any] = CONFIG, seed: int = 0
 ) -> None:
-    """Train on a prepared folder for `steps` steps of 4,096 tokens; go on where a stopped run
-    ended.
-    """
+    """Train on a prepared folder for `steps` steps of 4,096 tokens, or go on with it."""
     settings = TrainSettings(
         steps=steps,
         lr=4e-3,

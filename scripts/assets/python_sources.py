@@ -69,9 +69,7 @@ WINDOW = 6
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One file or manual topic: `source` is the package, `path` its place in it, `text` the cleaned
-    content.
-    """
+    """One file or manual topic: `source` is the package, `path` its place in it."""
 
     source: str
     path: str
@@ -81,7 +79,6 @@ class Document:
 
     @property
     def name(self) -> str:
-        """Return `source/path`, unique in a corpus."""
         return f"{self.source}/{self.path}"
 
 
@@ -103,15 +100,12 @@ def package_group(name: str) -> Group:
 
 
 def topic_group(topic: str) -> Group:
-    """Return the group of a `pydoc_data.topics` entry: a fifth each for A and B, by the name's
-    hash.
-    """
+    """Return the group of a `pydoc_data.topics` entry: a fifth each for A and B, by its hash."""
     bucket = hashlib.sha256(topic.encode()).digest()[0] % 5
     return "A" if bucket == 0 else "B" if bucket == 1 else "train"
 
 
 def normalise(name: str) -> str:
-    """Return a package name in lower case with underscores."""
     return re.sub(r"[-_.]+", "_", name).strip("_").lower()
 
 
@@ -148,9 +142,8 @@ def from_site_packages(root: Path | None = None, skip: Iterable[str] = ()) -> It
             continue
         for file in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
             if file.is_file():
-                yield from _read(
-                    name, file.relative_to(root).as_posix(), package_group(name), file.read_bytes
-                )
+                path = file.relative_to(root).as_posix()
+                yield from _read(name, path, package_group(name), file.read_bytes)
 
 
 def from_archive(archive: Path) -> Iterator[Document]:
@@ -181,17 +174,8 @@ def archive_package(archive: Path) -> str:
 def download(folder: Path) -> list[Path]:
     """Let pip fetch the packages of packages.txt to `folder`; return its archives, sorted."""
     pinned = Path(__file__).with_name("packages.txt")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "-r",
-        str(pinned),
-        "-d",
-        str(folder),
-    ]
+    options = ["--no-deps", "-r", str(pinned), "-d", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options]
     if subprocess.run(command, check=False).returncode:
         raise UserError(
             f"pip could not download the packages of {pinned} into {folder}, see above. Run it "
@@ -238,13 +222,11 @@ def is_readable(text: str) -> bool:
 
 def clean(text: str) -> str:
     """Return `text` with unix line ends, no trailing blanks, no leading licence comment, and at
-    most two empty lines in a row.
-    """
+    most two empty lines in a row."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").expandtabs(4)
     lines = [line.rstrip() for line in text.split("\n")]
-    head = next(
-        (i for i, line in enumerate(lines) if line and not line.startswith("#")), len(lines)
-    )
+    code = (i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    head = next(code, len(lines))
     if re.search(r"copyright|licen[sc]e|coding[:=]", "\n".join(lines[:head]), re.I):
         lines = lines[head:]
     return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).strip("\n") + "\n"
@@ -254,18 +236,16 @@ def deduplicate(documents: Iterable[Document]) -> list[Document]:
     """Return the documents with equal texts once; a held-out copy wins over a training copy."""
     best: dict[bytes, Document] = {}
     for document in documents:
-        known = best.setdefault(hashlib.sha256(document.text.encode()).digest(), document)
+        key = hashlib.sha256(document.text.encode()).digest()
+        known = best.setdefault(key, document)
         if known.group == "train" and document.group != "train":
-            best[hashlib.sha256(document.text.encode()).digest()] = document
+            best[key] = document
     return sorted(best.values(), key=lambda document: document.name)
 
 
 def cap_sources(documents: list[Document], max_bytes: int) -> list[Document]:
     """Return the documents with each training source cut to about `max_bytes`, files chosen by
-    their hash.
-
-    A few very large packages would otherwise be most of the corpus.
-    """
+    their hash: a few very large packages would otherwise be most of the corpus."""
     used: dict[str, int] = {}
     kept = []
     for document in sorted(documents, key=lambda d: hashlib.sha256(d.name.encode()).digest()):
@@ -278,11 +258,10 @@ def cap_sources(documents: list[Document], max_bytes: int) -> list[Document]:
 
 def drop_leaks(documents: list[Document]) -> tuple[list[Document], list[str]]:
     """Return the documents without training files that share passages with a held-out one, and the
-    names of those.
+    names of those files.
 
-    Catches vendored and lightly edited copies, which a hash of the whole file does not. A file is
-    dropped when three windows of six code lines, or one in ten of its windows, stand in a held-out
-    file too.
+    Catches vendored and lightly edited copies: a file is dropped when three windows of six code
+    lines, or one in ten of its windows, stand in a held-out file too.
     """
 
     def passages(text: str) -> list[int]:

@@ -1,10 +1,10 @@
-"""Makes the embedded target: `python -m scripts.assets.tiny_target
-prepare|train|evaluate|export|prompts`.
+"""Makes the embedded target, step by step: `python -m scripts.assets.tiny_target STEP`.
 
-prepare collect Python sources, train the tokenizer, write token streams and a manifest train train
-the model on a prepared folder; resumable evaluate held-out loss of a weights file on a prepared
-folder export write assets/tiny-target: weights, config, tokenizer, chat template, card prompts
-choose the prompts for measuring and for training drafters from the held-out groups
+prepare   collect Python sources, train the tokenizer, write token streams and a manifest
+train     train the model on a prepared folder; resumable
+evaluate  held-out loss of a weights file on a prepared folder
+export    write assets/tiny-target: weights, config, tokenizer, chat template, card
+prompts   choose the prompts for measuring and for training drafters from the held-out groups
 """
 
 from __future__ import annotations
@@ -28,11 +28,21 @@ from safetensors.torch import load_file
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
-from scripts.assets import export, python_sources, streams
-from scripts.assets.conversations import DOMAINS, Messages, Pair, dialogue, pairs_of
-from scripts.assets.prompts import PromptRow, choose, is_askable, prompt_rows, write_rows
+from scripts.assets import export, prepared, python_sources
+from scripts.assets.conversations import (
+    DOMAINS,
+    Messages,
+    Pair,
+    PromptRow,
+    choose,
+    dialogue,
+    is_askable,
+    pairs_of,
+    prompt_rows,
+    write_rows,
+)
+from scripts.assets.prepared import TokenizerSpec, encode_dialogues, encode_documents
 from scripts.assets.python_sources import Document
-from scripts.assets.tokens import TokenizerSpec, encode_dialogues, encode_documents, write_prepared
 from scripts.assets.training import (
     Intervals,
     Trainer,
@@ -42,7 +52,7 @@ from scripts.assets.training import (
     note,
 )
 
-ASSETS = Path(__file__).resolve().parents[2] / "assets"
+ASSETS = Path(__file__).parents[2] / "assets"
 TOKENIZER = TokenizerSpec(
     size=4096,
     special=("<|pad|>", "<|bos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"),
@@ -85,8 +95,7 @@ BARE_CODE_SHARE = 0.35
 PER_MODULE = 4
 VALIDATION = 96
 """Prompts of group A kept out of training, for choosing checkpoints: the measurement must not
-choose what it measures.
-"""
+choose what it measures."""
 
 
 def collect(max_package_bytes: int, extra_packages: Path | None = None) -> list[Document]:
@@ -112,10 +121,8 @@ def prepare(
     spec: TokenizerSpec = TOKENIZER,
 ) -> None:
     """Write a prepared folder from deduplicated documents of all groups, and to `pairs_out` the
-    held-out pairs from which prompts are chosen (A.jsonl.xz, B.jsonl.xz).
-
-    The same documents, seed and package versions give the same bytes.
-    """
+    held-out pairs from which prompts are chosen (A.jsonl.xz, B.jsonl.xz). The same documents, seed
+    and package versions give the same bytes."""
     documents, dropped = python_sources.drop_leaks(documents)
     note(f"{len(documents)} documents; {len(dropped)} that share text with held-out ones dropped")
     with ProcessPoolExecutor(workers) as pool:
@@ -135,13 +142,14 @@ def prepare(
     for group in ("A", "B"):
         rows = "\n".join(json.dumps(dataclasses.asdict(pair)) for pair in pairs[group])
         write_bytes(pairs_out / f"{group}.jsonl.xz", lzma.compress(rows.encode(), preset=6))
-    write_prepared(out, tokenizer, token_streams, describe(documents, dropped, pairs, seed))
+    prepared.write_prepared(
+        out, tokenizer, token_streams, describe(documents, dropped, pairs, seed)
+    )
 
 
 def split_pairs(pairs: list[Pair], documents: list[Document]) -> dict[str, list[Pair]]:
     """Return the pairs by group; equal answers are kept once, held-out ones first, so that no
-    answer stands in two groups.
-    """
+    answer stands in two groups."""
     group_of = {document.name: document.group for document in documents}
     found: dict[str, list[Pair]] = {"A": [], "B": [], "train": []}
     seen: set[str] = set()
@@ -177,17 +185,16 @@ def _sample(documents: list[Document], pairs: list[Pair], seed: int) -> Iterator
 def training_dialogues(pairs: list[Pair], seed: int) -> list[Messages]:
     """Return shuffled conversations over all pairs; one in eight has two or three turns."""
     rng = random.Random(seed)
-    chosen = [
-        pair
-        for pair in pairs
-        if pair.domain != "code" or '"""' in pair.shown or rng.random() < BARE_CODE_SHARE
-    ]
+
+    def kept(pair: Pair) -> bool:
+        return pair.domain != "code" or '"""' in pair.shown or rng.random() < BARE_CODE_SHARE
+
+    chosen = [pair for pair in pairs if kept(pair)]
     result, index = [], 0
     while index < len(chosen):
         turns = rng.choice((2, 3)) if rng.random() < 0.125 else 1
-        taken = [
-            pair for pair in chosen[index : index + turns] if pair.module == chosen[index].module
-        ]
+        following, module = chosen[index : index + turns], chosen[index].module
+        taken = [pair for pair in following if pair.module == module]
         result.append(dialogue(taken, rng))
         index += len(taken)
     rng.shuffle(result)
@@ -214,11 +221,8 @@ def _heldout_texts(documents: list[Document], seed: int) -> list[str]:
             queues[document.source].append(document.text)
     chosen: list[str] = []
     while any(queues.values()) and sum(len(text.encode()) for text in chosen) < HELDOUT_BYTES:
-        chosen += [
-            queues[source].pop(len(queues[source]) // 2)
-            for source in sorted(queues)
-            if queues[source]
-        ]
+        waiting = [queues[source] for source in sorted(queues) if queues[source]]
+        chosen += [queue.pop(len(queue) // 2) for queue in waiting]
     random.Random(seed).shuffle(chosen)
     return chosen
 
@@ -227,11 +231,9 @@ def describe(
     documents: list[Document], dropped: list[str], pairs: Mapping[str, list[Pair]], seed: int
 ) -> dict[str, Any]:
     """Return the manifest's facts: what went in, what was held out, what came out."""
-    counts: dict[str, dict[str, int]] = {}
+    counts = collections.defaultdict[str, dict[str, int]](lambda: {"documents": 0, "bytes": 0})
     for document in documents:
-        entry = counts.setdefault(
-            f"{document.group}:{document.source}", {"documents": 0, "bytes": 0}
-        )
+        entry = counts[f"{document.group}:{document.source}"]
         entry["documents"] += 1
         entry["bytes"] += len(document.text.encode())
     held = {group: [d for d in documents if d.group == group] for group in python_sources.STDLIB}
@@ -261,16 +263,18 @@ def describe(
 def write_prompts(pairs: Path, out: Path, measuring: int, training: int, seed: int) -> None:
     """Write `<domain>.jsonl` with `measuring` prompts of group B each, and below `training/` about
     `training` prompts of group A, shuffled: the last ones in validation.jsonl, the others in
-    train.jsonl.
-    """
+    train.jsonl."""
     askable = {group: [p for p in load_pairs(pairs, group) if is_askable(p)] for group in "AB"}
     used = {group: collections.Counter[str]() for group in askable}
 
     def rows(group: str, domain: str, count: int, prefix: str) -> list[PromptRow]:
-        rng, queues = random.Random(f"{seed}:{domain}"), dict[str, list[Pair]]()
+        rng, queues = (
+            random.Random(f"{seed}:{domain}"),
+            collections.defaultdict[str, list[Pair]](list),
+        )
         for pair in askable[group]:
             if pair.domain == domain:
-                queues.setdefault(pair.module.split("/")[0], []).append(pair)
+                queues[pair.module.split("/")[0]].append(pair)
         for queue in queues.values():
             rng.shuffle(queue)
         chosen = choose(dict(sorted(queues.items())), count, PER_MODULE, used[group])
@@ -286,7 +290,6 @@ def write_prompts(pairs: Path, out: Path, measuring: int, training: int, seed: i
 
 
 def load_pairs(folder: Path, group: str) -> list[Pair]:
-    """Return the held-out pairs of group `A` or `B` as `prepare` wrote them."""
     path = folder / f"{group}.jsonl.xz"
     if not path.is_file():
         raise UserError(f"{path} does not exist. `prepare` writes it; name its folder: --pairs.")
@@ -295,7 +298,6 @@ def load_pairs(folder: Path, group: str) -> list[Pair]:
 
 
 def train(given: argparse.Namespace) -> None:
-    """Train, or go on training, on a prepared folder."""
     device = torch.device(given.device)
     fast = device.type == "cuda"
     torch.set_float32_matmul_precision("high")
@@ -305,6 +307,7 @@ def train(given: argparse.Namespace) -> None:
     values["bf16"] = fast if given.bf16 is None else given.bf16
     # A folder elsewhere on this machine is named by its last part only.
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    seconds = (given.log_every, given.eval_every, given.save_every, given.call_seconds)
     trainer = Trainer(
         given.data,
         given.state,
@@ -313,9 +316,7 @@ def train(given: argparse.Namespace) -> None:
         CONFIG,
         device,
         compiled=fast if given.compile is None else given.compile,
-        intervals=Intervals(
-            given.log_every, given.eval_every, given.save_every, given.call_seconds
-        ),
+        intervals=Intervals(*seconds),
         eval_tokens=given.eval_tokens or (None if fast else 32_768),
         command=" ".join(["python -m scripts.assets.tiny_target", *words]),
     )
@@ -324,13 +325,13 @@ def train(given: argparse.Namespace) -> None:
 
 
 def evaluate(given: argparse.Namespace) -> None:
-    """Print the held-out loss of a weights file."""
     model = build_model(CONFIG)
     weights = {name: tensor.float() for name, tensor in load_file(given.weights).items()}
     model.load_state_dict(weights, strict=False)  # the tied output layer is not in the file
-    heldout = streams.load_heldout(given.data, 1024, given.eval_tokens)
+    heldout = prepared.load_heldout(given.data, 1024, given.eval_tokens)
     bf16 = torch.device(given.device).type == "cuda"
-    for name, value in streams.evaluate(model.to(given.device), heldout, rows=8, bf16=bf16).items():
+    found = prepared.evaluate(model.to(given.device), heldout, rows=8, bf16=bf16)
+    for name, value in found.items():
         print(f"{name} {value:.4f}")
 
 

@@ -12,7 +12,7 @@ import io
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,15 +23,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes, write_json
-from scripts.assets.streams import Stream, evaluate, load_heldout, load_manifest, token_losses
-from scripts.assets.tokens import BOS_ID, END_ID, MAX_LENGTH, PAD_ID, load_stream
+from scripts.assets import prepared
+from scripts.assets.prepared import BOS_ID, END_ID, MAX_LENGTH, PAD_ID
 from train.stopping import StopRequest
 
 START = time.monotonic()
 
 
 def note(message: str) -> None:
-    """Print a line with the seconds since the start."""
     print(f"[{time.monotonic() - START:7.1f}s] {message}", flush=True)
 
 
@@ -60,10 +59,8 @@ def llama_config(**sizes: Any) -> dict[str, Any]:
         "dtype": "bfloat16",
         **sizes,
     }
-    return {
-        **content,
-        "rope_parameters": {"rope_type": "default", "rope_theta": content["rope_theta"]},
-    }
+    rope = {"rope_type": "default", "rope_theta": content["rope_theta"]}
+    return {**content, "rope_parameters": rope}
 
 
 def build_model(config: Mapping[str, Any]) -> Any:
@@ -108,10 +105,8 @@ class TrainSettings:
     def __post_init__(self) -> None:
         """Check the sizes that must divide each other; UserError names the flag."""
         if (self.seconds is None) == (self.steps is None):
-            raise UserError(
-                f"give one of --seconds and --steps; got seconds={self.seconds}, "
-                f"steps={self.steps}."
-            )
+            given = f"seconds={self.seconds}, steps={self.steps}"
+            raise UserError(f"give one of --seconds and --steps; got {given}.")
         if self.micro_tokens % self.length or self.batch_tokens % self.micro_tokens:
             raise UserError(
                 f"--batch-tokens {self.batch_tokens} must be a multiple of --micro-tokens "
@@ -139,9 +134,7 @@ class TrainSettings:
 
 @dataclasses.dataclass
 class Intervals:
-    """When a run reports, in seconds of wall time unless said otherwise; none of it changes the
-    weights.
-    """
+    """When a run reports, in seconds of wall time; none of it changes the weights."""
 
     log: float = 10.0
     evaluate: float = 90.0
@@ -173,12 +166,12 @@ class Trainer:
         self.settings, self.device, self.out, self.eval_tokens = settings, device, out, eval_tokens
         self.intervals = intervals or Intervals()
         self.path = state / "checkpoint.pt"
-        manifest = load_manifest(folder)
-        self.heldout = load_heldout(folder, settings.length, eval_tokens)
-        self.streams = {
-            name: Stream(load_stream(folder, manifest, name), settings.length, device)
-            for name in ("raw", "chat")
-        }
+        manifest = prepared.load_manifest(folder)
+        self.heldout = prepared.load_heldout(folder, settings.length, eval_tokens)
+        self.streams = {}
+        for name in ("raw", "chat"):
+            ids = prepared.load_stream(folder, manifest, name)
+            self.streams[name] = prepared.Stream(ids, settings.length, device)
         torch.manual_seed(settings.seed)
         self.model = build_model(config).to(device)
         self.optimisers = self._optimisers()
@@ -193,49 +186,33 @@ class Trainer:
         }
         if self.path.is_file():
             self._restore()
-        processor = platform.processor() or "cpu"
         cuda = device.type == "cuda"
-        call = {
-            "command": command,
-            "from_step": self.step,
-            "device": torch.cuda.get_device_name(device) if cuda else processor,
-            "torch": str(torch.__version__),
-            "compiled": compiled,
-        }
-        self.log["calls"].append(call)
-        self.compute: Callable[[Tensor], tuple[Tensor, Tensor]] = self._losses
-        if compiled:
-            self.compute = torch.compile(self._losses, dynamic=False)
+        name = torch.cuda.get_device_name(device) if cuda else platform.processor() or "cpu"
+        call = {"command": command, "from_step": self.step, "device": name}
+        self.log["calls"].append({**call, "torch": str(torch.__version__), "compiled": compiled})
+        self.compute = torch.compile(self._losses, dynamic=False) if compiled else self._losses
 
     def _optimisers(self) -> list[torch.optim.Optimizer]:
         """Muon for the layers' matrices, its update scaled to AdamW's size so that one learning
         rate serves both (Liu et al., 2502.16982); AdamW for the rest. It needs about two thirds of
-        AdamW's tokens.
-        """
+        AdamW's tokens."""
         lr, decay = self.settings.lr, self.settings.weight_decay
         named = list(self.model.named_parameters())
         inner = [p for name, p in named if p.ndim == 2 and ".layers." in name]
         outer = [p for name, p in named if p.ndim == 2 and ".layers." not in name]
         vectors = {"params": [p for _, p in named if p.ndim != 2], "weight_decay": 0.0}
+        groups = [{"params": outer, "weight_decay": decay}, vectors]
+        fused = self.device.type == "cuda"
         return [
-            torch.optim.AdamW(
-                [{"params": outer, "weight_decay": decay}, vectors],
-                lr=lr,
-                betas=self.settings.betas,
-                fused=self.device.type == "cuda",
-            ),
+            torch.optim.AdamW(groups, lr=lr, betas=self.settings.betas, fused=fused),
             torch.optim.Muon(inner, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
         ]
 
     def _restore(self) -> None:
         """Go on from the checkpoint; UserError when it was made with other settings."""
         content = torch.load(self.path, map_location=self.device, weights_only=True)
-        then = content["settings"]
-        other = [
-            f"{k}: {then.get(k)} then, {v} now"
-            for k, v in self.identity.items()
-            if then.get(k) != v
-        ]
+        then, now = content["settings"], self.identity
+        other = [f"{k}: {then.get(k)} then, {v} now" for k, v in now.items() if then.get(k) != v]
         if other:
             raise UserError(
                 f"{self.path} was made with other settings ({', '.join(other)}). Give the same "
@@ -252,7 +229,7 @@ class Trainer:
         """Return (objective, mean negative log likelihood) of windows [rows, length + 1]."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.settings.bf16):
             logits = self.model(ids[:, :-1], use_cache=False).logits
-        losses, normaliser = token_losses(logits, ids[:, 1:])
+        losses, normaliser = prepared.token_losses(logits, ids[:, 1:])
         mean = losses.mean()
         return mean + self.settings.z_loss * normaliser.square().mean(), mean
 
@@ -260,9 +237,8 @@ class Trainer:
         """Return the windows of one forward pass [rows, length + 1], documents first."""
         chat = self.settings.chat_rows(used)
         rows = {"raw": self.settings.micro_tokens // self.settings.length - chat, "chat": chat}
-        return torch.cat(
-            [self.streams[name].windows(n, self.generator) for name, n in rows.items()]
-        )
+        drawn = [self.streams[name].windows(n, self.generator) for name, n in rows.items()]
+        return torch.cat(drawn)
 
     def _update(self) -> Tensor:
         """Take one optimiser step; return the mean loss as a device scalar (no synchronisation)."""
@@ -286,8 +262,7 @@ class Trainer:
 
     def run(self) -> bool:
         """Train until the budget, the call's limit or a signal ends it; save everything; return
-        whether the budget is used up.
-        """
+        whether the budget is used up."""
         with StopRequest() as stop:
             self._warm_up()
             finished = self._loop(stop)
@@ -347,15 +322,14 @@ class Trainer:
         }
         self.log["history"].append(figures)
         left = (1 - used) * self.seconds / max(used, 1e-9)
-        told = "  ".join(f"{name} {value:,}" for name, value in figures.items())
-        note(f"{told}  {used:.1%} done, {left:.0f} s left")
+        shown = "  ".join(f"{name} {value:,}" for name, value in figures.items())
+        note(f"{shown}  {used:.1%} done, {left:.0f} s left")
 
     def evaluate(self) -> None:
         """Append the held-out figures to the log."""
-        found = evaluate(self.model, self.heldout, bf16=self.settings.bf16)
-        self.log["evaluations"].append(
-            {"step": self.step, "seconds": round(self.seconds, 1), **found}
-        )
+        found = prepared.evaluate(self.model, self.heldout, bf16=self.settings.bf16)
+        facts = {"step": self.step, "seconds": round(self.seconds, 1)}
+        self.log["evaluations"].append({**facts, **found})
         note("held out: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
 
     def save(self, finished: bool) -> None:

@@ -1,54 +1,49 @@
-"""Shared code of the evidence scripts: report files, stages, decoding of checkpoints, table
-cells."""
+"""Shared code of the evidence scripts: stages, decoding of checkpoints, report files and cells."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion
-from inference.manifest import write_bytes
+from inference.manifest import write_bytes, write_json
 from inference.measure.metrics import Outcome, TauEstimate, Totals
 from inference.measure.prompts import Prompt, to_requests
 from inference.target.model import TargetModel
 from scripts import cli
-from scripts.config.schema import load_settings
+from scripts.config.schema import Settings, load_settings
 from scripts.config.stages import STAGES
-from scripts.tools.common import ROOT
+from scripts.tools.common import REPORTS, ROOT
 
-DOCS = ROOT / "docs"
-REPORTS = DOCS / "reports"
-
-
-class TauFacts(TypedDict):
-    """tau as reports hold it; acceptance: the share of passes that accepted each depth."""
-
-    tau: float
-    tau_ci95: list[float]
-    acceptance: list[float]
+DOCS = REPORTS.parent
+FAMILIES = ROOT / "outputs" / "families"
+"""The run of `headstart loop experiment=families`."""
+Facts = dict[str, Any]
+"""A part of a report as JSON holds it; the module that writes it is its schema."""
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a file; an empty object where there is no file. The caller names its
-    type."""
+    """The JSON value in a file; an empty object where there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def run_stage(name: str, *overrides: str, statuses: Sequence[int] = (0,)) -> int:
-    """Run a stage in this process; returns its status, raises `UserError` for one not in
-    `statuses`."""
-    status = cli.main([name, *overrides])
-    if status not in statuses:
+def write_report(stem: Path, content: Mapping[str, Any], lines: Iterable[str]) -> None:
+    write_json(stem.with_suffix(".json"), content)
+    write_bytes(stem.with_suffix(".md"), "\n".join(lines).encode())
+
+
+def run_stage(name: str, *overrides: str, statuses: Sequence[int] = (0,)) -> None:
+    """Run a stage in this process; raises `UserError` for a status not in `statuses`."""
+    if cli.main([name, *overrides]) not in statuses:
         raise UserError(
             f"`headstart {name}` failed, see above; run the same command again to continue."
         )
-    return status
 
 
 def run_on_target(
@@ -61,10 +56,18 @@ def run_on_target(
     run_stage(stage, *shared, *overrides, statuses=statuses)
 
 
+def settings_of(stage: str, *overrides: str) -> Settings:
+    return load_settings(STAGES[stage], list(overrides))
+
+
+def family_recipes() -> dict[str, list[str]]:
+    """The training overrides of each row of `experiment=families`, without its learning rate."""
+    sweep = settings_of("loop", "experiment=families").loop.sweep
+    return {name: [f"head={row.head or name}", *row.overrides] for name, row in sweep.items()}
+
+
 def family_recipe(name: str) -> list[str]:
-    """The training overrides of a row of `experiment=families`, without its learning rate."""
-    row = load_settings(STAGES["loop"], ["experiment=families"]).loop.sweep[name]
-    return [f"head={row.head or name}", *row.overrides]
+    return family_recipes()[name]
 
 
 def decode_prompts(
@@ -90,22 +93,23 @@ def decode_prompts(
     return sorted(done, key=lambda item: item.request.index)
 
 
-def sum_up(done: Sequence[Completion], prompts: Sequence[Prompt], depth: int) -> Totals:
-    """Sums per prompt of completions whose requests were made from `prompts`."""
+def decode_totals(
+    target: TargetModel,
+    checkpoint: Path,
+    prompts: Sequence[Prompt],
+    decode: DecodeConfig,
+    changed_target: bool = False,
+) -> Totals:
+    """Sums per prompt of what a drafter does with the prompts, as `decode_prompts` decodes them."""
+    done = decode_prompts(target, checkpoint, prompts, decode, changed_target)
     asked = [(prompts[item.request.index], item.passes) for item in done]
-    return Totals.collect([Outcome(prompt.id, prompt.domain, x) for prompt, x in asked], depth)
+    return Totals.collect([Outcome(x.id, x.domain, passes) for x, passes in asked], decode.depth)
 
 
-def tau_facts(found: TauEstimate) -> TauFacts:
-    """A tau estimate as reports hold it."""
+def tau_facts(found: TauEstimate) -> Facts:
+    """A tau estimate as reports hold it; acceptance: share of passes that accepted each depth."""
     return {"tau": found.tau, "tau_ci95": [*found.ci95], "acceptance": [*found.unconditional]}
 
 
 def cell(value: float, interval: Sequence[float], form: str = ".2f") -> str:
-    """A table cell: a value and its 95% interval."""
     return f"{value:{form}} [{interval[0]:{form}}, {interval[1]:{form}}]"
-
-
-def write_page(path: Path, lines: Sequence[str]) -> None:
-    """Write a page of markdown lines."""
-    write_bytes(path, "\n".join(lines).encode())

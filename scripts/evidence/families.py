@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, cast
 
 from heads.api.errors import UserError
-from inference.manifest import MANIFEST_FILE, read_manifest, write_json
+from inference.manifest import MANIFEST_FILE, read_manifest
 from inference.report import plots
 from inference.report.markdown import list_conditions, markdown_table
 from inference.report.model import (
@@ -25,9 +23,9 @@ from inference.report.model import (
     TargetFacts,
     read_report,
 )
-from scripts.evidence.common import REPORTS, cell, read_json, write_page
+from scripts.evidence.common import FAMILIES, Facts, cell, read_json, write_report
 from scripts.run.drafters import SWEPT
-from scripts.tools.common import ROOT, make_parser, run
+from scripts.tools.common import REPORTS, command
 
 COMMAND = "headstart loop experiment=families && python -m scripts.evidence.families"
 MEASURES = {
@@ -53,18 +51,9 @@ ABOUT = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the three files; returns the exit status."""
-    parser = make_parser("scripts.evidence.families", __doc__)
-    parser.add_argument("run", type=Path, nargs="?", default=ROOT / "outputs" / "families")
-    return run(parser, report, arguments)
-
-
 def report(given: argparse.Namespace) -> None:
-    """Collect and write."""
     content = collect(given.run)
-    write_json(REPORTS / "families.json", content)
-    write_page(REPORTS / "families.md", markdown(content))
+    write_report(REPORTS / "families", content, markdown(content))
     bars = {}
     for row in by_tau(content):
         taus = {title: row["measured"][name]["tau"] for name, (_, title) in MEASURES.items()}
@@ -73,55 +62,7 @@ def report(given: argparse.Namespace) -> None:
     print(f"{len(content['rows'])} rows")
 
 
-class Training(TypedDict):
-    """One training of a row, at one learning rate."""
-
-    rate: float
-    steps: int
-    tokens: int
-    seconds: float
-    validation_tau: float | None
-    best_step: int
-
-
-class Measured(TypedDict, total=False):
-    """One drafter in one measurement; the last three only with the chain at temperature 0."""
-
-    tau: float
-    tau_ci95: list[float]
-    lossless: Mapping[str, int]
-    domains: Mapping[str, Mapping[str, float]]
-    speedup: float
-    speedup_ci95: list[float]
-    efficiency: float
-
-
-class FamilyRow(TypedDict):
-    """One drafter over all measurements."""
-
-    name: str
-    kind: str
-    parameters: int
-    memory_bytes: int
-    trainings: list[Training]
-    measured: dict[str, Measured]
-    training_tokens_per_second: float | None
-
-
-class Content(TypedDict):
-    """families.json."""
-
-    format: int
-    command: str
-    target: Mapping[str, Any]
-    device: Mapping[str, Any]
-    settings: Mapping[str, Mapping[str, Any]]
-    baseline: Mapping[str, object]
-    git: Mapping[str, object]
-    rows: list[FamilyRow]
-
-
-def collect(folder: Path) -> Content:
+def collect(folder: Path) -> Facts:
     """families.json's content; raises `UserError` when a measurement is missing."""
     reports = {}
     for column, (name, title) in MEASURES.items():
@@ -161,27 +102,23 @@ def collect(folder: Path) -> Content:
     }
 
 
-def trainings(folder: Path, name: str) -> list[Training]:
+def trainings(folder: Path, name: str) -> list[Facts]:
     """The trainings of a row in a run, the one with the best tau on the validation prompts
     first."""
-    found: list[Training] = []
+    found = []
     for path in sorted((folder / "train").glob(f"{name}{SWEPT}*")):
         if (path / MANIFEST_FILE).is_file():
             manifest = read_manifest(path, "train")
-            found.append(
-                {
-                    "rate": float(path.name.partition(SWEPT)[2]),
-                    "steps": manifest["steps"],
-                    "tokens": manifest["tokens"],
-                    "seconds": manifest["seconds"],
-                    "validation_tau": manifest["best"]["tau"],
-                    "best_step": manifest["best"]["step"],
-                }
-            )
+            facts = {key: manifest[key] for key in ("steps", "tokens", "seconds")}
+            best = {
+                "validation_tau": manifest["best"]["tau"],
+                "best_step": manifest["best"]["step"],
+            }
+            found.append({"rate": float(path.name.partition(SWEPT)[2]), **facts, **best})
     return sorted(found, key=lambda training: -(training["validation_tau"] or 0.0))
 
 
-def measured_row(found: DrafterResult, timed: bool) -> Measured:
+def measured_row(found: DrafterResult, timed: bool) -> Facts:
     """One drafter in one measurement; speeds only where they count (`timed`)."""
     entry = found.to_dict()
     domains = {
@@ -189,10 +126,10 @@ def measured_row(found: DrafterResult, timed: bool) -> Measured:
     }
     kept = {key: entry[key] for key in (*COUNTED, *(SECONDS if timed else ()))}
     more = {"efficiency": found.efficiency} if timed else {}
-    return cast(Measured, kept | more | {"domains": domains})
+    return {**kept, **more, "domains": domains}
 
 
-def markdown(content: Content) -> list[str]:
+def markdown(content: Facts) -> list[str]:
     """The lines of the page: the table, and the rates that were tried."""
     rows = by_tau(content)
     domains = sorted(rows[0]["measured"]["chain"]["domains"])
@@ -229,13 +166,12 @@ def markdown(content: Content) -> list[str]:
     ]
 
 
-def by_tau(content: Content) -> list[FamilyRow]:
+def by_tau(content: Facts) -> list[Facts]:
     """The rows, the largest tau of a chain first."""
     return sorted(content["rows"], key=lambda row: -row["measured"]["chain"]["tau"])
 
 
-def table_row(row: FamilyRow) -> list[str]:
-    """One line of the table."""
+def table_row(row: Facts) -> list[str]:
     measured, trained = row["measured"], row["trainings"]
     chain, speed = measured["chain"], row["training_tokens_per_second"]
     lossless = [
@@ -254,6 +190,8 @@ def table_row(row: FamilyRow) -> list[str]:
         f"{lossless[0]}/{lossless[1]}",
     ]
 
+
+main = command(report, run={"positional": True, "type": Path, "nargs": "?", "default": FAMILIES})
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,8 @@ The report (docs/reports/plain_decoding.json) has for every arm: seconds of whol
 included, tokens, how many texts are those of our plain loop, and how much faster per token it is
 than the `generate` of the same half, with a bootstrap interval over prompts; for our arms also
 milliseconds per step and phase, and for drafters tau, speedup and efficiency
-(`inference.measure.metrics`). Compiling takes place before the measured calls.
+(`inference.measure.metrics`). Compiling takes place before the measured calls. Its table in
+docs/decoder.md is written with it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypedDict
 
 import numpy as np
 import torch
@@ -33,92 +33,37 @@ from heads.api.registry import get_kind
 from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.execution.compiled import seconds_spent
-from inference.decoding.requests import PassRecord
 from inference.manifest import write_json
 from inference.measure import metrics
 from inference.measure.answers import FINAL_FILE, Record, read_records
 from inference.measure.baselines import BaselinesConfig
 from inference.measure.config import BASELINE, BenchConfig
-from inference.measure.metrics import Outcome, Totals
 from inference.measure.prompts import load_prompts
 from inference.measure.run import measure
-from inference.target.loading import DTYPES, TargetConfig
+from inference.report.markdown import markdown_table
+from inference.target.loading import DTYPES
 from inference.target.model import TargetModel
-from scripts.evidence.common import REPORTS
-from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
+from scripts.evidence.common import DOCS, Facts, cell
+from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, Section, command, cpu_target
 
+REPORT, PAGE = REPORTS / "plain_decoding.json", DOCS / "decoder.md"
+SECTION = Section("plain decoding", "scripts/evidence/plain_decoding.py")
 GENERATE = "transformers_generate"
 WARM_UP = 8
 """Prompts that do not count, long and short ones: every compiled graph is made for them."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison and write the report; returns the exit status."""
-    parser = make_parser("scripts.evidence.plain_decoding", __doc__)
-    add_options(
-        parser,
-        target=TARGET,
-        prompts=(PROMPTS, "a file or a folder"),
-        count=(4, "prompts per domain"),
-        tokens=(128, "most new tokens of an answer"),
-        repeats=1,
-        threads=(0, "0: as torch chooses"),
-    )
-    parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
-    parser.add_argument("--drafter", type=Path, action="append", default=[], help="may be repeated")
-    parser.add_argument("--depth", type=int, default=4, help="drafted tokens of a chain")
-    parser.add_argument("--assistant", type=Path, help="a checkpoint of kind distilled")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--out", type=Path, default=REPORTS / "plain_decoding.json")
-    return run(parser, report, arguments)
-
-
-class DecodingRow(TypedDict, total=False):
-    """One arm of the report: of all arms, of ours, and from `tau` on of our drafters."""
-
-    tokens: int
-    identical_texts: int
-    seconds: float
-    ms_per_token: float
-    speed_over_generate: float
-    ci95: list[float]
-    step_ms: dict[str, float]
-    outside_draft_and_verify: float
-    tau: float
-    speedup: float
-    speedup_ci95: list[float]
-    ideal_speedup: float
-    efficiency: float
-
-
-class Content(TypedDict):
-    """plain_decoding.json."""
-
-    target: str
-    dtype: str
-    threads: int
-    machine: str
-    prompts: int
-    repeats: int
-    max_new_tokens: int
-    compile_seconds: float
-    arms: dict[str, DecodingRow]
-    command: str
-
-
 def report(given: argparse.Namespace) -> None:
-    """Compare, write and print; raises `UserError` for what cannot be loaded."""
     if given.threads:
         torch.set_num_threads(given.threads)
-    config = TargetConfig(path=str(given.target), dtype=given.dtype, device="cpu")
-    target = TargetModel.load(config)
-    rows: dict[str, DecodingRow] = {}
+    target = cpu_target(given.target, given.dtype)
+    rows: Facts = {}
     for compiled in (False, True) if given.compile else (False,):
         prompts, found = measure_loops(given, target, compiled)
         # transformers' loops count with those that are not compiled
         rows = {**rows, **found, **rows}
     inside = given.target.is_relative_to(ROOT)
-    content: Content = {
+    content = {
         "target": str(given.target.relative_to(ROOT) if inside else given.target),
         "dtype": given.dtype,
         "threads": torch.get_num_threads(),
@@ -131,12 +76,14 @@ def report(given: argparse.Namespace) -> None:
         "command": given.command,
     }
     write_json(given.out, content)
+    if given.out == REPORT:
+        SECTION.write(PAGE, table(content))
     print(json.dumps(content, indent=2))
 
 
 def measure_loops(
     given: argparse.Namespace, target: TargetModel, compiled: bool
-) -> tuple[int, dict[str, DecodingRow]]:
+) -> tuple[int, Facts]:
     """Number of prompts and rows of one half; our arms are called ours_<kind>[_compiled]."""
     decode = DecodeConfig(
         shape="chain", depth=given.depth, max_new_tokens=given.tokens, compile=compiled
@@ -171,22 +118,18 @@ def measure_loops(
         row = summarise(name, records)
         own = name == BASELINE or name in drafted
         if own:
-            row.update(phases(records[name]))
+            row |= phases(records[name])
         if name in drafted:
             one = drafted[name]
-            row |= {
-                "tau": round(one.tau, 4),
-                "speedup": round(one.speedup, 4),
-                "speedup_ci95": [round(x, 4) for x in one.speedup_ci95],
-                "ideal_speedup": round(one.ideal_speedup, 4),
-                "efficiency": round(one.efficiency, 4),
-            }
+            keys = ("tau", "speedup", "ideal_speedup", "efficiency")
+            row |= {key: round(getattr(one, key), 4) for key in keys}
+            row["speedup_ci95"] = [round(x, 4) for x in one.speedup_ci95]
         label = "plain" if name == BASELINE else name
         result[f"ours_{label}{suffix}" if own else name] = row
     return found.settings.prompts, result
 
 
-def summarise(name: str, records: Mapping[str, Sequence[Record]]) -> DecodingRow:
+def summarise(name: str, records: Mapping[str, Sequence[Record]]) -> Facts:
     """One arm. Speed over `generate` is in tokens per second of whole calls."""
     plain = {(item.prompt, item.repeat): item.tokens for item in records[BASELINE]}
     tokens, seconds = per_prompt(records[name])
@@ -195,14 +138,14 @@ def summarise(name: str, records: Mapping[str, Sequence[Record]]) -> DecodingRow
     fast = (weights @ tokens) / (weights @ seconds)
     slow = (weights @ other_tokens) / (weights @ other_seconds)
     ratio = (tokens.sum() / seconds.sum()) / (other_tokens.sum() / other_seconds.sum())
-    return DecodingRow(
-        tokens=int(tokens.sum()),
-        identical_texts=sum(x.tokens == plain[x.prompt, x.repeat] for x in records[name]),
-        seconds=round(float(seconds.sum()), 4),
-        ms_per_token=round(1000 * float(seconds.sum() / tokens.sum()), 4),
-        speed_over_generate=round(float(ratio), 4),
-        ci95=[round(x, 4) for x in metrics.interval95(fast, slow)],
-    )
+    return {
+        "tokens": int(tokens.sum()),
+        "identical_texts": sum(x.tokens == plain[x.prompt, x.repeat] for x in records[name]),
+        "seconds": round(float(seconds.sum()), 4),
+        "ms_per_token": round(1000 * float(seconds.sum() / tokens.sum()), 4),
+        "speed_over_generate": round(float(ratio), 4),
+        "ci95": [round(x, 4) for x in metrics.interval95(fast, slow)],
+    }
 
 
 def per_prompt(records: Sequence[Record]) -> tuple[metrics.Floats, metrics.Floats]:
@@ -215,21 +158,66 @@ def per_prompt(records: Sequence[Record]) -> tuple[metrics.Floats, metrics.Float
     return tokens, seconds
 
 
-def phases(records: Sequence[Record]) -> DecodingRow:
+def phases(records: Sequence[Record]) -> Facts:
     """The milliseconds of our steps by phase."""
-    passes = [[PassRecord(*entry) for entry in item.passes] for item in records]
-    outcomes = [
-        Outcome(item.prompt, "all", found, item.seconds)
-        for item, found in zip(records, passes, strict=True)
-    ]
-    deepest = max((entry.accepted for found in passes for entry in found), default=0)
-    split = metrics.step_ms(Totals.collect(outcomes, deepest))
+    passes = sum(len(record.passes) for record in records)
+    split = {
+        phase: 1000 * sum(record.seconds.get(phase, 0.0) for record in records) / max(1, passes)
+        for phase in metrics.PHASES
+    }
     inside = (split["draft"] + split["verify"]) / sum(split.values())
     return {
         "step_ms": {phase: round(value, 4) for phase, value in split.items()},
         "outside_draft_and_verify": round(1 - inside, 4),
     }
 
+
+HEADER = ["arm", "ms / token", "over generate", "tau", "speedup", "efficiency"]
+HEADER += ["outside draft and verify", "texts"]
+
+
+def table(content: Facts) -> str:
+    rows = []
+    for name, arm in content["arms"].items():
+        outside = arm.get("outside_draft_and_verify")
+        drafted = ["", "", ""]
+        if "tau" in arm:
+            speedup = cell(arm["speedup"], arm["speedup_ci95"])
+            drafted = [f"{arm['tau']:.2f}", speedup, f"{arm['efficiency']:.2f}"]
+        rows.append(
+            [
+                name,
+                f"{arm['ms_per_token']:.2f}",
+                cell(arm["speed_over_generate"], arm["ci95"]),
+                *drafted,
+                "" if outside is None else f"{outside:.1%}",
+                f"{arm['identical_texts']}/{content['prompts'] * content['repeats']}",
+            ]
+        )
+    facts = (
+        f"{content['target']}, {content['dtype']}, {content['threads']} threads, batch 1, "
+        f"{content['prompts']} prompts x {content['repeats']} repeats, up to "
+        f"{content['max_new_tokens']} new tokens: "
+        f"[plain_decoding.json](reports/plain_decoding.json), by `{content['command']}`."
+    )
+    return "\n".join([*markdown_table(HEADER, rows), "", facts])
+
+
+main = command(
+    report,
+    target=TARGET,
+    prompts=(PROMPTS, "a file or a folder"),
+    count=(4, "prompts per domain"),
+    tokens=(128, "most new tokens of an answer"),
+    repeats=1,
+    threads=(0, "0: as torch chooses"),
+    dtype={"default": "float32", "choices": sorted(DTYPES)},
+    drafter={"type": Path, "action": "append", "default": [], "help": "may be repeated"},
+    depth=(4, "drafted tokens of a chain"),
+    assistant={"type": Path, "help": "a checkpoint of kind distilled"},
+    compile={"action": argparse.BooleanOptionalAction, "default": True},
+    out=REPORT,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

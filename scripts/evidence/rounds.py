@@ -10,18 +10,16 @@ prompts); `loop`, rounds as conf/experiment/embedded_loop.yaml sets them; `answe
 without any feedback; `distinct`, one open-loop training on all answers that `loop` had, generated
 at once. All have the same number of training tokens or fewer. Everything is measured on held-out
 prompts that take part in no decision. What has been run is kept, so an interrupted command
-continues; what has not been run is left out. (`ablation`, every switch of the rounds alone, was run
-by scripts/loop_ablation.py of commit 24c5ba3; its rows stay in the report.)
+continues; what has not been run is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict, cast
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from inference.audit.comparison import audit
@@ -32,22 +30,15 @@ from inference.measure.metrics import Outcome, Totals, gain, tau_estimate
 from inference.measure.prompts import load_prompts
 from inference.report.markdown import markdown_table
 from inference.target.model import TargetModel
-from scripts.evidence.common import (
-    REPORTS,
-    cell,
-    decode_prompts,
-    family_recipe,
-    read_json,
-    run_stage,
-    write_page,
-)
-from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
-from scripts.tools.recording import cpu_target
+from scripts.evidence import common
+from scripts.evidence.common import Facts, cell, decode_prompts, read_json, run_stage
+from scripts.tools.common import PROMPTS, REPORTS, command, cpu_target
 from train.feedback import build
 from train.feedback.config import FeedbackConfig
 
 SCRIPT = "scripts.evidence.rounds"
 OPEN, LOOP, ANSWERS, DISTINCT = "open", "loop", "answers", "distinct"
+RUN = (LOOP, ANSWERS, DISTINCT)
 RECIPE, FEW_RECIPE = "experiment=embedded_loop", "experiment=embedded_few_prompts"
 KINDS = {
     "eagle3": ("eagle3_copied", 3e-3),
@@ -56,160 +47,27 @@ KINDS = {
 }
 """Kind -> its row in conf/experiment/families.yaml, and its learning rate."""
 MORE = {"distilled": ("train.on_policy.share=0.5", "train.on_policy.window=8")}
-"""What the rounds of a kind set besides: a switch that only this kind has."""
+"""Overrides of the rounds of one kind: a switch that only this kind has."""
 OFF = ("feedback.token_weights=false", "feedback.anchor_weights=false", "train.on_policy.share=0")
-OPEN_STEPS = 122
-"""As many as the open-loop trainings of experiment=families have."""
+OPEN_STEPS, OPEN_ANSWERS = 122, 1440
+"""Steps and answers of the open-loop trainings of experiment=families."""
 FEW_PROMPTS = 96
 DECODE = DecodeConfig(temperature=0.0, shape="chain", depth=4, batch_size=16, max_new_tokens=96)
-ROUND_KEYS = "round generated branches variations generation trials switches".split()
-ROUND_KEYS += ["measured", "gain", "rises"]
+ROUND_KEYS = "round generated branches variations generation trials switches gain rises".split()
 """The facts of a round. Without speeds: rounds run beside other work, on a machine that pauses."""
-
-
-class Estimate(TypedDict, total=False):
-    """tau (or its rise) and the gain in accepted drafts per pass (a ratio - 1), with intervals."""
-
-    tau: float
-    tau_ci95: Sequence[float]
-    accepted: float
-    accepted_ci95: Sequence[float]
-
-
-class Generation(TypedDict):
-    """Speed and losslessness of a round's generation with its drafter."""
-
-    speedup: float
-    lossless: Mapping[str, int]
-
-
-class Round(TypedDict, total=False):
-    """One round of a loop."""
-
-    round: int
-    generated: Mapping[str, float]
-    branches: Mapping[str, float]
-    variations: Mapping[str, float]
-    generation: Generation
-    switches: list[str]
-    measured: Estimate
-    gain: Estimate
-    tokens: float
-    steps: int
-
-
-class RoundsRow(TypedDict, total=False):
-    """One drafter on the held-out prompts, and what its training took; rounds: of a loop."""
-
-    tau: float
-    tau_ci95: Sequence[float]
-    tar: float
-    unconditional: Sequence[float]
-    lossless: Mapping[str, int]
-    weights_sha256: str
-    over_open: Estimate
-    over_plain: Estimate
-    steps: int
-    tokens: float
-    answers: int
-    best_round: int
-    ended_by: str
-    off: Mapping[str, str]
-    rounds: list[Round]
-
-
-class Kind(TypedDict, total=False):
-    """The rows of a kind, each against the open loop; repeated: seed -> the same, other prompts."""
-
-    overrides: Sequence[str]
-    rows: dict[str, RoundsRow]
-    loop_over_distinct: Estimate
-    ablation: dict[str, RoundsRow]
-    repeated: dict[str, Kind]
-
-
-class FewPrompts(TypedDict):
-    """The same from few prompts."""
-
-    prompts: int
-    kinds: dict[str, Kind]
-
-
-class Settings(TypedDict, total=False):
-    """What everything is measured on."""
-
-    target: Mapping[str, str | int]
-    prompts: int
-    temperature: float
-    depth: int
-    max_new_tokens: int
-    ablation_steps: int
-
-
-class Killed(TypedDict):
-    """The result of a loop that was killed again and again (tests/chaos/kill_loop.py)."""
-
-    kills: int
-    places: list[str]
-    rounds: int
-    same_weights: bool
-    same_summary: bool
-
-
-class Content(TypedDict, total=False):
-    """loop.json."""
-
-    format: int
-    command: str
-    kinds: dict[str, Kind]
-    settings: Settings
-    few_prompts: FewPrompts
-    killed: Killed
-
-
-class PromptPasses(TypedDict):
-    """(accepted, committed, rejected) of every pass over a prompt."""
-
-    id: str
-    domain: str
-    passes: list[tuple[int, int, int]]
-
-
-class Measured(TypedDict):
-    """Passes of a drafter on the held-out prompts; key: what they depend on."""
-
-    key: Sequence[str | int]
-    weights_sha256: str
-    lossless: Mapping[str, int]
-    prompts: list[PromptPasses]
 
 
 def own_overrides(kind: str) -> list[str]:
     """The overrides of a kind: its recipe and learning rate in experiment=families."""
     row, rate = KINDS[kind]
-    return [*family_recipe(row), f"optim.lr={rate:g}"]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, measure, write both files; returns the exit status."""
-    parser = make_parser(SCRIPT, __doc__)
-    rows = (LOOP, ANSWERS, DISTINCT)
-    parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--rows", nargs="*", choices=rows, default=rows)
-    add_options(
-        parser, work=(Path("outputs/loop_report"), "for runs"), open=Path("outputs/families/train")
-    )
-    few = "rounds from few prompts instead"
-    parser.add_argument("--few-prompts", action="store_true", help=few)
-    parser.add_argument("--seed", type=int, default=0, help="with --few-prompts: other prompts")
-    return run(parser, report, arguments)
+    return [*common.family_recipe(row), f"optim.lr={rate:g}"]
 
 
 def report(given: argparse.Namespace) -> None:
     """Run and measure, kind by kind."""
-    content: Content = {"format": 1, "kinds": {}, **read_json(REPORTS / "loop.json")}
+    content: Facts = {"format": 1, "kinds": {}, **read_json(REPORTS / "loop.json")}
     held_out = HeldOut(cpu_target(), given.work)
-    content["settings"] = {**content.get("settings", {}), **held_out.settings()}
+    content["settings"] = content.get("settings", {}) | held_out.settings()
     for kind in given.kinds:
         if given.few_prompts:
             from_few_prompts(kind, given, held_out, content)
@@ -217,17 +75,15 @@ def report(given: argparse.Namespace) -> None:
             for row in given.rows:
                 run_row(kind, row, given.work / kind)
             row, rate = KINDS[kind]
-            opened = given.open / f"{row}@{rate:g}"
-            comparison = Comparison(given.work / kind, opened, held_out)
-            known = content["kinds"].get(kind, Kind())
+            found = compare(held_out, given.work / kind, given.open / f"{row}@{rate:g}")
             overrides = [*own_overrides(kind), *MORE.get(kind, ())]
-            content["kinds"][kind] = {**known, "overrides": overrides, **comparison.content()}
+            known = content["kinds"].get(kind, {})
+            content["kinds"][kind] = known | {"overrides": overrides} | found
         write(content)
 
 
-def write(content: Content) -> None:
-    """Write loop.json and loop.md."""
-    few = content["few_prompts"]["kinds"].values() if "few_prompts" in content else ()
+def write(content: Facts) -> None:
+    few = content.get("few_prompts", {}).get("kinds", {}).values()
     seeds = sorted({int(seed) for entry in few for seed in entry.get("repeated", {})})
     script = f"python -m {SCRIPT}"
     commands = ["headstart loop experiment=families", script]
@@ -235,8 +91,7 @@ def write(content: Content) -> None:
     commands += [f"{script} --few-prompts --seed {seed}" for seed in seeds]
     commands += ["python -m tests.chaos.kill_loop --kills 10"] if "killed" in content else []
     content["command"] = " && ".join(commands)
-    write_json(REPORTS / "loop.json", content)
-    write_page(REPORTS / "loop.md", markdown(content))
+    common.write_report(REPORTS / "loop", content, markdown(content))
 
 
 # Running
@@ -244,10 +99,17 @@ def write(content: Content) -> None:
 
 def run_row(kind: str, row: str, work: Path) -> None:
     """Run a row to its end; stages that are complete are skipped."""
-    own, more = own_overrides(kind), MORE.get(kind, ())
+    own = own_overrides(kind)
     place = (f"run.root={work}", f"run.name={row}", "run.threads=1")
-    if row == DISTINCT:
-        train_distinct(own, work, place)
+    if row == DISTINCT:  # as many steps as all rounds had together
+        rounds = read_json(work / LOOP / "loop.json")["rounds"]
+        folder = work / DISTINCT / "answers"
+        answers = [work / LOOP / f"round-{entry['round']}" / "generate" for entry in rounds]
+        build([], answers, folder, FeedbackConfig())
+        steps = sum(entry["training"]["steps"] for entry in rounds)
+        run_stage(
+            "train", RECIPE, *own, f"train.max_steps={steps}", f"run.answers={folder}", *place
+        )
         return
     if row == ANSWERS:  # its first round is that of `loop`
         for name in ("round-0", "round-1/generate", "round-1/speed.json"):
@@ -255,21 +117,11 @@ def run_row(kind: str, row: str, work: Path) -> None:
             if source.exists() and not link.exists():
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(source.resolve())
-    run_stage("loop", RECIPE, *own, *more, *(() if row == LOOP else OFF), *place)
-
-
-def train_distinct(own: Sequence[str], work: Path, place: Sequence[str]) -> None:
-    """One training on all answers that the rounds had, with as many steps as they had together."""
-    rounds = read_json(work / LOOP / "loop.json")["rounds"]
-    folder = work / DISTINCT / "answers"
-    answers = [work / LOOP / f"round-{entry['round']}" / "generate" for entry in rounds]
-    build([], answers, folder, FeedbackConfig())
-    steps = sum(entry["training"]["steps"] for entry in rounds)
-    run_stage("train", RECIPE, *own, f"train.max_steps={steps}", f"run.answers={folder}", *place)
+    run_stage("loop", RECIPE, *own, *MORE.get(kind, ()), *(() if row == LOOP else OFF), *place)
 
 
 def from_few_prompts(
-    kind: str, given: argparse.Namespace, held_out: HeldOut, content: Content
+    kind: str, given: argparse.Namespace, held_out: HeldOut, content: Facts
 ) -> None:
     """Run and compare rounds from few prompts, for one kind."""
     work = given.work / "few_prompts" / (f"{kind}-{given.seed}" if given.seed else kind)
@@ -277,10 +129,10 @@ def from_few_prompts(
     place = [f"run.root={work}", f"run.name={LOOP}", "run.threads=1"]
     run_stage("loop", FEW_RECIPE, *own, *data, *place)
     run_stage("train", *open_training(own, given.seed, work))
-    comparison = Comparison(work, work / OPEN / "train" / OPEN, held_out, FEW_PROMPTS)
+    found = compare(held_out, work, work / OPEN / "train" / OPEN, FEW_PROMPTS)
+    found = {"overrides": [*own, *data], **found}
     kinds = content.setdefault("few_prompts", {"prompts": FEW_PROMPTS, "kinds": {}})["kinds"]
-    found: Kind = {"overrides": [*own, *data], **comparison.content()}
-    known = kinds.setdefault(kind, Kind())
+    known = kinds.setdefault(kind, {})
     if given.seed:
         known.setdefault("repeated", {})[str(given.seed)] = found
     else:
@@ -297,15 +149,9 @@ def open_training(own: Sequence[str], seed: int, work: Path) -> list[str]:
 
     Those are greedy and made without a drafter, which is what an open loop begins with.
     """
-    answers = work / LOOP / "round-0" / "generate"
-    place = [
-        f"run.root={work}",
-        f"run.name={OPEN}",
-        f"run.drafter={OPEN}",
-        f"run.answers={answers}",
-    ]
-    steps = [f"train.max_steps={OPEN_STEPS}", f"run.seed={seed}", "run.threads=1"]
-    return [FEW_RECIPE, *own, *place, *steps]
+    place = [f"run.root={work}", f"run.name={OPEN}", f"run.drafter={OPEN}"]
+    place += [f"run.answers={work / LOOP / 'round-0' / 'generate'}", "run.threads=1"]
+    return [FEW_RECIPE, *own, *place, f"train.max_steps={OPEN_STEPS}", f"run.seed={seed}"]
 
 
 # Measuring
@@ -332,40 +178,40 @@ class HeldOut:
             write_json(path, known)
         self.plain: list[list[int]] = known["answers"]
 
-    def settings(self) -> Settings:
-        """What everything is measured on."""
-        info, name = self.target.info, str(TARGET.relative_to(TARGET.parents[1]))
+    def settings(self) -> Facts:
+        info = self.target.info
+        facts = {"revision": info.revision, "parameters": info.parameters}
         return {
-            "target": {"id": name, "revision": info.revision, "parameters": info.parameters},
+            "target": {"id": "assets/tiny-target", **facts},
             "prompts": len(self.plain),
             "temperature": DECODE.temperature,
             "depth": DECODE.depth,
             "max_new_tokens": DECODE.max_new_tokens,
         }
 
-    def measure(self, checkpoint: Path, path: Path) -> Measured:
-        """Passes per prompt of the drafter in `checkpoint`, and its losslessness; kept in
-        `path`."""
+    def measure(self, checkpoint: Path, path: Path) -> Facts:
+        """Passes (accepted, committed, rejected) per prompt of the drafter in `checkpoint`, and its
+        losslessness; kept in `path`."""
         weights = file_sha256(checkpoint / WEIGHTS_FILE)
-        key: list[str | int] = [weights, DECODE.depth, DECODE.max_new_tokens, len(self.plain)]
-        found: Measured = read_json(path)
+        key = [weights, DECODE.depth, DECODE.max_new_tokens, len(self.plain)]
+        found: Facts = read_json(path)
         if found.get("key") == key:
             return found
         done = decode_prompts(self.target, checkpoint, self.prompts, DECODE)
-        rows: list[PromptPasses] = []
+        rows = []
         for item in done:
             prompt = self.prompts[item.request.index]
             passes = [(p.accepted, p.committed, int(p.rejected)) for p in item.passes]
             rows.append({"id": prompt.id, "domain": prompt.domain, "passes": passes})
         requests, answers = [item.request for item in done], [item.tokens for item in done]
         sampling, width = DECODE.sampling(), DECODE.depth + 1
-        report = audit(self.target, requests, self.plain, answers, sampling, width)
-        found = Measured(key=key, weights_sha256=weights, lossless=report.counts(), prompts=rows)
+        lossless = audit(self.target, requests, self.plain, answers, sampling, width).counts()
+        found = {"key": key, "weights_sha256": weights, "lossless": lossless, "prompts": rows}
         write_json(path, found)
         return found
 
 
-def totals(found: Measured) -> Totals:
+def totals(found: Facts) -> Totals:
     """Sums per prompt of what `HeldOut.measure` found."""
     outcomes = []
     for row in found["prompts"]:
@@ -374,96 +220,74 @@ def totals(found: Measured) -> Totals:
     return Totals.collect(outcomes, DECODE.depth)
 
 
-def gain_facts(new: Measured, old: Measured) -> Estimate:
-    """The gain of one drafter over another as loop.json holds it."""
+def gain_facts(new: Facts, old: Facts) -> Facts:
+    """The gain of one drafter over another: of tau, and the ratio - 1 of accepted drafts per
+    pass."""
     found = gain(totals(new), totals(old))
+    return {key: getattr(found, key) for key in ("tau", "tau_ci95", "accepted", "accepted_ci95")}
+
+
+def compare(held_out: HeldOut, work: Path, opened: Path, answers: int = OPEN_ANSWERS) -> Facts:
+    """`rows`, those that have been run in `work`, each against the open-loop training in `opened`,
+    which read `answers` answers; and `loop_over_distinct`."""
+
+    def measured(name: str, checkpoint: Path) -> Facts:
+        return held_out.measure(checkpoint, work / f"{name}.json")
+
+    def row_of(found: Facts) -> Facts:
+        estimate = tau_estimate(totals(found))
+        return {
+            "tau": estimate.tau,
+            "tau_ci95": estimate.ci95,
+            "tar": estimate.tar,
+            "unconditional": estimate.unconditional,
+            "lossless": found["lossless"],
+            "weights_sha256": found["weights_sha256"],
+            "over_open": gain_facts(found, base),
+        }
+
+    def training_row(found: Facts, folder: Path, answers: int) -> Facts:
+        manifest = read_manifest(folder, "train")
+        spent = {key: manifest[key] for key in ("steps", "tokens")}
+        return {**row_of(found), **spent, "answers": answers}
+
+    base = measured(OPEN, opened / "best")
+    rows, found = {OPEN: training_row(base, opened, answers)}, {}
+    for name in (LOOP, ANSWERS):
+        if (work / name / "loop.json").is_file():
+            found[name] = measured(name, next(iter((work / name / "train").glob("*/best"))))
+            rows[name] = row_of(found[name]) | loop_facts(read_json(work / name / "loop.json"))
+    content: Facts = {"rows": rows}
+    trained = next(iter((work / DISTINCT / "train").glob(f"*/{MANIFEST_FILE}")), None)
+    if trained is not None and LOOP in rows:
+        distinct = measured(DISTINCT, trained.parent / "best")
+        read = read_manifest(work / DISTINCT / "answers", "generate")["counts"]["done"]
+        rows[DISTINCT] = training_row(distinct, trained.parent, read)
+        content["loop_over_distinct"] = gain_facts(found[LOOP], distinct)
+    return content
+
+
+def loop_facts(content: Facts) -> Facts:
+    """What a loop took, and its rounds, from its loop.json."""
+    rounds = []
+    for entry in content["rounds"]:
+        measured = entry["measured"].items()
+        measured = {key: value for key, value in measured if not key.startswith("speedup")}
+        spent = {"tokens": entry["spent"]["tokens"], "steps": entry["training"]["steps"]}
+        kept = {key: entry[key] for key in ROUND_KEYS if key in entry}
+        rounds.append({**kept, "measured": measured, **spent})
     return {
-        "tau": found.tau,
-        "tau_ci95": found.tau_ci95,
-        "accepted": found.accepted,
-        "accepted_ci95": found.accepted_ci95,
+        "steps": sum(entry["steps"] for entry in rounds),
+        "tokens": content["spent"]["tokens"],
+        "answers": sum(answers_of(entry) for entry in rounds),
+        "best_round": content["best"]["round"],
+        "ended_by": content["ended_by"],
+        "off": content["off"],
+        "rounds": rounds,
     }
 
 
-@dataclass
-class Comparison:
-    """The rows of a kind that have been run, in `work`; the open-loop training is in `opened`."""
-
-    work: Path
-    opened: Path
-    held_out: HeldOut
-    answers: int = 1440
-    """Answers that the open-loop training reads."""
-
-    def content(self) -> Kind:
-        """`rows`, each against the open loop, and `loop_over_distinct`."""
-        base = self.held_out.measure(self.opened / "best", self.work / f"{OPEN}.json")
-        rows = {OPEN: self.training_row(base, base, self.opened, self.answers)}
-        content: Kind = {"rows": rows}
-        for name in (LOOP, ANSWERS):
-            if (self.work / name / "loop.json").is_file():
-                rows[name] = self.loop_row(name, base)
-        trained = next(iter((self.work / DISTINCT / "train").glob(f"*/{MANIFEST_FILE}")), None)
-        if trained is not None and LOOP in rows:
-            found = self.held_out.measure(trained.parent / "best", self.work / f"{DISTINCT}.json")
-            answers = read_manifest(self.work / DISTINCT / "answers", "generate")["counts"]["done"]
-            rows[DISTINCT] = self.training_row(found, base, trained.parent, answers)
-            content["loop_over_distinct"] = gain_facts(self.best(LOOP), found)
-        return content
-
-    def best(self, name: str) -> Measured:
-        """The best drafter of a loop on the held-out prompts."""
-        folder = next(iter((self.work / name / "train").glob("*/best")))
-        return self.held_out.measure(folder, self.work / f"{name}.json")
-
-    def training_row(
-        self, found: Measured, base: Measured, folder: Path, answers: int
-    ) -> RoundsRow:
-        """The row of one training."""
-        manifest = read_manifest(folder, "train")
-        steps, tokens = manifest["steps"], manifest["tokens"]
-        return RoundsRow(**drafter_row(found, base), steps=steps, tokens=tokens, answers=answers)
-
-    def loop_row(self, name: str, base: Measured) -> RoundsRow:
-        """The row of a loop: its best drafter on the held-out prompts, and its rounds."""
-        content = read_json(self.work / name / "loop.json")
-        rounds: list[Round] = []
-        for entry in content["rounds"]:
-            kept = {key: entry[key] for key in ROUND_KEYS if key in entry}
-            kept["measured"] = {
-                key: value
-                for key, value in entry["measured"].items()
-                if not key.startswith("speedup")
-            }
-            sums = {"tokens": entry["spent"]["tokens"], "steps": entry["training"]["steps"]}
-            rounds.append(cast(Round, kept | sums))
-        return RoundsRow(
-            **drafter_row(self.best(name), base),
-            steps=sum(entry["steps"] for entry in rounds),
-            tokens=content["spent"]["tokens"],
-            answers=sum(answers_of(entry) for entry in rounds),
-            best_round=content["best"]["round"],
-            ended_by=content["ended_by"],
-            off=content["off"],
-            rounds=rounds,
-        )
-
-
-def drafter_row(found: Measured, base: Measured) -> RoundsRow:
-    """A drafter's tau, losslessness, and gain over the open loop."""
-    estimate = tau_estimate(totals(found))
-    return RoundsRow(
-        tau=estimate.tau,
-        tau_ci95=estimate.ci95,
-        tar=estimate.tar,
-        unconditional=estimate.unconditional,
-        lossless=found["lossless"],
-        weights_sha256=found["weights_sha256"],
-        over_open=gain_facts(found, base),
-    )
-
-
-def answers_of(entry: Round) -> int:
+def answers_of(entry: Facts) -> int:
     """How many answers a round generated, those to prompts of its own making included."""
     made = [entry.get("generated"), entry.get("variations"), entry.get("branches")]
     return sum(int(found["answers"]) for found in made if found)
@@ -479,13 +303,6 @@ LABELS = {
 }
 HEADER = ["row", "steps", "training tokens", "answers", "tau"]
 HEADER += ["accepted drafts per pass against the open loop", "lossless"]
-SWITCHES = [
-    "switch alone",
-    "steps",
-    "training tokens",
-    "tau",
-    "accepted drafts per pass against none",
-]
 ROUNDS = ["round", "answers", "generation", "training tokens", "tau, validation prompts", "gain"]
 ROUNDS += ["learns from"]
 FEW = (
@@ -496,55 +313,55 @@ FEW = (
 )
 
 
-def markdown(content: Content) -> list[str]:
-    """The lines of loop.md."""
-    lines = ["# Rounds against one long training", "", *about(content)]
-    for kind, entry in content["kinds"].items():
-        lines += [f"## {kind}", "", *section(entry, content)]
-    if "few_prompts" in content:
-        few = content["few_prompts"]
-        lines += [f"# From {few['prompts']} prompts", "", FEW, ""]
-        for kind, entry in few["kinds"].items():
-            lines += [f"## {kind}, {few['prompts']} prompts", "", *section(entry, content)]
-    if "killed" in content:
-        lines += ["## Killed", "", killed(content["killed"]), ""]
-    return lines
-
-
-def about(content: Content) -> list[str]:
-    """What the page compares, and on what."""
-    found = content["settings"]
-    return [
+def markdown(content: Facts) -> list[str]:
+    settings = content["settings"]
+    lines = [
+        "# Rounds against one long training",
+        "",
         f"Written by `{content['command']}` from [loop.json](loop.json). Target "
-        f"`{found['target']['id']}` ({found['target']['parameters']:,} parameters), "
-        f"{found['prompts']} held-out prompts that took part in no decision, temperature "
-        f"{found['temperature']:g}, chains of {found['depth']}, up to {found['max_new_tokens']} "
+        f"`{settings['target']['id']}` ({settings['target']['parameters']:,} parameters), "
+        f"{settings['prompts']} held-out prompts that took part in no decision, temperature "
+        f"{settings['temperature']:g}, chains of {settings['depth']}, up to "
+        f"{settings['max_new_tokens']} "
         "new tokens. Brackets: 95% bootstrap intervals over prompts; gains are paired. Training "
         "tokens: without padding, trials included. How rounds work: [rounds.md](../rounds.md).",
         "",
     ]
+    for kind, entry in content["kinds"].items():
+        lines += [f"## {kind}", "", *section(entry)]
+    if few := content.get("few_prompts"):
+        lines += [f"# From {few['prompts']} prompts", "", FEW, ""]
+        for kind, entry in few["kinds"].items():
+            lines += [f"## {kind}, {few['prompts']} prompts", "", *section(entry)]
+    if found := content.get("killed"):
+        same = "the same" if found["same_weights"] else "OTHER"
+        summary = "the same" if found["same_summary"] else "ANOTHER"
+        places = ", ".join(dict.fromkeys(found["places"]))
+        lines += [
+            "## Killed",
+            "",
+            f"A loop of {found['rounds']} rounds, killed {found['kills']} times at random points "
+            f"(in: {places}) and repeated: {same} weights to the bit, {summary} loop.json but for "
+            "times.",
+            "",
+        ]
+    return lines
 
 
-def section(entry: Kind, content: Content) -> list[str]:
-    """A kind's tables."""
+def section(entry: Facts) -> list[str]:
     lines = [f"`{' '.join(entry['overrides'])}`", "", *compared(entry)]
     for seed, again in entry.get("repeated", {}).items():
         title = f"Repeated with other prompts, as many, and seed {seed}:"
         lines += [title, "", *compared(again)]
-    if "ablation" in entry:
-        steps = content["settings"]["ablation_steps"]
-        table = [switch_line(name, row) for name, row in entry["ablation"].items()]
-        title = f"Every switch alone: {steps} steps from the drafter of round 0."
-        lines += [title, "", *markdown_table(SWITCHES, table), ""]
     if LOOP in entry["rows"]:
         table = [round_line(found) for found in entry["rows"][LOOP]["rounds"]]
         lines += ["The rounds of the recipe:", "", *markdown_table(ROUNDS, table), ""]
     return lines
 
 
-def compared(entry: Kind) -> list[str]:
-    """The table of a kind's rows, and what it shows besides."""
-    remarks = []
+def compared(entry: Facts) -> list[str]:
+    """The table of a kind's rows, and remarks."""
+    remarks, table = [], []
     if "loop_over_distinct" in entry:
         remarks.append(
             "- Rounds against one training on the same answers, generated at once: accepted drafts "
@@ -553,40 +370,26 @@ def compared(entry: Kind) -> list[str]:
     for name, row in entry["rows"].items():
         for switch, reason in row.get("off", {}).items():
             remarks.append(f"- Row {name}: the loop turned {switch} off by itself: {reason}.")
-    table = [line(name, row) for name, row in entry["rows"].items()]
+        lossless = row["lossless"]
+        ties = f", {lossless['near_ties']} near ties" if lossless["near_ties"] else ""
+        change = "-" if name == OPEN else percent(row["over_open"])
+        same = f"{lossless['identical']}/{lossless['sequences']}{ties}"
+        spent = [str(row["steps"]), f"{row['tokens']:,.0f}", f"{row['answers']:,}"]
+        table.append([LABELS[name], *spent, tau_cell(row), change, same])
     return [*markdown_table(HEADER, table), "", *remarks, ""]
 
 
-def line(name: str, row: RoundsRow) -> list[str]:
-    """One row of a kind's table."""
-    lossless = row["lossless"]
-    ties = f", {lossless['near_ties']} near ties" if lossless["near_ties"] else ""
-    return [
-        LABELS[name],
-        str(row["steps"]),
-        f"{row['tokens']:,.0f}",
-        f"{row['answers']:,}",
-        cell(row["tau"], row["tau_ci95"]),
-        "-" if name == OPEN else percent(row["over_open"]),
-        f"{lossless['identical']}/{lossless['sequences']}{ties}",
-    ]
+def tau_cell(found: Facts, form: str = ".2f") -> str:
+    return cell(found["tau"], found["tau_ci95"], form)
 
 
-def switch_line(name: str, row: RoundsRow) -> list[str]:
-    """One row of the ablation."""
-    plain = name == "plain"
-    return [
-        "none" if plain else name,
-        str(row["steps"]),
-        f"{row['tokens']:,.0f}",
-        cell(row["tau"], row["tau_ci95"]),
-        "-" if plain else percent(row["over_plain"]),
-    ]
+def percent(found: Facts) -> str:
+    """A gain in accepted drafted tokens per pass (tau - 1)."""
+    return cell(found["accepted"], found["accepted_ci95"], "+.1%")
 
 
-def round_line(entry: Round) -> list[str]:
-    """One round of a loop."""
-    measured, gained, speed = entry["measured"], entry.get("gain"), entry.get("generation")
+def round_line(entry: Facts) -> list[str]:
+    gained, speed = entry.get("gain"), entry.get("generation")
     fast = "plain"
     if speed:
         lossless = speed["lossless"]
@@ -599,27 +402,21 @@ def round_line(entry: Round) -> list[str]:
         f"{answers_of(entry):,}",
         fast,
         f"{entry['tokens']:,.0f}",
-        cell(measured["tau"], measured["tau_ci95"]),
-        cell(gained["tau"], gained["tau_ci95"], "+.2f") if gained else "-",
+        tau_cell(entry["measured"]),
+        tau_cell(gained, "+.2f") if gained else "-",
         ", ".join(entry["switches"]) or "answers",
     ]
 
 
-def percent(found: Estimate) -> str:
-    """A gain in accepted drafted tokens per pass (tau - 1)."""
-    return cell(found["accepted"], found["accepted_ci95"], "+.1%")
-
-
-def killed(found: Killed) -> str:
-    """The result of the loop that was killed again and again."""
-    same = "the same" if found["same_weights"] else "OTHER"
-    summary = "the same" if found["same_summary"] else "ANOTHER"
-    places = ", ".join(dict.fromkeys(found["places"]))
-    return (
-        f"A loop of {found['rounds']} rounds, killed {found['kills']} times at random points (in: "
-        f"{places}) and repeated: {same} weights to the bit, {summary} loop.json but for times."
-    )
-
+main = command(
+    report,
+    kinds={"nargs": "*", "choices": list(KINDS), "default": list(KINDS)},
+    rows={"nargs": "*", "choices": RUN, "default": RUN},
+    work=(Path("outputs/loop_report"), "for runs"),
+    open=Path("outputs/families/train"),
+    few_prompts=(False, "rounds from few prompts instead"),
+    seed=(0, "with --few-prompts: other prompts"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,13 +6,11 @@ client. Answers are compared with plain offline decoding, token by token; differ
 (inference/audit/comparison.py): a near tie of float32 is counted, anything else is a mismatch.
 Phases:
 
-1. speed: the greedy requests answered by `Engine` with the same drafter, one and 16 at a time, and
-   over HTTP by as many clients, in turn;
-2. load: `--clients` clients for `--minutes`, fewer than the server has places: nothing may be
+1. load: `--clients` clients for `--minutes`, fewer than the server has places: nothing may be
    refused or fail, and memory must not grow;
-3. overload: more clients than places: the rest must be refused with 429 and Retry-After at once,
+2. overload: more clients than places: the rest must be refused with 429 and Retry-After at once,
    the others answered;
-4. SIGTERM in the middle of requests: they end, and so does the process, with status 0.
+3. SIGTERM in the middle of requests: they end, and so does the process, with status 0.
 
 Exit status 1 when a request failed, a text is a mismatch, or memory grew.
 """
@@ -31,9 +29,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import httpx
 import numpy as np
@@ -53,10 +50,9 @@ from inference.server.metrics import resident_bytes
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from scripts.config.own import RunConfig
-from scripts.evidence.common import REPORTS
+from scripts.evidence.common import Facts
 from scripts.run import drafters
-from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
-from scripts.tools.recording import cpu_target
+from scripts.tools.common import PROMPTS, REPORTS, TARGET, command, cpu_target
 
 DOMAINS = ("code", "chat", "math", "qa")
 SAMPLING = (
@@ -65,34 +61,16 @@ SAMPLING = (
     SamplingSettings(temperature=0.7, top_p=0.9),
     SamplingSettings(temperature=1.0, top_k=40, min_p=0.02),
 )
-SHOWN = ("tau", "acceptance", "requests_total", "engine_seconds_total")
-"""The server's metrics in the report, without their prefix."""
+SHOWN = tuple(
+    f"headstart_{name}" for name in ("tau", "acceptance", "requests_total", "engine_seconds_total")
+)
+"""The server's metrics in the report."""
 LIMITS = (16, 48, 32, 64, 24)
 WARM_UP_SHARE = 1 / 3
 """Share of the load phase after which memory must not grow: until then kernels are cached by
 shape."""
-ROUNDS = 3
 GROWTH_ALLOWED = 0.03
 """Share by which memory at the end may exceed that after the warm-up: allocators vary."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all phases and write the report; returns the exit status."""
-    parser = make_parser("scripts.evidence.serve_load", __doc__)
-    drafter = "checkpoint folder, or a kind without weights"
-    parser.add_argument("--drafter", default="ngram", help=drafter)
-    add_options(
-        parser,
-        target=str(TARGET),
-        clients=64,
-        minutes=5.0,
-        overload_seconds=30.0,
-        rows=16,
-        cases=64,
-        threads=(1, "of the engine, offline and served"),
-        out=REPORTS / "serve_load.json",
-    )
-    return run(parser, report, arguments)
 
 
 # Clients
@@ -102,28 +80,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Case:
     """A request with its known answer: the text and tokens of offline generation."""
 
-    number: int
-    prompt: tuple[int, ...]
-    limit: int
-    seed: int
+    request: Request
     sampling: SamplingSettings
-    expected: str = ""
-    tokens: tuple[int, ...] = ()
+    expected: str
+    tokens: tuple[int, ...]
 
-    def request(self, model: str) -> dict[str, Any]:
-        """The arguments of the openai client."""
-        own = self.sampling
-        extra = {"top_k": own.top_k, "min_p": own.min_p, "return_token_ids": True}
-        domain = DOMAINS[self.number % len(DOMAINS)]
+    def arguments(self, model: str) -> Facts:
+        """The request as the openai client takes it."""
+        own, request = self.sampling, self.request
         return {
             "model": model,
-            "prompt": list(self.prompt),
-            "max_tokens": self.limit,
+            "prompt": list(request.tokens),
+            "max_tokens": request.max_new_tokens,
             "temperature": own.temperature,
             "top_p": own.top_p,
-            "seed": self.seed,
-            "extra_body": extra,
-            "extra_headers": {"X-Headstart-Domain": domain},
+            "seed": request.seed,
+            "extra_body": {"top_k": own.top_k, "min_p": own.min_p, "return_token_ids": True},
+            "extra_headers": {"X-Headstart-Domain": DOMAINS[request.index % len(DOMAINS)]},
         }
 
 
@@ -133,7 +106,7 @@ class Seen:
 
     answers: int = 0
     identical: int = 0
-    different: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
+    different: list[tuple[Case, str, tuple[int, ...]]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     refused: list[float] = field(default_factory=list)
     without_retry_after: int = 0
@@ -143,99 +116,47 @@ class Seen:
     wall: float = 0.0
 
     def note(self, case: Case, text: str, tokens: tuple[int, ...], seconds: float) -> None:
-        """Add an answer."""
         self.answers += 1
         self.tokens += len(tokens)
         self.seconds.append(seconds)
         if (text, tokens) == (case.expected, case.tokens):
             self.identical += 1
         else:
-            self.different.append((case.number, text, tokens))
+            self.different.append((case, text, tokens))
 
+    def facts(self, target: TargetModel, clients: int) -> Facts:
+        """The phase in numbers; seconds as percentiles."""
+        return {
+            "clients": clients,
+            "seconds": self.wall,
+            "answers": self.answers,
+            "failed": len(self.failures),
+            "failures": sorted(set(self.failures))[:5],
+            "refused": len(self.refused),
+            "refused_without_retry_after": self.without_retry_after,
+            "requests_per_second": divide(self.answers, self.wall),
+            "tokens_per_second": divide(self.tokens, self.wall),
+            "answer_seconds": percentiles(self.seconds),
+            "first_piece_seconds": percentiles(self.first),
+            "refusal_seconds": percentiles(self.refused),
+            **self.examine(target),
+        }
 
-@dataclass
-class Phase:
-    """A phase in numbers; seconds as percentiles. places: of the server, where they are too few."""
-
-    clients: int
-    places: int | None
-    seconds: float
-    answers: int
-    failed: int
-    failures: list[str]
-    refused: int
-    refused_without_retry_after: int
-    requests_per_second: float
-    tokens_per_second: float
-    answer_seconds: dict[str, float]
-    first_piece_seconds: dict[str, float]
-    refusal_seconds: dict[str, float]
-    identical: int
-    near_ties: int
-    mismatches: int
-
-    @classmethod
-    def of(
-        cls,
-        seen: Seen,
-        target: TargetModel,
-        cases: list[Case],
-        clients: int,
-        places: int | None = None,
-    ) -> Phase:
-        """The numbers of what the clients have seen."""
-        return cls(
-            clients=clients,
-            places=places,
-            seconds=seen.wall,
-            answers=seen.answers,
-            failed=len(seen.failures),
-            failures=sorted(set(seen.failures))[:5],
-            refused=len(seen.refused),
-            refused_without_retry_after=seen.without_retry_after,
-            requests_per_second=divide(seen.answers, seen.wall),
-            tokens_per_second=divide(seen.tokens, seen.wall),
-            answer_seconds=percentiles(seen.seconds),
-            first_piece_seconds=percentiles(seen.first),
-            refusal_seconds=percentiles(seen.refused),
-            **examine(target, cases, seen),
-        )
-
-
-@dataclass
-class SpeedRatio:
-    """Tokens per second of the server over that of `Engine.run`; ratio: median of the pairs."""
-
-    offline_tokens_per_second: float
-    served_tokens_per_second: float
-    ratio: float
-    ratios: list[float]
-
-
-@dataclass
-class Memory:
-    """Resident bytes at the start, after the warm-up and at the end of the load phase."""
-
-    start: int
-    warm: int
-    end: int
-    most: int
-    growth: float
-    every_ten_seconds: list[int]
-
-
-@dataclass
-class End:
-    """The end of the server: exit status, seconds, and how the requests inside ended."""
-
-    status: int
-    seconds: float
-    answers: int
-    failed: int
+    def examine(self, target: TargetModel) -> dict[str, int]:
+        """Why answers differ, counted by answer."""
+        ties = 0
+        for case, text, tokens in self.different:
+            if tokens == case.tokens:  # the same tokens and another text: not a matter of rounding
+                continue
+            verdict = audit(target, [case.request], [case.tokens], [tokens], case.sampling)
+            shown = [token for token in tokens if token not in target.eos_token_ids]
+            same_text = target.tokenizer.decode(shown, skip_special_tokens=True) == text
+            ties += verdict.mismatches == 0 and same_text
+        wrong = len(self.different) - ties
+        return {"identical": self.identical, "near_ties": ties, "mismatches": wrong}
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """p50, p90, p99 and the largest value; empty for no values."""
     if not values:
         return {}
     found = {f"p{share}": float(np.percentile(values, share)) for share in (50, 90, 99)}
@@ -248,15 +169,15 @@ async def ask(client: openai.AsyncOpenAI, model: str, case: Case, stream: bool, 
     try:
         if stream:
             text, tokens = "", ()
-            async for part in await client.completions.create(**case.request(model), stream=True):
+            async for part in await client.completions.create(**case.arguments(model), stream=True):
                 choice = part.choices[0]
                 if not text and choice.text:
                     seen.first.append(time.monotonic() - begin)
                 text += choice.text
                 tokens = tuple(getattr(choice, "token_ids", None) or tokens)
         else:
-            found = await client.completions.create(**case.request(model))
-            text, tokens = found.choices[0].text, tuple(found.choices[0].token_ids)
+            choice = (await client.completions.create(**case.arguments(model))).choices[0]
+            text, tokens = choice.text, tuple(getattr(choice, "token_ids", ()))
         seen.note(case, text, tokens, time.monotonic() - begin)
     except openai.RateLimitError as error:
         seen.refused.append(time.monotonic() - begin)
@@ -272,6 +193,26 @@ class Server:
     process: subprocess.Popen[str]
     base: str
     model: str
+
+    @classmethod
+    def start(cls, given: argparse.Namespace, decode: DecodeConfig) -> Server:
+        """Start the server and wait until it listens."""
+        command = [sys.executable, "-m", "scripts.cli", "serve", "target=local"]
+        command += [f"target.path={given.target}", "target.dtype=float32", "target.device=cpu"]
+        command += [f"serve.drafter='{given.drafter}'", "serve.port=0"]
+        command += [f"serve.queue={given.clients}", "serve.context=1024"]
+        command += [f"decode.batch_size={given.rows}"]
+        command += [f"decode.shape={decode.shape}", f"decode.depth={decode.depth}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
+        pipe, both = subprocess.PIPE, subprocess.STDOUT
+        process = subprocess.Popen(command, stdout=pipe, stderr=both, text=True, env=environment)
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if found := re.search(r"serving '(.+)' with .* at (http://\S+/v1)", line):
+                return cls(process, found.group(2), found.group(1))
+        raise UserError(f"the server did not start: {' / '.join(lines[-3:])}")
 
     def client(self) -> openai.AsyncOpenAI:
         """A client that does not repeat requests."""
@@ -328,6 +269,30 @@ class Server:
             seen.wall = time.monotonic() - begin
         return seen
 
+    def end(self, cases: list[Case]) -> Facts:
+        """Ask sixteen long answers, send SIGTERM when all are in, and wait for them and the
+        server."""
+
+        async def interrupt() -> Seen:
+            longest = sorted(cases, key=lambda case: -case.request.max_new_tokens)[:16]
+            asking = asyncio.create_task(self.each_once(longest, 16))
+            most = 0.0
+            while most < 16 and not asking.done():  # until all are in, or the first are out again
+                await asyncio.sleep(0.02)
+                found = await asyncio.to_thread(self.metrics)
+                inside = found["headstart_requests_running"] + found["headstart_requests_waiting"]
+                if inside < most:
+                    break
+                most = inside
+            self.process.send_signal(signal.SIGTERM)
+            return await asking
+
+        begin = time.monotonic()
+        seen = asyncio.run(interrupt())
+        status, seconds = self.process.wait(60), time.monotonic() - begin
+        failed = len(seen.failures)
+        return {"status": status, "seconds": seconds, "answers": seen.answers, "failed": failed}
+
 
 # Phases
 
@@ -340,19 +305,11 @@ def report(given: argparse.Namespace) -> int:
     decode = drafters.draft_settings(found, DecodeConfig())
     say("answering offline")
     cases = known_answers(target, given.cases)
-    greedy = [case for case in cases if case.sampling.greedy]
-    drafter = drafters.load(found, target)
-    engines = {rows: Engine(target, drafter, replace(decode, batch_size=rows)) for rows in (1, 16)}
-    queue = given.clients
-    server = start(given, queue, decode)
+    server = Server.start(given, decode)
+    places = given.rows + given.clients
     try:
         begun = resident_bytes(server.process.pid)
-        asyncio.run(server.each_once(greedy, 4))  # buffers of every size are made here
-        say("comparing speeds")
-        compared = {
-            f"{clients}_clients": speed_ratio(server, engine, greedy, clients)
-            for clients, engine in engines.items()
-        }
+        asyncio.run(server.each_once(cases, 4))  # buffers of every size are made here
         say(f"{given.clients} clients for {given.minutes:g} minutes")
         memory: list[tuple[float, int]] = []
         clock = time.monotonic()
@@ -361,63 +318,49 @@ def report(given: argparse.Namespace) -> int:
             memory.append((time.monotonic() - clock, resident_bytes(server.process.pid)))
 
         below = asyncio.run(server.load(cases, given.clients, given.minutes * 60, look))
-        places = given.rows + queue
         say("overload")
         above = asyncio.run(server.load(cases, places + 120, given.overload_seconds))
         numbers = server.metrics()
-        end = end_server(server, cases)
+        end = server.end(cases)
     finally:
         server.process.kill()
+    shown: Facts = {
+        "load": below.facts(target, given.clients),
+        "overload": {**above.facts(target, places + 120), "places": places},
+        "memory": memory_growth(begun, memory),
+        "end": end,
+    }
+    shown["fine"] = is_fine(shown)
     packages = ("torch", "transformers", "fastapi", "uvicorn", "openai")
-    shown = tuple(f"headstart_{name}" for name in SHOWN)
-    load = Phase.of(below, target, cases, given.clients)
-    overload = Phase.of(above, target, cases, places + 120, places)
-    growth = memory_growth(begun, memory)
-    fine = is_fine(load, overload, growth, end)
+    sizes = {"rows": given.rows, "queue": given.clients, "cases": len(cases), "limits": LIMITS}
+    draft = {"shape": decode.shape, "depth": decode.depth}
+    device = {**device_facts(torch.device("cpu")), "cores": os.cpu_count()}
     content = {
         "format": 1,
         "command": given.command,
-        "machine": {
-            "cpu": device_facts(torch.device("cpu"))["name"],
-            "cores": os.cpu_count(),
-            "threads": given.threads,
-            "python": platform.python_version(),
-        },
+        "machine": {**device, "python": platform.python_version()},
         "versions": {name: importlib.metadata.version(name) for name in packages},
-        "drafter": {
-            "name": found.name,
-            "kind": found.kind,
-            "shape": decode.shape,
-            "depth": decode.depth,
-        },
-        "server": {"rows": given.rows, "queue": queue, "cases": len(cases), "limits": LIMITS},
-        "ratios": {name: asdict(ratio) for name, ratio in compared.items()},
-        "load": {key: value for key, value in asdict(load).items() if value is not None},
-        "overload": asdict(overload),
-        "memory": asdict(growth),
-        "metrics": {key: numbers[key] for key in sorted(numbers) if key.startswith(shown)},
-        "end": asdict(end),
-        "fine": fine,
+        "drafter": {"name": found.name, "kind": found.kind, **draft},
+        "server": sizes,
+        "metrics": {key: numbers[key] for key in sorted(numbers) if key.startswith(SHOWN)},
+        **shown,
     }
     write_json(given.out, content)
-    parts = ("ratios", "load", "overload", "memory", "end", "fine")
-    print(json.dumps({key: content[key] for key in parts}, indent=2))
-    return 0 if fine else 1
+    print(json.dumps(shown, indent=2))
+    return 0 if shown["fine"] else 1
 
 
 def say(phase: str) -> None:
-    """Print which phase begins."""
     print(f"{time.strftime('%H:%M:%S')} {phase}", file=sys.stderr, flush=True)
 
 
-def is_fine(load: Phase, overload: Phase, memory: Memory, end: End) -> bool:
-    """Whether the server did all that it must."""
+def is_fine(found: Facts) -> bool:
+    load, overload, end = found["load"], found["overload"], found["end"]
+    faults = [load[key] for key in ("failed", "refused", "mismatches")]
+    faults += [overload[key] for key in ("failed", "mismatches", "refused_without_retry_after")]
+    faults += [end["status"], end["failed"]]
     return (
-        load.failed == load.refused == load.mismatches == 0
-        and overload.failed == overload.mismatches == overload.refused_without_retry_after == 0
-        and overload.refused > 0
-        and memory.growth <= GROWTH_ALLOWED
-        and end.status == end.failed == 0
+        not any(faults) and overload["refused"] > 0 and found["memory"]["growth"] <= GROWTH_ALLOWED
     )
 
 
@@ -435,99 +378,41 @@ def known_answers(target: TargetModel, count: int) -> list[Case]:
     for number, request in enumerate(requests):
         limit, seed, way = LIMITS[number % len(LIMITS)], 1000 + number, number % len(SAMPLING)
         (answer,) = engines[way].generate([request.tokens], [seed], max_new_tokens=limit)
+        asked = Request(number, request.tokens, seed, limit)
         tokens = tuple(answer.completion.tokens)
-        cases.append(Case(number, request.tokens, limit, seed, SAMPLING[way], answer.text, tokens))
+        cases.append(Case(asked, SAMPLING[way], answer.text, tokens))
     return cases
 
 
-def speed_ratio(server: Server, engine: Engine, cases: list[Case], clients: int) -> SpeedRatio:
-    """Tokens per second of the server over that of `Engine.run` with as many rows as clients.
+def memory_growth(begun: int, memory: list[tuple[float, int]]) -> Facts:
+    """Resident bytes at the start, after the warm-up and at the end of the load phase.
 
-    Both take turns, so that a machine that slows down slows both; the ratio is the median of the
-    pairs.
+    memory: (seconds, bytes), twice a second.
     """
-    pairs = []
-    requests = [Request(case.number, case.prompt, case.seed, case.limit) for case in cases]
-    for _ in range(ROUNDS):
-        begin = time.monotonic()
-        tokens = sum(len(item.tokens) for item in engine.run(requests))
-        offline = divide(tokens, time.monotonic() - begin)
-        seen = asyncio.run(server.each_once(cases, clients))
-        pairs.append((offline, divide(seen.tokens, seen.wall)))
-    rates = [divide(served, offline) for offline, served in pairs]
-    offline, served = (float(np.median(speeds)) for speeds in zip(*pairs, strict=True))
-    return SpeedRatio(offline, served, float(np.median(rates)), rates)
-
-
-def start(given: argparse.Namespace, queue: int, decode: DecodeConfig) -> Server:
-    """Start the server and wait until it listens."""
-    command = [sys.executable, "-m", "scripts.cli", "serve", "target=local"]
-    command += [f"target.path={given.target}", "target.dtype=float32", "target.device=cpu"]
-    command += [f"serve.drafter='{given.drafter}'", "serve.port=0", f"serve.queue={queue}"]
-    command += ["serve.context=1024", f"decode.batch_size={given.rows}"]
-    command += [f"decode.shape={decode.shape}", f"decode.depth={decode.depth}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
-    pipe, both = subprocess.PIPE, subprocess.STDOUT
-    process = subprocess.Popen(command, stdout=pipe, stderr=both, text=True, env=environment)
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        found = re.search(r"serving '(.+)' with .* at (http://\S+/v1)", line)
-        if found:
-            return Server(process, found.group(2), found.group(1))
-    raise UserError(f"the server did not start: {' / '.join(lines[-3:])}")
-
-
-def end_server(server: Server, cases: list[Case]) -> End:
-    """Ask sixteen long answers, send SIGTERM when all are in, and wait for them and the server."""
-
-    async def interrupt() -> Seen:
-        longest = sorted(cases, key=lambda case: -case.limit)[:16]
-        asking = asyncio.create_task(server.each_once(longest, 16))
-        most = 0.0
-        while most < 16 and not asking.done():  # until all are in, or the first are out again
-            await asyncio.sleep(0.02)
-            found = await asyncio.to_thread(server.metrics)
-            inside = found["headstart_requests_running"] + found["headstart_requests_waiting"]
-            if inside < most:
-                break
-            most = inside
-        server.process.send_signal(signal.SIGTERM)
-        return await asking
-
-    begin = time.monotonic()
-    seen = asyncio.run(interrupt())
-    status, failed = server.process.wait(60), len(seen.failures)
-    return End(status, time.monotonic() - begin, seen.answers, failed)
-
-
-def examine(target: TargetModel, cases: list[Case], seen: Seen) -> dict[str, int]:
-    """Why answers differ, counted by answer; equal differences are examined once."""
-    counts = {"identical": seen.identical, "near_ties": 0, "mismatches": 0}
-    known: dict[tuple[int, tuple[int, ...]], bool] = {}
-    for number, text, tokens in seen.different:
-        case = cases[number]
-        if tokens == case.tokens:  # the same tokens and another text: not a matter of rounding
-            counts["mismatches"] += 1
-            continue
-        if (number, tokens) not in known:
-            request = Request(number, case.prompt, case.seed, case.limit)
-            verdict = audit(target, [request], [case.tokens], [tokens], case.sampling)
-            known[number, tokens] = verdict.mismatches == 0
-        shown = [token for token in tokens if token not in target.eos_token_ids]
-        same_text = target.tokenizer.decode(shown, skip_special_tokens=True) == text
-        counts["near_ties" if known[number, tokens] and same_text else "mismatches"] += 1
-    return counts
-
-
-def memory_growth(begun: int, memory: list[tuple[float, int]]) -> Memory:
-    """Memory at the start, and of the load phase; memory: (seconds, bytes), twice a second."""
     total, end = memory[-1]
     warm = next(size for at, size in memory if at >= WARM_UP_SHARE * total)
-    most = max(size for _, size in memory)
-    return Memory(begun, warm, end, most, end / warm - 1, [size for _, size in memory[::20]])
+    return {
+        "start": begun,
+        "warm": warm,
+        "end": end,
+        "most": max(size for _, size in memory),
+        "growth": end / warm - 1,
+        "every_ten_seconds": [size for _, size in memory[::20]],
+    }
 
+
+main = command(
+    report,
+    drafter=("ngram", "checkpoint folder, or a kind without weights"),
+    target=str(TARGET),
+    clients=64,
+    minutes=5.0,
+    overload_seconds=30.0,
+    rows=16,
+    cases=64,
+    threads=(1, "of the engine, offline and served"),
+    out=REPORTS / "serve_load.json",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,41 +18,32 @@ import argparse
 import platform
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypedDict, cast
 
 from heads.api.checkpoint import load_drafter, new_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
+from inference.export.check import live
 from inference.export.check.config import LiveConfig, VerifyConfig
-from inference.export.check.live import (
-    LiveRow,
-    Served,
-    lines,
-    live_check,
-    make_requests,
-    read_served,
-)
+from inference.export.check.live import LiveRow, Served
 from inference.export.check.verify import verify
 from inference.export.config import ExportConfig
 from inference.export.engine_folder import export, prepare
 from inference.export.importing import import_folder
 from inference.export.layouts.base import Target
 from inference.export.layouts.folder import Folder
-from inference.manifest import write_json
 from inference.measure.config import process_facts
 from inference.measure.vllm_process import LOOKUP, EngineProcess
 from inference.report.markdown import markdown_table
 from inference.target.hardware import device_facts
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
-from scripts.evidence.common import REPORTS, read_json, write_page
+from scripts.evidence.common import FAMILIES, Facts, read_json, write_report
 from scripts.evidence.families import trainings
 from scripts.run.drafters import SWEPT
-from scripts.tools.common import ROOT, add_options, make_parser, run
+from scripts.tools.common import REPORTS, ROOT, command
 
 NAMES = "eagle eagle3 eagle3_copied peagle fastmtp dflash medusa distilled pard".split()
 FEW, SHORT, POSITIONS = 2, 24, 512
@@ -77,30 +68,18 @@ ABOUT = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the report; returns the exit status."""
-    parser = make_parser("scripts.evidence.serving", __doc__)
-    parser.add_argument("--engine-python", required=True)
-    parser.add_argument("--run", type=Path, default=ROOT / "outputs" / "families")
-    parser.add_argument("--drafters", nargs="*", default=NAMES)
-    parser.add_argument("--speculators", nargs="*", type=Path, default=[])
-    parser.add_argument("--interpreted", nargs="*", default=[])
-    add_options(parser, target="assets/tiny-target", prompts_per_domain=8, max_new_tokens=128)
-    parser.add_argument("--out", type=Path, default=REPORTS)
-    parser.add_argument("--merge", action="store_true")
-    return run(parser, report, arguments)
-
-
 def report(given: argparse.Namespace) -> None:
-    """Export, check, serve, write."""
     config = TargetConfig(path=given.target)
     target = TargetModel.load(config)
     command = " ".join(["python -m scripts.evidence.serving", *portable_words(given)])
     with TemporaryDirectory(prefix="served") as scratch:
         bench = Bench(config, target, Path(scratch))
         rows, settings = serve_all(given, bench)
-    print("\n".join(lines(rows)))
-    content: dict[str, object] = {
+    print("\n".join(live.lines(rows)))
+    fresh = [
+        {**row.to_dict(), **bench.checks.get(row.name, {}), "command": command} for row in rows
+    ]
+    content: Facts = {
         "format": 1,
         "target": {"id": config.path, "revision": target.info.revision, "dtype": config.dtype},
         "device": device_facts(target.device),
@@ -108,15 +87,14 @@ def report(given: argparse.Namespace) -> None:
         **process_facts(),
         "python": platform.python_version(),
         "command": command,
-        "rows": [
-            {**row.to_dict(), **bench.checks.get(row.name, {}), "command": command} for row in rows
-        ],
+        "rows": fresh,
     }
-    path = given.out / "serving.json"
-    if given.merge and path.is_file():
-        content = {**merge(read_json(path), cast(Content, content))}
-    write_json(path, content)
-    write_page(given.out / "serving.md", markdown(cast(Content, content)))
+    before = read_json(given.out / "serving.json")
+    if given.merge and before:  # its rows are renewed, the new ones come after them
+        names, former = {row["name"] for row in fresh}, {"command": before["command"]}
+        kept = [former | row for row in before["rows"] if row["name"] not in names]
+        content = {**before, "rows": [*kept, *fresh]}
+    write_report(given.out / "serving", content, markdown(content))
 
 
 def portable_words(given: argparse.Namespace) -> list[str]:
@@ -132,9 +110,9 @@ def portable_words(given: argparse.Namespace) -> list[str]:
     return [*words, "--merge"] if given.merge else words
 
 
-def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], Settings]:
-    """The rows, and the settings."""
-    live = LiveConfig(
+def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], Facts]:
+    """The rows, and the settings that all of them share but the interpreted ones."""
+    config = LiveConfig(
         python=given.engine_python,
         prompts_per_domain=given.prompts_per_domain,
         max_new_tokens=given.max_new_tokens,
@@ -147,72 +125,25 @@ def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], S
     # vLLM's lookup leaves its process unable to start another engine with a drafter (because of
     # numba)
     served.sort(key=lambda item: item.kind == "ngram")
-    requests = make_requests(live, target, max((item.depth for item in served), default=1))
-    process = EngineProcess(live.python, live.seconds, environment={"PYTHONPATH": str(ROOT)})
-    rows = live_check(target, served, requests, process, live.batches) if served else []
+    requests = live.make_requests(config, target, max((x.depth for x in served), default=1))
+    process = EngineProcess(config.python, config.seconds, environment={"PYTHONPATH": str(ROOT)})
+    rows = live.live_check(target, served, requests, process, config.batches) if served else []
     if given.interpreted:
         slow = [
             item for name in given.interpreted for item in bench.export(given.run, name, SUFFIX)
         ]
-        deepest = max(item.depth for item in slow)
-        brief = replace(live, prompts_per_domain=FEW, max_new_tokens=SHORT)
-        few = make_requests(brief, target, deepest)
+        brief = replace(config, prompts_per_domain=FEW, max_new_tokens=SHORT)
+        few = live.make_requests(brief, target, max(item.depth for item in slow))
         short = [item for item in few if len(item.tokens) + SHORT < POSITIONS - SHORT]
         interpreter = replace(process, environment=INTERPRETED)
-        rows += live_check(target, slow, short, interpreter, (1,), POSITIONS)
-    settings: Settings = {
+        rows += live.live_check(target, slow, short, interpreter, (1,), POSITIONS)
+    return rows, {
         "temperature": 0.0,
-        "max_new_tokens": live.max_new_tokens,
+        "max_new_tokens": config.max_new_tokens,
         "prompts": len(requests),
-        "batches": list(live.batches),
+        "batches": list(config.batches),
         "interpreted": {"max_new_tokens": SHORT, "prompts_per_domain": FEW},
     }
-    return rows, settings
-
-
-class StaticCheck(TypedDict):
-    """The verdict of `verify-export`."""
-
-    layout: str
-    static_faults: list[str]
-
-
-class ServingRow(TypedDict, total=False):
-    """A row of serving.json: `LiveRow.to_dict`, the static check and the command."""
-
-    name: str
-    engine: str
-    batch: int
-    problems: list[str]
-    identical: int
-    sequences: int
-    near_ties: int
-    tau_engine: float
-    tau_ours: float
-    difference: float
-    answers_with_equal_steps: int
-    tokens_per_second: Mapping[str, float]
-    positions: Mapping[str, Sequence[float]]
-    corrected: Sequence[str]
-    command: str
-
-
-class Settings(TypedDict):
-    """What all rows share but the interpreted ones."""
-
-    temperature: float
-    max_new_tokens: int
-    prompts: int
-    batches: list[int]
-    interpreted: Mapping[str, int]
-
-
-class Content(TypedDict):
-    """serving.json, as far as the page shows it."""
-
-    settings: Settings
-    command: str
-    rows: list[ServingRow]
 
 
 @dataclass
@@ -222,7 +153,7 @@ class Bench:
     config: TargetConfig
     target: TargetModel
     scratch: Path
-    checks: dict[str, StaticCheck] = field(default_factory=dict)
+    checks: dict[str, Facts] = field(default_factory=dict)
 
     def export(self, folder: Path, name: str, suffix: str = "") -> list[Served]:
         """The rows of a drafter of the run `folder`, exported and checked."""
@@ -234,31 +165,27 @@ class Bench:
             return [Served("ngram", "ngram", drafter, None, method, compared=False)]
         out = self.scratch / (f"{name}-interpreted" if suffix else name)
         verdict = self.write(best(folder, name), out)
-        native = replace(read_served(out, target), name=label)
+        native = replace(live.read_served(out, target), name=label)
         found = [native]
         if name == "dflash":
             found.insert(0, replace(native, name=SHIPPED, corrections=(), compared=False))
         if name == "medusa":
             method = {**native.speculative, "method": "custom_class", "model": CUSTOM}
-            place = {"headstart_medusa": str(out)}
-            shipped = "medusa (our proposer)"
-            found.append(
-                replace(native, name=shipped, folder=None, speculative=method, additional=place)
-            )
+            ours = replace(native, name="medusa (our proposer)", folder=None, speculative=method)
+            found.append(replace(ours, additional={"headstart_medusa": str(out)}))
         self.checks |= {item.name: verdict for item in found}
         return found
 
-    def write(self, checkpoint: Path, out: Path, engine: str = "vllm") -> StaticCheck:
+    def write(self, checkpoint: Path, out: Path, engine: str = "vllm") -> Facts:
         """Export a checkpoint; returns the static check's verdict."""
         read = prepare(checkpoint, engine)
         options = ExportConfig(engine=engine, out=str(out))
         export(options, read, Target.of(self.config, read.info), out)
         return self.check(out)
 
-    def check(self, out: Path) -> StaticCheck:
-        """The static check's verdict."""
+    def check(self, out: Path) -> Facts:
         verdict = verify(VerifyConfig(dir=str(out)), self.config, self.target)
-        return StaticCheck(layout=verdict.layout, static_faults=verdict.faults)
+        return {"layout": verdict.layout, "static_faults": verdict.faults}
 
     def from_speculators(self, source: Path) -> list[Served]:
         """A folder that the library saved: as it is, compared with our import of it.
@@ -284,7 +211,7 @@ class Bench:
             again = self.scratch / f"again-{engine}-{source.name}"
             label = f"{name}, exported again for {engine}"
             self.checks[label] = self.write(checkpoint, again, engine)
-            served.append(replace(read_served(again, target), name=label))
+            served.append(replace(live.read_served(again, target), name=label))
         return served
 
 
@@ -304,20 +231,11 @@ def best(folder: Path, name: str) -> Path:
     )
 
 
-def merge(before: Content, fresh: Content) -> Content:
-    """The report before, with its rows renewed and the new ones after them."""
-    names = {row["name"] for row in fresh["rows"]}
-    kept = [row for row in before["rows"] if row["name"] not in names]
-    command = ServingRow(command=before["command"])
-    return {**before, "rows": [*(command | row for row in kept), *fresh["rows"]]}
-
-
 HEADER = ["drafter", "batch", "identical", "tau, engine", "tau, ours", "difference", "equal steps"]
 HEADER += ["tokens/s (plain)", "notes"]
 
 
-def markdown(content: Content) -> list[str]:
-    """The lines of serving.md."""
+def markdown(content: Facts) -> list[str]:
     settings = content["settings"]
     table, positions = [], []
     for row in content["rows"]:
@@ -359,6 +277,20 @@ def markdown(content: Content) -> list[str]:
         "",
     ]
 
+
+main = command(
+    report,
+    engine_python={"required": True},
+    run=FAMILIES,
+    drafters={"nargs": "*", "default": NAMES},
+    speculators={"nargs": "*", "type": Path, "default": []},
+    interpreted={"nargs": "*", "default": []},
+    target="assets/tiny-target",
+    prompts_per_domain=8,
+    max_new_tokens=128,
+    out=REPORTS,
+    merge=False,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

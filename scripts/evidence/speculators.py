@@ -25,10 +25,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypedDict
+from unittest.mock import patch
 
 import torch
 
@@ -43,34 +43,17 @@ from inference.measure.metrics import tau_estimate
 from inference.measure.prompts import load_prompts, select_prompts
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
-from scripts.config.schema import load_settings
-from scripts.config.stages import STAGES
-from scripts.evidence.common import (
-    REPORTS,
-    TauFacts,
-    decode_prompts,
-    family_recipe,
-    read_json,
-    sum_up,
-    tau_facts,
-)
+from scripts.evidence import common
+from scripts.evidence.common import Facts, family_recipe, read_json, settings_of
 from scripts.evidence.foreign.speculators_worker import Channel, peak_bytes
-from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
-from scripts.tools.recording import cpu_target
-from train.config import TrainingJob
+from scripts.stages.plan import job_of
+from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, command, cpu_target
+from train import setup
 from train.data.pack import PackedData
 from train.distributed import join_world
-from train.engines.base import TrainEngine
-from train.engines.make import make_engine
-from train.loop import Progress, Trainer
+from train.loop import Trainer
 from train.memory import keep_freed_memory
-from train.optim import learning_rate
-from train.setup import Run
-from train.state import StateStore
 from train.stopping import StopRequest
-from train.tracking.display import Display
-from train.tracking.meter import Meter
-from train.tracking.tracker import Tracker
 
 MODULE = "scripts.evidence.speculators"
 WORKER = ROOT / "scripts" / "evidence" / "foreign" / "speculators_worker.py"
@@ -82,26 +65,16 @@ SHORTER = (2048, 1024, 512)
 STEPS, COUNT, NEW_TOKENS = 61, 24, 96
 """Of the comparison of tau: training steps, prompts, and new tokens per prompt."""
 ROW_BY_ROW = "ours, one row at a time"
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One architecture: the library's flags, and our learning rate (recipe:
-    experiment=families)."""
-
-    flags: tuple[str, ...]
-    rate: float
-
-
 BLOCKS = "--num-layers 5 --full-attention-indices 0 1 2 3 4 --max-anchors 512".split()
 EAGLE3 = (
     "--ttt-steps 4 --no-norm-before-residual --no-norm-before-fc --fc-norm --norm-output".split()
 )
-KINDS = {
-    "eagle3": Kind(tuple(EAGLE3), 1e-2),
-    "dspark": Kind((*BLOCKS, "--block-size", "7"), 1e-3),
-    "dflash": Kind((*BLOCKS, "--block-size", "8"), 1e-3),
+KINDS: dict[str, tuple[Sequence[str], float]] = {
+    "eagle3": (EAGLE3, 1e-2),
+    "dspark": ([*BLOCKS, "--block-size", "7"], 1e-3),
+    "dflash": ([*BLOCKS, "--block-size", "8"], 1e-3),
 }
+"""Architecture -> the library's flags, and our learning rate (recipe: experiment=families)."""
 RECIPES = {
     "as it comes": (),  # Muon at 1e-3, linear decay
     "AdamW 3e-3": ("--optimizer", "adamw", "--lr", "3e-3"),
@@ -110,27 +83,9 @@ RECIPES = {
 one."""
 
 
-class Answer(TypedDict, total=False):
-    """What a side prints, as one line of JSON: about itself at first, then about each command."""
-
-    trained_weights: int
-    steps_per_epoch: int
-    seconds: float
-    tokens: int
-    peak_bytes: int
-
-
-class SideJob(TypedDict):
-    """The job file of our side."""
-
-    overrides: list[str]
-    answers: str
-    out: str
-    threads: int
-
-
 class Side:
-    """A process that trains; `ask` sends a command and returns its answer."""
+    """A process that trains, and prints answers as lines of JSON: about itself at first, then about
+    each command."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self.log = log
@@ -140,25 +95,23 @@ class Side:
                 command, stdin=pipe, stdout=pipe, stderr=file, text=True, cwd=ROOT
             )
 
-    def answer(self) -> Answer:
+    def answer(self) -> Facts:
         """The next answer; raises `UserError` with the end of its log when the process has died."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             tail = self.log.read_text(encoding="utf-8")[-1500:]
             raise UserError(f"a side of the comparison ended early ({self.log}):\n{tail}")
-        found: Answer = json.loads(line)
+        found: Facts = json.loads(line)
         return found
 
-    def ask(self, **command: str | int) -> Answer:
-        """Send one command and wait for its answer."""
+    def ask(self, **command: str | int) -> Facts:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
         return self.answer()
 
     def end(self) -> None:
-        """Let the process end."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(timeout=120)
@@ -168,40 +121,6 @@ class Side:
         self.ask(do="steps", count=steps)
         self.ask(do="save", to=str(saved))
         self.end()
-
-
-@dataclass
-class SideSpeed:
-    """Steps of one side, timed."""
-
-    trained_weights: int
-    tokens: int = 0
-    seconds: float = 0.0
-    peak_bytes: int = 0
-    tokens_per_second: float = 0.0
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Speed and memory of all sides of a kind; ratios are ours over theirs."""
-
-    sides: dict[str, SideSpeed]
-    their_features_tokens_per_second: float
-    their_fastest: str
-    speed_ratio: float
-    speed_ratio_at_equal_steps: float
-    speed_ratio_with_their_features: float
-    memory_ratio: dict[str, float]
-
-
-@dataclass(frozen=True)
-class TauComparison:
-    """tau of both sides of a kind; difference: ours less the best of theirs."""
-
-    steps: int
-    prompts: int
-    sides: dict[str, TauFacts]
-    difference: float
 
 
 @dataclass(frozen=True)
@@ -214,20 +133,17 @@ class Setting:
     work: Path
     threads: int
     shorter: tuple[int, ...] = SHORTER
-    seed: int = 0
 
     def ours(self, kind: str, name: str, steps: int, at_once: int = ROWS) -> Side:
         """Our side of a training of `steps` steps, `at_once` rows per forward pass."""
         out = fresh(self.work / f"ours-{name}")
-        overrides = ["experiment=[families]", *family_recipe(kind)]
-        overrides += [f"optim.lr={KINDS[kind].rate}"]
+        overrides = ["experiment=[families]", *family_recipe(kind), f"optim.lr={KINDS[kind][1]}"]
         overrides += [f"train.max_steps={steps}", "train.eval_every=0", "train.parity=false"]
-        overrides += [f"train.seed={self.seed}", f"train.micro_batch={at_once}"]
-        overrides += ["target=local", f"target.path={self.target}", "target.dtype=float32"]
-        job = SideJob(
-            overrides=overrides, answers=str(self.answers), out=str(out), threads=self.threads
-        )
-        write_json(out / "job.json", job)
+        overrides += ["train.seed=0", f"train.micro_batch={at_once}"]
+        overrides += ["train.save_every=0", "target=local", f"target.path={self.target}"]
+        overrides += ["target.dtype=float32", "target.device=cpu"]
+        job = {"overrides": overrides, "answers": str(self.answers), "out": str(out)}
+        write_json(out / "job.json", {**job, "threads": self.threads})
         command = [sys.executable, "-m", MODULE, "--side", str(out / "job.json")]
         return Side(command, out / "log.txt")
 
@@ -246,9 +162,9 @@ class Setting:
             "taps": self.taps(kind),
             "tokens_per_step": places,
             "epochs": epochs,
-            "seed": self.seed,
+            "seed": 0,
             "threads": self.threads,
-            "flags": [*KINDS[kind].flags, *flags],
+            "flags": [*KINDS[kind][0], *flags],
         }
         write_json(out / "job.json", job)
         command = [self.python, str(WORKER), str(out / "job.json")]
@@ -260,8 +176,7 @@ class Setting:
 
     def taps(self, kind: str) -> list[int]:
         """The layers that our drafter of this kind reads by default."""
-        overrides = ["experiment=[families]", *family_recipe(kind)]
-        head = load_settings(STAGES["train"], overrides).head
+        head = settings_of("train", "experiment=[families]", *family_recipe(kind)).head
         drafter = get_kind(head.kind).drafter_class(head.config, self.model.info)
         return list(drafter.needs.taps)
 
@@ -270,10 +185,9 @@ class Setting:
         """The target, in float32."""
         return cpu_target(self.target)
 
-    def making(self, kind: str) -> dict[str, float]:
+    def making(self, kind: str) -> Facts:
         """Tokens and seconds that making the library's features took, with plain transformers."""
-        found: dict[str, float] = read_json(self.data(kind) / "made.json")
-        return found
+        return {**read_json(self.data(kind) / "made.json")}
 
     def data(self, kind: str) -> Path:
         """The library's data set: that of these documents, this target and these layers."""
@@ -282,42 +196,40 @@ class Setting:
         return self.work / f"data-{layers}-{hashlib.sha256(rows).hexdigest()[:12]}"
 
     def converted(self, name: str) -> Path:
-        """What the library's side `name` saved, as a checkpoint of ours."""
+        """The checkpoint that the library's side `name` saved, as one of ours."""
         folder = self.work / f"theirs-{name}"
         import_folder(Folder.read(folder / "saved"), self.model, folder / "converted")
         return folder / "converted"
 
+    def write_rows(self) -> int:
+        """Write the documents for the other side, cut as in our training; returns their tokens."""
+        data = PackedData.from_manifest(self.answers, self.model.info, LENGTH)
+        lines, tokens = [], 0
+        for index in range(len(data)):
+            row = data.row(index)
+            for segment in range(1, int(row.segments.max()) + 1):
+                inside = row.segments == segment
+                tokens += int(inside.sum())
+                mask = row.loss_mask[inside].astype(int).tolist()
+                line = {"tokens": row.tokens[inside].tolist(), "mask": mask}
+                lines.append(json.dumps(line) + "\n")
+        self.work.mkdir(parents=True, exist_ok=True)
+        (self.work / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
+        return tokens
+
 
 def name_of(places: int) -> str:
-    """The label of the library's side with rows of so many positions."""
     return f"speculators, rows of {places}"
 
 
 def fresh(folder: Path) -> Path:
-    """An empty folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
 
 
-def write_rows(setting: Setting) -> int:
-    """Write the documents for the other side, cut as in our training; returns their tokens."""
-    data = PackedData.from_manifest(setting.answers, setting.model.info, LENGTH)
-    lines, tokens = [], 0
-    for index in range(len(data)):
-        row = data.row(index)
-        for segment in range(1, int(row.segments.max()) + 1):
-            inside = row.segments == segment
-            tokens += int(inside.sum())
-            mask = row.loss_mask[inside].astype(int).tolist()
-            lines.append(json.dumps({"tokens": row.tokens[inside].tolist(), "mask": mask}) + "\n")
-    setting.work.mkdir(parents=True, exist_ok=True)
-    (setting.work / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
-    return tokens
-
-
-def timing(setting: Setting, name: str, warm: int, rounds: int) -> Timing:
-    """Tokens per second and peak memory of all sides, timed in turns.
+def timing(setting: Setting, name: str, warm: int, rounds: int) -> Facts:
+    """Tokens per second and peak memory of all sides, timed in turns; ratios are ours over theirs.
 
     One round is two steps of ours, and as many positions of theirs; `warm` rounds are not counted.
     """
@@ -328,52 +240,53 @@ def timing(setting: Setting, name: str, warm: int, rounds: int) -> Timing:
     for places in (PLACES, *setting.shorter):
         side = setting.theirs(name, f"{name}-{places}", places, RECIPES["AdamW 3e-3"], 1000)
         sides[name_of(places)] = (side, 2 * PLACES // places)
-    rows = {
-        label: SideSpeed(side.answer()["trained_weights"]) for label, (side, _) in sides.items()
-    }
+    rows: dict[str, Facts] = {}
+    for label, (side, _) in sides.items():
+        weights = side.answer()["trained_weights"]
+        rows[label] = {"trained_weights": weights, "tokens": 0, "seconds": 0.0}
     for turn in range(warm + rounds):
         for label, (side, count) in sides.items():
             found, row = side.ask(do="steps", count=count), rows[label]
-            row.peak_bytes = found["peak_bytes"]
+            row["peak_bytes"] = found["peak_bytes"]
             if turn >= warm:
-                row.tokens += found["tokens"]
-                row.seconds += found["seconds"]
+                row["tokens"] += found["tokens"]
+                row["seconds"] += found["seconds"]
     for side, _ in sides.values():
         side.end()
-    for row in rows.values():
-        row.tokens_per_second = row.tokens / row.seconds
-    speeds = {label: row.tokens_per_second for label, row in rows.items()}
+    speeds = {}
+    for label, row in rows.items():
+        speeds[label] = row["tokens_per_second"] = row["tokens"] / row["seconds"]
     made = setting.making(name)
     fastest = max((x for x in speeds if not x.startswith("ours")), key=speeds.__getitem__)
     whole = 1 / (1 / speeds[fastest] + made["seconds"] / made["tokens"])
-    return Timing(
-        sides=rows,
-        their_features_tokens_per_second=made["tokens"] / made["seconds"],
-        their_fastest=fastest,
-        speed_ratio=speeds["ours"] / speeds[fastest],
-        speed_ratio_at_equal_steps=speeds["ours"] / speeds[name_of(PLACES)],
-        speed_ratio_with_their_features=speeds["ours"] / whole,
-        memory_ratio={
-            str(places): rows[label].peak_bytes / rows[name_of(places)].peak_bytes
+    return {
+        "sides": rows,
+        "their_features_tokens_per_second": made["tokens"] / made["seconds"],
+        "their_fastest": fastest,
+        "speed_ratio": speeds["ours"] / speeds[fastest],
+        "speed_ratio_at_equal_steps": speeds["ours"] / speeds[name_of(PLACES)],
+        "speed_ratio_with_their_features": speeds["ours"] / whole,
+        "memory_ratio": {
+            str(places): rows[label]["peak_bytes"] / rows[name_of(places)]["peak_bytes"]
             for places, label in ((PLACES, "ours"), (LENGTH, ROW_BY_ROW))
             if name_of(places) in rows
         },
-    )
+    }
 
 
-def tau(setting: Setting, name: str, given: argparse.Namespace) -> TauComparison:
-    """tau of both sides after equally many steps, with one decoder on the same held-out prompts."""
-    target = setting.model
+def tau(setting: Setting, name: str, prompts: Path) -> Facts:
+    """tau of both sides after equally many steps, with one decoder on the same held-out prompts;
+    difference: ours less the best of theirs."""
     decode = DecodeConfig(temperature=0.0, depth=4, max_new_tokens=NEW_TOKENS, batch_size=8)
-    found = load_prompts((str(given.prompts),))
+    found = load_prompts(prompts)
     domains = len({prompt.domain for prompt in found})
-    chosen = select_prompts(found, max(1, COUNT // domains), seed=setting.seed)
+    chosen = select_prompts(found, max(1, COUNT // domains), seed=0)
     counts = set[int]()
 
-    def measure(folder: Path) -> TauFacts:
-        done = decode_prompts(target, folder, chosen, decode)
-        counts.add(len(done))
-        return tau_facts(tau_estimate(sum_up(done, chosen, decode.depth)))
+    def measure(folder: Path) -> Facts:
+        totals = common.decode_totals(setting.model, folder, chosen, decode)
+        counts.add(len(totals.prompts))
+        return common.tau_facts(tau_estimate(totals))
 
     ours = setting.ours(name, name, STEPS)
     ours.answer()
@@ -389,13 +302,14 @@ def tau(setting: Setting, name: str, given: argparse.Namespace) -> TauComparison
         rows[f"speculators, {recipe}"] = measure(setting.converted(label))
     best = max(row["tau"] for label, row in rows.items() if label != "ours")
     difference = rows["ours"]["tau"] - best
-    return TauComparison(STEPS, max(counts), rows, difference)
+    return {"steps": STEPS, "prompts": max(counts), "sides": rows, "difference": difference}
 
 
 def compare(given: argparse.Namespace) -> None:
-    """Compare and write the report."""
     if given.side:
-        follow_commands(given.side)
+        job = read_json(given.side)
+        torch.set_num_threads(job["threads"])
+        follow_commands(job, Channel())
         return
     if not given.python or not given.answers:
         raise UserError(
@@ -404,7 +318,7 @@ def compare(given: argparse.Namespace) -> None:
     answers, target, work = (x.resolve() for x in (given.answers, given.target, given.work))
     setting = Setting(given.python, answers, target, work, given.threads)
     report = {"format": 1, **(read_json(given.out) if given.only else {})}
-    tokens = write_rows(setting)
+    tokens = setting.write_rows()
     facts = {
         **process_facts(),
         "device": {**device_facts(torch.device("cpu")), "threads": given.threads},
@@ -412,106 +326,66 @@ def compare(given: argparse.Namespace) -> None:
     }
     for part in [given.only] if given.only else ["timing", "tau"]:
         shared = {"facts": facts, "places_per_step": PLACES, "tokens": tokens}
-        found: dict[str, Timing | TauComparison] = {
+        rows = {
             name: timing(setting, name, warm=1, rounds=4)
             if part == "timing"
-            else tau(setting, name, given)
+            else tau(setting, name, given.prompts)
             for name in given.kinds
         }
-        rows = {name: asdict(row) for name, row in found.items()}
         report[part] = {**report.get(part, {}), **shared, **rows}
         write_json(given.out, report)
     print(json.dumps(report, indent=1))
 
 
-# Our side, step by step on command, with the protocol of foreign/speculators_worker.py
-
-
-def build_side(job: SideJob) -> tuple[Run, TrainEngine]:
-    """The run of `headstart train` with the job's overrides, and the engine of a fresh drafter."""
-    settings = load_settings(STAGES["train"], job["overrides"])
-    world = join_world(torch.device("cpu"))
+def follow_commands(job: Facts, channel: Channel) -> None:
+    """Our side: `headstart train` with the job's overrides, whose trainer takes its steps on
+    command, with the protocol of foreign/speculators_worker.py."""
     keep_freed_memory()
-    inputs = TrainingJob(
-        settings.head.kind,
-        settings.head.config,
-        settings.target,
-        Path(job["answers"]),
-        Path(job["out"]),
-        settings.train,
-        settings.features,
-        settings.engine,
-        settings.optim,
-        settings.schedule,
-        settings.decode,
-        settings.joint,
+    inputs = replace(
+        job_of(settings_of("train", *job["overrides"])),
+        data=Path(job["answers"]),
+        out=Path(job["out"]),
     )
-    made = Run(inputs, world)
-    return made, make_engine(made.drafter, settings.engine, settings.optim, world)
-
-
-def train_side(made: Run, engine: TrainEngine, channel: Channel) -> None:
-    """Take the steps that are asked for, through the trainer's own step."""
-    job, out, world = made.job, made.job.out, made.world
-    tracker = Tracker(job.config.tracker, out, length=0, settings=made.facts, active=True)
-    with Display("", made.steps, 0, active=False) as display, tracker, StopRequest() as request:
-        progress = Progress()
-        trainer = Trainer(
-            engine=engine,
-            features=made.features(),
-            loader=made.loader,
-            rate=lambda step: learning_rate(step, made.steps, job.optim.lr, job.schedule),
-            evaluate=None,
-            keep_best=made.keep_best,
-            store=StateStore(out / "checkpoints", 1, world),
-            tracker=tracker,
-            display=display,
-            world=world,
-            config=replace(job.config, save_every=0, eval_every=0),
-            schedule=job.schedule,
-            steps=made.steps,
-            run_facts=made.facts,
-            progress=progress,
-            meter=Meter(world.device, job.engine.dtype, progress.spent),
-        )
-        stream = made.loader.iterate(0, 1_000_000)
-        for command in channel.commands():
-            if command["do"] == "save":
-                made.write_checkpoint(engine.weights(), Path(command["to"]))
-                channel.say(saved=command["to"])
-                continue
-            begun, before = time.perf_counter(), trainer.progress.tokens
-            for _ in range(command["count"]):
-                trainer.step(*next(stream), request)
-            seconds, tokens = time.perf_counter() - begun, trainer.progress.tokens - before
-            channel.say(seconds=seconds, tokens=tokens, peak_bytes=peak_bytes())
-
-
-def follow_commands(path: Path) -> None:
-    """Build our side from a job file and follow the commands on stdin."""
-    channel = Channel()
-    job: SideJob = read_json(path)
-    torch.set_num_threads(job["threads"])
-    made, engine = build_side(job)
+    made = setup.Run(inputs, join_world(torch.device("cpu")))
     weights = sum(p.numel() for p in made.drafter.parameters() if p.requires_grad)
     epoch = made.loader.steps_per_epoch
     channel.say(ready=True, trained_weights=weights, steps_per_epoch=epoch)
-    train_side(made, engine, channel)
+
+    class Commanded(Trainer):
+        """Takes as many steps as it is asked for, until there are no more commands."""
+
+        def run(self) -> str:
+            stream = self.loader.iterate(0, 1_000_000)
+            with StopRequest() as request:
+                for command in channel.commands():
+                    if command["do"] == "save":
+                        made.write_checkpoint(self.engine.weights(), Path(command["to"]))
+                        channel.say(saved=command["to"])
+                        continue
+                    begun, before = time.perf_counter(), self.progress.tokens
+                    for _ in range(command["count"]):
+                        self.step(*next(stream), request)
+                    seconds, tokens = time.perf_counter() - begun, self.progress.tokens - before
+                    channel.say(seconds=seconds, tokens=tokens, peak_bytes=peak_bytes())
+            return "there are no more commands"
+
+    with patch.object(setup, "Trainer", Commanded):
+        made.run(None)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare; returns the exit status."""
-    parser = make_parser(MODULE, __doc__)
-    parser.add_argument("--python", help=f"a python that has speculators {VERSION}")
-    parser.add_argument("--answers", type=Path, help="folder of `headstart generate`")
-    add_options(parser, target=TARGET, prompts=(PROMPTS, "held-out prompts for tau"))
-    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=["eagle3", "dspark"])
-    parser.add_argument("--only", choices=("timing", "tau"))
-    work, out = ROOT / "outputs" / "speculators", REPORTS / "speculators.json"
-    add_options(parser, threads=2, work=work, out=out)
-    parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
-    return run(parser, compare, arguments)
-
+main = command(
+    compare,
+    python={"help": f"a python that has speculators {VERSION}"},
+    answers={"type": Path, "help": "folder of `headstart generate`"},
+    target=TARGET,
+    prompts=(PROMPTS, "held-out prompts for tau"),
+    kinds={"nargs": "+", "choices": sorted(KINDS), "default": ["eagle3", "dspark"]},
+    only={"choices": ("timing", "tau")},
+    threads=2,
+    work=ROOT / "outputs" / "speculators",
+    out=REPORTS / "speculators.json",
+    side={"type": Path, "help": argparse.SUPPRESS},
+)
 
 if __name__ == "__main__":
     sys.exit(main())

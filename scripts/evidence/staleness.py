@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -26,24 +24,22 @@ from inference.decoding.config import DecodeConfig
 from inference.manifest import read_manifest, write_json
 from inference.measure.metrics import divide, interval95, resample_weights, tau_estimate
 from inference.measure.prompts import load_prompts
-from inference.staleness.evidence import Grid
+from inference.staleness.evidence import Bets, Grid
 from inference.staleness.reference import WATCH_FILE, Reference
 from inference.staleness.result import STALENESS_FILE
+from inference.staleness.sequential_test import DriftTest
 from scripts.assets import changed_targets, cpp_headers
 from scripts.evidence.common import (
-    REPORTS,
-    TauFacts,
-    decode_prompts,
+    FAMILIES,
+    Facts,
+    decode_totals,
     family_recipe,
     read_json,
     run_on_target,
-    sum_up,
     tau_facts,
 )
-from scripts.evidence.streams import Plan, Streams
 from scripts.run.process import git_state
-from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
-from scripts.tools.recording import cpu_target
+from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, command, cpu_target
 
 TOKENS, WATCHED = 96, 200
 SYSTEM = "You are a pirate captain. Answer every question in verse, and never write code."
@@ -54,337 +50,268 @@ SHARE = 0.1
 RESAMPLED = {"unchanged": 1, "finetuned": 5, "lora": 5}
 """Versions of the target whose answers are resampled, and into which part of all streams."""
 WATCH_KEYS = ("verdict", "alarms", "alarm_after", "test", "domains")
-
-
-RATES = {"distilled": 1.5e-3, "eagle3_copied": 3e-3}
-"""Row of conf/experiment/families.yaml -> its best learning rate."""
-HEADS = {"distilled": "distilled", "eagle3_copied": "eagle3"}
-"""Row -> its kind, which names the refreshed drafter's folder."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """A version of the target: its folder (empty: the unchanged one) and further overrides."""
-
-    folder: str = ""
-    overrides: tuple[str, ...] = ()
-
-
-CHANGES = {
-    "unchanged": Change(),
-    "finetuned": Change("finetuned"),
-    "lora": Change("lora"),
-    "int8": Change("", ("target.quantization=torchao-int8",)),
-    "int4": Change("", ("target.quantization=bnb-4bit",)),
-    "system": Change("", (f"watch.system='{SYSTEM}'",)),
+ROWS = {"distilled": (1.5e-3, "distilled"), "eagle3_copied": (3e-3, "eagle3")}
+"""Row of conf/experiment/families.yaml -> its best learning rate, and its kind, which names the
+refreshed drafter's folder."""
+CHANGES: dict[str, tuple[str, str]] = {
+    "unchanged": ("", ""),
+    "finetuned": ("finetuned", ""),
+    "lora": ("lora", ""),
+    "int8": ("", "target.quantization=torchao-int8"),
+    "int4": ("", "target.quantization=bnb-4bit"),
+    "system": ("", f"watch.system='{SYSTEM}'"),
 }
+"""Version of the target -> its folder (empty: the unchanged target), and a further override."""
 
 
-@dataclass(frozen=True)
-class Folders:
-    """Where everything is. drafters: the run of the families' drafters."""
+class Evidence:
+    """All evidence for one drafter, a row of experiment=families; every step is done once.
 
-    work: Path
-    drafters: Path
-    row: str
+    work: the report's folder; drafters: the families' run.
+    """
 
-    @property
-    def old(self) -> Path:
-        """The drafter of the unchanged target."""
-        return self.drafters / "train" / f"{self.row}@{RATES[self.row]:g}" / "best"
+    def __init__(self, work: Path, drafters: Path, row: str) -> None:
+        self.work, self.row, (self.rate, kind) = work, row, ROWS[row]
+        self.old = drafters / "train" / f"{row}@{self.rate:g}" / "best"
+        self.prompts, self.target = work / "prompts", work / "finetuned"
+        self.full = work / "full" / "train" / row
+        self.refresh_run, self.watches = work / f"refresh-{row}", work / f"watch-{row}"
+        self.refreshed = self.refresh_run / "train" / kind / "best"
+        self.reference_file = work / f"reference-{row}.json"
 
-    @property
-    def prompts(self) -> Path:
-        """All prompts."""
-        return self.work / "prompts"
-
-    @property
-    def full(self) -> Path:
-        """The training from scratch."""
-        return self.work / "full" / "train" / self.row
-
-    @property
-    def refreshed(self) -> Path:
-        """The refresh's run."""
-        return self.work / f"refresh-{self.row}"
-
-    @property
-    def reference(self) -> Path:
-        """The reference of the unchanged target."""
-        return self.work / f"reference-{self.row}.json"
-
-    @property
-    def watches(self) -> Path:
-        """The run of all watches."""
-        return self.work / f"watch-{self.row}"
-
-    def stage(self, name: str, run_name: str, folder: str, *overrides: str) -> None:
+    def stage(self, name: str, place: Path, target: Path, *overrides: str) -> None:
         """Run a stage on a version of the target; a watch may raise its alarm."""
-        path = self.work / folder if folder else TARGET
         own = (f"run.threads={torch.get_num_threads()}", *overrides)
         statuses = (0, 1) if name == "watch" else (0,)
-        run_on_target(name, path, self.work / run_name, *own, statuses=statuses)
+        run_on_target(name, target, place, *own, statuses=statuses)
+
+    # Making
+
+    def train_full(self) -> Facts:
+        place, target = self.work / "full", self.target
+        asked = f"data.path={self.prompts / 'train.jsonl'}"
+        self.stage("generate", place, target, "data=embedded", asked)
+        recipe = (*family_recipe(self.row), f"optim.lr={self.rate}", f"run.drafter={self.row}")
+        validation = f"train.prompts=[{self.prompts / 'validation.jsonl'}]"
+        self.stage("train", place, target, *recipe, validation)
+        found = read_manifest(self.full, "train")
+        return {key: found[key] for key in ("steps", "tokens", "seconds")}
+
+    def refresh(self, full: Facts) -> Facts:
+        """`headstart refresh` within its share of the full training's tokens; returns
+        refresh.json."""
+        place = self.prompts
+        own = [f"refresh.drafter={self.old}", f"refresh.old_target={TARGET}"]
+        own += ["refresh.until=budget", f"train.max_steps={int(SHARE * full['tokens']) // 512}"]
+        own += ["train.global_batch=1", "train.micro_batch=1", "train.eval_every=26"]
+        own += ["train.patience=0", "data=embedded", f"data.path={place / 'train.jsonl'}"]
+        own += [f"train.prompts=[{place / 'validation.jsonl'}]"]
+        own += ["bench=jsonl", f"bench.prompts={place / 'measuring.jsonl'}"]
+        self.stage("refresh", self.refresh_run, self.target, *own)
+        found: Facts = read_json(self.refresh_run / "refresh" / "refresh.json")
+        return found
+
+    # Watching
+
+    def watch(self, folder: str, prompts: str, *overrides: str) -> None:
+        """`headstart watch` on a version of the target, with the prompts of a file."""
+        own = [f"watch.drafter={self.old}", f"watch.reference={self.reference_file}"]
+        own += ["bench=jsonl", f"bench.prompts={self.prompts / prompts}.jsonl", *overrides]
+        self.stage("watch", self.watches, self.work / folder if folder else TARGET, *own)
+
+    def reference(self) -> Reference:
+        if not self.reference_file.is_file():
+            self.watch("", "reference", "watch.learn=true", f"decode.max_new_tokens={TOKENS}")
+        return Reference.read(self.reference_file)
+
+    def watched(self, name: str) -> Facts:
+        """The result of `headstart watch` on a version of the target.
+
+        It sees `WATCHED` fresh prompts, and of the unchanged target all of them.
+        """
+        path = self.watches / name / STALENESS_FILE
+        if not path.is_file():
+            most = 10_000 if name == "unchanged" else WATCHED
+            own = [f"watch.name={name}", "watch.stop=false", f"watch.max_prompts={most}"]
+            folder, change = CHANGES[name]
+            self.watch(folder, "fresh", *own, *filter(None, [change]))
+        found = read_json(path)
+        return {key: found[key] for key in WATCH_KEYS}
+
+    def resample(self, reference: Reference, name: str, count: int) -> Facts:
+        """Alarms on streams whose reference is drawn from all answers of the unchanged target.
+
+        Their fresh answers are drawn from these too ("unchanged") or from those of a changed
+        target.
+        """
+        path = self.work / f"streams-{self.row}" / f"{name}.json"
+        if path.is_file():
+            found: Facts = read_json(path)
+            return found
+        unchanged = pools(reference, Reference.read(self.watches / "unchanged" / WATCH_FILE))
+        changed = Reference.read(self.watches / name / WATCH_FILE)
+        fresh = unchanged if name == "unchanged" else pools(changed)
+        sizes = {domain: len(tally.answers) for domain, tally in reference.tallies.items()}
+        grid, rng = Grid(reference.depth), np.random.default_rng(0)
+        ends = [alarm(grid, reference.most, unchanged, sizes, fresh, rng) for _ in range(count)]
+        raised = sorted(end for end in ends if end is not None)
+        after = {q: float(np.percentile(raised, q)) for q in (50, 95)} if raised else None
+        found = {
+            "streams": count,
+            "length": LENGTH,
+            "alarms": len(raised),
+            "share": divide(len(raised), count),
+            "share_within_200": divide(sum(value <= WATCHED for value in raised), count),
+            "answers_to_alarm": after,
+            "bound": ALARM_RATE,
+            "tolerance": TOLERANCE,
+        }
+        write_json(path, found)
+        return found
+
+    # tau
+
+    def compare(self) -> Facts:
+        """tau of the old, the refreshed and the retrained drafter; ratios with paired intervals."""
+        target = cpu_target(self.target)
+        checkpoints = {"old": self.old, "refreshed": self.refreshed, "full": self.full / "best"}
+        prompts = load_prompts(self.prompts / "measuring.jsonl")
+        decode = DecodeConfig(depth=4, max_new_tokens=TOKENS, batch_size=16)
+        sides = {
+            name: decode_totals(target, folder, prompts, decode, changed_target=True)
+            for name, folder in checkpoints.items()
+        }
+        weights = resample_weights(len(sides["full"].prompts), seed=0)
+        drawn = {name: (weights @ x.committed) / (weights @ x.passes) for name, x in sides.items()}
+        tau = {name: side.committed.sum() / side.passes.sum() for name, side in sides.items()}
+        regained = (drawn["refreshed"] - drawn["old"], drawn["full"] - drawn["old"])
+        rows = {}
+        for name, side in sides.items():
+            parts = side.domain_rows().items()
+            domains = {domain: tau_estimate(side.take(part)).tau for domain, part in parts}
+            rows[name] = {**tau_facts(tau_estimate(side)), "domains": domains}
+        return {
+            "prompts": len(sides["full"].prompts),
+            "sides": rows,
+            "refreshed_by_full": divide(tau["refreshed"], tau["full"]),
+            "refreshed_by_full_ci95": interval95(drawn["refreshed"], drawn["full"]),
+            "gap_regained": divide(tau["refreshed"] - tau["old"], tau["full"] - tau["old"]),
+            "gap_regained_ci95": interval95(*regained),
+        }
+
+    def collect(self, skipped: Sequence[str]) -> Facts:
+        reference = self.reference()
+        watched = {name: self.watched(name) for name in CHANGES if name not in skipped}
+        full = self.train_full()
+        refreshed = self.refresh(full)
+        tau, cost = self.compare(), refreshed["cost"]
+        answers = read_manifest(self.work / "full" / "generate", "generate")["counts"]
+        share = divide(cost["training_tokens"], full["tokens"])
+        settings = refreshed["settings"].items()
+        costs = {
+            "full": {"answers": answers["done"], "answer_tokens": answers["tokens"], **full},
+            "refresh": cost,
+            "training_tokens_share": share,
+            "settings": {k: v for k, v in settings if k not in ("drafter", "old_target")},
+        }
+        streams = {
+            name: self.resample(reference, name, STREAMS // part)
+            for name, part in RESAMPLED.items()
+        }
+        quiet = watched["unchanged"]["alarms"] == [] and streams["unchanged"]["share"] < ALARM_RATE
+        return {
+            "drafter": {"row": self.row, "kind": reference.drafter["kind"]},
+            "reference": {name: len(tally.answers) for name, tally in reference.tallies.items()},
+            "watched": watched,
+            "resampled": streams,
+            "refresh": {"tau": tau, "cost": costs},
+            "holds": {
+                "alarm_within_200": (watched["finetuned"]["alarm_after"] or LENGTH) <= WATCHED,
+                "false_alarms_below_1_percent": quiet,
+                "regains_90_percent": tau["refreshed_by_full"] >= 0.9 and share <= SHARE,
+            },
+        }
 
 
-class Training(TypedDict):
-    """The facts of a training's manifest that the report holds."""
-
-    steps: int
-    tokens: int
-    seconds: float
+Pools = dict[str, list[tuple[int, int]]]
+"""Domain -> (accepted, passes) of answers."""
 
 
-class SideTau(TauFacts):
-    """tau of one drafter on the changed target, over all prompts and by domain."""
-
-    domains: dict[str, float]
-
-
-class Comparison(TypedDict):
-    """tau of the old, the refreshed and the retrained drafter; ratios with paired intervals."""
-
-    prompts: int
-    sides: dict[str, SideTau]
-    refreshed_by_full: float
-    refreshed_by_full_ci95: tuple[float, float]
-    gap_regained: float
-    gap_regained_ci95: tuple[float, float]
-
-
-class Resampled(TypedDict):
-    """Alarms on resampled streams; answers_to_alarm: percentiles of those that raised one."""
-
-    streams: int
-    length: int
-    alarms: int
-    share: float
-    share_within_200: float
-    answers_to_alarm: dict[int, float] | None
-    bound: float
-    tolerance: float
-
-
-class Watched(TypedDict, total=False):
-    """The keys of staleness.json that the verdict of this report reads."""
-
-    alarms: list[object]
-    alarm_after: int | None
-
-
-# Making
-
-
-def make(folders: Folders) -> None:
-    """The changed targets and all prompts."""
-    if not (folders.prompts / "measuring.jsonl").is_file():
-        changed_targets.write_prompts(folders.prompts, PROMPTS)
-    pairs = cpp_headers.split_pairs(cpp_headers.operators())["train"]
-    for name, recipe in changed_targets.RECIPES.items():
-        changed_targets.finetune(TARGET, folders.work / name, pairs, recipe)
-
-
-def train_full(folders: Folders) -> Training:
-    """A drafter trained from scratch on answers of the fine-tuned target."""
-    row, asked = folders.row, f"data.path={folders.prompts / 'train.jsonl'}"
-    folders.stage("generate", "full", "finetuned", "data=embedded", asked)
-    recipe = (*family_recipe(row), f"optim.lr={RATES[row]}", f"run.drafter={row}")
-    validation = f"train.prompts=[{folders.prompts / 'validation.jsonl'}]"
-    folders.stage("train", "full", "finetuned", *recipe, validation)
-    found = read_manifest(folders.full, "train")
-    return Training(steps=found["steps"], tokens=found["tokens"], seconds=found["seconds"])
-
-
-def refresh(folders: Folders, full: Training) -> Any:
-    """`headstart refresh` within its share of the full training's tokens; returns refresh.json."""
-    steps = int(SHARE * full["tokens"]) // 512
-    place = folders.prompts
-    own = [f"refresh.drafter={folders.old}", f"refresh.old_target={TARGET}"]
-    own += ["refresh.until=budget", f"train.max_steps={steps}", "train.global_batch=1"]
-    own += ["train.micro_batch=1", "train.eval_every=26", "train.patience=0"]
-    own += ["data=embedded", f"data.path={place / 'train.jsonl'}"]
-    own += [f"train.prompts=[{place / 'validation.jsonl'}]"]
-    own += ["bench=jsonl", f"bench.prompts={place / 'measuring.jsonl'}"]
-    folders.stage("refresh", folders.refreshed.name, "finetuned", *own)
-    return read_json(folders.refreshed / "refresh" / "refresh.json")
-
-
-# Watching
-
-
-def learn(folders: Folders) -> Reference:
-    """The reference of the unchanged target."""
-    if not folders.reference.is_file():
-        own = [f"watch.drafter={folders.old}", "watch.learn=true"]
-        own += [f"watch.reference={folders.reference}", f"decode.max_new_tokens={TOKENS}"]
-        own += ["bench=jsonl", f"bench.prompts={folders.prompts / 'reference.jsonl'}"]
-        folders.stage("watch", folders.watches.name, "", *own)
-    return Reference.read(folders.reference)
-
-
-def watch(folders: Folders, name: str) -> Watched:
-    """The result of `headstart watch` on a version of the target.
-
-    It sees `WATCHED` fresh prompts, and of the unchanged target all of them.
-    """
-    path = folders.watches / name / STALENESS_FILE
-    if not path.is_file():
-        most = 10_000 if name == "unchanged" else WATCHED
-        own = [f"watch.name={name}", f"watch.drafter={folders.old}", "watch.stop=false"]
-        own += [f"watch.reference={folders.reference}", f"watch.max_prompts={most}"]
-        own += ["bench=jsonl", f"bench.prompts={folders.prompts / 'fresh.jsonl'}"]
-        change = CHANGES[name]
-        folders.stage("watch", folders.watches.name, change.folder, *own, *change.overrides)
-    found = read_json(path)
-    return cast(Watched, {key: found[key] for key in WATCH_KEYS})
-
-
-def pools(*references: Reference) -> dict[str, list[tuple[int, int]]]:
-    """(accepted, passes) of the answers of several references by domain."""
-    found: dict[str, list[tuple[int, int]]] = {}
+def pools(*references: Reference) -> Pools:
+    found: Pools = {}
     for reference in references:
         for name, tally in reference.tallies.items():
             found.setdefault(name, []).extend(tally.pairs())
     return found
 
 
-def resample(folders: Folders, reference: Reference, name: str, count: int) -> Resampled:
-    """Alarms on streams whose reference is drawn from all answers of the unchanged target.
+def alarm(
+    grid: Grid,
+    most: int,
+    known: Pools,
+    sizes: dict[str, int],
+    fresh: Pools,
+    rng: np.random.Generator,
+) -> int | None:
+    """Fresh answers until the watch alarms on a stream of `LENGTH` resampled ones; None: never.
 
-    Their fresh answers are drawn from these too ("unchanged") or from those of a changed target.
+    sizes: answers of the resampled reference by domain. Where both pools are the same, the drafter
+    is unchanged by construction.
     """
-    path = folders.work / f"streams-{folders.row}" / f"{name}.json"
-    if path.is_file():
-        return cast(Resampled, read_json(path))
-    unchanged = pools(reference, Reference.read(folders.watches / "unchanged" / WATCH_FILE))
-    changed = Reference.read(folders.watches / name / WATCH_FILE)
-    fresh = unchanged if name == "unchanged" else pools(changed)
-    sizes = {domain: len(tally.answers) for domain, tally in reference.tallies.items()}
-    plan = Plan(sizes, LENGTH, TOLERANCE, ALARM_RATE)
-    streams = Streams(Grid(reference.depth), reference.most, unchanged, fresh, plan)
-    raised = sorted(value for value in streams.run(count) if value is not None)
-    early = sum(value <= WATCHED for value in raised)
-    after = {q: float(np.percentile(raised, q)) for q in (50, 95)} if raised else None
-    found = Resampled(
-        streams=count,
-        length=LENGTH,
-        alarms=len(raised),
-        share=divide(len(raised), count),
-        share_within_200=divide(early, count),
-        answers_to_alarm=after,
-        bound=ALARM_RATE,
-        tolerance=TOLERANCE,
-    )
-    write_json(path, found)
-    return found
-
-
-# tau
-
-
-def compare(folders: Folders) -> Comparison:
-    """tau of the old, the refreshed and the retrained drafter; ratios with paired intervals."""
-    target = cpu_target(folders.work / "finetuned")
-    refreshed = folders.refreshed / "train" / HEADS[folders.row]
-    checkpoints = {
-        "old": folders.old,
-        "refreshed": refreshed / "best",
-        "full": folders.full / "best",
-    }
-    prompts = load_prompts(folders.prompts / "measuring.jsonl")
-    decode = DecodeConfig(depth=4, max_new_tokens=TOKENS, batch_size=16)
-    sides = {
-        name: sum_up(decode_prompts(target, folder, prompts, decode, True), prompts, decode.depth)
-        for name, folder in checkpoints.items()
-    }
-    weights = resample_weights(len(sides["full"].prompts), seed=0)
-    drawn = {name: (weights @ x.committed) / (weights @ x.passes) for name, x in sides.items()}
-    tau = {name: side.committed.sum() / side.passes.sum() for name, side in sides.items()}
-    regained = (drawn["refreshed"] - drawn["old"], drawn["full"] - drawn["old"])
-    rows = {}
-    for name, side in sides.items():
-        parts = side.domain_rows().items()
-        domains = {domain: tau_estimate(side.take(part)).tau for domain, part in parts}
-        rows[name] = SideTau(**tau_facts(tau_estimate(side)), domains=domains)
-    return {
-        "prompts": len(sides["full"].prompts),
-        "sides": rows,
-        "refreshed_by_full": divide(tau["refreshed"], tau["full"]),
-        "refreshed_by_full_ci95": interval95(drawn["refreshed"], drawn["full"]),
-        "gap_regained": divide(tau["refreshed"] - tau["old"], tau["full"] - tau["old"]),
-        "gap_regained_ci95": interval95(*regained),
-    }
-
-
-# The report
-
-
-def row_of(folders: Folders, given: argparse.Namespace) -> dict[str, object]:
-    """All evidence for one drafter: its row of watch.json."""
-    reference = learn(folders)
-    watched = {name: watch(folders, name) for name in CHANGES if name not in given.skip}
-    full = train_full(folders)
-    refreshed = refresh(folders, full)
-    tau, cost = compare(folders), refreshed["cost"]
-    answers = read_manifest(folders.work / "full" / "generate", "generate")["counts"]
-    share = divide(cost["training_tokens"], full["tokens"])
-    left_out = ("drafter", "old_target")
-    costs = {
-        "full": {"answers": answers["done"], "answer_tokens": answers["tokens"], **full},
-        "refresh": cost,
-        "training_tokens_share": share,
-        "settings": {k: v for k, v in refreshed["settings"].items() if k not in left_out},
-    }
-    streams = {
-        name: resample(folders, reference, name, STREAMS // part)
-        for name, part in RESAMPLED.items()
-    }
-    quiet = watched["unchanged"]["alarms"] == [] and streams["unchanged"]["share"] < 0.01
-    return {
-        "drafter": {"row": folders.row, "kind": reference.drafter["kind"]},
-        "reference": {name: len(tally.answers) for name, tally in reference.tallies.items()},
-        "watched": watched,
-        "resampled": streams,
-        "refresh": {"tau": tau, "cost": costs},
-        "holds": {
-            "alarm_within_200": (watched["finetuned"]["alarm_after"] or LENGTH) <= WATCHED,
-            "false_alarms_below_1_percent": quiet,
-            "regains_90_percent": tau["refreshed_by_full"] >= 0.9 and share <= SHARE,
-        },
-    }
+    names = sorted(sizes)
+    answers = np.array([len(fresh[name]) for name in names], dtype=np.float64)
+    order = rng.choice(len(names), LENGTH, p=answers / answers.sum())
+    bets, drawn = {}, {}
+    for number, name in enumerate(names):
+        chosen = rng.integers(0, len(known[name]), sizes[name])
+        bets[name] = Bets(grid, most, [known[name][i] for i in chosen])
+        drawn[name] = iter(rng.integers(0, len(fresh[name]), int((order == number).sum())))
+    test = DriftTest(grid, most, dict(bets), TOLERANCE, ALARM_RATE)
+    for number in order:
+        name = names[number]
+        test.add(name, *fresh[name][next(drawn[name])])
+        if test.alarm_after is not None:
+            break
+    return test.alarm_after
 
 
 def report(given: argparse.Namespace) -> None:
-    """Do all that is not done yet, and write."""
     torch.set_num_threads(given.threads)
     work, drafters = given.work.resolve(), given.drafters.resolve()
-    places = [Folders(work, drafters, row) for row in given.rows]
-    make(places[0])
+    rows = [Evidence(work, drafters, row) for row in given.rows]
+    prompts = rows[0].prompts
+    if not (prompts / "measuring.jsonl").is_file():
+        changed_targets.write_prompts(prompts, PROMPTS)
+    pairs = cpp_headers.split_pairs(cpp_headers.operators())["train"]
+    targets = {}
+    for name, recipe in changed_targets.RECIPES.items():
+        changed_targets.finetune(TARGET, work / name, pairs, recipe)
+        targets[name] = read_json(work / name / changed_targets.MADE_FILE)
     content = {
         "format": 1,
         "command": f"python -m scripts.evidence.staleness --rows {' '.join(given.rows)}",
         "git": git_state().get("revision", ""),
-        "targets": {
-            name: read_json(work / name / changed_targets.MADE_FILE)
-            for name in changed_targets.RECIPES
-        },
+        "targets": targets,
         "system": SYSTEM,
-        "rows": {folders.row: row_of(folders, given) for folders in places},
+        "rows": {row.row: row.collect(given.skip) for row in rows},
     }
     write_json(given.out, content)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Do all that is not done yet; returns the exit status."""
-    parser = make_parser("scripts.evidence.staleness", __doc__)
-    parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "watch_report")
-    families = ROOT / "outputs" / "families"
-    parser.add_argument("--drafters", type=Path, default=families, help="the families' run")
-    parser.add_argument("--rows", nargs="+", choices=list(RATES), default=list(RATES))
-    skip = "where torchao or bitsandbytes is missing"
-    parser.add_argument("--skip", nargs="+", choices=("int8", "int4"), default=[], help=skip)
-    add_options(parser, threads=1, out=REPORTS / "watch.json")
-    return run(parser, report, arguments)
-
+main = command(
+    report,
+    work=ROOT / "outputs" / "watch_report",
+    drafters=(FAMILIES, "the families' run"),
+    rows={"nargs": "+", "choices": list(ROWS), "default": list(ROWS)},
+    skip={
+        "nargs": "+",
+        "choices": ("int8", "int4"),
+        "default": [],
+        "help": "where torchao or bitsandbytes is missing",
+    },
+    threads=1,
+    out=REPORTS / "watch.json",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

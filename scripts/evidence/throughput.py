@@ -12,25 +12,20 @@ single rows.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, cast
-
-import torch
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from heads.api.errors import UserError
 from inference.manifest import write_json
 from inference.measure.metrics import divide
-from scripts.config.schema import load_settings
-from scripts.config.stages import STAGES
-from scripts.evidence.common import REPORTS, read_json, run_stage
+from scripts.evidence.common import Facts, family_recipes, read_json
 from scripts.run.process import git_state, versions
-from scripts.tools.common import ROOT, add_options, make_parser, run
+from scripts.tools.common import REPORTS, ROOT, command
 from train.tracking.clock import PARTS
 from train.tracking.tracker import LOG_FILE, read_log
 
@@ -40,126 +35,82 @@ EXPERIMENT = "experiment=families"
 KEPT = ("kind", "peak", "peak_memory_bytes", "padding", "device", "engine")
 
 
-class Peak(TypedDict):
-    """The peak that utilisation is relative to, and where it is from."""
-
-    tflops: float
-    source: str
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; returns the exit status."""
-    parser = make_parser(MODULE, __doc__)
-    parser.add_argument(
-        "--answers", type=Path, required=True, help="folder of `headstart generate`"
-    )
-    steps = f"timed steps, after {WARM_UP} that warm up"
-    parser.add_argument("--steps", type=int, default=6, help=steps)
-    add_options(parser, threads=2, rows=(8, "rows per step"))
-    parser.add_argument("--only", nargs="*", default=[], help="recipes; none named: all")
-    parser.add_argument("--out", type=Path, default=REPORTS / "throughput.json")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    return run(parser, measure, arguments)
-
-
-def recipes() -> dict[str, list[str]]:
-    """Row of `experiment=families` -> its overrides."""
-    sweep = load_settings(STAGES["loop"], [EXPERIMENT]).loop.sweep
-    return {name: [f"head={row.head or name}", *row.overrides] for name, row in sweep.items()}
-
-
 def measure(given: argparse.Namespace) -> None:
-    """One recipe in this process (`--one`), or all of them, each in its own."""
-    known = recipes()
-    if given.one:
-        print(json.dumps({"name": given.one, **train_briefly(known[given.one], given)}))
-        return
+    """All recipes, or those of --only, each in a process of its own."""
+    known, git = family_recipes(), git_state()
     unknown = sorted(set(given.only) - set(known))
     if unknown:
         raise UserError(f"--only {unknown[0]}: there is no such row. Rows: {', '.join(known)}.")
     before = read_json(given.out) if given.only else {}
-    rows: dict[str, ThroughputRow] = {row["name"]: row for row in before.get("rows", [])}
+    rows: dict[str, Facts] = {row["name"]: row for row in before.get("rows", [])}
     for name in given.only or known:
-        options = {"answers": given.answers, "steps": given.steps, "rows": given.rows}
-        options |= {"threads": given.threads, "one": name}
-        command = [sys.executable, "-W", "ignore", "-m", MODULE]
-        command += [word for key, value in options.items() for word in (f"--{key}", str(value))]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
-        )
-        if done.returncode:
-            raise UserError(f"{name} failed:\n{done.stderr[-2000:]}")
-        found = rows[name] = json.loads(done.stdout.splitlines()[-1])
-        memory = found["peak_memory_bytes"] / 2**20
-        speed = f"{found['tokens_per_second']:9,.0f} tokens/s  mfu {found['mfu']:.1%}"
+        row = rows[name] = {"name": name, **train_briefly(name, known[name], given)}
+        memory = row["peak_memory_bytes"] / 2**20
+        speed = f"{row['tokens_per_second']:9,.0f} tokens/s  mfu {row['mfu']:.1%}"
         print(f"{name:20} {speed}  {memory:,.0f} MiB", flush=True)
-        write_json(given.out, report(given, [rows[each] for each in known if each in rows]))
+        settings = {key: getattr(given, key) for key in ("steps", "threads", "rows")}
+        content = {
+            "format": 1,
+            "command": f"python -m {MODULE} --answers outputs/families/generate",
+            "settings": {**settings, "warm_up": WARM_UP},
+            "git": {"revision": git["revision"], "changed": bool(git["diff"])} if git else {},
+            "versions": versions(),
+            "rows": [rows[each] for each in known if each in rows],
+        }
+        write_json(given.out, content)
 
 
-class ThroughputRow(TypedDict, total=False):
-    """One recipe: figures of the steps that count, and what the training's summary says."""
-
-    name: str
-    tokens_per_second: float
-    step_seconds: float
-    shares: Mapping[str, float]
-    loader_wait_seconds: float
-    mfu: float
-    kind: str
-    peak: Peak
-    peak_memory_bytes: int
-    padding: float
-    device: Mapping[str, object]
-    engine: str
-
-
-def report(given: argparse.Namespace, rows: Sequence[ThroughputRow]) -> dict[str, object]:
-    """The report's content."""
-    git = git_state()
-    steps = {"steps": given.steps, "warm_up": WARM_UP}
-    return {
-        "format": 1,
-        "command": f"python -m {MODULE} --answers outputs/families/generate",
-        "settings": {**steps, "threads": given.threads, "rows": given.rows},
-        "git": {"revision": git["revision"], "changed": bool(git["diff"])} if git else {},
-        "versions": versions(),
-        "rows": list(rows),
-    }
-
-
-def train_briefly(overrides: Sequence[str], given: argparse.Namespace) -> ThroughputRow:
-    """Train a recipe for a few steps, in this process; returns the figures of those that count."""
-    torch.set_num_threads(given.threads)
-    with tempfile.TemporaryDirectory(prefix="headstart-throughput-") as folder:
+def train_briefly(name: str, overrides: Sequence[str], given: argparse.Namespace) -> Facts:
+    """Train a recipe for a few steps; returns the figures of those that count."""
+    with TemporaryDirectory(prefix="headstart-throughput-") as folder:
         sizes = [f"train.max_steps={WARM_UP + given.steps}", "train.eval_every=0"]
         sizes += [f"train.global_batch={given.rows}", f"train.micro_batch={given.rows}"]
         sizes += ["train.save_every=0", "train.parity=false"]
         place = [f"run.root={folder}", "run.name=run", "run.drafter=drafter"]
-        place += [f"run.answers={given.answers}", f"run.threads={given.threads}"]
-        run_stage("train", EXPERIMENT, *overrides, *sizes, *place)
+        place += [f"run.answers={given.answers.resolve()}", f"run.threads={given.threads}"]
+        command = [sys.executable, "-W", "ignore", "-m", "scripts.cli", "train", EXPERIMENT]
+        done = subprocess.run(
+            [*command, *overrides, *sizes, *place],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": str(given.threads)},
+            check=False,
+        )
+        if done.returncode:
+            raise UserError(f"{name} failed:\n{done.stderr[-2000:]}")
         out = Path(folder) / "run" / "train" / "drafter"
         lines = [line for line in read_log(out / LOG_FILE) if "loss" in line]
         return steady(lines, read_json(out / "summary.json"))
 
 
-def steady(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> ThroughputRow:
-    """Figures of the steps after the warm-up: ratios of sums."""
+def steady(lines: Sequence[Mapping[str, Any]], summary: Facts) -> Facts:
+    """Figures of the steps after the warm-up (ratios of sums), and of the training's summary."""
     timed = lines[WARM_UP:]
     tokens = timed[-1]["tokens"] - lines[WARM_UP - 1]["tokens"]
     parts = {name: sum(line["cost"][name] for line in timed) for name in PARTS}
     whole = sum(parts.values())
     used = sum(line["cost"]["mfu"] * sum(line["cost"][name] for name in PARTS) for line in timed)
     seconds = sum(line["seconds"] for line in timed)
-    found: ThroughputRow = {
+    return {
         "tokens_per_second": divide(tokens, seconds),
         "step_seconds": divide(seconds, len(timed)),
         "shares": {name: divide(part, whole) for name, part in parts.items()},
         "loader_wait_seconds": parts["data"],
         "mfu": divide(used, whole),
+        **{name: summary[name] for name in KEPT},
     }
-    return cast(ThroughputRow, {**found, **{name: summary[name] for name in KEPT}})
 
+
+main = command(
+    measure,
+    answers={"type": Path, "required": True, "help": "folder of `headstart generate`"},
+    steps=(6, f"timed steps, after {WARM_UP} that warm up"),
+    threads=2,
+    rows=(8, "rows per step"),
+    only={"nargs": "*", "default": [], "help": "recipes; none named: all"},
+    out=REPORTS / "throughput.json",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

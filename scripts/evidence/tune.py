@@ -1,8 +1,8 @@
 """The tuner against an exhaustive search, and the traffic simulator against the real decoder.
 
-    python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER --surveys outputs/tune_report
-    --survey-only python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER --surveys
-    outputs/tune_report python -m scripts.evidence.tune --page
+    python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER --survey-only
+    python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER
+    python -m scripts.evidence.tune --page
 
 For every drafter and batch size the tuner chooses on validation prompts; then every draft of the
 grid is decoded on other prompts, all taking turns with plain decoding. Reported in
@@ -47,10 +47,9 @@ from inference.traffic.simulate import simulate
 from inference.tune.config import TuneConfig
 from inference.tune.survey import Survey, Task
 from inference.tune.tuner import Tuner, sum_turns
-from scripts.evidence.common import DOCS, REPORTS, cell, read_json
+from scripts.evidence.common import DOCS, Facts, cell, read_json
 from scripts.run import drafters
-from scripts.tools.common import Section, add_options, make_parser, run
-from scripts.tools.recording import cpu_target
+from scripts.tools.common import REPORTS, Section, command, cpu_target
 
 PAGE = DOCS / "tuning.md"
 SECTION = Section("tune", "scripts/evidence/tune.py")
@@ -68,20 +67,6 @@ HELD_OUT = {1: 48, 4: 96, 16: 192}
 """Batch size -> prompts that every draft answers once, those close to the fastest three times."""
 ROWS, REQUESTS, LOAD = 4, 48, 0.7
 """The traffic: rows, requests, and the share of plain decoding's capacity that it asks for."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write; returns the exit status."""
-    parser = make_parser("scripts.evidence.tune", __doc__)
-    parser.add_argument("drafters", nargs="*", metavar="NAME=FOLDER")
-    add_options(parser, target="assets/tiny-target", held_out=Path("assets/prompts"))
-    surveys = "folder of what needs no quiet machine"
-    parser.add_argument("--surveys", type=Path, default=Path("outputs/tune_report"), help=surveys)
-    parser.add_argument("--page", action="store_true", help="only write the page's tables")
-    parser.add_argument("--survey-only", action="store_true")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=REPORTS / "tune.json")
-    return run(parser, report, arguments)
 
 
 def report(given: argparse.Namespace) -> None:
@@ -111,10 +96,9 @@ def report(given: argparse.Namespace) -> None:
             "command": given.command,
         }
         content["drafters"][name] = {"command": given.command, **found}
-        content["summary"] = summary(content["drafters"])
         write_json(given.out, content)
         SECTION.write(PAGE, tables(content))
-        print(json.dumps(content["summary"][name], indent=1), flush=True)
+        print(tables(content), flush=True)
 
 
 def survey(target: TargetModel, folder: Path, kept: Path) -> Tuner:
@@ -138,7 +122,7 @@ def survey(target: TargetModel, folder: Path, kept: Path) -> Tuner:
 # The tuner
 
 
-def compare(tuner: Tuner, held_out: Path) -> dict[str, Any]:
+def compare(tuner: Tuner, held_out: Path) -> Facts:
     """Tune, then decode every draft of the grid on other prompts, at every batch size."""
     rows = []
     for row in tuner.tune():
@@ -149,7 +133,7 @@ def compare(tuner: Tuner, held_out: Path) -> dict[str, Any]:
     return {"rows": rows, **{key: value for key, value in tuner.facts().items() if key != "config"}}
 
 
-def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[dict[str, Any]]:
+def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[Facts]:
     """Every draft of the grid on prompts that are new to the tuner, the fastest first.
 
     Each has its speed relative to the fastest, with an interval over blocks. Those close to the
@@ -163,7 +147,7 @@ def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[dict[s
     found = other.speeds(turns)
     longest = max(row.turns for row in found)
     best = next(row.draft for row in found if row.turns == longest)
-    compared: list[dict[str, Any]] = []
+    compared: list[Facts] = []
     for row in found:
         taken = turns[row.draft]
         own, fastest = sum_turns(row.draft, taken), sum_turns(best, turns[best][: len(taken)])
@@ -172,7 +156,7 @@ def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[dict[s
     return sorted(compared, key=lambda row: -float(row["of_best"]))
 
 
-def judge(row: Mapping[str, Any], everything: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def judge(row: Mapping[str, Any], everything: Sequence[Facts]) -> Facts:
     """The loss of the choice against the grid's best, and the error of the prediction."""
     here = next(item for item in everything if item["draft"] == row["label"])
     predicted, measured = row["predicted_tokens_per_second"], row["tokens_per_second"]
@@ -192,102 +176,67 @@ def judge(row: Mapping[str, Any], everything: Sequence[Mapping[str, Any]]) -> di
 
 
 def error(predicted: float, measured: float) -> float:
-    """The relative error of a prediction."""
     return divide(predicted, measured) - 1.0
-
-
-def summary(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Per drafter what `judge` found, the chosen drafts' speedups, and the simulator's errors.
-
-    The speedup over plain decoding does not change with the machine's pace.
-    """
-    kept: dict[str, Any] = {}
-    for name, item in found.items():
-        rows = []
-        for row in item["rows"]:
-            tuned = row["tuned"]
-            short = {key: value for key, value in row.items() if key not in ("tuned", "exhaustive")}
-            labels = {one["label"]: one["speedup"] for one in tuned["predictions"]}
-            short["predicted_speedup"] = labels[tuned["label"]]
-            short["measured_speedup"] = tuned["speedup"]
-            short["speedup_error"] = error(short["predicted_speedup"], tuned["speedup"])
-            rows.append(short)
-        kept[name] = {"rows": rows}
-        if "traffic" in item:
-            errors = {way["draft"]: way["error"] for way in item["traffic"]["ways"]}
-            kept[name]["traffic_errors"] = errors
-    return kept
 
 
 # The page
 
-HEADER = ["drafter", "batch size", "chosen", "best of the grid", "loss", "predicted tokens/s"]
-HEADER += ["measured", "error", "on other prompts", "predicted speedup", "measured", "error"]
+COLUMNS = (
+    ("batch size", "batch_size", "d"),
+    ("chosen", "chosen", "s"),
+    ("best of the grid", "best", "s"),
+    ("loss", "loss", ""),
+    ("predicted tokens/s", "predicted_tokens_per_second", ".0f"),
+    ("measured", "measured_tokens_per_second", ".0f"),
+    ("error", "prediction_error", "+.1%"),
+    ("on other prompts", "prediction_error_on_other_prompts", "+.1%"),
+    ("predicted speedup", "predicted_speedup", ".2f"),
+    ("measured", "measured_speedup", ".2f"),
+    ("error", "speedup_error", "+.1%"),
+)
+"""Title, key and format of the table's columns."""
 SIMULATED = ("tokens_per_second", "latency_p50", "latency_p95")
 
 
 def tables(content: Mapping[str, Any]) -> str:
-    """The report as markdown."""
-    rows, simulated = [], []
-    for name, item in content["summary"].items():
+    rows, simulated, errors = [], [], []
+    for name, item in content["drafters"].items():
         for row in item["rows"]:
-            rows.append(
-                [
-                    name,
-                    str(row["batch_size"]),
-                    row["chosen"],
-                    row["best"],
-                    cell(row["loss"], row["loss_ci95"], ".1%"),
-                    f"{row['predicted_tokens_per_second']:.0f}",
-                    f"{row['measured_tokens_per_second']:.0f}",
-                    f"{row['prediction_error']:+.1%}",
-                    f"{row['prediction_error_on_other_prompts']:+.1%}",
-                    f"{row['predicted_speedup']:.2f}",
-                    f"{row['measured_speedup']:.2f}",
-                    f"{row['speedup_error']:+.1%}",
-                ]
-            )
-        for draft, errors in item.get("traffic_errors", {}).items():
-            simulated.append([name, draft, *(f"{errors[key]:+.1%}" for key in SIMULATED)])
-    errors = finalist_errors(content)
+            tuned = row["tuned"]
+            predicted = {one["label"]: one["speedup"] for one in tuned["predictions"]}
+            expected, measured = predicted[tuned["label"]], tuned["speedup"]
+            shown = {**row, "loss": cell(row["loss"], row["loss_ci95"], ".1%")}
+            shown |= {"predicted_speedup": expected, "measured_speedup": measured}
+            shown["speedup_error"] = error(expected, measured)
+            rows.append([name, *(f"{shown[key]:{form}}" for _, key, form in COLUMNS)])
+            ran = [one for one in tuned["measured"] if one["draft"] != NONE.label]
+            errors += [error(predicted[one["draft"]], one["speedup"]) for one in ran]
+        for way in item.get("traffic", {}).get("ways", []):
+            shares = [f"{way['error'][key]:+.1%}" for key in SIMULATED]
+            simulated.append([name, way["draft"], *shares])
     spread = float(np.std(np.log1p(errors)))
-    device, command = content["device"], content["command"]
-    return "\n".join(
-        [
-            "",
-            *markdown_table(HEADER, rows),
-            "",
-            f"Of all {len(errors)} drafts that were checked the speedup was predicted within "
-            f"{min(errors):+.1%} to {max(errors):+.1%}, with a standard deviation of {spread:.1%}.",
-            "",
-            "The simulator against the real decoder, relative error:",
-            "",
-            *markdown_table(
-                ["drafter", "draft", "tokens/s", "latency p50", "latency p95"], simulated
-            ),
-            "",
-            f"On {device['name']}, {device['threads']} thread(s): [tune.json](reports/tune.json), "
-            f"by `{command}`.",
-            "",
-        ]
-    )
-
-
-def finalist_errors(content: Mapping[str, Any]) -> list[float]:
-    """Relative errors of the predicted speedups of all drafts that the tuner ran."""
-    found = []
-    for item in content["drafters"].values():
-        for row in item["rows"]:
-            expected = {one["label"]: one["speedup"] for one in row["tuned"]["predictions"]}
-            ran = [one for one in row["tuned"]["measured"] if one["draft"] != NONE.label]
-            found += [error(expected[one["draft"]], one["speedup"]) for one in ran]
-    return found
+    device = content["device"]
+    header = ["drafter", "draft", "tokens/s", "latency p50", "latency p95"]
+    lines = [
+        *markdown_table(["drafter", *(title for title, _, _ in COLUMNS)], rows),
+        "",
+        f"Of all {len(errors)} drafts that were checked the speedup was predicted within "
+        f"{min(errors):+.1%} to {max(errors):+.1%}, with a standard deviation of {spread:.1%}.",
+        "",
+        "The simulator against the real decoder, relative error:",
+        "",
+        *markdown_table(header, simulated),
+        "",
+        f"On {device['name']}, {device['threads']} thread(s): [tune.json](reports/tune.json), "
+        f"by `{content['command']}`.",
+    ]
+    return "\n".join(["", *lines, ""])
 
 
 # The simulator
 
 
-def traffic(tuner: Tuner, held_out: Path) -> dict[str, Any]:
+def traffic(tuner: Tuner, held_out: Path) -> Facts:
     """The same arrivals through the real decoder and through the simulator.
 
     Once without a drafter and once with a short chain.
@@ -297,8 +246,8 @@ def traffic(tuner: Tuner, held_out: Path) -> dict[str, Any]:
     task = Task.of(config, tuner.target, load_prompts(held_out), tuner.decode)
     requests = task.block_requests([list(range(min(REQUESTS, len(task.requests))))])[0]
     lengths = (tuner.task.mean_prompt, tuner.task.longest)
-    rng, found, times = np.random.default_rng(0), [], list[float]()
-    arrivals = None
+    gaps = np.random.default_rng(0).exponential(1.0, len(requests))
+    found, arrivals, times = [], None, list[float]()
     for draft in (NONE, Draft("chain", 2)):
         drafter = None if draft == NONE else tuner.drafter
         prefill = measure_prefill(tuner.target, tuner.drafter, draft, tuner.decode, tuner.task, 5)
@@ -306,27 +255,35 @@ def traffic(tuner: Tuner, held_out: Path) -> dict[str, Any]:
         if not times:
             step = server.step(ROWS, task.longest)
             capacity = divide(ROWS, step * tuner.config.max_new_tokens)
-            gaps = rng.exponential(1.0, len(requests))
-            times = (np.cumsum(gaps) * divide(1.0, LOAD * capacity)).tolist()
-            times = [moment - times[0] for moment in times]
-        decode = draft.on(replace(tuner.decode, batch_size=ROWS))
-        engine = Engine(tuner.target, drafter, decode)
+            moments = np.cumsum(gaps) * divide(1.0, LOAD * capacity)
+            times = (moments - moments[0]).tolist()
+        engine = Engine(tuner.target, drafter, draft.on(replace(tuner.decode, batch_size=ROWS)))
         with packed_linears(tuner.drafter):
             served, arrived = play(engine, requests, times, task.longest)
         arrivals = arrivals or arrived
         kept = kept_tokens(known, draft, tuner.task)
         jobs = Way(draft.label, draft, server, kept, {}).jobs(arrivals, 0)
-        real = seen_by_users(jobs, served)
-        simulated = seen_by_users(jobs, simulate(jobs, server))
-        errors = {
-            "tokens_per_second": error(simulated["tokens_per_second"], real["tokens_per_second"])
-        }
+        real, simulated = seen_by_users(jobs, served), seen_by_users(jobs, simulate(jobs, server))
+        speed = error(simulated["tokens_per_second"], real["tokens_per_second"])
+        errors = {"tokens_per_second": speed}
         for name, latency in real["latency"].items():
             errors[f"latency_{name}"] = error(simulated["latency"][name], latency)
         results = {"real": real, "simulated": simulated, "error": errors}
         found.append({"draft": draft.label, **results})
     return {"rows": ROWS, "requests": len(requests), "load": LOAD, "ways": found}
 
+
+main = command(
+    report,
+    drafters={"positional": True, "nargs": "*", "metavar": "NAME=FOLDER"},
+    target="assets/tiny-target",
+    held_out=Path("assets/prompts"),
+    surveys=(Path("outputs/tune_report"), "folder of what needs no quiet machine"),
+    page=(False, "only write the page's tables"),
+    survey_only=False,
+    threads=1,
+    out=REPORTS / "tune.json",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

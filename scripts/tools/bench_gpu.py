@@ -14,10 +14,10 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -39,9 +39,8 @@ from inference.measure.run import measure
 from inference.report.model import Report
 from inference.target.loading import DTYPES, TargetConfig, describe, pick_device, switch_attention
 from inference.target.model import TargetModel
-from scripts.tools.common import ROOT, add_options, make_parser, run
+from scripts.tools.common import REPORTS, command
 
-REPORTS = ROOT / "docs" / "reports"
 SIZES = "vocab hidden layers heads kv_heads intermediate".split()
 SIZES += "small_layers small_hidden small_heads small_intermediate draft_vocab".split()
 LLAMA = (128_256, 4096, 32, 32, 8, 14_336, 16, 2048, 32, 8192, 32_000)
@@ -67,34 +66,7 @@ class NoTokenizer:
     special_tokens_map: ClassVar[dict[str, str]] = {}
 
     def get_vocab(self) -> dict[str, int]:
-        """No words."""
         return {}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write the report; returns the exit status."""
-    parser = make_parser("scripts.tools.bench_gpu", __doc__)
-    add = parser.add_argument
-    add("--shape", choices=sorted(SHAPES), default="llama31_8b")
-    for name in SIZES:
-        add("--" + name.replace("_", "-"), type=int, default=0, help="instead of the shape's")
-    add("--device", default="auto")
-    add("--dtype", choices=sorted(DTYPES), default="bfloat16")
-    add_options(
-        parser,
-        depth=(0, "draft length; default: the trajectory's deepest"),
-        prompts=8,
-        context=(512, "tokens of a prompt"),
-        tokens=(256, "new tokens of an answer"),
-        repeats=3,
-        trajectories=REPORTS / "trajectories.json",
-    )
-    which = "which one all drafters replay; own: each the one of its name"
-    add("--trajectory", default="distilled", help=which)
-    record = "write --trajectories from finished measurements"
-    add("--record", nargs="*", metavar="ARM=FOLDER", help=record)
-    add("--out", type=Path, default=REPORTS / "gpu_decoder.json")
-    return run(parser, report, arguments)
 
 
 def report(given: argparse.Namespace) -> None:
@@ -191,16 +163,11 @@ def texts(target: TargetModel, requests: Sequence[Request]) -> list[list[int]]:
     them is not what it writes.
     """
     size = target.info.vocab_size
-    made = [
-        [
-            *request.tokens,
-            *(
-                (request.tokens[-1] + STRIDE * i) % size
-                for i in range(1, request.max_new_tokens + 1)
-            ),
-        ]
-        for request in requests
-    ]
+    made = []
+    for request in requests:
+        steps = range(1, request.max_new_tokens + 1)
+        text = ((request.tokens[-1] + STRIDE * step) % size for step in steps)
+        made.append([*request.tokens, *text])
     decode = DecodeConfig(shape="none", max_new_tokens=requests[0].max_new_tokens)
     done = next(iter(Engine(target, None, decode).run(requests[:1])))
     if [*requests[0].tokens, *done.tokens] != made[0]:
@@ -217,17 +184,12 @@ def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, object]
     known = read_trajectories(given.trajectories)
     target = random_target(sizes, device, dtype, given.context + given.tokens + 64)
     generator = torch.Generator().manual_seed(1)
-    prompts = [
-        Prompt(f"random-{n}", "random", tokens=tuple(row))
-        for n, row in enumerate(
-            torch.randint(
-                0, sizes["vocab"], (given.prompts + 1, given.context), generator=generator
-            ).tolist()
-        )
-    ]
+    shape = (given.prompts + 1, given.context)
+    drawn = torch.randint(0, sizes["vocab"], shape, generator=generator).tolist()
+    prompts = [Prompt(f"random-{n}", "random", tokens=tuple(row)) for n, row in enumerate(drawn)]
     decode = DecodeConfig(max_new_tokens=given.tokens)
     requests = to_requests(prompts, target.tokenizer, decode)
-    written, arms = texts(target, requests), []
+    written, lengths, arms = texts(target, requests), [given.context] * len(requests), []
     for name, inner in drafters(sizes, target).items():
         recorded = name if given.trajectory == "own" else given.trajectory
         if recorded not in known:
@@ -237,7 +199,6 @@ def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, object]
             )
         trajectory = known[recorded]
         depth = given.depth or max(trajectory.accepted)
-        lengths = [len(request.tokens) for request in requests]
         replay = ReplayDrafter(inner, written, lengths, trajectory, target.info.vocab_size)
         arms.append(Arm(name, replay, DecodeConfig(depth=depth, max_new_tokens=given.tokens)))
     config = BenchConfig(
@@ -263,34 +224,11 @@ def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, object]
     }
 
 
-class JudgedArm(TypedDict):
-    """The numbers of one drafter that a run is judged by."""
-
-    tau: float
-    speedup: float
-    speedup_ci95: Sequence[float]
-    efficiency: float
-    share: float
-    split: Mapping[str, float]
-    trajectory_followed: bool
-    synchronisations_per_step: float | None
-
-
-class Judged(TypedDict):
-    """The numbers that a run is judged by."""
-
-    plain_share: float
-    plain_tokens_per_second: float
-    bandwidth: float
-    plain_synchronisations_per_step: float | None
-    arms: dict[str, JudgedArm]
-
-
 def judged(
     target: TargetModel, arms: Sequence[Arm], requests: Sequence[Request], report: Report
-) -> Judged:
+) -> dict[str, object]:
     """The numbers that a run is judged by. Gap and synchronisations only where there is CUDA."""
-    roofline, found = report.roofline, dict[str, JudgedArm]()
+    roofline, found = report.roofline, {}
     assert roofline is not None, "the measurement asks for it"
     for arm in arms:
         done = list(Engine(target, arm.drafter, arm.decode).run(requests))
@@ -325,9 +263,8 @@ def synchronisations(
     """
     if target.device.type != "cuda":
         return None
-    engine = Engine(
-        target, drafter, decode, capacity=len(request.tokens) + request.max_new_tokens + 64
-    )
+    room = len(request.tokens) + request.max_new_tokens + 64
+    engine = Engine(target, drafter, decode, capacity=room)
     counts, steps = [], []
     for share in (1, 2, 1):  # the first one captures
         asked = Request(0, request.tokens, 0, max(2, request.max_new_tokens * share // 2))
@@ -342,6 +279,27 @@ def synchronisations(
         steps.append(len(done.passes))
     return (counts[1] - counts[2]) / max(1, steps[1] - steps[2])
 
+
+main = command(
+    report,
+    shape={"choices": sorted(SHAPES), "default": "llama31_8b"},
+    **dict.fromkeys(SIZES, (0, "instead of the shape's")),
+    device="auto",
+    dtype={"choices": sorted(DTYPES), "default": "bfloat16"},
+    depth=(0, "draft length; default: the trajectory's deepest"),
+    prompts=8,
+    context=(512, "tokens of a prompt"),
+    tokens=(256, "new tokens of an answer"),
+    repeats=3,
+    trajectories=REPORTS / "trajectories.json",
+    trajectory=("distilled", "which one all drafters replay; own: each the one of its name"),
+    record={
+        "nargs": "*",
+        "metavar": "ARM=FOLDER",
+        "help": "write --trajectories from finished measurements",
+    },
+    out=REPORTS / "gpu_decoder.json",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

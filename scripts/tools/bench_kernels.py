@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,16 @@ from inference.kernels.reference.noise import NOISE_PICK
 from inference.manifest import write_json
 from inference.measure.config import process_facts
 from inference.target.hardware import device_facts
-from scripts.tools.common import make_parser, run
+from scripts.tools.common import command
 
 Call = Callable[[], Any]
 Timer = Callable[[Call], Sequence[float]]
 """Milliseconds of a call: the median, and the ends of the middle 95%."""
 KERNEL, COPY = "kernel", "copy"
 BF16 = torch.bfloat16
+
+
+CONTEXTS = ((1, 1024), (1, 8192), (1, 32768), (16, 1024), (16, 8192))
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,7 @@ class Sizes:
     """Layers whose cache is compacted."""
     hidden: int = 4096
     vocab: int = 128256
-    contexts: tuple[tuple[int, int], ...] = (
-        (1, 1024),
-        (1, 8192),
-        (1, 32768),
-        (16, 1024),
-        (16, 8192),
-    )
+    contexts: tuple[tuple[int, int], ...] = CONTEXTS
     """Pairs of rows and committed tokens per row."""
     nodes: tuple[int, ...] = (1, 8, 64)
     splits: tuple[int, ...] = (128, 256, 512, 1024)
@@ -83,17 +81,7 @@ class Contest:
     """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write the report; returns the exit status."""
-    parser = make_parser("scripts.tools.bench_kernels", __doc__)
-    known = f"of {', '.join(BENCHES)}; none: all"
-    parser.add_argument("benches", nargs="*", metavar="BENCH", help=known)
-    parser.add_argument("--out", type=Path, required=True, help="where the JSON report is written")
-    return run(parser, report, arguments)
-
-
 def report(given: argparse.Namespace) -> None:
-    """Measure and write."""
     for name in given.benches:
         if name not in BENCHES:
             raise UserError(f"there is no bench '{name}'.{suggest(name, BENCHES)}")
@@ -105,10 +93,7 @@ def report(given: argparse.Namespace) -> None:
         )
     from triton.testing import do_bench
 
-    def timer(call: Call) -> Sequence[float]:
-        times: Sequence[float] = do_bench(call, quantiles=(0.5, 0.025, 0.975))
-        return times
-
+    timer = partial(do_bench, quantiles=(0.5, 0.025, 0.975))
     device = torch.device("cuda")
     content = measure(given.benches or list(BENCHES), device, Sizes(), timer)
     write_json(given.out, {"command": given.command, **content})
@@ -174,17 +159,11 @@ def tree_attention(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
     repeated keys`: keys and values copied for each query head, as transformers does with a mask.
     """
     groups, scaling = sizes.heads // sizes.key_heads, sizes.head_dim**-0.5
-    for (rows, context), nodes in (
-        (pair, nodes) for pair in sizes.contexts for nodes in sizes.nodes
-    ):
+    for (rows, context), nodes in product(sizes.contexts, sizes.nodes):
         end, tree = context + nodes, wide_tree(nodes, device)
         lengths, words = torch.full((rows,), context, device=device), tree.words()
-        buffer = (
-            rows,
-            sizes.key_heads,
-            2 * context + nodes,
-            sizes.head_dim,
-        )  # as planned memory is
+        # as planned memory is
+        buffer = (rows, sizes.key_heads, 2 * context + nodes, sizes.head_dim)
         asked = (rows, sizes.heads, nodes, sizes.head_dim)
         query, keys, values = (
             torch.randn(shape, device=device, dtype=BF16) for shape in (asked, buffer, buffer)
@@ -231,9 +210,7 @@ def attend_repeated(
 
 def walk_commit(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
     """The walk and the compaction of all layers together, against the same in torch operations."""
-    for (rows, context), nodes in (
-        (pair, nodes) for pair in sizes.contexts for nodes in sizes.nodes
-    ):
+    for (rows, context), nodes in product(sizes.contexts, sizes.nodes):
         if nodes == 1 or context * rows > 8192:  # what lies before the tree is not touched
             continue
         tree = wide_tree(nodes, device)
@@ -243,23 +220,20 @@ def walk_commit(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
         keys, values = (torch.randn(shape, device=device, dtype=BF16) for _ in range(2))
         cache = (keys, values, torch.full((rows,), context, device=device))
 
-        def commit(
-            walk: Any,
-            compact: Any,
-            cache: tuple[Any, ...] = cache,
-            walked: tuple[Any, ...] = walked,
-        ) -> Call:
-            return lambda: compact(*cache, walk(*walked).path)
-
         path = ACCEPT_WALK.triton()(*walked).path
-        calls = {
-            KERNEL: commit(ACCEPT_WALK.triton(), COMPACT.triton()),
-            "reference": commit(ACCEPT_WALK.reference, COMPACT.reference),
+        kernels = (ACCEPT_WALK.triton(), COMPACT.triton())
+        calls: dict[str, Call] = {
+            KERNEL: partial(commit, *kernels, walked, cache),
+            "reference": partial(commit, ACCEPT_WALK.reference, COMPACT.reference, walked, cache),
         }
         entries = 2 * sizes.layers * rows * sizes.key_heads * path.shape[1] * sizes.head_dim * 2
         difference = furthest(path, ACCEPT_WALK.reference(*walked).path)
         what = {"rows": rows, "context": context, "nodes": nodes}
         yield Contest(what, calls, 2 * entries, difference)
+
+
+def commit(walk: Any, compact: Any, walked: tuple[Any, ...], cache: tuple[Any, ...]) -> None:
+    compact(*cache, walk(*walked).path)
 
 
 def noise_pick(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
@@ -292,18 +266,25 @@ def residual_blocks(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
 
 def both(op: Any, operands: tuple[Any, ...]) -> dict[str, Call]:
     """The kernel of an operation and its reference, as calls."""
-    kernel = op.triton()
-    return {KERNEL: lambda: kernel(*operands), "reference": lambda: op.reference(*operands)}
+    return {KERNEL: partial(op.triton(), *operands), "reference": partial(op.reference, *operands)}
 
 
 BENCHES: dict[str, Callable[[torch.device, Sizes], Iterator[Contest]]] = {
-    "tree_attention": tree_attention,
-    "walk_commit": walk_commit,
-    "noise_pick": noise_pick,
-    "residual_blocks": residual_blocks,
+    bench.__name__: bench for bench in (tree_attention, walk_commit, noise_pick, residual_blocks)
 }
 """What can be measured, by name; a new kernel adds its own."""
 
+
+main = command(
+    report,
+    benches={
+        "positional": True,
+        "nargs": "*",
+        "metavar": "BENCH",
+        "help": f"of {', '.join(BENCHES)}; none: all",
+    },
+    out={"type": Path, "required": True, "help": "where the JSON report is written"},
+)
 
 if __name__ == "__main__":
     sys.exit(main())

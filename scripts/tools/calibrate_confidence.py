@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.api.checkpoint import save_drafter
+from heads.api.checkpoint import load_drafter, save_drafter
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.nn.block.confidence import calibration_errors
@@ -31,21 +31,15 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.target.model import TargetModel
-from scripts.tools.common import run
-from scripts.tools.recording import load, recording_parser, split_requests
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Record, fit, write; returns the exit status."""
-    depths = "drafted tokens; 0: as deep as the drafter goes"
-    parser = recording_parser("scripts.tools.calibrate_confidence", __doc__, 0, depths)
-    return run(parser, calibrate, arguments)
+from scripts.tools.common import command, cpu_target
+from scripts.tools.recording import RECORDING, split_requests
 
 
 def calibrate(given: argparse.Namespace) -> None:
     """Fit on four fifths of the prompts, write the checkpoint, and say how good the confidence is
     on the rest."""
-    target, drafter = load(given)
+    target = cpu_target(given.target)
+    drafter: Any = load_drafter(given.drafter, target.info, target.weights)
     head = getattr(drafter, "confidence_head", None)
     if head is None:
         raise UserError(
@@ -64,20 +58,17 @@ def calibrate(given: argparse.Namespace) -> None:
     drafter.calibrate(*recorded(target, drafter, decode, fitted_on))
     fitted = head.temperatures[: decode.depth].cpu()
     save_drafter(drafter, given.out, target.info)
+    errors = {
+        name: [round(error, 4) for error in calibration_errors(odds, accepted, temperatures)]
+        for name, temperatures in (("before", torch.ones(decode.depth)), ("after", fitted))
+    }
     report = {
         "checkpoint": str(given.out),
         "temperatures": [round(value, 3) for value in fitted.tolist()],
         "held_out": {"prompts": len(held_out), "chains": len(accepted)},
-        "calibration_error_before": rounded(
-            calibration_errors(odds, accepted, torch.ones(decode.depth))
-        ),
-        "calibration_error_after": rounded(calibration_errors(odds, accepted, fitted)),
+        **{f"calibration_error_{name}": values for name, values in errors.items()},
     }
     print(json.dumps(report, indent=2))
-
-
-def rounded(values: list[float]) -> list[float]:
-    return [round(value, 4) for value in values]
 
 
 def recorded(
@@ -89,18 +80,17 @@ def recorded(
     An answer's last pass is left out: it may have been cut by the answer's end and not by a
     refusal.
     """
-    said: list[Tensor] = []
-    kept: list[Tensor] = []
+    kept: list[tuple[Tensor, Tensor]] = []
     for request in requests:
         with watched(drafter) as passes:
             list(Engine(target, drafter, decode).run([request]))
-        said += [confidence for confidence, _ in passes[:-1]]
-        kept += [accepted for _, accepted in passes[:-1]]
-    if not said:
+        kept += passes[:-1]
+    if not kept:
         raise UserError(
             "no draft was verified. Give prompts whose answers are longer, or raise --tokens."
         )
-    return torch.logit(torch.cat(said).double(), eps=1e-7), torch.cat(kept)
+    confidences, accepted = map(torch.cat, zip(*kept, strict=True))
+    return torch.logit(confidences.double(), eps=1e-7), accepted
 
 
 @contextmanager
@@ -127,6 +117,8 @@ def watched(drafter: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
     finally:
         del drafter.propose, drafter.commit
 
+
+main = command(calibrate, **RECORDING, depth=(0, "drafted tokens; 0: as deep as the drafter goes"))
 
 if __name__ == "__main__":
     sys.exit(main())

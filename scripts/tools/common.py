@@ -1,5 +1,5 @@
-"""What scripts with a command line of their own share: options, errors, and sections of pages that
-they write."""
+"""Shared code of scripts with a command line of their own: options, errors, targets, and sections
+of pages that they write."""
 
 from __future__ import annotations
 
@@ -13,46 +13,57 @@ from typing import Any
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "assets" / "tiny-target"
 PROMPTS = ROOT / "assets" / "prompts"
 VALIDATION = PROMPTS / "training" / "validation.jsonl"
+REPORTS = ROOT / "docs" / "reports"
 
 
-def make_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
-    """The parser of `python -m <module>`, described by the first line of the module's docstring."""
-    about = (doc or "").split("\n")[0]
-    return argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+def command(
+    work: Callable[[argparse.Namespace], int | None], /, **options: Any
+) -> Callable[..., int]:
+    """The `main` of the module that defines `work`, which the module's docstring describes.
 
-
-def add_options(parser: argparse.ArgumentParser, **options: Any) -> None:
-    """Add `--name` for every name, with its default's type; a pair is (default, help)."""
-    for name, given in options.items():
-        default, about = given if isinstance(given, tuple) else (given, None)
-        kind = Path if isinstance(default, Path) else type(default)
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=kind, default=default, help=about)
-
-
-def run(
-    parser: argparse.ArgumentParser,
-    work: Callable[[argparse.Namespace], int | None],
-    arguments: Sequence[str] | None = None,
-) -> int:
-    """Parse the arguments and call `work`; returns its exit status, or 2 with a `UserError`'s
-    message.
-
-    The namespace has the whole command line as `command`, for the report.
+    options: name -> default (of the option's type; False makes a flag), a pair (default, help), or
+    a dict of `add_argument`'s own arguments, with "positional" where it is no option. The namespace
+    has the whole command line as `command`, for reports. `main(arguments)` returns the status of
+    `work`, or 2 with a `UserError`'s message.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    given = parser.parse_args(words)
-    given.command = " ".join([parser.prog, shlex.join(words)]).strip()
-    try:
-        return work(given) or 0
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        module = sys.modules[work.__module__]
+        assert module.__spec__ is not None, "a module of its own, run by python -m"
+        about = (module.__doc__ or "").split("\n")[0]
+        parser = argparse.ArgumentParser(f"python -m {module.__spec__.name}", description=about)
+        for name, given in options.items():
+            if isinstance(given, dict):
+                own = dict(given)
+            else:
+                default, text = given if isinstance(given, tuple) else (given, None)
+                kind = Path if isinstance(default, Path) else type(default)
+                flag = default is False
+                own = {"action": "store_true"} if flag else {"type": kind, "default": default}
+                own["help"] = text
+            place = name if own.pop("positional", False) else f"--{name.replace('_', '-')}"
+            parser.add_argument(place, **own)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        space = parser.parse_args(words)
+        space.command = " ".join([parser.prog, shlex.join(words)]).strip()
+        try:
+            return work(space) or 0
+        except UserError as error:
+            print(error, file=sys.stderr)
+            return 2
+
+    return main
+
+
+def cpu_target(path: Path | str = TARGET, dtype: str = "float32") -> TargetModel:
+    return TargetModel.load(TargetConfig(path=str(path), dtype=dtype, device="cpu"))
 
 
 @dataclass(frozen=True)
@@ -64,12 +75,10 @@ class Section:
 
     @property
     def begin(self) -> str:
-        """The line before the section."""
         return f"<!-- {self.name}: written by {self.script} -->"
 
     @property
     def end(self) -> str:
-        """The line after the section."""
         return f"<!-- end of {self.name} -->"
 
     def put(self, text: str, content: str) -> str:

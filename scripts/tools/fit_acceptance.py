@@ -19,27 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heads.api.checkpoint import load_drafter
 from inference.decoding.adaptive.head import Recorded, fit
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.target.model import TargetModel
-from scripts.tools.common import run
-from scripts.tools.recording import load, recording_parser, split_requests
+from scripts.tools.common import command, cpu_target
+from scripts.tools.recording import RECORDING, split_requests
 
 BINS = 10
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Record, fit, write; returns the exit status."""
-    parser = recording_parser("scripts.tools.fit_acceptance", __doc__, depth=8)
-    parser.add_argument("--refusal-weight", type=float, default=1.0)
-    return run(parser, fit_head, arguments)
-
-
 def fit_head(given: argparse.Namespace) -> None:
     """Fit on four fifths of the prompts, write the head, print its quality on the rest."""
-    target, drafter = load(given)
+    target = cpu_target(given.target)
+    drafter = load_drafter(given.drafter, target.info, target.weights)
     decode = DecodeConfig(
         temperature=given.temperature,
         depth=given.depth,
@@ -52,18 +47,13 @@ def fit_head(given: argparse.Namespace) -> None:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     head.save(given.out)
     rest = recorded(target, drafter, decode, held_out)
-    features, accepted = (
-        torch.cat([r.features for r in rest]),
-        torch.cat([r.accepted for r in rest]),
-    )
+    features = torch.cat([part.features for part in rest])
+    accepted = torch.cat([part.accepted for part in rest])
     estimates = {"head": head.chance(features), "largest probability": features[:, 0].exp()}
+    share = round(float(accepted.double().mean()), 4)
     report = {
         "file": str(given.out),
-        "held_out": {
-            "prompts": len(held_out),
-            "drafts": len(accepted),
-            "accepted": round(float(accepted.double().mean()), 4),
-        },
+        "held_out": {"prompts": len(held_out), "drafts": len(accepted), "accepted": share},
         **{name: quality(chance, accepted) for name, chance in estimates.items()},
     }
     print(json.dumps(report, indent=2))
@@ -96,6 +86,8 @@ def quality(chance: Tensor, accepted: Tensor) -> dict[str, float]:
     area = (float(ranks[accepted].sum()) - kept * (kept + 1) / 2) / pairs if pairs else 0.5
     return {"calibration_error": round(sum(gaps) / len(chance), 4), "auc": round(area, 4)}
 
+
+main = command(fit_head, **RECORDING, depth=(8, "drafted tokens"), refusal_weight=1.0)
 
 if __name__ == "__main__":
     sys.exit(main())

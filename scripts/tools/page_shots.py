@@ -18,9 +18,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal
 
 from heads.api.errors import UserError
+from scripts.tools.common import command
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 VARIABLE = "HEADSTART_CHROMIUM"
@@ -48,32 +49,8 @@ FOCUSED = """() => {
 }"""
 
 
-class Focused(TypedDict):
-    """What `FOCUSED` returns about the focused element."""
-
-    what: str
-    token: bool
-    visible: bool
-    named: bool
-    place: int
-    panel: str
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Check and photograph a page; the exit status is 1 when something was found."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.tools.page_shots", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("page", type=Path)
-    parser.add_argument("--out", type=Path, help="folder for screenshots; default: none")
-    parser.add_argument("--chromium")
-    parser.add_argument("--sections", nargs="*", default=[], help="ids of elements for close-ups")
-    given = parser.parse_args(arguments)
-    try:
-        found = check(given.page, given.out, given.chromium, given.sections)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+def report(given: argparse.Namespace) -> int:
+    found = check(given.page, given.out, given.chromium, given.sections)
     print("\n".join(found) or "nothing found")
     return int(bool(found))
 
@@ -158,9 +135,9 @@ def open_page(
 def walk(tab: Any) -> list[str]:
     """Walk through a page by Tab and through an answer by arrows; what went wrong on the way."""
 
-    def press(key: str) -> Focused | None:
+    def press(key: str) -> Any:
         tab.keyboard.press(key)
-        return cast("Focused | None", tab.evaluate(FOCUSED))
+        return tab.evaluate(FOCUSED)
 
     found, stops, tokens = [], 0, False
     while stops < MOST_STOPS and (here := press("Tab")):
@@ -184,6 +161,14 @@ def walk(tab: Any) -> list[str]:
         found.append("the Tab key never came to an answer's tokens")
     return found
 
+
+main = command(
+    report,
+    page={"positional": True, "type": Path},
+    out={"type": Path, "help": "folder for screenshots; default: none"},
+    chromium={},
+    sections={"nargs": "*", "default": [], "help": "ids of elements for close-ups"},
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,27 +9,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from inference.report.markdown import facts, main_table
 from inference.report.model import read_report
-from scripts.tools.common import ROOT, Section, make_parser, run
+from scripts.tools.common import REPORTS, ROOT, Section, command
 
 README = ROOT / "README.md"
-REPORT = ROOT / "docs" / "reports" / "demo.json"
+REPORT = REPORTS / "demo.json"
 RESULTS = Section("results", "scripts/tools/readme_table.py")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the table, or with --check return 1 when the README's differs."""
-    parser = make_parser("scripts.tools.readme_table", __doc__)
-    parser.add_argument("--check", action="store_true", help="compare only")
-    return run(parser, write, arguments)
-
-
 def write(given: argparse.Namespace) -> int:
-    """Write or compare; returns the exit status."""
+    """Write the table, or with --check return 1 when the README's differs."""
     return RESULTS.write(README, table(REPORT), given.check)
 
 
@@ -44,6 +36,8 @@ def table(report_file: Path) -> str:
     report = read_report(report_file)
     return "\n".join([*main_table(report), "", *facts(report)])
 
+
+main = command(write, check=(False, "compare only"))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,4 @@
-"""What tools share that decode prompts with a finished drafter to fit something on what was
-accepted.
-
-Every fifth prompt is held out, so that the quality of a fit is measured on prompts that it never
-saw.
-"""
+"""Shared code of tools that decode prompts with a finished drafter to fit something on them."""
 
 from __future__ import annotations
 
@@ -12,48 +7,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Request
 from inference.measure.prompts import Prompt, load_prompts, select_prompts, to_requests
-from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
-from scripts.tools.common import TARGET, VALIDATION, add_options, make_parser
+from scripts.tools.common import TARGET, VALIDATION
 
 HELD_OUT_EVERY = 5
 
 
-def recording_parser(
-    module: str, doc: str | None, depth: int, depth_help: str = "drafted tokens"
-) -> argparse.ArgumentParser:
-    """The shared options: the drafter, where the result goes, target, prompts and decoding."""
-    parser = make_parser(module, doc)
-    parser.add_argument("drafter", type=Path, metavar="FOLDER")
-    parser.add_argument("--out", type=Path, required=True, help="where the result goes")
-    parser.add_argument("--target", default=str(TARGET))
-    parser.add_argument("--prompts", type=Path, nargs="+", default=[VALIDATION])
-    add_options(parser, count=(32, "prompts per domain"), tokens=(96, "most new tokens per prompt"))
-    parser.add_argument("--depth", type=int, default=depth, help=depth_help)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    return parser
-
-
-def cpu_target(path: Path | str = TARGET) -> TargetModel:
-    """A target in float32 on the CPU."""
-    return TargetModel.load(TargetConfig(path=str(path), dtype="float32", device="cpu"))
-
-
-def load(given: argparse.Namespace) -> tuple[TargetModel, Any]:
-    """The target in float32 on the CPU, and the drafter of the checkpoint."""
-    target = cpu_target(given.target)
-    return target, load_drafter(given.drafter, target.info, target.weights)
+RECORDING: dict[str, Any] = {
+    "drafter": {"positional": True, "type": Path, "metavar": "FOLDER"},
+    "out": {"type": Path, "required": True, "help": "where the result goes"},
+    "target": str(TARGET),
+    "prompts": {"type": Path, "nargs": "+", "default": [VALIDATION]},
+    "count": (32, "prompts per domain"),
+    "tokens": (96, "most new tokens per prompt"),
+    "temperature": 0.0,
+}
+"""The shared options, as `command` takes them."""
 
 
 def split_requests(
     given: argparse.Namespace, target: TargetModel, decode: DecodeConfig
 ) -> tuple[list[Request], list[Request]]:
-    """Requests (to fit on, held out); raises `UserError` when there are too few for both."""
+    """Requests (to fit on, held out), every fifth one held out, so that the quality of a fit is
+    measured on prompts that it never saw; raises `UserError` when there are too few for both."""
     prompts = select_prompts(load_prompts(given.prompts), given.count, seed=3)
     requests = to_requests(prompts, target.tokenizer, decode)
     fitted_on = [request for place, request in enumerate(requests) if place % HELD_OUT_EVERY]

@@ -1,9 +1,9 @@
 """Search which of the target's layers should draft for it, on a domain's prompts; checked on
 others.
 
-    python -m scripts.tools.search_layers --evaluations 60 --out outputs/layers python -m
-    scripts.tools.search_layers --domain code --sublayers python -m scripts.tools.search_layers
-    --kind distilled   # layers to start a distilled drafter from
+    python -m scripts.tools.search_layers --evaluations 60 --out outputs/layers
+    python -m scripts.tools.search_layers --domain code --sublayers
+    python -m scripts.tools.search_layers --kind distilled   # where a distilled one starts
 
 Sets of layers are tried by decoding (`inference.tune.layer_search`). The best by tau / (1 + gamma
 c), with c the share of the target's weights that a drafted token reads (or the best by tau within a
@@ -39,36 +39,11 @@ from inference.tune.layer_search import (
     parts_of,
     search_layers,
 )
-from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
+from scripts.tools.common import PROMPTS, TARGET, command
 from scripts.tools.recording import split_prompts
 
 SETTING = {"early_exit": "layers", "quantized_self": "layers", "distilled": "from_target_layers"}
 """Kinds that are built from layers of the target, and the setting that names them."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Search, write the recipe and the report; returns the exit status."""
-    parser = make_parser("scripts.tools.search_layers", __doc__)
-    add = parser.add_argument
-    add_options(parser, target=str(TARGET), dtype="float32", device="auto")
-    add("--kind", default="early_exit", choices=sorted(SETTING))
-    add("--prompts", type=Path, default=PROMPTS)
-    add("--domain", help="search for one domain's prompts alone")
-    add_options(
-        parser,
-        per_domain=(4, "prompts per domain to search on"),
-        held_out=(4, "other prompts per domain to judge the result on"),
-        tokens=(48, "new tokens per prompt"),
-        temperature=0.0,
-        depth=(4, "tokens drafted per pass"),
-        evaluations=(48, "sets that are tried"),
-    )
-    add("--objective", default="speedup", choices=OBJECTIVES)
-    cost = "largest share of the target's weights per drafted token"
-    add("--most-cost", type=float, default=1.0, help=cost)
-    add("--sublayers", action="store_true", help="leave out attention and MLP separately")
-    add_options(parser, seed=0, out=(Path("outputs") / "layers", "folder of recipe and report"))
-    return run(parser, report, arguments)
 
 
 def report(given: argparse.Namespace) -> None:
@@ -83,7 +58,6 @@ def report(given: argparse.Namespace) -> None:
 
 
 def search(given: argparse.Namespace) -> dict[str, Any]:
-    """The search and its check on held-out prompts."""
     kind, depth = given.kind, given.depth
     if given.sublayers and kind != "early_exit":
         raise UserError(
@@ -109,19 +83,16 @@ def search(given: argparse.Namespace) -> dict[str, Any]:
     def tau(kept: Chosen, prompts: Sequence[Prompt]) -> float:
         config = build_config(kind, settings(kind, parts, kept))
         drafter = new_drafter(kind, config, target.info, target.weights, given.seed)
-        return measure_tau(
-            target, drafter, to_requests(prompts, target.tokenizer, decode), decode
-        ).tau
+        requests = to_requests(prompts, target.tokenizer, decode)
+        return measure_tau(target, drafter, requests, decode).tau
 
     def tried(kept: Chosen) -> float:
         found = tau(kept, searched)
         print(f"{settings(kind, parts, kept)}: tau {found:.3f}", file=sys.stderr)
         return found
 
-    objective = given.objective
-    config = SearchConfig(
-        given.evaluations, depth, head_cost, given.most_cost, objective, given.seed
-    )
+    limits = (given.most_cost, given.objective, given.seed)
+    config = SearchConfig(given.evaluations, depth, head_cost, *limits)
     found = search_layers(parts, tried, config)
     return {
         "target": target.info.id,
@@ -133,14 +104,14 @@ def search(given: argparse.Namespace) -> dict[str, Any]:
         "search": asdict(config),
         "trials": [
             settings(kind, found.parts, trial.kept)
-            | {
-                "cost": round(trial.cost, 4),
-                "tau": round(trial.tau, 4),
-                "ideal_speedup": round(trial.speedup, 4),
-            }
+            | rounded(cost=trial.cost, tau=trial.tau, ideal_speedup=trial.speedup)
             for trial in found.trials
         ],
     }
+
+
+def rounded(**values: float) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in values.items()}
 
 
 def settings(kind: str, parts: Sequence[SkippablePart], kept: Chosen) -> dict[str, Any]:
@@ -178,10 +149,30 @@ def judge(
     for name, kept in sets.items():
         measured, price = tau(kept), cost(kept)
         estimate = ideal_speedup(measured, config.depth, price)
-        values = {"tau": measured, "cost": price, "ideal_speedup": estimate}
-        rows[name] = {key: round(value, 4) for key, value in values.items()}
+        rows[name] = rounded(tau=measured, cost=price, ideal_speedup=estimate)
     return rows
 
+
+main = command(
+    report,
+    target=str(TARGET),
+    dtype="float32",
+    device="auto",
+    kind={"default": "early_exit", "choices": sorted(SETTING)},
+    prompts=PROMPTS,
+    domain={"help": "search for one domain's prompts alone"},
+    per_domain=(4, "prompts per domain to search on"),
+    held_out=(4, "other prompts per domain to judge the result on"),
+    tokens=(48, "new tokens per prompt"),
+    temperature=0.0,
+    depth=(4, "tokens drafted per pass"),
+    evaluations=(48, "sets that are tried"),
+    objective={"default": "speedup", "choices": OBJECTIVES},
+    most_cost=(1.0, "largest share of the target's weights per drafted token"),
+    sublayers=(False, "leave out attention and MLP separately"),
+    seed=0,
+    out=(Path("outputs") / "layers", "folder of recipe and report"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -30,36 +30,11 @@ from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from inference.tune.tree_search import SearchedTree, measure_ranks, search_tree
 from scripts.run import drafters
-from scripts.tools.common import TARGET, VALIDATION, add_options, make_parser, run
+from scripts.tools.common import TARGET, VALIDATION, command
 from scripts.tools.recording import split_prompts
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Search, write the option and the report; returns the exit status."""
-    parser = make_parser("scripts.tools.search_tree", __doc__)
-    add = parser.add_argument
-    add("drafter", type=Path, help="a checkpoint folder, or the folder of a train stage")
-    add_options(
-        parser,
-        target=str(TARGET),
-        dtype="float32",
-        device="auto",
-        prompts=VALIDATION,
-        per_domain=(8, "prompts per domain to search on"),
-        held_out=(8, "other prompts per domain to judge the tree on"),
-        tokens=(96, "new tokens per prompt"),
-        temperature=0.0,
-        nodes=(26, "nodes of the tree, the root included"),
-        depth=(4, "its deepest level"),
-        ranks=(10, "candidates per node that are told apart"),
-    )
-    add("--name", help="of the option; default: the drafter's name and the nodes")
-    add("--out", type=Path, default=Path("outputs") / "trees", help="folder for HEADSTART_CONF")
-    return run(parser, report, arguments)
-
-
 def report(given: argparse.Namespace) -> None:
-    """Search, judge, write and print."""
     found = drafters.at(given.drafter)
     name = given.name or f"{found.name}_{given.nodes}"
     target = TargetModel.load(TargetConfig(given.target, dtype=given.dtype, device=given.device))
@@ -102,7 +77,6 @@ def report(given: argparse.Namespace) -> None:
 
 
 def option(tree: SearchedTree, content: dict[str, Any]) -> str:
-    """The text of the decode option."""
     paths = ", ".join("[" + ", ".join(map(str, path)) + "]" for path in tree.choices)
     nodes, kind = len(tree.choices) + 1, content["kind"]
     return (
@@ -112,6 +86,28 @@ def option(tree: SearchedTree, content: dict[str, Any]) -> str:
         f"choices: [{paths}]\n"
     )
 
+
+main = command(
+    report,
+    drafter={
+        "positional": True,
+        "type": Path,
+        "help": "a checkpoint folder, or the folder of a train stage",
+    },
+    target=str(TARGET),
+    dtype="float32",
+    device="auto",
+    prompts=VALIDATION,
+    per_domain=(8, "prompts per domain to search on"),
+    held_out=(8, "other prompts per domain to judge the tree on"),
+    tokens=(96, "new tokens per prompt"),
+    temperature=0.0,
+    nodes=(26, "nodes of the tree, the root included"),
+    depth=(4, "its deepest level"),
+    ranks=(10, "candidates per node that are distinguished"),
+    name={"help": "of the option; default: the drafter's name and the nodes"},
+    out=(Path("outputs") / "trees", "folder for HEADSTART_CONF"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.checkpoint import WEIGHTS_FILE
-from scripts.cli import main
+from scripts import cli
 from scripts.evidence import rounds
-from scripts.evidence.common import REPORTS, read_json
+from scripts.evidence.common import read_json
 from scripts.stages.loop.record import LOOP_FILE
-from scripts.tools.common import make_parser, run
+from scripts.tools.common import REPORTS, command
 
 CLOCKED = ("seconds", "gpu_hours", "plain_seconds", "drafted_seconds", "speedup", "speedup_ci95")
 """Keys of loop.json that hold what a clock said."""
@@ -79,7 +79,7 @@ def play(overrides: list[str], folder: str) -> None:
     file = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
-    sys.exit(main(["loop", *overrides, "run.root=.", "run.name=run"]))
+    sys.exit(cli.main(["loop", *overrides, "run.root=.", "run.name=run"]))
 
 
 def started(overrides: Sequence[str], folder: Path) -> Any:
@@ -171,7 +171,7 @@ def report(given: argparse.Namespace) -> None:
     rounds.write({**read_json(REPORTS / "loop.json"), "killed": found})
 
 
+main = command(report, kills=10)
+
 if __name__ == "__main__":
-    parser = make_parser("tests.chaos.kill_loop", __doc__)
-    parser.add_argument("--kills", type=int, default=10)
-    sys.exit(run(parser, report))
+    sys.exit(main())

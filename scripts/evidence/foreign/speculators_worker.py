@@ -1,7 +1,7 @@
 """One training of vLLM's `speculators`, in a process and an environment of its own; driven by
 scripts/evidence/speculators.py.
 
-    <python with speculators> scripts/speculators_worker.py job.json
+    <python with speculators> scripts/evidence/foreign/speculators_worker.py job.json
 
 It uses the library as a user would: an Arrow data set with cached hidden states, `TrainConfig`,
 `build_draft_model`, its data loader and its own `Trainer.train_epoch`. The library trains on
@@ -60,11 +60,6 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def load_rows(path: Path) -> list[dict[str, list[int]]]:
-    """Rows {"tokens", "mask"} as scripts.evidence.speculators writes them."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
 def hidden_states(model: Any, batch: list[list[int]], layers: list[int]) -> list[Any]:
     """Per row [T, n + 1, H] bfloat16: the residual stream after `layers`, and after the last layer,
     before the final norm. Rows are padded behind their ends, which causal attention does not see.
@@ -82,21 +77,20 @@ def hidden_states(model: Any, batch: list[list[int]], layers: list[int]) -> list
             found = model.model(tokens, output_hidden_states=True, use_cache=False)
     finally:
         handle.remove()
-    states = torch.stack([found.hidden_states[layer] for layer in layers] + [before_norm[0]], 2).to(
-        torch.bfloat16
-    )
+    states = torch.stack([*(found.hidden_states[layer] for layer in layers), before_norm[0]], 2)
+    states = states.to(torch.bfloat16)
     return [states[index, : len(row)].clone() for index, row in enumerate(batch)]
 
 
 def write_data(job: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Write the Arrow data set and the cached hidden states; returns tokens and seconds of the
-    target's passes."""
+    """Write the Arrow data set and the hidden states; returns tokens and seconds of the target's
+    passes."""
     import torch
     from datasets import Dataset
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
-    rows = load_rows(Path(job["rows"]))
+    rows = [json.loads(line) for line in Path(job["rows"]).read_text().splitlines()]
     model = AutoModelForCausalLM.from_pretrained(job["target"], dtype=torch.float32).eval()
     (folder / "hidden_states").mkdir(parents=True, exist_ok=True)
     seconds = 0.0
@@ -107,56 +101,37 @@ def write_data(job: dict[str, Any], folder: Path) -> dict[str, float]:
         found = hidden_states(model, [rows[index]["tokens"] for index in batch], job["taps"])
         seconds += time.perf_counter() - begun
         for index, states in zip(batch, found, strict=True):
-            content = {"hidden_states": states, "token_ids": torch.tensor(rows[index]["tokens"])}
-            save_file(content, folder / "hidden_states" / f"hs_{index}.safetensors")
-    data = Dataset.from_dict(
-        {
-            "input_ids": [row["tokens"] for row in rows],
-            "loss_mask": [row["mask"] for row in rows],
-            "seq_len": [len(row["tokens"]) for row in rows],
-        }
-    )
-    data.with_format("torch").save_to_disk(str(folder))
+            kept = {"hidden_states": states, "token_ids": torch.tensor(rows[index]["tokens"])}
+            save_file(kept, folder / "hidden_states" / f"hs_{index}.safetensors")
+    content = {"input_ids": [row["tokens"] for row in rows]}
+    content |= {"loss_mask": [row["mask"] for row in rows]}
+    content |= {"seq_len": [len(row["tokens"]) for row in rows]}
+    Dataset.from_dict(content).with_format("torch").save_to_disk(str(folder))
     return {"tokens": sum(len(row["tokens"]) for row in rows), "seconds": seconds}
 
 
 def settings(job: dict[str, Any], data: Path) -> argparse.Namespace:
-    """The library's own resolved settings for this job's flags, as its command line would give
-    them."""
+    """The library's settings as its command line resolves them from this job's flags."""
     from speculators.train.config import TrainConfig
 
-    flags = [
-        "--speculator-type",
-        job["kind"],
-        "--verifier-name-or-path",
-        job["target"],
-        "--data-path",
-        str(data),
-        "--save-path",
-        job["out"],
-        "--target-layer-ids",
-        *map(str, job["taps"]),
-        "--total-seq-len",
-        str(job["tokens_per_step"]),
-        "--epochs",
-        str(job["epochs"]),
-        "--num-workers",
-        "0",
-        "--log-freq",
-        "1000000000",
-        "--loss-implementation",
-        "eager",
-        "--draft-attn-impl",
-        "sdpa",
-        "--on-missing",
-        "raise",
-        "--train-data-ratio",
-        "0.999",
-        "--seed",
-        str(job["seed"]),
-        "--no-resume-from-checkpoint",
-        *job["flags"],
-    ]
+    options = {
+        "speculator-type": job["kind"],
+        "verifier-name-or-path": job["target"],
+        "data-path": data,
+        "save-path": job["out"],
+        "total-seq-len": job["tokens_per_step"],
+        "epochs": job["epochs"],
+        "num-workers": 0,
+        "log-freq": 1_000_000_000,
+        "loss-implementation": "eager",
+        "draft-attn-impl": "sdpa",
+        "on-missing": "raise",
+        "train-data-ratio": 0.999,
+        "seed": job["seed"],
+    }
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    flags += ["--target-layer-ids", *map(str, job["taps"]), "--no-resume-from-checkpoint"]
+    flags += job["flags"]
     return argparse.Namespace(**TrainConfig.resolve(flags).flatten())
 
 
@@ -176,22 +151,12 @@ def build(job: dict[str, Any], data: Path) -> Any:
     kind = SpeculatorModel.registry[args.speculator_type]
     drafter = build_draft_model(args, kind, t2d, d2t, draft_vocabulary)
     wanted = (
-        "data_path",
-        "total_seq_len",
-        "vllm_endpoint",
-        "on_missing",
-        "verifier_name_or_path",
-        "request_timeout",
-        "max_retries",
-        "generation_validation_retries",
-        "max_consecutive_generation_failures",
-        "num_workers",
-        "prefetch_factor",
-        "train_data_ratio",
-        "seed",
+        "data_path total_seq_len vllm_endpoint on_missing verifier_name_or_path request_timeout "
+        "max_retries generation_validation_retries max_consecutive_generation_failures "
+        "num_workers prefetch_factor train_data_ratio seed"
     )
     loader, _ = create_train_val_loaders(
-        **{name: getattr(args, name) for name in wanted},
+        **{name: getattr(args, name) for name in wanted.split()},
         hidden_states_dtype=torch.bfloat16,
         transfer=HiddenStatesBackend.registry["file"].from_train_args(args, args.data_path),
         hidden_size=drafter.config.transformer_layer_config.hidden_size,
@@ -199,9 +164,9 @@ def build(job: dict[str, Any], data: Path) -> Any:
         preprocess=shift_batch if args.speculator_type == "eagle3" else None,
     )
     train_kwargs, _ = kind.get_trainer_kwargs(**vars(args))
-    names = [name for name in library.TrainerConfig._fields if hasattr(args, name)]
+    names = {name for name in library.TrainerConfig._fields if hasattr(args, name)}
     config = library.TrainerConfig(
-        **{name: getattr(args, name) for name in names if name != "hidden_states_dtype"},
+        **{name: getattr(args, name) for name in names - {"hidden_states_dtype"}},
         num_epochs=args.epochs,
         train_call_kwargs=train_kwargs,
         hidden_states_dtype=torch.bfloat16,

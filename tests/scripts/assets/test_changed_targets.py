@@ -11,8 +11,7 @@ import torch
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.assets.changed_targets import MADE_FILE, WINDOW, Recipe, deal_halves, finetune, unseen
-from scripts.assets.conversations import Pair
-from scripts.assets.prompts import read_rows
+from scripts.assets.conversations import Pair, read_rows
 from scripts.assets.python_sources import from_stdlib, from_topics
 from tests.inference.tokenizers import save_micro_target
 

@@ -15,8 +15,7 @@ from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.assets import cpp_headers, held_out_target
 from scripts.assets.held_out_target import PROMPTS
-from scripts.assets.streams import assistant_mask
-from scripts.assets.tokens import END_ID, count_bytes, encode_dialogues
+from scripts.assets.prepared import END_ID, assistant_mask, count_bytes, encode_dialogues
 
 FUNCTION = """// aten::{name}.out(Tensor self, Scalar {name}_by, *, Tensor(a!) out) -> Tensor(a!)
 inline at::Tensor & {name}_out(at::Tensor & out, at::Tensor & self, const at::Scalar & {name}_by) {{

@@ -24,10 +24,19 @@ from inference.manifest import file_sha256
 from scripts.assets import python_sources, tiny_target
 from scripts.assets.conversations import DOMAINS, pairs_of
 from scripts.assets.export import check_weights, export, render_card
+from scripts.assets.prepared import (
+    BOS_ID,
+    END_ID,
+    PAD_ID,
+    Stream,
+    assistant_mask,
+    count_bytes,
+    encode_dialogues,
+    load_manifest,
+    load_stream,
+)
 from scripts.assets.python_sources import Document, package_group, stdlib_group, topic_group
-from scripts.assets.streams import Stream, assistant_mask, load_manifest
 from scripts.assets.tiny_target import TOKENIZER, prepare
-from scripts.assets.tokens import BOS_ID, END_ID, PAD_ID, count_bytes, encode_dialogues, load_stream
 from scripts.assets.training import Intervals, Trainer, TrainSettings
 
 MODULE = '''"""Tools for {name}: they count, join and report what was found in {name} files.

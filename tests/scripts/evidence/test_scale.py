@@ -12,7 +12,7 @@ from scripts.cli import split_flags
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
 from scripts.evidence import scale, throughput
-from scripts.evidence.common import read_json
+from scripts.evidence.common import family_recipes, read_json
 from train.tracking.clock import PARTS
 
 
@@ -38,7 +38,7 @@ def test_figures_are_ratios_of_sums_behind_the_warm_up() -> None:
 
 
 def test_every_row_of_the_families_is_measured_and_composes() -> None:
-    rows = throughput.recipes()
+    rows = family_recipes()
     assert {"medusa", "eagle3", "dspark", "distilled", "peagle"} <= set(rows)
     for overrides in rows.values():
         load_settings(STAGES["train"], [throughput.EXPERIMENT, *overrides])
@@ -49,21 +49,6 @@ def test_the_plans_compose() -> None:
     for changes in scale.HEADS.values():
         plan = load_settings(STAGES["plan"], [*changes, "plan.gpu=h100", "plan.count=8"]).plan
         assert (plan.gpu, plan.count) == ("h100", 8)
-
-
-def test_a_disturbed_probe_of_the_peak_is_left_out_and_named() -> None:
-    rows = [
-        {"name": name, "mfu": 0.1 * number, "peak": {"tflops": peak, "source": "s"}}
-        for number, (name, peak) in enumerate(
-            (("a", 0.42), ("b", 0.4), ("spoilt", 0.27), ("c", 0.44)), 1
-        )
-    ]
-    kept, spoilt = scale.split_probes(rows)
-    assert [row["name"] for row in kept] == ["a", "b", "c"]
-    assert [row["name"] for row in spoilt] == ["spoilt"]
-    said = scale.left_out({"left_out": {"spoilt": 0.27}, "median_peak_tflops": 0.41})
-    assert "spoilt (0.27 TFLOP/s)" in said and "below 70% of the middle one (0.41)" in said
-    assert scale.left_out({"left_out": {}}) == ""
 
 
 def test_the_page_has_the_tables_of_the_report() -> None:

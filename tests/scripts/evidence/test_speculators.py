@@ -4,6 +4,7 @@ does, what is converted is the same drafter. The library itself is not needed he
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.evidence import speculators
 from scripts.evidence.foreign import speculators_worker
-from scripts.evidence.speculators import Setting, Side, timing, write_rows
+from scripts.evidence.speculators import Setting, Side, timing
 from tests.train.micro_run import prepare
 from train.data.pack import PackedData
 
@@ -38,8 +39,9 @@ def test_rows_are_the_documents_of_our_training(
     micro: Path, tmp_path: Path, target: TargetModel
 ) -> None:
     setting = Setting("python", micro / "answers", micro / "target", tmp_path, 1)
-    tokens = write_rows(setting)
-    rows = speculators_worker.load_rows(tmp_path / "rows.jsonl")
+    tokens = setting.write_rows()
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
     data = PackedData.from_manifest(micro / "answers", target.info, speculators.LENGTH)
     assert tokens == data.report.tokens == sum(len(row["tokens"]) for row in rows)
     assert sum(sum(row["mask"]) for row in rows) == int(data.supervised.sum())
@@ -104,23 +106,18 @@ def test_our_side_takes_the_steps_of_headstart_train(
         "train.sequence_length=64",
         "train.eval_every=0",
         "train.parity=false",
+        "train.save_every=0",
         "train.tracker.wandb=disabled",
     ]
-    job = {
-        "overrides": overrides,
-        "answers": str(micro / "answers"),
-        "out": str(tmp_path / "a"),
-        "threads": 1,
-    }
-    (tmp_path / "a").mkdir()
-    run, engine = speculators.build_side(job)
+    job = {"overrides": overrides, "answers": str(micro / "answers"), "out": str(tmp_path / "a")}
     channel = Commands(
         {"do": "steps", "count": 1},
         {"do": "steps", "count": 2},
         {"do": "save", "to": str(tmp_path / "saved")},
     )
-    speculators.train_side(run, engine, channel)
-    assert [sorted(answer) for answer in channel.answers] == [
+    speculators.follow_commands(job, channel)
+    assert channel.answers[0]["ready"]
+    assert [sorted(answer) for answer in channel.answers[1:]] == [
         ["peak_bytes", "seconds", "tokens"]
     ] * 2 + [["saved"]]
     s = load_settings(STAGES["train"], overrides)
@@ -193,13 +190,13 @@ def test_speeds_are_ratios_of_sums_after_the_warm_rounds(
     setting = Setting("python", tmp_path, tmp_path, tmp_path, 1, shorter=(512,))
     found = timing(setting, "eagle3", warm=1, rounds=2)
     assert (long.counts, short.counts) == ([2, 2, 2, 0], [16, 16, 16, 0])
-    rows = found.sides
-    assert rows["speculators, rows of 4096"].tokens_per_second == pytest.approx(1600 / (16 + 24))
-    assert found.their_fastest == "speculators, rows of 512"
-    assert found.speed_ratio_at_equal_steps == pytest.approx(8.0)
+    rows = found["sides"]
+    assert rows["speculators, rows of 4096"]["tokens_per_second"] == pytest.approx(1600 / (16 + 24))
+    assert found["their_fastest"] == "speculators, rows of 512"
+    assert found["speed_ratio_at_equal_steps"] == pytest.approx(8.0)
     theirs = 800 / (4 + 6)
-    assert found.speed_ratio == pytest.approx(rows["ours"].tokens_per_second / theirs)
-    assert found.speed_ratio_with_their_features == pytest.approx(
-        rows["ours"].tokens_per_second / (1 / (1 / theirs + 10.0 / 1000))
+    assert found["speed_ratio"] == pytest.approx(rows["ours"]["tokens_per_second"] / theirs)
+    assert found["speed_ratio_with_their_features"] == pytest.approx(
+        rows["ours"]["tokens_per_second"] / (1 / (1 / theirs + 10.0 / 1000))
     )
-    assert found.memory_ratio == pytest.approx({"4096": 0.5, "512": 0.75})
+    assert found["memory_ratio"] == pytest.approx({"4096": 0.5, "512": 0.75})

@@ -9,7 +9,7 @@ import pytest
 
 from heads.api.errors import UserError
 from scripts.evidence.common import read_json
-from scripts.evidence.tune import PAGE, SECTION, judge, summary, tables
+from scripts.evidence.tune import PAGE, SECTION, judge, tables
 
 CHOSEN = {
     "batch_size": 4,
@@ -41,7 +41,6 @@ def report() -> dict[str, Any]:
     device = {"name": "a machine", "threads": 1}
     return {
         "drafters": found,
-        "summary": summary(found),
         "device": device,
         "command": "python -m scripts.evidence.tune mine=x",
     }
