@@ -409,7 +409,7 @@ def run_tests(tree: Path, tests: list[str], log: Path, limit: float) -> str:
     """Run tests in a forked process; returns 'survived', 'timeout', or the test that failed."""
     child = os.fork()
     if child == 0:
-        os.setsid()
+        os.setpgrp()
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
