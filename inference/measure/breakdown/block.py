@@ -6,47 +6,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from heads.api.drafter import forget
 from inference.decoding.arm import Arm
 from inference.decoding.costs import CostConfig, CostCurves, measure_costs
 from inference.decoding.requests import Request
 from inference.measure.breakdown.config import LostConfig
-from inference.measure.breakdown.counts import (
-    POSITIONS,
-    Counts,
-    Rates,
-    calibration_bins,
-    calibration_gap,
-    count,
-    draws,
-    expected_tau,
-    ones,
-    rate_with_interval,
-    state_rates,
-)
-from inference.measure.breakdown.observe import State, Watched, watch
+from inference.measure.breakdown.counts import Counts, Rates, expected_tau, rate_with_interval
+from inference.measure.breakdown.observe import Watched, watch
 from inference.measure.breakdown.split import Measured, best_tree, split
 from inference.measure.breakdown.transcripts import transcript, write_transcripts
 from inference.measure.config import BenchConfig
 from inference.measure.metrics import Totals, divide
 from inference.measure.prompts import Prompt, select_prompts
-from inference.report.model import (
-    Block,
-    Calibration,
-    CalibrationGap,
-    Costs,
-    DomainLoss,
-    DrafterLoss,
-    Losses,
-    PositionStates,
-    TemperatureStates,
-    TreeComparison,
-)
+from inference.report import model as schema
 from inference.target.model import TargetModel
 
-Part = TypeVar("Part", bound=Block)
+POSITIONS = ((1, 17), (17, 33), (33, 65), (65, 129), (129, 257), (257, 0))
+"""Parts of an answer: positions [first, end), the last part without an end. Position 0 is the token
+of prefill."""
 
 
 @dataclass(frozen=True)
@@ -61,27 +40,14 @@ class Sample:
         cls, config: LostConfig, prompts: Sequence[Prompt], requests: Sequence[Request]
     ) -> Sample:
         """The first prompts of every domain, in the measured order, with their requests."""
-        chosen = {prompt.id for prompt in select_prompts(prompts, config.prompts_per_domain)}
-        pairs = [(p, r) for p, r in zip(prompts, requests, strict=True) if p.id in chosen]
-        return cls([p for p, _ in pairs], [r for _, r in pairs])
+        chosen = select_prompts(prompts, config.prompts_per_domain)
+        by_id = dict(zip((prompt.id for prompt in prompts), requests, strict=True))
+        return cls(chosen, [by_id[prompt.id] for prompt in chosen])
 
-    def count(self, answers: Sequence[Watched], depth: int) -> Counts:
-        return count(answers, self.ids, self.domains, depth)
-
-    @property
-    def ids(self) -> list[str]:
-        return [prompt.id for prompt in self.prompts]
-
-    @property
-    def domains(self) -> list[str]:
-        return [prompt.domain for prompt in self.prompts]
-
-    def shown(self, per_domain: int) -> list[int]:
-        """Rows of the first `per_domain` prompts of every domain."""
-        if not per_domain:
-            return []
-        chosen = {prompt.id for prompt in select_prompts(self.prompts, per_domain)}
-        return [row for row, prompt in enumerate(self.prompts) if prompt.id in chosen]
+    def count(self, answers: Sequence[Watched], depth: int, first: int = 0, end: int = 0) -> Counts:
+        """See `Counts.of`."""
+        names, domains = zip(*((prompt.id, prompt.domain) for prompt in self.prompts), strict=True)
+        return Counts.of(answers, names, domains, depth, first, end)
 
 
 def lost_block(
@@ -92,9 +58,9 @@ def lost_block(
     totals: Mapping[str, Totals],
     baseline: Totals,
     lengths: Mapping[str, float],
-    costs: Costs | None,
+    costs: schema.Costs | None,
     out: Path,
-) -> Losses:
+) -> schema.Losses:
     """The block `lost` of report.json; writes `out`/transcripts.json beside it.
 
     totals: of every arm by its name. lengths: mean number of cached tokens in the steps of an arm.
@@ -105,21 +71,22 @@ def lost_block(
         arm.name: _widening(lost, target, arm, sample, lengths[arm.name], costs, seed)
         for arm in arms
     }
+    shown = select_prompts(sample.prompts, lost.transcripts) if lost.transcripts else []
     losses, transcripts = {}, []
     for arm in arms:
         temperature, nodes = arm.decode.temperature, arm.decode.tree().num_nodes
-        candidates = lost.candidates if lost.transcripts else 0
-        watched = _watch_arm(target, arm, temperature, sample, candidates)
+        watched = _watch_arm(target, arm, temperature, sample, lost.candidates if shown else 0)
         arm_totals = totals[arm.name].like(baseline)
         measured = Measured(arm_totals, baseline, config.repeats, nodes, widening[arm.name])
         losses[arm.name] = _drafter_loss(lost, target, arm, sample, watched, measured, seed)
         transcripts += [
-            transcript(arm.name, sample.prompts[row], watched[row], target.tokenizer, temperature)
-            for row in sample.shown(lost.transcripts)
+            transcript(arm.name, prompt, answer, target.tokenizer, temperature)
+            for prompt, answer in zip(sample.prompts, watched, strict=True)
+            if prompt in shown
         ]
     if transcripts:
         write_transcripts(out, target.info.id, lost.candidates, transcripts)
-    return Losses(prompts=len(sample.prompts), arms=losses)
+    return schema.Losses(prompts=len(sample.prompts), arms=losses)
 
 
 def _widening(
@@ -128,7 +95,7 @@ def _widening(
     arm: Arm,
     sample: Sample,
     length: float,
-    costs: Costs | None,
+    costs: schema.Costs | None,
     seed: int,
 ) -> float:
     """verify(n) / verify(1) for the arm's draft at the mean length of its steps."""
@@ -162,96 +129,73 @@ def _drafter_loss(
     watched: Sequence[Watched],
     measured: Measured,
     seed: int,
-) -> DrafterLoss:
+) -> schema.DrafterLoss:
     depth = arm.decode.tree().max_depth
+    estimate = next((answer.estimate for answer in watched if answer.estimate), "")
     counts = sample.count(watched, depth)
     domains = {name: counts.take(rows) for name, rows in counts.domain_rows().items()}
-    rates = Rates.of(counts, ones(counts))
+    rates = Rates.of(counts, counts.once)
     best = best_tree(rates.ranks[0], measured.nodes)
     by_temperature = {arm.decode.temperature: counts}
     for temperature in config.temperatures:
         if temperature not in by_temperature:
             answers = _watch_arm(target, arm, temperature, sample, 0)
             by_temperature[temperature] = sample.count(answers, depth)
-    loss = DrafterLoss(
+
+    def calibration(
+        group: Counts, kind: type[schema.Block] = schema.CalibrationGap, **more: Any
+    ) -> dict[str, Any]:
+        """The key `calibration`, which is left out where drafts have no confidence."""
+        gap = dict(group.calibration_gap(seed))
+        return {"calibration": kind(**gap, **more)} if estimate else {}
+
+    def domain_loss(name: str) -> schema.DomainLoss:
+        group = domains[name]
+        terms = dict(split(measured.take(name), group, seed))
+        return schema.DomainLoss(**terms, **calibration(group))
+
+    parts = {(first, end): sample.count(watched, depth, first, end) for first, end in POSITIONS}
+    bins = counts.calibration_bins()
+    return schema.DrafterLoss(
         widening=measured.widening,
         **dict(split(measured, counts, seed)),
         domains={
-            name: _calibrate(
-                DomainLoss(**dict(split(measured.take(name), group, seed))),
-                _gap(watched, group, seed),
-            )
+            name: domain_loss(name)
             for name, group in domains.items()
             if measured.take(name).arm.passes.any() and group.passes.any()
         },
         depths={
-            name: [state_rates(group, draws(group, seed), level + 1) for level in range(depth)]
+            name: [group.states(seed, level + 1) for level in range(depth)]
             for name, group in {"all": counts, **domains}.items()
         },
-        positions=_positions(sample, watched, depth, seed),
+        positions=[
+            schema.PositionStates(
+                first=first, end=end, **dict(part.states(seed)), **calibration(part)
+            )
+            for (first, end), part in parts.items()
+            if part.tested.any()
+        ],
         temperatures=[
             _temperature_states(group, temperature, seed)
             for temperature, group in sorted(by_temperature.items())
         ],
-        tree=TreeComparison(
+        tree=schema.TreeComparison(
             nodes=measured.nodes,
             own=float(expected_tau(rates.kept)[0]),
             best=best.tau,
             choices=[list(path) for path in best.choices],
         ),
+        **calibration(counts, schema.Calibration, estimate=estimate, bins=bins),
     )
-    return _calibrate(loss, _calibration(watched, counts, seed))
 
 
-def _positions(
-    sample: Sample, watched: Sequence[Watched], depth: int, seed: int
-) -> list[PositionStates]:
-    """The drafted tokens by their position in the answer; parts without any are left out."""
-    found = []
-    for first, end in POSITIONS:
-
-        def inside(place: int, state: State, first: int = first, end: int = end) -> bool:
-            return place >= first and (not end or place < end)
-
-        counts = count(watched, sample.ids, sample.domains, depth, inside)
-        if counts.tested.any():
-            states = state_rates(counts, draws(counts, seed))
-            part = PositionStates(first=first, end=end, **dict(states))
-            found.append(_calibrate(part, _gap(watched, counts, seed)))
-    return found
-
-
-def _gap(watched: Sequence[Watched], counts: Counts, seed: int) -> CalibrationGap | None:
-    """None where drafts have no confidence."""
-    if not any(answer.estimate for answer in watched):
-        return None
-    return calibration_gap(counts, draws(counts, seed))
-
-
-def _calibration(watched: Sequence[Watched], counts: Counts, seed: int) -> Calibration | None:
-    """As `_gap`, with the bins and the source of the confidences."""
-    estimate = next((answer.estimate for answer in watched if answer.estimate), "")
-    if not estimate:
-        return None
-    gap, bins = calibration_gap(counts, draws(counts, seed)), calibration_bins(counts)
-    return Calibration(estimate=estimate, **dict(gap), bins=bins)
-
-
-def _calibrate(block: Part, calibration: CalibrationGap | Calibration | None) -> Part:
-    """`block` with its calibration; the key is left out of report.json where there is none."""
-    if calibration is None:
-        return block
-    return block.model_copy(update={"calibration": calibration})
-
-
-def _temperature_states(counts: Counts, temperature: float, seed: int) -> TemperatureStates:
+def _temperature_states(counts: Counts, temperature: float, seed: int) -> schema.TemperatureStates:
     """tau of the sample at a temperature, with the states of its drafted tokens."""
-    weights = draws(counts, seed)
-    tau, interval = rate_with_interval(counts.committed, counts.passes, weights)
-    return TemperatureStates(
+    tau, interval = rate_with_interval(counts.committed, counts.passes, counts.draws(seed))
+    return schema.TemperatureStates(
         temperature=float(temperature),
         tau=tau,
         tau_ci95=interval,
-        **dict(calibration_gap(counts, weights)),
-        **dict(state_rates(counts, weights)),
+        **dict(counts.calibration_gap(seed)),
+        **dict(counts.states(seed)),
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from heads.api.drafter import Proposal
 from inference.decoding.config import DecodeConfig
@@ -31,6 +31,7 @@ from inference.target.model import TargetModel
 FIRST, DRAFTED, CORRECTED, BONUS = "first", "drafted", "corrected", "bonus"
 """Source of a token: prefill; the drafter; the target in place of a rejected draft; the target
 after the last draft."""
+SOURCES = (FIRST, DRAFTED, CORRECTED, BONUS)
 RANKS = 10
 """Ranks of the drafter's candidates that are counted."""
 
@@ -89,11 +90,10 @@ def watch(
     requests: Sequence[Request],
     candidates: int = 0,
 ) -> list[Watched]:
-    """Decode `requests` under rule match as `decode` says, one after another. candidates: how many
-    of each state are kept."""
+    """Decode `requests` under rule match, one after another. candidates: how many are kept."""
     own = replace(decode, rule="match", batch_size=1, graph="off", lag=0, compile=False)
     engine = Engine(target, drafter, own)
-    if isinstance(drafter, nn.Module):
+    if isinstance(drafter, torch.nn.Module):
         drafter.eval()
     capacity = max(len(request.tokens) + request.max_new_tokens for request in requests)
     watcher = _Watcher(own.sampling(), candidates)
@@ -161,10 +161,8 @@ class _Watcher:
         verdict: Verdict,
     ) -> tuple[list[State], str]:
         """The states of one verification and where its confidences come from."""
-        count = len(tokens)
-        nodes = verdict.path[0, :count]
+        nodes = verdict.path[0, : len(tokens)]
         seen = logits[0, nodes].float()  # [M, V]
-        tested = [place < record.accepted or record.rejected for place in range(count)]
         draft = _Draft.of(proposal, nodes, positions, noise, seen.shape[-1])
         shaped = (
             _one_hot(seen)
@@ -174,34 +172,29 @@ class _Watcher:
         own = seen.softmax(-1)
         overlap = torch.minimum(shaped, draft.shaped(self.settings)).sum(-1).tolist()
         own_overlap = torch.minimum(own, draft.own).sum(-1).tolist()
-        missed = [0.0] * count
+        missed = [0.0] * len(tokens)
         if proposal.token_ids is not None:
-            outside = torch.ones(seen.shape[-1], device=seen.device).index_fill(
-                0, proposal.token_ids, 0.0
-            )
+            outside = torch.ones(seen.shape[-1], device=seen.device)
+            outside.index_fill_(0, proposal.token_ids, 0.0)
             missed = (shaped * outside).sum(-1).tolist()
         ranks = draft.ranks(torch.tensor(tokens, device=seen.device))
         best, drafted = _top(own, self.candidates), _top(draft.own, self.candidates)
         states = []
         for place, token in enumerate(tokens):
-            refused = CORRECTED if record.rejected else BONUS
-            here = tested[place]
-            states.append(
-                State(
-                    token=token,
-                    by=DRAFTED if place < record.accepted else refused,
-                    depth=place + 1,
-                    number=number,
-                    tested=here,
-                    overlap=min(1.0, overlap[place]) if here else 0.0,
-                    own_overlap=min(1.0, own_overlap[place]) if here else 0.0,
-                    missed=missed[place],
-                    rank=ranks[place] if here else -1,
-                    confidence=draft.confidence[place] if here else None,
-                    target=best[place],
-                    draft=drafted[place] if here else [],
+            kept = place < record.accepted
+            by = DRAFTED if kept else CORRECTED if record.rejected else BONUS
+            state = State(token, by, place + 1, number, missed=missed[place], target=best[place])
+            if kept or record.rejected:
+                state = replace(
+                    state,
+                    tested=True,
+                    overlap=min(1.0, overlap[place]),
+                    own_overlap=min(1.0, own_overlap[place]),
+                    rank=ranks[place],
+                    confidence=draft.confidence[place],
+                    draft=drafted[place],
                 )
-            )
+            states.append(state)
         return states, draft.estimate
 
 
@@ -223,11 +216,11 @@ class _Draft:
         cls, proposal: Proposal, nodes: Tensor, positions: Tensor, noise: SharedNoise, vocab: int
     ) -> _Draft:
         """The drafter's side at `nodes` [M] int64 of the one row of `proposal`. positions [1, N]
-        int64: of all nodes; noise: that of the decoding; vocab: V, the target's.
-        """
-        children = _first_children(proposal, nodes)
-        if proposal.logits is None:  # certain drafts: all mass on the first child
-            tokens = proposal.tokens[0, children]
+        int64: of all nodes; vocab: V, the target's."""
+        numbers = torch.arange(proposal.tree.num_nodes, device=nodes.device)
+        child = (proposal.tree.parents[0] == nodes[:, None]) & (numbers > 0)  # [M, N]
+        if proposal.logits is None:  # certain drafts: all mass on the first child, if there is one
+            tokens = proposal.tokens[0, child.int().argmax(-1)]
             logits = torch.full((len(nodes), vocab), float("-inf"), device=tokens.device)
             logits.scatter_(1, tokens[:, None], 0.0)
             scores = logits
@@ -236,12 +229,21 @@ class _Draft:
             scores = noise.scores(rows, positions[:, nodes] + 1, proposal.token_ids)[0].float()
             logits = rows[0].float()
             if proposal.token_ids is not None:
+                full = logits.new_full((len(nodes), vocab), float("-inf"))
                 logits, scores = (
-                    _spread(values, proposal.token_ids, vocab) for values in (logits, scores)
+                    full.index_copy(1, proposal.token_ids, values) for values in (logits, scores)
                 )
-        own = logits.softmax(-1)
-        confidence, estimate = _confidence(proposal, nodes, scores.argmax(-1), own)
-        return cls(logits, scores, own, confidence, estimate)
+        own, best = logits.softmax(-1), scores.argmax(-1, keepdim=True)
+        confidence: list[float | None] = [None] * len(nodes)
+        if proposal.confidence is not None:
+            same = child & (proposal.tokens[0] == best)
+            values = proposal.confidence[0].float()[same.int().argmax(-1)].tolist()
+            known = zip(values, same.any(-1).tolist(), strict=True)
+            return cls(logits, scores, own, [x if there else None for x, there in known], "head")
+        if proposal.logits is None:
+            return cls(logits, scores, own, confidence, "")
+        confidence = own.gather(1, best)[:, 0].tolist()
+        return cls(logits, scores, own, confidence, "probability")
 
     def shaped(self, settings: SamplingSettings) -> Tensor:
         """What drafts are drawn from [M, V]."""
@@ -250,43 +252,11 @@ class _Draft:
         return (self.logits / settings.temperature).softmax(-1)
 
     def ranks(self, tokens: Tensor) -> list[int]:
-        """Places [M] of `tokens` [M] among the candidates; -1 from `RANKS` on and where a token is
-        none of them."""
+        """Places [M] of `tokens` [M] among the candidates; -1 from `RANKS` on and for others."""
         scores = self.scores.gather(1, tokens[:, None])
         better = (self.scores > scores).sum(-1)
         candidate = (better < RANKS) & (scores[:, 0] > float("-inf"))
         return torch.where(candidate, better, -1).tolist()
-
-
-def _first_children(proposal: Proposal, nodes: Tensor) -> Tensor:
-    """The first child [M] of each node; node 0 where there is none."""
-    numbers = torch.arange(proposal.tree.num_nodes, device=nodes.device)
-    child = (proposal.tree.parents[0] == nodes[:, None]) & (numbers > 0)
-    return child.to(torch.int64).argmax(-1)
-
-
-def _confidence(
-    proposal: Proposal, nodes: Tensor, best: Tensor, own: Tensor
-) -> tuple[list[float | None], str]:
-    """Confidence of the best candidate `best` [M] behind each node, and where it comes from."""
-    if proposal.confidence is not None:
-        numbers = torch.arange(proposal.tree.num_nodes, device=nodes.device)
-        same = (proposal.tree.parents[0] == nodes[:, None]) & (numbers > 0)
-        same &= proposal.tokens[0] == best[:, None]
-        values = proposal.confidence[0].float()[same.to(torch.int64).argmax(-1)].tolist()
-        known = same.any(-1).tolist()
-        return [
-            value if there else None for value, there in zip(values, known, strict=True)
-        ], "head"
-    if proposal.logits is None:
-        return [None] * len(nodes), ""
-    return list(own.gather(1, best[:, None])[:, 0].tolist()), "probability"
-
-
-def _spread(values: Tensor, token_ids: Tensor, vocab: int) -> Tensor:
-    """Columns [M, V'] at their target ids [M, V]; -inf elsewhere."""
-    full = torch.full((values.shape[0], vocab), float("-inf"), device=values.device)
-    return full.index_copy_(1, token_ids, values)
 
 
 def _one_hot(logits: Tensor) -> Tensor:
@@ -295,10 +265,7 @@ def _one_hot(logits: Tensor) -> Tensor:
 
 
 def _top(probabilities: Tensor, count: int) -> list[Candidates]:
-    """The `count` best tokens per row with their probabilities; those without any mass are left
-    out."""
-    if not count:
-        return [[] for _ in range(probabilities.shape[0])]
+    """The `count` best tokens per row that have a probability above 0."""
     found = probabilities.topk(min(count, probabilities.shape[-1]), dim=-1)
     rows = zip(found.indices.tolist(), found.values.tolist(), strict=True)
     return [[(i, p) for i, p in zip(ids, values, strict=True) if p > 0] for ids, values in rows]

@@ -15,14 +15,7 @@ from typing_extensions import TypedDict
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
-from inference.measure.breakdown.observe import (
-    BONUS,
-    CORRECTED,
-    DRAFTED,
-    FIRST,
-    Candidates,
-    Watched,
-)
+from inference.measure.breakdown.observe import SOURCES, Candidates, Watched
 from inference.measure.prompts import Prompt
 from inference.target.text_pieces import TextPieces
 
@@ -30,7 +23,6 @@ FORMAT = 1
 FILE = "transcripts.json"
 PROMPT_CHARACTERS = 4000
 """Characters kept of a prompt, from its end."""
-SOURCES = (FIRST, DRAFTED, CORRECTED, BONUS)
 
 
 def _check_source(name: str) -> str:
@@ -106,10 +98,11 @@ def transcript(
 
 def _question(prompt: Prompt, watched: Watched, tokenizer: Any) -> str:
     """The last message, or the prompt's tokens as text."""
-    if prompt.messages:
-        text = str(prompt.messages[-1]["content"])
-    else:
-        text = str(tokenizer.decode(list(watched.request.tokens)))
+    text = str(
+        prompt.messages[-1]["content"]
+        if prompt.messages
+        else tokenizer.decode(list(watched.request.tokens))
+    )
     return text if len(text) <= PROMPT_CHARACTERS else "…" + text[-PROMPT_CHARACTERS:]
 
 
@@ -119,18 +112,16 @@ def _texts(candidates: Candidates, tokenizer: Any) -> list[tuple[str, float]]:
 
 def write_transcripts(
     folder: Path, target: str, candidates: int, answers: Sequence[Transcript]
-) -> Path:
-    """Write `folder`/transcripts.json and return its path."""
+) -> None:
+    """Write `folder`/transcripts.json."""
     content: TranscriptFile = {
         "format": FORMAT,
         "target": target,
         "candidates": candidates,
         "answers": list(answers),
     }
-    path = folder / FILE
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    write_bytes(path, (text + "\n").encode())
-    return path
+    write_bytes(folder / FILE, (text + "\n").encode())
 
 
 def discard_transcripts(folder: Path) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inference.measure.breakdown.transcripts import SOURCES, Transcript
+from inference.measure.breakdown.observe import SOURCES
+from inference.measure.breakdown.transcripts import Transcript
 from inference.report.page.formats import to_json
 from inference.report.page.gather import Run
 
