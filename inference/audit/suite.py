@@ -26,11 +26,11 @@ from typing import Any, TypedDict
 import torch
 
 from heads.api.errors import UserError
-from inference.audit.comparison import Known, audit
+from inference.audit.comparison import Divergence, Known, audit
 from inference.audit.config import AuditConfig
 from inference.audit.drafters import KNOWS, ScriptedDrafter, scripted_drafters
-from inference.audit.findings import AuditedTarget, AuditRow, DistributionRow, Findings
-from inference.audit.statistics import FlipSummary, Text, chi_square, entropy, exact_distribution
+from inference.audit.findings import AuditedTarget, AuditRow, DistributionRow, Findings, FlipRow
+from inference.audit.statistics import Text, chi_square, entropy, exact_distribution
 from inference.decoding.config import DecodeConfig, Shape
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
@@ -137,6 +137,7 @@ def run_audit(
             part.processors()
         if "distribution" in config.checks and precision == sampled_in:
             part.distribution()
+        findings.flips.append(FlipRow.of(precision, part.tokens, part.flips))
         del part, target
         gc.collect()  # hooks tie a target to itself; the next precision needs the room
         if torch.cuda.is_available():
@@ -165,8 +166,7 @@ class _Precision:
     def __post_init__(self) -> None:
         self.requests = choose_requests(self.config, self.decode, self.target, self.prompts)
         self.real = [(item, item.load(self.target)) for item in self.contestants]
-        self.summary = FlipSummary(self.precision)
-        self.findings.flips.append(self.summary)
+        self.tokens, self.flips = 0, list[Divergence]()
 
     # The three checks
 
@@ -287,7 +287,8 @@ class _Precision:
             return
         width = max(2, decode.tree().num_nodes)
         report = audit(self.target, self.requests, plain, answers, decode.sampling(), width, known)
-        self.summary.add(report.tokens, report.found)
+        self.tokens += report.tokens
+        self.flips += report.found
         strict = self.precision == "float64"
         self.findings.rows.append(
             AuditRow(
@@ -344,11 +345,7 @@ class _Precision:
                 seeds=len(samples),
                 texts=len(exact),
                 entropy=entropy(exact),
-                cells=test.cells,
-                statistic=test.statistic,
-                degrees=test.degrees,
-                p_value=test.p_value,
-                impossible=test.impossible,
+                **vars(test),
                 tokens_per_pass=per_pass,
                 passed=test.p_value >= self.config.significance,
             )

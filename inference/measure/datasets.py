@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from heads.api.config import config
 from heads.api.errors import UserError, suggest
@@ -89,31 +89,16 @@ def load_bench_prompts(source: str, dataset: DatasetConfig, domains: Sequence[st
     return Loaded(load_prompts(path), source, "")
 
 
-class PromptFacts(TypedDict):
-    """The prompts of a measurement: the `prompts` block of a report's `run`."""
-
-    source: str
-    revision: str
-    """Commit of the dataset."""
-    sha256: str
-    """Of all hashes."""
-    hashes: dict[str, str]
-    """Prompt id -> hash (`prompt_hash`)."""
-    domains: dict[str, str]
-    """Prompt id -> domain."""
-
-
-def prompt_facts(loaded: Loaded, measured: Sequence[Prompt]) -> PromptFacts:
-    """The facts of the measured prompts."""
+def prompt_facts(loaded: Loaded, measured: Sequence[Prompt]) -> dict[str, Any]:
+    """The `prompts` block of a report's `run`: hash and domain by the id of each measured prompt,
+    and a hash of all hashes."""
     hashes = {prompt.id: prompt_hash(prompt) for prompt in measured}
-    everything = hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
-    domains = {prompt.id: prompt.domain for prompt in measured}
     return {
         "source": loaded.source,
         "revision": loaded.revision,
-        "sha256": everything,
+        "sha256": hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest(),
         "hashes": hashes,
-        "domains": domains,
+        "domains": {prompt.id: prompt.domain for prompt in measured},
     }
 
 

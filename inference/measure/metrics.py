@@ -127,7 +127,9 @@ class Totals(PerPrompt):
             )
         domains, counted, reached, clocks = zip(*rows.values(), strict=True)
         times = {phase: np.array([clock[phase] for clock in clocks]) for phase in CLOCK}
-        return cls(list(rows), list(domains), *np.stack(counted).T, np.stack(reached), times)
+        committed, passes, accepted, refused = np.stack(counted).T
+        sums = (committed, passes, accepted, refused, np.stack(reached), times)
+        return cls(list(rows), list(domains), *sums)
 
     def spent(self, *phases: str) -> Floats:
         """Seconds per prompt [P] in some phases."""

@@ -118,9 +118,11 @@ def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A markdown table; the first column is text, the others are numbers."""
-    line = "|".join(["---", *["---:"] * (len(header) - 1)])
+def markdown_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1
+) -> list[str]:
+    """A markdown table; the first columns (`texts`) are text, the others are numbers."""
+    line = "|".join([*["---"] * texts, *["---:"] * (len(header) - texts)])
     return [f"| {' | '.join(header)} |", f"|{line}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 

@@ -64,8 +64,7 @@ class Counts(PerPrompt):
         answers that counts; end 0: all behind `first`."""
         size = len(answers)
         passes, committed = np.zeros((2, size))
-        by_depth = np.zeros((6, size, depth))
-        reached, kept, tested, overlap, own_overlap, missed = by_depth
+        reached, kept, tested, overlap, own_overlap, missed = np.zeros((6, size, depth))
         ranks, bins = np.zeros((size, depth, RANKS)), np.zeros((size, BINS, 3))
         for row, answer in enumerate(answers):
             states = [state for state in answer.states[first : end or None] if state.by != FIRST]
@@ -88,7 +87,20 @@ class Counts(PerPrompt):
                 if state.confidence is not None:
                     cell = min(BINS - 1, int(state.confidence * BINS))
                     bins[row, cell] += (1, state.confidence, state.rank == 0)
-        return cls(list(prompts), list(domains), passes, committed, *by_depth, ranks, bins)
+        return cls(
+            list(prompts),
+            list(domains),
+            passes,
+            committed,
+            reached,
+            kept,
+            tested,
+            overlap,
+            own_overlap,
+            missed,
+            ranks,
+            bins,
+        )
 
     @property
     def depth(self) -> int:
