@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
@@ -33,7 +33,7 @@ from inference.audit.findings import AuditedTarget, AuditRow, DistributionRow, F
 from inference.audit.statistics import Text, chi_square, entropy, exact_distribution
 from inference.decoding.config import DecodeConfig, Shape
 from inference.decoding.engine import Engine
-from inference.decoding.requests import Completion, Request
+from inference.decoding.requests import Request
 from inference.decoding.rules.names import CHAINS_ONLY
 from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.report.model import DeviceFacts
@@ -48,21 +48,8 @@ DISTRIBUTION_LENGTH = 3
 DISTRIBUTION_ROWS = 64
 
 
-class Changes(TypedDict, total=False):
-    """Settings of `DecodeConfig` that differ from the user's."""
-
-    shape: Shape
-    batch_size: int
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    logit_bias: tuple[tuple[int, float], ...]
-    bad_words: tuple[tuple[int, ...], ...]
-
-
+Changes = dict[str, Any]
+"""Settings of `DecodeConfig` that differ from the user's."""
 UNPROCESSED: Changes = {
     "top_k": 0,
     "top_p": 1.0,
@@ -143,10 +130,8 @@ def run_audit(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if not findings.rows and not findings.distributions:
-        reasons = "; ".join(
-            f"{item.drafter}, {item.shape}: {item.reason}" for item in findings.skipped
-        )
-        raise UserError(f"nothing could be audited. {reasons}")
+        skipped = [f"{item.drafter}, {item.shape}: {item.reason}" for item in findings.skipped]
+        raise UserError(f"nothing could be audited. {'; '.join(skipped)}")
     return findings
 
 
@@ -177,9 +162,8 @@ class _Precision:
             plain, _ = self.answers(None, decode)
             known: Known = {}
             batched = replace(decode, shape="none", batch_size=self.config.batch_size)
-            self.compare(
-                _Case("invariance", "", NO_DRAFTER, NO_DRAFTER), None, batched, plain, known
-            )
+            alone = _Case("invariance", "", NO_DRAFTER, NO_DRAFTER)
+            self.compare(alone, None, batched, plain, known)
             for name, kind, drafter, shaped in self.arms(decode, plain):
                 for rows in (1, self.config.batch_size):
                     case = _Case("invariance", "", name, kind)
@@ -201,30 +185,27 @@ class _Precision:
                 if kind == ScriptedDrafter.kind and drafter_name != KNOWS:
                     continue  # what is never accepted has little to show here
                 case = _Case("processors", name, drafter_name, kind, changed)
-                self.compare(
-                    case, drafter, replace(shaped, batch_size=self.config.batch_size), plain, known
-                )
+                batched = replace(shaped, batch_size=self.config.batch_size)
+                self.compare(case, drafter, batched, plain, known)
 
     def distribution(self) -> None:
         """Sampled answers of one prompt, by rule, drafter and shape."""
         sampling: Changes = {**UNPROCESSED, "temperature": 1.0, "top_k": self.config.support}
-        decode = self.settings(
-            {**sampling, "max_new_tokens": DISTRIBUTION_LENGTH, "batch_size": DISTRIBUTION_ROWS}
-        )
-        shaping = decode.sampling()
+        sampling |= {"max_new_tokens": DISTRIBUTION_LENGTH, "batch_size": DISTRIBUTION_ROWS}
+        decode = self.settings(sampling)
         tails = sorted({request.tokens[-PROMPT_TAIL:] for request in self.requests})
         exact = {
-            tail: exact_distribution(self.target, tail, shaping, DISTRIBUTION_LENGTH)
+            tail: exact_distribution(self.target, tail, decode.sampling(), DISTRIBUTION_LENGTH)
             for tail in tails
         }
         prompt = max(tails, key=lambda tail: entropy(exact[tail]))
+        generator = torch.Generator().manual_seed(self.decode.seed)
+        seeds = torch.randint(0, 1 << 62, (self.config.seeds,), generator=generator).tolist()
         requests = [
-            Request(number, prompt, seed, DISTRIBUTION_LENGTH)
-            for number, seed in enumerate(_seeds(self.config.seeds, self.decode.seed))
+            Request(number, prompt, seed, DISTRIBUTION_LENGTH) for number, seed in enumerate(seeds)
         ]
-        guesses = ScriptedDrafter(
-            likeliest(prompt, exact[prompt]), self.target.info.vocab_size, 0.7
-        )
+        likely = likeliest(prompt, exact[prompt])
+        guesses = ScriptedDrafter(likely, self.target.info.vocab_size, 0.7)
         arms = [(item.name, drafter, item.decode) for item, drafter in self.real]
         for name, drafter, own in [*arms, ("guesses", guesses, self.decode)]:
             for rule in self.config.rules:
@@ -241,9 +222,7 @@ class _Precision:
         return replace(plain, **changes)
 
     def with_shape(self, decode: DecodeConfig, shape: Shape, own: DecodeConfig) -> DecodeConfig:
-        """`decode` with a draft of that shape: as deep as the drafter's own, and its own tree where
-        it has one.
-        """
+        """`decode` with a draft of that shape, as deep as the drafter's `own`, or its own tree."""
         choices = (own.choices or self.config.choices) if shape == "tree" else ()
         # what a dynamic tree of that depth can hold
         most = 1 + own.width + (own.depth - 1) * own.width**2
@@ -290,6 +269,7 @@ class _Precision:
         self.tokens += report.tokens
         self.flips += report.found
         strict = self.precision == "float64"
+        decisive = sorted(report.divergences, key=lambda item: item.near_tie)
         self.findings.rows.append(
             AuditRow(
                 check=case.check,
@@ -307,9 +287,7 @@ class _Precision:
                 tokens_per_pass=per_pass,
                 changed=case.changed,
                 passed=report.identical == report.sequences if strict else report.mismatches == 0,
-                divergences=sorted(report.divergences, key=lambda item: item.near_tie)[
-                    :MOST_DIVERGENCES
-                ],
+                divergences=decisive[:MOST_DIVERGENCES],
             )
         )
 
@@ -323,15 +301,13 @@ class _Precision:
         requests: Sequence[Request],
         exact: dict[Text, float],
     ) -> None:
-        """Decode the requests by one rule and shape, and test the answers against the exact
-        distribution."""
+        """Decode by one rule and shape, and test the answers against the exact distribution."""
         self.say(
             f"{self.precision}: distribution, rule {rule}, {name}, {shape}, {len(requests)} seeds"
         )
         try:
-            samples, per_pass = decode_all(
-                self.target, drafter, replace(decode, rule=rule), requests
-            )
+            ruled = replace(decode, rule=rule)
+            samples, per_pass = decode_all(self.target, drafter, ruled, requests)
         except UserError as error:
             self.findings.skip(name, f"{shape}, rule {rule}", error)
             return
@@ -355,8 +331,7 @@ class _Precision:
 def choose_requests(
     config: AuditConfig, decode: DecodeConfig, target: TargetModel, prompts: Sequence[Prompt]
 ) -> list[Request]:
-    """Requests for the prompts of the audit, spread over the domains; raises `UserError` when none
-    fits."""
+    """Requests for prompts of all domains; raises `UserError` when none fits."""
     domains = len({prompt.domain for prompt in prompts})
     chosen = select_prompts(prompts, -(-config.prompts // domains), decode.seed)[: config.prompts]
     limit = target.info.max_position_embeddings
@@ -375,25 +350,17 @@ def choose_requests(
 def decode_all(
     target: TargetModel, drafter: Any, decode: DecodeConfig, requests: Sequence[Request]
 ) -> tuple[Answers, float]:
-    """The answers in the order of the requests, and the tokens committed per verification (0
-    without one)."""
-    found: dict[int, Completion] = {
-        c.request.index: c for c in Engine(target, drafter, decode).run(requests)
-    }
-    passes = [record for completion in found.values() for record in completion.passes]
-    committed = sum(record.committed for record in passes)
-    return [found[request.index].tokens for request in requests], committed / len(
-        passes
-    ) if passes else 0.0
+    """The answers in the order of the requests, and the tokens committed per verification."""
+    done = {c.request.index: c for c in Engine(target, drafter, decode).run(requests)}
+    committed = [record.committed for found in done.values() for record in found.passes]
+    per_pass = sum(committed) / len(committed) if committed else 0.0
+    return [done[request.index].tokens for request in requests], per_pass
 
 
 def likeliest(prompt: Text, exact: Mapping[Text, float]) -> dict[Text, list[int]]:
-    """The likeliest text for every first token, by prompt and first token: what a scripted drafter
-    can guess."""
-    found: dict[Text, list[int]] = {}
-    for answer in sorted(exact, key=lambda answer: exact[answer]):
-        found[(*prompt, answer[0])] = [*prompt, *answer]
-    return found
+    """The likeliest text for every first token, by prompt and first token."""
+    rising = sorted(exact, key=lambda answer: exact[answer])
+    return {(*prompt, answer[0]): [*prompt, *answer] for answer in rising}
 
 
 def processor_cases(
@@ -410,39 +377,25 @@ def processor_cases(
         "top_p": {"top_p": 0.8},
         "min_p": {"min_p": 0.1},
     }
-    cases: dict[str, Changes] = {}
-    for name, part in greedy.items():
-        cases[f"{name}, greedy"] = {"temperature": 0.0, **part}
+    cases = {f"{name}, greedy": {"temperature": 0.0, **part} for name, part in greedy.items()}
     cases["all, greedy"] = {"temperature": 0.0, **_merge(greedy)}
-    for name, part in (sampled | filters).items():
-        cases[name] = {"temperature": 1.0, **part}
-    cases["all"] = {**_merge(sampled), **_merge(filters)}
-    return cases
+    cases |= {name: {"temperature": 1.0, **part} for name, part in (sampled | filters).items()}
+    return cases | {"all": _merge(sampled | filters)}
 
 
 def _text_cases(answers: Answers, ends: Sequence[int]) -> dict[str, Changes]:
-    """The processors that look at tokens, aimed at the commonest tokens and pairs of the
-    answers."""
+    """The processors that look at tokens, aimed at the commonest ones and pairs of the answers."""
     tokens = Counter(token for answer in answers for token in answer if token not in ends)
     pairs = Counter(pair for answer in answers for pair in pairwise(answer) if pair[1] not in ends)
     common = [token for token, _ in tokens.most_common(3)] or [0]
     words = tuple(pair for pair, _ in pairs.most_common(2))
+    more = ((common[-1], 1.5),) if len(common) > 1 else ()
     return {
         "repetition_penalty": {"repetition_penalty": 1.3},
-        "logit_bias": {
-            "logit_bias": ((common[0], -3.0), *(((common[-1], 1.5),) if len(common) > 1 else ()))
-        },
+        "logit_bias": {"logit_bias": ((common[0], -3.0), *more)},
         "bad_words": {"bad_words": ((common[0],), *words)},
     }
 
 
 def _merge(cases: Mapping[str, Changes]) -> Changes:
-    merged: Changes = {}
-    for changes in cases.values():
-        merged |= changes
-    return merged
-
-
-def _seeds(count: int, base: int) -> list[int]:
-    generator = torch.Generator().manual_seed(base)
-    return [int(seed) for seed in torch.randint(0, 1 << 62, (count,), generator=generator)]
+    return {key: value for changes in cases.values() for key, value in changes.items()}

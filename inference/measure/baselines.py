@@ -9,8 +9,7 @@ their own and are measured by `inference.measure.vllm_process`, not interleaved.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -58,18 +57,11 @@ class BaselinesConfig:
     vllm_seconds: PositiveFloat = 1800.0
     """Longest time that one vLLM mode may take."""
 
-    @property
-    def needs_assistant(self) -> bool:
-        """Whether a drafter must be handed to transformers or vLLM as a model."""
-        wanted = {"assisted", "assisted_constant"} & set(self.transformers)
-        return bool(wanted) or (bool(self.vllm_python) and "draft_model" in self.vllm)
-
 
 @dataclass(frozen=True)
 class PeerAnswer:
-    """One answer of another loop: its tokens, tokens committed by each step after the first, and
-    seconds per phase.
-    """
+    """One answer of another loop. steps: tokens committed by each after the first; seconds: per
+    phase."""
 
     tokens: list[int]
     steps: list[int]
@@ -77,8 +69,7 @@ class PeerAnswer:
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each step of a `generate` call ended and how long the text was then; never stops
-    it."""
+    """Notes when each step of a `generate` call ended and how long the text was then."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -114,8 +105,9 @@ class Peer:
         if assistant is not None:
             vars(assistant.generation_config).update(self.assistant_settings)
         clock, ends = _Clock(device), list(self.end_ids)
-        begin = time.perf_counter()
-        with _quiet():
+        begin, verbosity = time.perf_counter(), transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()  # its advice would repeat for every prompt
+        try:
             out = self.model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -126,6 +118,8 @@ class Peer:
                 stopping_criteria=StoppingCriteriaList([clock]),
                 **self.options,
             )
+        finally:
+            transformers_logging.set_verbosity(verbosity)
         tokens = out[0, prompt.shape[1] :].tolist()
         end = time.perf_counter()
         first, lengths = clock.marks[0][0], [length for _, length in clock.marks]
@@ -133,20 +127,8 @@ class Peer:
         return PeerAnswer(tokens, steps, {"prefill": first - begin, "other": end - first})
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' advice on generation flags, which would repeat for every prompt."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
-
-
 def make_peers(config: BaselinesConfig, target: TargetModel, arms: Sequence[Arm]) -> list[Peer]:
-    """The peers that `config` asks for, with a second copy of the target's weights in transformers'
-    own attention.
+    """The peers that `config` asks for, with a second copy of the target's weights.
 
     Raises `UserError` above temperature 0, when the target cannot be loaded a second time, or when
     no drafter can assist.
@@ -168,11 +150,9 @@ def make_peers(config: BaselinesConfig, target: TargetModel, arms: Sequence[Arm]
         elif mode.startswith("assisted"):
             arm = assistant_arm(config, arms)
             assistant = assistant or load_assistant(arm.drafter, target)
+            constant = {**CONSTANT, "num_assistant_tokens": arm.decode.tree().max_depth}
             peer.options = {"assistant_model": assistant}
-            depth = arm.decode.tree().max_depth
-            peer.assistant_settings = (
-                ASSISTED if mode == "assisted" else {**CONSTANT, "num_assistant_tokens": depth}
-            )
+            peer.assistant_settings = ASSISTED if mode == "assisted" else constant
         found.append(peer)
     return found
 
@@ -185,6 +165,8 @@ ASSISTED: dict[str, object] = {
 """The defaults of transformers 5, set before every call because calls change the assistant's
 generation config.
 """
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""What `rope_scaling` of a configuration lists."""
 CONSTANT: dict[str, object] = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.0,
@@ -232,17 +214,14 @@ def is_llama(drafter: Any) -> bool:
 
 
 def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:
-    """Write a drafter as a Hugging Face folder of a Llama, Qwen2 or Qwen3; what it shares with the
-    target is written out. Returns `folder`.
-    """
+    """Write a drafter as a Hugging Face folder of a Llama, Qwen2 or Qwen3, with what it shares with
+    the target. Returns `folder`."""
     assert is_llama(drafter)
     shape, info, weights = drafter.shape, target.info, target.weights
+    shared = {"model.embed_tokens.weight": weights.embedding, "lm_head.weight": weights.lm_head}
     state = dict(drafter.state_dict())
     if "model.embed_tokens.weight" not in state:
-        state["model.embed_tokens.weight"], state["lm_head.weight"] = (
-            weights.embedding,
-            weights.lm_head,
-        )
+        state |= shared
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
     family = Qwen3Config if shape.qk_norm else Qwen2Config if shape.attention_bias else LlamaConfig
     config = family(
@@ -272,20 +251,13 @@ def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:
 def _rope_parameters(drafter: Any, target: TargetModel) -> dict[str, object]:
     """A drafter's rotary positions as Hugging Face writes them: copied layers rotate as the
     target's do."""
-    config, names = (
-        drafter.config,
-        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    )
-    theirs = getattr(target.model.config, "rope_parameters", None)
+    config, theirs = drafter.config, getattr(target.model.config, "rope_parameters", None)
     if config.from_target_layers and theirs and "rope_type" in theirs:
         return dict(theirs)
     theta = {"rope_theta": config.rope_theta or target.info.rope_theta}
     if config.rope_scaling:
-        return {
-            "rope_type": "llama3",
-            **theta,
-            **dict(zip(names, config.rope_scaling, strict=True)),
-        }
+        factors = dict(zip(LLAMA3, config.rope_scaling, strict=True))
+        return {"rope_type": "llama3", **theta, **factors}
     return {"rope_type": "default", **theta}
 
 
@@ -295,8 +267,3 @@ def load_assistant(drafter: Any, target: TargetModel) -> Any:
         path = write_llama(drafter, target, Path(folder))
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
     return model.requires_grad_(False).eval().to(target.device)
-
-
-def identical(found: Mapping[Any, list[int]], plain: Mapping[Any, list[int]]) -> int:
-    """How many answers are token for token those of our loop."""
-    return sum(tokens == plain[key] for key, tokens in found.items())

@@ -78,21 +78,17 @@ class BenchConfig:
 
 
 def report_settings(decodes: Mapping[str, DecodeConfig], prompts: int) -> ReportSettings:
-    """The settings that all arms have decoded `prompts` prompts with. decodes: of every arm, by
-    name.
-
-    Raises `UserError` where two arms differ in what one report must have in common.
-    """
+    """The settings that all arms, by name, have decoded `prompts` prompts with. Raises `UserError`
+    where two arms differ in what one report must have in common."""
     require_same_task(decodes)
+    decode = next(iter(decodes.values()))
     names = [name for name in ReportSettings.model_fields if name != "prompts"]
-    values = {name: {getattr(decode, name) for decode in decodes.values()} for name in names}
-    assert all(len(found) == 1 for found in values.values()), f"arms of one report differ: {values}"
-    return ReportSettings(**{name: found.pop() for name, found in values.items()}, prompts=prompts)
+    assert len({other.batch_size for other in decodes.values()}) == 1
+    return ReportSettings(**{name: getattr(decode, name) for name in names}, prompts=prompts)
 
 
 def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
-    """Raise `UserError` unless all arms agree on `SHARED_SETTINGS`. decodes: their settings by
-    name."""
+    """Raise `UserError` unless all arms agree on `SHARED_SETTINGS`. decodes: by the arm's name."""
     (first, expected), *others = decodes.items()
     for name, decode in others:
         for key in SHARED_SETTINGS:
@@ -105,9 +101,8 @@ def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
 
 
 def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
-    """The arms as they are measured: batch size 1, and each trained drafter also with its own noise
-    if asked for.
-    """
+    """The arms as they are measured: batch size 1, and trained drafters also with their own noise
+    if asked for."""
     if not arms:
         raise UserError("there is no drafter to measure. Name at least one.")
     for arm in arms:
@@ -133,8 +128,7 @@ def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
             own = replace(arm.decode, batch_size=1, share_noise=False)
             result.append(replace(arm, name=arm.name + OWN_NOISE, decode=own))
     names = [BASELINE, *(arm.name for arm in result)]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(
             f"two arms are called {twice}. Every arm needs a name of its own ('{BASELINE}' is "
             "taken)."
@@ -146,11 +140,9 @@ def split_prompts(
     config: BenchConfig, prompts: Sequence[Prompt]
 ) -> tuple[list[Prompt], list[Prompt]]:
     """(measured, warm-up) prompts, disjoint. Raises `UserError` for an unknown domain or fewer than
-    two prompts.
-    """
+    two prompts."""
     known = sorted({prompt.domain for prompt in prompts})
-    unknown = [name for name in config.domains if name not in known]
-    if unknown:
+    if unknown := [name for name in config.domains if name not in known]:
         raise UserError(
             f"bench.domains names {unknown}, but the prompts are of: {', '.join(known)}."
         )
@@ -161,10 +153,9 @@ def split_prompts(
         )
     chosen = {prompt.id for prompt in select_prompts(pool, config.prompts_per_domain, config.seed)}
     spare = [prompt for prompt in pool if prompt.id not in chosen][: config.warmup_prompts]
-    if not spare:  # all are wanted for measuring: the last one gives way
-        spare = [next(prompt for prompt in reversed(pool) if prompt.id in chosen)]
-        chosen.discard(spare[0].id)
-    return [prompt for prompt in pool if prompt.id in chosen], spare
+    measured = [prompt for prompt in pool if prompt.id in chosen]
+    # where all are wanted for measuring, the last one gives way
+    return (measured, spare) if spare else (measured[:-1], measured[-1:])
 
 
 class Provenance(TypedDict, total=False):

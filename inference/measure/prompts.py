@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,7 @@ class Prompt:
 
 
 def load_prompts(path: str | Path | Sequence[str | Path]) -> list[Prompt]:
-    """Read prompts from a .jsonl file, a folder of <domain>.jsonl files, or a list of these, in the
-    order of the files' names.
+    """Read prompts from a .jsonl file, a folder of <domain>.jsonl files, or a list of these.
 
     Raises `UserError` naming file and line for a missing or empty source, a broken line or an id
     that occurs twice.
@@ -86,23 +85,18 @@ def select_prompts(
         raise UserError(
             f"the number of prompts per domain must be at least 1; given: {per_domain}."
         )
-    by_domain: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        by_domain.setdefault(prompt.domain, []).append(prompt)
-    chosen: set[str] = set()
-    for group in by_domain.values():
-        ranked = (
-            group
-            if seed is None
-            else sorted(group, key=lambda prompt: prompt_seed(seed, prompt.id))
-        )
-        chosen.update(prompt.id for prompt in ranked[:per_domain])
+    ranked = list(prompts)
+    if seed is not None:
+        ranked.sort(key=lambda prompt: prompt_seed(seed, prompt.id))
+    by_domain: dict[str, list[str]] = {}
+    for prompt in ranked:
+        by_domain.setdefault(prompt.domain, []).append(prompt.id)
+    chosen = {name for names in by_domain.values() for name in names[:per_domain]}
     return [prompt for prompt in prompts if prompt.id in chosen]
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:
-    """The sampling seed of one prompt: 63 bits of a stable hash of (seed, id), the same on every
-    machine."""
+    """The sampling seed of one prompt: 63 bits of a stable hash of (seed, id)."""
     digest = hashlib.blake2b(f"{seed}:{prompt_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -134,15 +128,12 @@ def to_requests(
                 )
             skipped.append(prompt.id)
             continue
-        requests.append(
-            Request(index, tokens, prompt_seed(decode.seed, prompt.id), decode.max_new_tokens)
-        )
+        seed = prompt_seed(decode.seed, prompt.id)
+        requests.append(Request(index, tokens, seed, decode.max_new_tokens))
     if skipped:
         logger.warning(
             "%d of %d prompts skipped: longer than %s positions with their answers",
-            len(skipped),
-            len(prompts),
-            capacity,
+            *(len(skipped), len(prompts), capacity),
         )
     return requests
 
@@ -183,22 +174,18 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
         )
     name, domain = str(row.get("id", f"{file.stem}-{number}")), str(row.get("domain") or file.stem)
     if given == ["tokens"]:
-        return Prompt(name, domain, tokens=_token_ids(row["tokens"], where))
-    messages = (
-        row["messages"] if given == ["messages"] else [{"role": "user", "content": row["prompt"]}]
-    )
+        tokens = row["tokens"]
+        if not tokens or not isinstance(tokens, list) or any(map(_not_an_id, tokens)):
+            words = "tokens must be a non-empty list of non-negative integers."
+            raise UserError(f"{where}: {words}")
+        return Prompt(name, domain, tokens=tuple(tokens))
+    asked = [{"role": "user", "content": row.get("prompt")}]
     try:
-        checked = check_messages(messages)
+        checked = check_messages(row["messages"] if given == ["messages"] else asked)
     except UserError as error:
         raise UserError(f"{where}: {error}.") from error
     return Prompt(name, domain, messages=tuple(checked))
 
 
-def _token_ids(value: Any, where: str) -> tuple[int, ...]:
-    is_list = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
-    tokens = tuple(value) if is_list else ()
-    if not tokens or any(
-        not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens
-    ):
-        raise UserError(f"{where}: tokens must be a non-empty list of non-negative integers.")
-    return tokens
+def _not_an_id(token: Any) -> bool:
+    return not isinstance(token, int) or isinstance(token, bool) or token < 0

@@ -35,11 +35,9 @@ def write_records(
     measured: Mapping[str, Iterable[Record]],
     out: Path,
 ) -> None:
-    """Record what every arm drafts for `requests` (one per prompt). A sequence's name is its
-    prompt's id.
+    """Record what every arm drafts for `requests` (one per prompt, whose id names it).
 
-    measured: what each arm did while the clock ran. Records of an earlier measurement in `out` are
-    replaced.
+    measured: what each arm did while the clock ran. Earlier records in `out` are replaced.
     """
     shutil.rmtree(out / RECORDS, ignore_errors=True)
     for arm in arms:
@@ -55,22 +53,11 @@ def write_records(
         others = 0
         for request, prompt in zip(requests, prompts, strict=True):
             (found,) = engine.run([request])
-            passes = [(item.accepted, item.committed, item.rejected) for item in found.passes]
-            others += (
-                passes != [tuple(item) for item in timed[prompt.id].passes]
-                or found.tokens != timed[prompt.id].tokens
-            )
-            temperature = arm.decode.temperature
-            log.completion(prompt.id, prompt.domain, found, temperature)
-            log.sequence(
-                prompt.id,
-                prompt.domain,
-                request.tokens,
-                found.tokens,
-                request.seed,
-                temperature,
-                found.finish,
-            )
+            known, name, temperature = timed[prompt.id], prompt.id, arm.decode.temperature
+            others += (found.passes, found.tokens) != (known.outcome().passes, known.tokens)
+            log.completion(name, prompt.domain, found, temperature)
+            texts = (request.tokens, found.tokens, request.seed)
+            log.sequence(name, prompt.domain, *texts, temperature, found.finish)
             if log.due:
                 log.flush()
         log.flush()

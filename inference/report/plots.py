@@ -5,7 +5,7 @@ by batch size where that was measured. One panel per report.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,11 +55,10 @@ def _save(figure: Figure, path: Path) -> Path:
 
 def _styles(reports: Mapping[str, Report]) -> dict[str, tuple[str, str]]:
     """Drafter name to colour and marker, the same in every panel."""
-    names = dict.fromkeys(
-        drafter.name for report in reports.values() for drafter in report.drafters
-    )
+    names = [drafter.name for report in reports.values() for drafter in report.drafters]
     return {
-        name: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)
+        name: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)])
+        for i, name in enumerate(dict.fromkeys(names))
     }
 
 
@@ -67,6 +66,30 @@ def _tidy(axes: Axes, grid: Literal["y", "both"] = "y") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def _panels(
+    reports: Mapping[str, Report],
+    width: float,
+    height: float,
+    draw: Callable[[Axes, Report], None],
+    x_label: str = "",
+    y_label: str = "",
+) -> Figure:
+    """A panel per report, in inches, with one legend for all. The panels share their y axis if it
+    has a label."""
+    shared = bool(y_label)
+    size = (width * len(reports) + (1.4 if shared else 1.2), height)
+    figure, grid = plt.subplots(1, len(reports), figsize=size, sharey=shared, squeeze=False)
+    for axes, (label, report) in zip(grid[0], reports.items(), strict=True):
+        draw(axes, report)
+        axes.set_xlabel(x_label)
+        axes.set_title(_title(label, report))
+    grid[0][0].set_ylabel(y_label)
+    if not shared:
+        figure.subplots_adjust(wspace=0.45)
+    _add_legend(figure, grid[0])
+    return figure
 
 
 def _title(label: str, report: Report) -> str:
@@ -118,14 +141,9 @@ def _draw_acceptance(
             i for i in range(len(values)) if which == "unconditional" or i == 0 or beta[i - 1] > 0
         ]
         colour, marker = styles[drafter.name]
-        axes.plot(
-            [i + 1 for i in shown],
-            [values[i] for i in shown],
-            color=colour,
-            marker=marker,
-            clip_on=False,
-            label=drafter.name,
-        )
+        shares = [values[i] for i in shown]
+        places = [i + 1 for i in shown]
+        axes.plot(places, shares, color=colour, marker=marker, clip_on=False, label=drafter.name)
     _tidy(axes)
     axes.set_ylim(0, 1.02)
     axes.set_xticks(range(1, deepest + 1))
@@ -134,48 +152,38 @@ def _draw_acceptance(
 def speedup(reports: Mapping[str, Report]) -> Figure:
     """Bars of speedup by domain with 95% intervals; the line at 1 is plain decoding."""
     styles = _styles(reports)
-    width = max(
-        (len(report.drafters) * (len(report.domains) + 1) for report in reports.values()), default=1
-    )
-    size = (max(4.5, 0.42 * width) * len(reports) + 1.4, 4.2)
-    figure, grid = plt.subplots(1, len(reports), figsize=size, sharey=True, squeeze=False)
-    for axes, (label, report) in zip(grid[0], reports.items(), strict=True):
-        _draw_speedup(axes, report, styles)
-        axes.set_title(_title(label, report))
-    grid[0][0].set_ylabel("speedup over plain decoding")
-    _add_legend(figure, grid[0])
-    return figure
+    bars = [len(report.drafters) * (len(report.domains) + 1) for report in reports.values()]
 
+    def draw(axes: Axes, report: Report) -> None:
+        groups, count = [*report.domains, "all"], max(1, len(report.drafters))
+        bar = 0.8 / count
+        for place, drafter in enumerate(report.drafters):
+            name = drafter.name
+            intervals = {**report.domain_intervals(name), "all": drafter.speedup_ci95}
+            values = {domain: numbers.speedup for domain, numbers in drafter.domains.items()}
+            values["all"] = drafter.speedup
+            for group, domain in enumerate(groups):
+                if domain not in values:
+                    continue
+                at = group + (place - (count - 1) / 2) * bar
+                label = name if group == 0 else None
+                axes.bar(at, values[domain], 0.9 * bar, color=styles[name][0], label=label)
+                if domain in intervals:
+                    axes.plot([at, at], intervals[domain], color=DARK, linewidth=1.2)
+        _mark_plain_speed(axes)
+        axes.set_xticks(range(len(groups)), groups)
+        _tidy(axes)
 
-def _draw_speedup(axes: Axes, report: Report, styles: Mapping[str, tuple[str, str]]) -> None:
-    groups, count = [*report.domains, "all"], max(1, len(report.drafters))
-    bar = 0.8 / count
-    for place, drafter in enumerate(report.drafters):
-        name = drafter.name
-        intervals = {**report.domain_intervals(name), "all": drafter.speedup_ci95}
-        values = {domain: numbers.speedup for domain, numbers in drafter.domains.items()}
-        values["all"] = drafter.speedup
-        for group, domain in enumerate(groups):
-            if domain not in values:
-                continue
-            at = group + (place - (count - 1) / 2) * bar
-            label = name if group == 0 else None
-            axes.bar(at, values[domain], 0.9 * bar, color=styles[name][0], label=label)
-            if domain in intervals:
-                axes.plot([at, at], intervals[domain], color=DARK, linewidth=1.2)
-    _mark_plain_speed(axes)
-    axes.set_xticks(range(len(groups)), groups)
-    _tidy(axes)
+    width = max(4.5, 0.42 * max(bars, default=1))
+    return _panels(reports, width, 4.2, draw, y_label="speedup over plain decoding")
 
 
 def step_time(reports: Mapping[str, Report]) -> Figure:
     """Stacked bars: milliseconds per verify pass by phase; the dashed line is one pass of plain
     decoding.
     """
-    rows = max((len(report.drafters) for report in reports.values()), default=1)
-    size = (5.6 * len(reports) + 1.2, 0.5 * rows + 1.8)
-    figure, grid = plt.subplots(1, len(reports), figsize=size, squeeze=False)
-    for axes, (label, report) in zip(grid[0], reports.items(), strict=True):
+
+    def draw(axes: Axes, report: Report) -> None:
         names = [drafter.name for drafter in report.drafters]
         times = [dict(drafter.step_ms.items()) for drafter in report.drafters]
         left = [0.0] * len(names)
@@ -187,11 +195,9 @@ def step_time(reports: Mapping[str, Report]) -> Figure:
             axes.axvline(plain, color=DARK, linewidth=1, linestyle="--", label="plain decoding")
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel("ms per verify pass")
-        axes.set_title(_title(label, report))
-    figure.subplots_adjust(wspace=0.45)
-    _add_legend(figure, grid[0])
-    return figure
+
+    rows = max((len(report.drafters) for report in reports.values()), default=1)
+    return _panels(reports, 5.6, 0.5 * rows + 1.8, draw, x_label="ms per verify pass")
 
 
 def _batch_points(report: Report) -> list[ProfilePoint]:
@@ -205,22 +211,20 @@ def speedup_by_batch(reports: Mapping[str, Report]) -> Figure:
     drafted.
     """
     styles = _styles(reports)
-    size = (5.2 * len(reports) + 1.4, 4.2)
-    figure, grid = plt.subplots(1, len(reports), figsize=size, sharey=True, squeeze=False)
-    for axes, (label, report) in zip(grid[0], reports.items(), strict=True):
+
+    def draw(axes: Axes, report: Report) -> None:
         points = _batch_points(report)
         for name in dict.fromkeys(point.arm for point in points):
-            mine = [point for point in points if point.arm == name]
-            sizes = sorted({point.batch for point in mine})
-            best = [
-                max((p for p in mine if p.batch == batch), key=lambda p: p.speedup)
-                for batch in sizes
-            ]
+            best: dict[int, ProfilePoint] = {}
+            for point in (point for point in points if point.arm == name):
+                if point.batch not in best or point.speedup > best[point.batch].speedup:
+                    best[point.batch] = point
+            sizes = sorted(best)
             colour, marker = styles.get(name, (COLOURS[-1], MARKERS[0]))
-            places = range(len(sizes))
-            speedups = [point.speedup for point in best]
-            axes.plot(places, speedups, color=colour, marker=marker, label=name)
-            for place, point in enumerate(best):
+            speedups = [best[size].speedup for size in sizes]
+            axes.plot(range(len(sizes)), speedups, color=colour, marker=marker, label=name)
+            for place, size in enumerate(sizes):
+                point = best[size]
                 axes.plot([place, place], point.speedup_ci95, color=colour, linewidth=1.2)
                 axes.annotate(
                     str(point.depth),
@@ -229,14 +233,12 @@ def speedup_by_batch(reports: Mapping[str, Report]) -> Figure:
                     xytext=(6, 5),
                     color=colour,
                 )
-            axes.set_xticks(places, [str(batch) for batch in sizes])
+            axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
         _mark_plain_speed(axes)
-        axes.set_xlabel("rows decoded together")
-        axes.set_title(_title(label, report))
         _tidy(axes)
-    grid[0][0].set_ylabel("speedup over plain decoding")
-    _add_legend(figure, grid[0])
-    return figure
+
+    labels = ("rows decoded together", "speedup over plain decoding")
+    return _panels(reports, 5.2, 4.2, draw, *labels)
 
 
 def families(rows: Mapping[str, Mapping[str, float]], path: Path) -> Path:

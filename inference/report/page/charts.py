@@ -92,6 +92,11 @@ class Dot:
     interval: Interval | None = None
     strong: bool = False
 
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """Its value and its interval's ends."""
+        return self.value, *(self.interval or ())
+
     def words(self, unit: str) -> str:
         """The row as a sentence."""
         value = f"{self.name}: {number(self.value)}{unit}"

@@ -11,6 +11,7 @@ from typing import Any
 from heads.api.errors import UserError
 from inference.decoding.rules.names import TEXT
 from inference.measure.breakdown.transcripts import Transcript, read_transcripts
+from inference.report.markdown import NO_REPORT
 from inference.report.model import DrafterResult, Report, read_report
 
 LOG_FILE = "log.jsonl"
@@ -94,9 +95,7 @@ def gather(reports: Sequence[tuple[str, Path]], run_folder: Path | None = None) 
     Raises `UserError` when there is no report, or when one or its transcripts are broken.
     """
     if not reports:
-        raise UserError(
-            "no report was given. Name at least one report.json, or a folder that holds one."
-        )
+        raise UserError(NO_REPORT)
     runs = []
     for label, path in reports:
         folder = path if path.is_dir() else path.parent
