@@ -85,8 +85,7 @@ class RecordsConfig:
     """Record every verification: what was drafted, how likely both models held it, where it
     failed."""
     max_megabytes: PositiveFloat = 1024.0
-    """Recording ends when its files reach this size; what is decoded afterwards is not on
-    record."""
+    """Recording ends when its files reach this size."""
     redact: bool = False
     """Leave out every token: positions, depths, lengths and log-probabilities stay."""
 
@@ -104,29 +103,17 @@ class RecordedDrafter(TypedDict):
     weights_sha256: str
 
 
-class RecordedDraft(TypedDict):
-    """The draft of records."""
-
-    shape: str
-    depth: int
-    nodes: int
-    adaptive: str
-
-
 class RecordFacts(TypedDict, total=False):
-    """What records were made with. Files of earlier versions may lack keys."""
-
-    target: dict[str, str]
-    """Its id, revision and tokenizer_hash."""
-    drafter: RecordedDrafter
-    draft: RecordedDraft
-
-
-class RecordsFile(RecordFacts):
-    """The content of records.json."""
+    """What records were made with: the content of records.json. Files of earlier versions may lack
+    keys."""
 
     format: int
     redacted: bool
+    target: dict[str, str]
+    """Its id, revision and tokenizer_hash."""
+    drafter: RecordedDrafter
+    draft: dict[str, int | str]
+    """Its shape, depth, nodes and adaptive lengths."""
 
 
 class VerificationLog:
@@ -154,25 +141,19 @@ class VerificationLog:
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in SCHEMAS}
-        self._open({"format": FORMAT, "redacted": redact, **facts})
+        facts = {"format": FORMAT, "redacted": redact, **facts}
+        if not (folder / FACTS_FILE).is_file():
+            write_json(folder / FACTS_FILE, facts)
+        known = read_facts(folder)
+        keys = known.keys() | facts.keys()
+        if different := sorted(key for key in keys if known.get(key) != facts.get(key)):
+            raise UserError(
+                f"'{folder}' holds records of something else ({', '.join(different)} differ). "
+                "Choose another folder."
+            )
         found = list(folder.glob("*.parquet"))
         self.bytes = sum(path.stat().st_size for path in found)
         self._next = 1 + max((int(path.stem.rsplit("-", 1)[1]) for path in found), default=-1)
-
-    def _open(self, facts: RecordsFile) -> None:
-        path = self.folder / FACTS_FILE
-        if not path.is_file():
-            write_json(path, facts)
-            return
-        known = read_facts(self.folder)
-        different = sorted(
-            key for key in known.keys() | facts.keys() if known.get(key) != facts.get(key)
-        )
-        if different:
-            raise UserError(
-                f"'{self.folder}' holds records of something else ({', '.join(different)} "
-                "differ). Choose another folder."
-            )
 
     # Adding
 
@@ -181,9 +162,8 @@ class VerificationLog:
     ) -> None:
         """Add one verification. position: where its root stands in the sequence; drafted token d is
         meant for position + d."""
-        details = record.details
+        details, error = record.details, record.accepted + 1 if record.rejected else 0
         assert details is not None, "passes were decoded without details"
-        error = record.accepted + 1 if record.rejected else 0
         row = (
             sequence,
             position,
@@ -235,11 +215,9 @@ class VerificationLog:
                 self.dropped += 1
                 return
             if self.redact:
-                names, hidden = SCHEMAS[table].names, SECRET_COLUMNS[table]
-                row = tuple(
-                    None if name in hidden else value
-                    for name, value in zip(names, row, strict=True)
-                )
+                columns = zip(SCHEMAS[table].names, row, strict=True)
+                secret = SECRET_COLUMNS[table]
+                row = tuple(None if name in secret else value for name, value in columns)
             self._rows[table].append(row)
 
     def completion(
@@ -275,11 +253,8 @@ class VerificationLog:
                 self._write(table, gathered[start : start + step], name)
 
     def _write(self, table: str, rows: list[tuple[Any, ...]], name: str) -> None:
-        columns = zip(*rows, strict=True)
-        arrays = [
-            pa.array(column, field.type)
-            for column, field in zip(columns, SCHEMAS[table], strict=True)
-        ]
+        columns = zip(zip(*rows, strict=True), SCHEMAS[table], strict=True)
+        arrays = [pa.array(column, field.type) for column, field in columns]
         sink = pa.BufferOutputStream()
         pq.write_table(pa.table(arrays, SCHEMAS[table]), sink, compression="zstd")
         content = sink.getvalue().to_pybytes()
@@ -293,10 +268,7 @@ class VerificationLog:
 
 
 def record_facts(engine: Engine, drafter: str, weights_sha256: str = "") -> RecordFacts:
-    """The facts of an engine's records.
-
-    drafter: its name. weights_sha256: of its checkpoint's weights; empty without any.
-    """
+    """The facts of an engine's records. drafter: its name."""
     info, own = engine.target.info, engine.drafter
     return {
         "target": {"id": info.id, "revision": info.revision, "tokenizer_hash": info.tokenizer_hash},
@@ -314,30 +286,26 @@ def record_facts(engine: Engine, drafter: str, weights_sha256: str = "") -> Reco
     }
 
 
-def read_facts(folder: Path) -> RecordsFile:
+def read_facts(folder: Path) -> RecordFacts:
     """The facts of the records in a folder; raises `UserError` for no records or another format."""
     path = folder / FACTS_FILE
     try:
-        facts: RecordsFile = json.loads(path.read_text(encoding="utf-8"))
+        facts: RecordFacts = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"'{folder}' holds no records: there is no {FACTS_FILE}.") from error
     except ValueError as error:
         raise UserError(f"'{path}' is not readable as JSON ({error}).") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise UserError(
-            f"'{path}' has a format of records that this version does not know; it reads format "
-            f"{FORMAT}."
-        )
+        words = f"that this version does not know; it reads format {FORMAT}."
+        raise UserError(f"'{path}' has a format of records {words}")
     return facts
 
 
 def read_table(folder: Path, table: str = VERIFICATIONS) -> pa.Table:
     """All rows of a table (`VERIFICATIONS` or `SEQUENCES`) in the order they were written. Raises
-    `UserError` (see `read_facts`) and for shards that are no records.
-    """
+    `UserError` (see `read_facts`), also for shards that are no records."""
     read_facts(folder)
-    shards = sorted(folder.glob(f"{table}-*.parquet"))
-    schema = SCHEMAS[table]
+    shards, schema = sorted(folder.glob(f"{table}-*.parquet")), SCHEMAS[table]
     try:
         parts = [pq.read_table(path, schema=schema) for path in shards]
     except (pa.ArrowInvalid, OSError) as error:

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from heads.api.config import config
+from heads.api.config import NonNegativeInt, config
 from heads.api.errors import UserError, suggest
 from inference.measure.prompts import Prompt, load_prompts
 
@@ -52,7 +52,7 @@ class DatasetConfig:
     """Rows whose message holds this text are left out: a dataset's mark for content that must be
     fetched elsewhere.
     """
-    limit: int = 0
+    limit: NonNegativeInt = 0
     """Read at most this many rows, from the start; 0: all."""
 
 
