@@ -26,9 +26,7 @@ from heads.api.tree import TokenTree
 from inference.target.model import TargetModel
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
-"""Largest difference of two logits, as a share of the largest magnitude in their row (at least 1),
-by the target's dtype.
-"""
+"""Largest difference of logits, as a share of their row's largest magnitude (at least 1)."""
 
 
 Features = list[tuple[Tensor | None, Tensor | None]]
@@ -165,8 +163,7 @@ class _ForcedNoise:
 def _decoding_path(
     target: TargetModel, drafter: Any, tokens: list[list[int]], depth: int
 ) -> Sightings:
-    """Walk over the ends of all documents as a ragged batch, committing runs of 1 to depth + 1
-    tokens."""
+    """Walk over the ends of all documents as a ragged batch, in runs of 1 to depth + 1 tokens."""
     features, lengths = _document_features(target, drafter, tokens), list(map(len, tokens))
     text = pad_sequence([torch.tensor(document) for document in tokens], batch_first=True)
     text = text.to(target.device)

@@ -71,8 +71,7 @@ SCHEMAS = {
     ),
 }
 SECRET_COLUMNS = {VERIFICATIONS: ("drafted", "pick"), SEQUENCES: ("tokens", "seed")}
-"""Empty in redacted records. (With a seed, somebody with the model could try prompts until an
-answer's length fits.)"""
+"""Empty in redacted records: with a seed, prompts could be tried until a length fits."""
 ROWS_PER_SHARD = 8192
 
 
@@ -82,8 +81,7 @@ class RecordsConfig:
     """What `generate` and `measure` write down of their verifications."""
 
     enabled: bool = False
-    """Record every verification: what was drafted, how likely both models held it, where it
-    failed."""
+    """Record what was drafted, how likely both models held it, and where it failed."""
     max_megabytes: PositiveFloat = 1024.0
     """Recording ends when its files reach this size."""
     redact: bool = False
@@ -104,8 +102,7 @@ class RecordedDrafter(TypedDict):
 
 
 class RecordFacts(TypedDict, total=False):
-    """What records were made with: the content of records.json. Files of earlier versions may lack
-    keys."""
+    """The content of records.json. Files of earlier versions may lack keys."""
 
     format: int
     redacted: bool
@@ -160,8 +157,7 @@ class VerificationLog:
     def verification(
         self, sequence: str, position: int, domain: str, record: PassRecord, temperature: float
     ) -> None:
-        """Add one verification. position: where its root stands in the sequence; drafted token d is
-        meant for position + d."""
+        """Add one verification, whose root stands at `position` of the sequence."""
         details, error = record.details, record.accepted + 1 if record.rejected else 0
         assert details is not None, "passes were decoded without details"
         row = (
@@ -223,8 +219,7 @@ class VerificationLog:
     def completion(
         self, sequence: str, domain: str, found: Completion, temperature: float, offset: int = 0
     ) -> None:
-        """Add the verifications of an answer that was decoded with details. offset: tokens of the
-        sequence before its prompt."""
+        """Add the verifications of an answer. offset: tokens of the sequence before its prompt."""
         # the first token of the answer comes from reading the prompt
         root = offset + len(found.request.tokens)
         for record in found.passes:
@@ -302,8 +297,7 @@ def read_facts(folder: Path) -> RecordFacts:
 
 
 def read_table(folder: Path, table: str = VERIFICATIONS) -> pa.Table:
-    """All rows of a table (`VERIFICATIONS` or `SEQUENCES`) in the order they were written. Raises
-    `UserError` (see `read_facts`), also for shards that are no records."""
+    """All rows of a table in the order they were written; raises `UserError` for other files."""
     read_facts(folder)
     shards, schema = sorted(folder.glob(f"{table}-*.parquet")), SCHEMAS[table]
     try:

@@ -148,8 +148,7 @@ def examine(
     sampling: SamplingSettings,
     width: int,
 ) -> list[Divergence]:
-    """Every place where `answer` leaves plain decoding, the first difference included. Not
-    empty."""
+    """Every place where `answer` leaves plain decoding, the first difference included."""
     pairs = list(zip_longest(plain, answer))
     start = next(place for place, (one, other) in enumerate(pairs) if one != other)
     ended = answer and (answer[-1] in target.eos_token_ids or len(answer) == request.max_new_tokens)
@@ -207,8 +206,7 @@ class _Replay:
         return logits[0, -1]
 
     def _at_once(self, place: int) -> Tensor:
-        """Logits [V] before answer token `place`, from one causal pass over all the text before
-        it."""
+        """Logits [V] before answer token `place`, from one causal pass over the whole text."""
         tokens = self.text[:, : self.prompt + place]
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         needs = FeatureSpec(last_hidden=True)

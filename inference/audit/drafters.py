@@ -98,8 +98,7 @@ class ScriptedDrafter:
         return state
 
     def _draws(self, keys: Tensor, state: State, count: int) -> Tensor:
-        """Random numbers [B, count] int64 below 2**32 that depend on the row and how far it has
-        come."""
+        """Random numbers [B, count] int64 below 2**32, by the row and how far it has come."""
         columns = torch.arange(count, device=keys.device)
         return noise_bits(keys, state.length[:, None], columns)[:, 0].to(torch.int64) & 0xFFFFFFFF
 

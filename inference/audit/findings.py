@@ -256,6 +256,5 @@ def write(audit: Audit, folder: Path) -> Path:
 
 
 def read(path: Path) -> Audit:
-    """Read an audit.json, or the one in a folder; raises `UserError` when it is absent or
-    invalid."""
+    """Read an audit.json, or the one in a folder; raises `UserError` where that fails."""
     return read_block(Audit, path, AUDIT_FILE)

@@ -21,9 +21,7 @@ from inference.target.model import TargetModel
 Text = tuple[int, ...]
 
 FEWEST_EXPECTED = 5.0
-"""Texts expected less often than this are pooled: chi-square is an approximation for counts that
-are not small.
-"""
+"""Texts expected less often are pooled: chi-square is an approximation for larger counts."""
 
 
 @torch.no_grad()

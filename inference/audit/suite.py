@@ -42,8 +42,7 @@ from inference.target.model import TargetModel
 
 NO_DRAFTER = "none"
 PROMPT_TAIL = 8
-"""Tokens of a prompt that the distribution check keeps: its answers are short, and thousands are
-decoded."""
+"""Tokens of a prompt that the distribution check keeps: thousands of answers are decoded."""
 DISTRIBUTION_LENGTH = 3
 DISTRIBUTION_ROWS = 64
 
@@ -58,9 +57,7 @@ UNPROCESSED: Changes = {
     "logit_bias": (),
     "bad_words": (),
 }
-"""Cases of the processors check and the distribution start from here; the invariance check from the
-user's settings.
-"""
+"""Where cases of the processors check and the distribution start."""
 MOST_DIVERGENCES = 3
 """Divergences kept per case; all are counted."""
 
@@ -70,8 +67,7 @@ Answers = list[list[int]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A real drafter: how to build it for a target, once per precision, and the draft that it was
-    made for."""
+    """A real drafter: how to build it for a target, and the draft that it was made for."""
 
     name: str
     kind: str
@@ -81,9 +77,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class _Case:
-    """What is compared: the check, the processors' setting, who drafts, and how many answers the
-    setting changed.
-    """
+    """A comparison. changed: answers that the processors' setting changes."""
 
     check: str
     setting: str

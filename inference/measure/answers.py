@@ -47,16 +47,14 @@ class AnswerLog:
     def open(cls, directory: Path, fingerprint: str, arms: list[str]) -> AnswerLog:
         """Continue an unfinished measurement of the same fingerprint, or begin."""
         records = cls(directory, arms)
+        done: dict[tuple[str, int], dict[str, Record]] = {}
         header, *lines = _read(directory / PARTIAL_FILE) or [{}]
         if header.get("fingerprint") == fingerprint:
-            for line in lines:
-                record = Record(**line)
-                records.done.setdefault((record.prompt, record.repeat), {})[record.arm] = record
+            for record in (Record(**line) for line in lines):
+                done.setdefault((record.prompt, record.repeat), {})[record.arm] = record
         # arms of one prompt are compared with one another: those of an interrupted one are measured
         # again, together
-        records.done = {
-            key: found for key, found in records.done.items() if set(found) == set(arms)
-        }
+        records.done = {key: found for key, found in done.items() if set(found) == set(arms)}
         kept = [asdict(record) for found in records.done.values() for record in found.values()]
         text = "".join(json.dumps(line) + "\n" for line in [{"fingerprint": fingerprint}, *kept])
         write_bytes(directory / PARTIAL_FILE, text.encode())

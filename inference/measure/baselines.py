@@ -39,13 +39,9 @@ class BaselinesConfig:
     """Which loops of others are measured beside ours; temperature 0 and batch size 1 only."""
 
     transformers: tuple[Mode, ...] = ()
-    """Of generate, assisted (its default settings), assisted_constant (the drafter's own depth, no
-    confidence threshold) and prompt_lookup.
-    """
+    """Of generate, assisted, assisted_constant (always the drafter's depth), prompt_lookup."""
     assistant: str = ""
-    """Drafter that serves as assistant or draft model; empty: the first that is a Llama of its own
-    (kind distilled).
-    """
+    """Drafter that serves as draft model; empty: the first that is a Llama (kind distilled)."""
     lookup_tokens: PositiveInt = 10
     """Tokens that prompt lookup proposes."""
     vllm_python: str = ""
@@ -60,8 +56,7 @@ class BaselinesConfig:
 
 @dataclass(frozen=True)
 class PeerAnswer:
-    """One answer of another loop. steps: tokens committed by each after the first; seconds: per
-    phase."""
+    """One answer. steps: tokens committed by each after the first; seconds: by phase."""
 
     tokens: list[int]
     steps: list[int]
@@ -84,11 +79,7 @@ class _Clock(StoppingCriteria):
 
 @dataclass
 class Peer:
-    """One way of calling `generate` of transformers.
-
-    options: arguments of `generate` beside the prompt. assistant_settings: of the assistant's
-    generation config.
-    """
+    """One way of calling `generate`. assistant_settings: of the assistant's generation config."""
 
     name: str
     model: Any
@@ -162,9 +153,7 @@ ASSISTED: dict[str, object] = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
 }
-"""The defaults of transformers 5, set before every call because calls change the assistant's
-generation config.
-"""
+"""The defaults of transformers 5, set before every call because calls change them."""
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """What `rope_scaling` of a configuration lists."""
 CONSTANT: dict[str, object] = {
@@ -178,12 +167,16 @@ def _load_again(target: TargetModel) -> Any:
     info = target.info
     revision = None if Path(info.id).is_dir() else info.revision
     try:
-        model = AutoModelForCausalLM.from_pretrained(info.id, revision=revision, dtype=target.dtype)
+        return _load(info.id, target, revision=revision)
     except (OSError, ValueError) as error:
         raise UserError(
             f"bench.baselines.transformers: target '{info.id}' cannot be loaded a second time "
             f"({error}). Measure without them."
         ) from error
+
+
+def _load(path: str | Path, target: TargetModel, **options: Any) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype, **options)
     return model.requires_grad_(False).eval().to(target.device)
 
 
@@ -191,13 +184,12 @@ def _load_again(target: TargetModel) -> Any:
 
 
 def assistant_arm(config: BaselinesConfig, arms: Sequence[Arm]) -> Arm:
-    """The arm whose drafter assists; raises `UserError` when there is none that is a Llama of its
-    own."""
-    able = [arm for arm in arms if is_llama(arm.drafter)]
-    names = ", ".join(arm.name for arm in able) or "none"
-    for arm in able:
-        if config.assistant in ("", arm.name):
-            return arm
+    """The arm whose drafter assists; raises `UserError` when none is a Llama of its own."""
+    able = {arm.name: arm for arm in arms if is_llama(arm.drafter)}
+    chosen = config.assistant or next(iter(able), "")
+    if chosen in able:
+        return able[chosen]
+    names = ", ".join(able) or "none"
     raise UserError(
         "bench.baselines needs an assistant that transformers can load, a drafter of kind "
         f"distilled; asked for: '{config.assistant or 'any'}', measured and able: {names}. "
@@ -241,16 +233,14 @@ def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:
     )
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(
-        {name: value.detach().cpu().clone() for name, value in state.items()}, assign=True
-    )
+    copies = {name: value.detach().cpu().clone() for name, value in state.items()}
+    model.load_state_dict(copies, assign=True)
     model.save_pretrained(folder)
     return folder
 
 
 def _rope_parameters(drafter: Any, target: TargetModel) -> dict[str, object]:
-    """A drafter's rotary positions as Hugging Face writes them: copied layers rotate as the
-    target's do."""
+    """A drafter's rotary positions as Hugging Face writes them; copied layers rotate as theirs."""
     config, theirs = drafter.config, getattr(target.model.config, "rope_parameters", None)
     if config.from_target_layers and theirs and "rope_type" in theirs:
         return dict(theirs)
@@ -264,6 +254,4 @@ def _rope_parameters(drafter: Any, target: TargetModel) -> dict[str, object]:
 def load_assistant(drafter: Any, target: TargetModel) -> Any:
     """A drafter as the model that transformers loads from disk."""
     with TemporaryDirectory() as folder:
-        path = write_llama(drafter, target, Path(folder))
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
-    return model.requires_grad_(False).eval().to(target.device)
+        return _load(write_llama(drafter, target, Path(folder)), target)

@@ -59,8 +59,7 @@ class BenchConfig:
     repeats: PositiveInt = 1
     """How often every prompt is measured. More repeats steady the clock; answers do not change."""
     compare_noise: bool = True
-    """Above temperature 0, rule match: measure every trained drafter also with its own noise
-    instead of the target's."""
+    """Above temperature 0, rule match: measure trained drafters also with their own noise."""
     seed: int = 0
     """Chooses the prompts and draws the bootstrap samples. The answers' seed is decode.seed."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -78,8 +77,7 @@ class BenchConfig:
 
 
 def report_settings(decodes: Mapping[str, DecodeConfig], prompts: int) -> ReportSettings:
-    """The settings that all arms, by name, have decoded `prompts` prompts with. Raises `UserError`
-    where two arms differ in what one report must have in common."""
+    """The settings that all arms, by name, share; raises `UserError` where they differ."""
     require_same_task(decodes)
     decode = next(iter(decodes.values()))
     names = [name for name in ReportSettings.model_fields if name != "prompts"]
@@ -101,8 +99,7 @@ def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
 
 
 def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
-    """The arms as they are measured: batch size 1, and trained drafters also with their own noise
-    if asked for."""
+    """The arms at batch size 1, and trained drafters also with their own noise if asked for."""
     if not arms:
         raise UserError("there is no drafter to measure. Name at least one.")
     for arm in arms:

@@ -34,8 +34,7 @@ class DatasetConfig:
     """How the rows of a dataset become prompts."""
 
     template: str = ""
-    """The user message, with columns in braces: "{question}". Empty: bench.prompts are files of
-    prompts."""
+    """The user message with columns in braces: "{question}". Empty: bench.prompts are files."""
     name: str = ""
     """Configuration of a Hub dataset (`name` of `datasets.load_dataset`); empty: its only one."""
     split: str = "test"
@@ -49,9 +48,7 @@ class DatasetConfig:
     domain: str = ""
     """Domain of all rows without a domain column; empty: the file's or dataset's name."""
     placeholder: str = ""
-    """Rows whose message holds this text are left out: a dataset's mark for content that must be
-    fetched elsewhere.
-    """
+    """Rows with this text are left out: a dataset's mark for content to be fetched elsewhere."""
     limit: NonNegativeInt = 0
     """Read at most this many rows, from the start; 0: all."""
 

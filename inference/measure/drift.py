@@ -32,8 +32,7 @@ from inference.target.model import TargetModel
 
 @dataclass(frozen=True)
 class Drift:
-    """A new target against its original. tokens: answer tokens compared; prompts: greedy answers
-    compared."""
+    """A new target against its original. tokens: answer tokens compared; prompts: answers."""
 
     kl: float
     kl_ci95: tuple[float, float]

@@ -38,8 +38,7 @@ def served_loops(
     requests: Mapping[str, Request],
     warmup: Sequence[Request],
 ) -> dict[str, Loop]:
-    """The modes of vLLM that are asked for, each measured in a process of its own. requests: by the
-    prompt's id."""
+    """The modes of vLLM that are asked for. requests: by the prompt's id."""
     loops = {}
     for mode in measure_vllm(config.baselines, target, arms, requests, warmup, config.repeats):
         records = []

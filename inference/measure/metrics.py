@@ -43,8 +43,7 @@ GAP = "gap"
 """The part between steps, where a clock can tell it (CUDA); decode time as well."""
 CLOCK = (*PHASES, GAP, "prefill")
 TIMING_NOISE = 0.03
-"""How far a speedup may exceed tau before the baseline is called weak: what a quiet machine's clock
-does."""
+"""How far a speedup may exceed tau: what a quiet machine's clock does."""
 
 Floats = NDArray[np.float64]
 

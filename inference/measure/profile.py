@@ -73,8 +73,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Turn:
-    """One block decoded by one engine: completions in the order of the requests, seconds per phase,
-    steps of the batch."""
+    """One block by one engine: completions as requested, seconds by phase, steps of the batch."""
 
     completions: list[Completion]
     seconds: dict[str, float]
@@ -89,8 +88,7 @@ class Turn:
 def take_turns(
     engines: Mapping[Key, Engine], blocks: Sequence[Sequence[Request]], batch: int
 ) -> dict[Key, list[Turn]]:
-    """Every block decoded by every engine, one after another, each time another one first; after a
-    warm-up that does not count."""
+    """Every block decoded by every engine in turn, each time another one first."""
     names = list(engines)
     for name in names:  # buffers, thread pools and graphs settle; not counted
         list(engines[name].run(blocks[0][:batch]))

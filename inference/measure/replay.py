@@ -31,8 +31,7 @@ from inference.report.model import read_report
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Accepted drafted tokens of consecutive passes, and where they were recorded. Replayed round
-    and round."""
+    """Accepted drafted tokens of consecutive passes, which are replayed round and round."""
 
     accepted: tuple[int, ...]
     source: str = ""
@@ -163,8 +162,7 @@ class ReplayDrafter(nn.Module):
         return state
 
     def followed(self, completions: Iterable[Completion], depth: int) -> bool:
-        """Whether every pass accepted what the trajectory says (at most `depth`), but for each
-        answer's last, which may be cut."""
+        """Whether all passes but each answer's last, which may be cut, follow the trajectory."""
         wanted = self.trajectory.accepted
         return all(
             record.accepted == min(depth, wanted[place % len(wanted)])

@@ -64,18 +64,13 @@ from inference.verifications import RecordsConfig
 TEXT_TOKENS = 1 << 16
 """Most token ids of prompts that are strung together as text for caches."""
 NOISE = {Stream.TARGET: "shared", Stream.DRAFT: "own", None: "none"}
-"""A draft's `noise` by the stream that the rule draws drafts with: the target's, one of their own,
-or no noise."""
+"""A draft's `noise` by the stream that its rule draws drafts with."""
 
 
 def quick_tau(
     target: TargetModel, drafter: Any, requests: Iterable[Request], decode: DecodeConfig
 ) -> TauEstimate:
-    """tau of `drafter` over `requests`, untimed and batched as `decode` says: what training
-    watches.
-
-    Raises `UserError` when nothing was verified (every answer ended with its first token).
-    """
+    """tau over `requests`, untimed; raises `UserError` when nothing was verified."""
     engine = Engine(target, drafter, decode)
     outcomes = [Outcome(str(c.request.index), "", c.passes) for c in engine.run(requests)]
     # The interval must not depend on the order in which answers finish.
@@ -162,8 +157,7 @@ class _Session:
         arms: Sequence[Arm],
         prompts: Sequence[Prompt],
     ) -> _Session:
-        """Choose the prompts that fit, and build an engine per arm, all with the same room in their
-        caches; raises `UserError` when no prompt is left."""
+        """Choose the prompts that fit, and build engines with the same room in their caches."""
         checked = check_arms(config, arms)
         decode = checked[0].decode
         limit = target.info.max_position_embeddings
@@ -225,8 +219,7 @@ class _Session:
                 peer.answer(request)
 
     def run(self, console: Console | None) -> None:
-        """Decode what is not on record yet: all arms in turn for every prompt, the order
-        rotating."""
+        """Decode what is not on record: all arms for every prompt, the order rotating."""
         columns = (
             bars.TextColumn("measuring"),
             bars.BarColumn(),

@@ -66,8 +66,7 @@ class ServingMode:
     additional: Mapping[str, object] = field(default_factory=dict)
     """vLLM's `additional_config`."""
     corrections: Sequence[str] = ()
-    """Bugs of vLLM to be fixed in its process where it has them (`CORRECTIONS`). The fixes stay for
-    the modes after this one."""
+    """Bugs to be fixed where vLLM has them (`CORRECTIONS`), for later modes as well."""
     overrides: Mapping[str, object] = field(default_factory=dict)
     """vLLM's `hf_overrides` of the target's configuration."""
 
@@ -326,8 +325,7 @@ def stand_in_driver() -> None:
 
 
 def masks_of_numbers() -> None:
-    """Let Triton's interpreter load and store by masks that its own operators have made whole
-    numbers of, which it refuses."""
+    """Let Triton's interpreter load and store by masks that are whole numbers."""
     builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
 from inference.report import model as schema
-from inference.report.model import REPORT_FILE, DrafterResult, Interval, Report, read_report
+from inference.report.model import REPORT_FILE, Interval, Report, read_report
 
 HEADLINE = "# Measured by Headstart"
 DEFINITIONS = (
@@ -28,6 +28,7 @@ DEFINITIONS = (
 NO_REPORT = "no report was given. Name at least one report.json, or a folder that holds one."
 TABLE_WIDTH = 120
 """Columns of a table that goes to a file or a pipe."""
+MAIN_HEADER = "drafter draft tau TAR tokens/s speedup ideal efficiency lossless".split()
 LOSS_ROWS = {"sample": "sample (rest)", "clock": "clock (rest)"}
 
 
@@ -94,12 +95,6 @@ def markdown_table(
     return [f"| {' | '.join(header)} |", f"|{line}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """A markdown table of rows that are cells by the name of their column."""
-    header = list(rows[0]) if rows else []
-    return markdown_table(header, [list(row.values()) for row in rows])
-
-
 def with_interval(value: float, interval: Interval) -> str:
     """ "2.31 [2.20, 2.43]"."""
     return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
@@ -132,38 +127,28 @@ def list_conditions(
     ]
 
 
-def _main_rows(report: Report) -> list[dict[str, str]]:
-    rows = [
-        {
-            "drafter": drafter.name,
-            "draft": drafter.draft.label,
-            "tau": with_interval(drafter.tau, drafter.tau_ci95),
-            "TAR": f"{drafter.tar:.2f}",
-            "tokens/s": f"{drafter.tokens_per_second:.1f}",
-            "speedup": with_interval(drafter.speedup, drafter.speedup_ci95),
-            "ideal": f"{drafter.ideal_speedup:.2f}",
-            "efficiency": f"{100 * drafter.efficiency:.0f}%",
-            "lossless": drafter.lossless.describe(report.settings.promise),
-        }
-        for drafter in report.drafters
-    ]
-    plain = {
-        "drafter": "no drafter",
-        "draft": "",
-        "tau": "1.00",
-        "TAR": "",
-        "tokens/s": f"{report.baseline.tokens_per_second:.1f}",
-        "speedup": "1.00",
-        "ideal": "",
-        "efficiency": "",
-        "lossless": "baseline",
-    }
-    return [plain, *rows]
+def _main_rows(report: Report) -> list[list[str]]:
+    plain = f"{report.baseline.tokens_per_second:.1f}"
+    rows = [["no drafter", "", "1.00", "", plain, "1.00", "", "", "baseline"]]
+    for drafter in report.drafters:
+        cells = [
+            drafter.name,
+            drafter.draft.label,
+            with_interval(drafter.tau, drafter.tau_ci95),
+            f"{drafter.tar:.2f}",
+            f"{drafter.tokens_per_second:.1f}",
+            with_interval(drafter.speedup, drafter.speedup_ci95),
+            f"{drafter.ideal_speedup:.2f}",
+            f"{100 * drafter.efficiency:.0f}%",
+            drafter.lossless.describe(report.settings.promise),
+        ]
+        rows.append(cells)
+    return rows
 
 
 def main_table(report: Report) -> list[str]:
     """The drafters of a report and its baseline as a markdown table."""
-    return _table(_main_rows(report))
+    return markdown_table(MAIN_HEADER, _main_rows(report))
 
 
 def _comparison(reports: Mapping[str, Report]) -> list[str]:
@@ -175,18 +160,12 @@ def _comparison(reports: Mapping[str, Report]) -> list[str]:
     if any(one.rule != "match" for one in settings):
         rows.append(["rule", *(one.rule_text for one in settings)])
     for name in dict.fromkeys(name for drafters in measured for name in drafters):
-        cells = [_tau_and_speedup(drafters.get(name)) for drafters in measured]
-        rows.append([name, *(cell for pair in cells for cell in pair)])
+        cells = []
+        for one in (drafters.get(name) for drafters in measured):
+            cells += [with_interval(one.tau, one.tau_ci95) if one else "-"]
+            cells += [with_interval(one.speedup, one.speedup_ci95) if one else "-"]
+        rows.append([name, *cells])
     return markdown_table(header, rows)
-
-
-def _tau_and_speedup(drafter: DrafterResult | None) -> tuple[str, str]:
-    if drafter is None:
-        return "-", "-"
-    return (
-        with_interval(drafter.tau, drafter.tau_ci95),
-        with_interval(drafter.speedup, drafter.speedup_ci95),
-    )
 
 
 def domain_table(report: Report) -> list[str]:
@@ -210,16 +189,14 @@ def depth_table(report: Report) -> list[str]:
         found = drafter.acceptance
         pairs = zip(found.unconditional, found.conditional, strict=True)
         rows.append([drafter.name, *(f"{beta:.2f} ({alpha:.2f})" for beta, alpha in pairs)])
-    deepest = _fill(rows) - 1
-    return markdown_table(["drafter", *(f"depth {i + 1}" for i in range(deepest))], rows)
+    return _by_depth(["drafter"], rows)
 
 
-def _fill(rows: Sequence[list[str]]) -> int:
-    """Fill short rows with "-"; returns the number of cells that all have then (1 without rows)."""
-    width = max(map(len, rows), default=1)
-    for row in rows:
-        row += ["-"] * (width - len(row))
-    return width
+def _by_depth(header: Sequence[str], rows: Sequence[list[str]]) -> list[str]:
+    """A table with a column per depth behind `header`; short rows are filled with "-"."""
+    width = max(map(len, rows), default=len(header))
+    depths = [f"depth {i + 1}" for i in range(width - len(header))]
+    return markdown_table([*header, *depths], [row + ["-"] * (width - len(row)) for row in rows])
 
 
 def _step_table(report: Report) -> list[str]:
@@ -287,9 +264,8 @@ def _loss_tables(block: schema.Losses) -> list[str]:
                 f"{at.overlap:.2f} ({at.own_overlap:.2f})" if at.tested else "-" for at in levels
             ]
             overlaps.append([name, group, *cells])
-    depths = [f"depth {i + 1}" for i in range(_fill(overlaps) - 2)]
     caption = "1 - TV of both models' distributions as decoding uses them (of their own), by depth"
-    shares = markdown_table(["drafter", "domain", *depths], overlaps)
+    shares = _by_depth(["drafter", "domain"], overlaps)
     return [*markdown_table(["factor", *arms], rows), "", caption, "", *shares]
 
 
@@ -314,23 +290,23 @@ def _baselines_table(loops: Mapping[str, schema.LoopResult]) -> list[str]:
 def _profile_table(block: schema.Profile) -> list[str]:
     """Every point; the best draft of each setting is bold."""
     best = {draft.key for draft in block.best}
+    header = "drafter rows context temperature draft tau tokens/s without speedup".split()
     rows = []
     for point in block.points:
         mark = "**" if point.key in best else ""
-        rows.append(
-            {
-                "drafter": point.arm,
-                "rows": str(point.batch),
-                "context": str(point.context),
-                "temperature": f"{point.temperature:g}",
-                "draft": f"{mark}{point.shape} {point.depth}{mark}",
-                "tau": f"{point.tau:.2f}",
-                "tokens/s": f"{point.tokens_per_second:.1f}",
-                "without": f"{point.baseline_tokens_per_second:.1f}",
-                "speedup": with_interval(point.speedup, point.speedup_ci95),
-            }
-        )
-    return _table(rows)
+        cells = [
+            point.arm,
+            str(point.batch),
+            str(point.context),
+            f"{point.temperature:g}",
+            f"{mark}{point.shape} {point.depth}{mark}",
+            f"{point.tau:.2f}",
+            f"{point.tokens_per_second:.1f}",
+            f"{point.baseline_tokens_per_second:.1f}",
+            with_interval(point.speedup, point.speedup_ci95),
+        ]
+        rows.append(cells)
+    return markdown_table(header, rows)
 
 
 def _costs_table(block: schema.Costs) -> list[str]:
@@ -372,12 +348,12 @@ def print_table(report: Report, console: Console | None = None) -> None:
     if settings.rule != "match":
         title += f", rule {settings.rule_text}"
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    rows, unbroken = _main_rows(report), console.width >= TABLE_WIDTH
-    shown = [name for name in rows[0] if name not in ("ideal", "efficiency")]
-    for place, name in enumerate(shown):
-        justify: Literal["left", "right"] = "left" if place < 2 else "right"
+    shown = [i for i, name in enumerate(MAIN_HEADER) if name not in ("ideal", "efficiency")]
+    for column, name in enumerate(MAIN_HEADER[place] for place in shown):
+        justify: Literal["left", "right"] = "left" if column < 2 else "right"
         number = name in ("tau", "TAR", "tokens/s", "speedup")
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=unbroken and number)
-    for row in rows:
-        table.add_row(*(row[name] for name in shown))
+        unbroken = number and console.width >= TABLE_WIDTH
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=unbroken)
+    for row in _main_rows(report):
+        table.add_row(*(row[place] for place in shown))
     console.print(table)

@@ -455,8 +455,7 @@ class LoopResult(Block):
 
 
 class LossTerm(Block):
-    """One factor between the ceiling and the measured speedup; docs/report_page.md explains
-    each."""
+    """One factor between the ceiling and the measured speedup; see docs/report_page.md."""
 
     name: str
     factor: float

@@ -76,8 +76,7 @@ def _panels(
     x_label: str = "",
     y_label: str = "",
 ) -> Figure:
-    """A panel per report, in inches, with one legend for all. The panels share their y axis if it
-    has a label."""
+    """A panel per report with one legend; those with a label share their y axis."""
     shared = bool(y_label)
     size = (width * len(reports) + (1.4 if shared else 1.2), height)
     figure, grid = plt.subplots(1, len(reports), figsize=size, sharey=shared, squeeze=False)
@@ -179,9 +178,7 @@ def speedup(reports: Mapping[str, Report]) -> Figure:
 
 
 def step_time(reports: Mapping[str, Report]) -> Figure:
-    """Stacked bars: milliseconds per verify pass by phase; the dashed line is one pass of plain
-    decoding.
-    """
+    """Stacked bars: milliseconds per verify pass by phase, beside one pass of plain decoding."""
 
     def draw(axes: Axes, report: Report) -> None:
         names = [drafter.name for drafter in report.drafters]
@@ -207,9 +204,7 @@ def _batch_points(report: Report) -> list[ProfilePoint]:
 
 
 def speedup_by_batch(reports: Mapping[str, Report]) -> Figure:
-    """Speedup of each drafter's best draft over the batch size, with its interval; numbers: tokens
-    drafted.
-    """
+    """Speedup of each drafter's best draft over the batch size; numbers: tokens drafted."""
     styles = _styles(reports)
 
     def draw(axes: Axes, report: Report) -> None:

@@ -10,20 +10,16 @@ from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveInt, conf
 @config("bench.lost")
 @dataclass(frozen=True)
 class LostConfig:
-    """Whether the missing speed is explained, and on how many prompts both models' distributions
-    are compared for it."""
+    """Whether and on how many prompts the missing speed is explained."""
 
     enabled: bool = False
     """Write the block `lost` into report.json, and transcripts.json beside it."""
     prompts_per_domain: PositiveInt = 4
-    """Measured prompts of each domain that are decoded once more by every drafter, with all
-    distributions kept."""
+    """Measured prompts of each domain that every drafter decodes once more."""
     temperatures: tuple[NonNegativeFloat, ...] = ()
-    """Further temperatures at which these prompts are decoded, for instance [1]; the measurement's
-    own always is."""
+    """Further temperatures at which these prompts are decoded, for instance [1]."""
     transcripts: NonNegativeInt = 2
-    """Answers per domain that are kept token by token with both models' best candidates; 0:
-    none."""
+    """Answers per domain that are kept token by token with both models' candidates."""
     candidates: PositiveInt = 5
     """Best candidates of either model that a transcript shows."""
     repeats: PositiveInt = 25

@@ -179,18 +179,14 @@ class Rates:
 
 
 def expected_tau(rates: Floats) -> Floats:
-    """Tokens per pass [W] of a chain whose levels are kept at these rates [W, D], each given the
-    one above: 1 + sum of products."""
+    """Tokens per pass [W] of a chain whose levels are kept at the rates [W, D]."""
     return 1.0 + np.cumprod(rates, axis=1).sum(1)
 
 
 def rate_with_interval(
     numerators: Floats, denominators: Floats, weights: Floats
 ) -> tuple[float, tuple[float, float]]:
-    """Ratio of sums over prompts [S] and its interval under `weights` [W, S].
-
-    Resamples whose denominators are all 0 are left out.
-    """
+    """Ratio of sums over prompts [S] and its interval under `weights` [W, S]."""
     drawn = weights @ denominators
     if not drawn.any():
         return 0.0, (0.0, 0.0)

@@ -78,10 +78,6 @@ class Watched:
     estimate: str = ""
     finish: str = ""
 
-    @property
-    def tokens(self) -> list[int]:
-        return [state.token for state in self.states]
-
 
 def watch(
     target: TargetModel,

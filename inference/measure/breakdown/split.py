@@ -104,8 +104,7 @@ def _ends(measured: Measured, weights: Floats) -> tuple[Floats, Floats, Floats]:
 def _factors(
     measured: Measured, counts: Counts, weights: Floats, sampled: Floats
 ) -> dict[str, Floats]:
-    """Every term's factor [W]. weights [W, P] of the measured prompts, sampled [W, S] of the
-    sample's."""
+    """Every term's factor [W]. weights [W, P], sampled [W, S]: of the prompts and the sample's."""
     tau, plain, drafted = _ends(measured, weights)
     tokens = _tokens(measured, counts, weights, sampled, tau)
     seconds = _seconds(measured, weights, plain, drafted)
@@ -134,8 +133,7 @@ def _tokens(
 
 
 def best_tree(ranks: Floats, nodes: int) -> SearchedTree:
-    """The best static tree of `nodes` nodes for acceptance by depth and rank [D, R]
-    (`inference.tune.tree_search`)."""
+    """The best static tree of `nodes` nodes for acceptance by depth and rank [D, R]."""
     try:
         return search_tree([pooled(level.tolist()) for level in ranks], nodes)
     except UserError:  # nothing was ever accepted: any tree gives the bonus alone

@@ -130,10 +130,7 @@ def discard_transcripts(folder: Path) -> None:
 
 
 def read_transcripts(folder: Path) -> list[Transcript]:
-    """The answers of a report's folder; empty where none were kept.
-
-    Raises `UserError` for a file that holds something else or has another format.
-    """
+    """A folder's answers, empty where none were kept; raises `UserError` for a broken file."""
     path = folder / FILE
     if not path.is_file():
         return []

@@ -66,9 +66,7 @@ class Scale:
 
 
 def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places moved apart to at least `gap`, in their order, within [low, high] as far as there is
-    room.
-    """
+    """Places moved apart to at least `gap`, within [low, high] as far as there is room."""
     order = sorted(range(len(places)), key=lambda i: places[i])
     moved = list(places)
     for before, here in pairwise(order):
@@ -123,9 +121,7 @@ class Dots:
 
 @dataclass(frozen=True)
 class Line:
-    """A series of points (x, y) with their intervals or none. series: its number among the colours;
-    -1: background.
-    """
+    """A series of points (x, y). series: its number among the colours; -1: background."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -246,9 +242,7 @@ class Waterfall:
 
 
 class Reliability:
-    """Accepted share over confidence: a dot per bin, its area by the drafts in it. The diagonal is
-    what should be.
-    """
+    """Accepted share over confidence: a dot per bin, its area by the drafts in it."""
 
     kind: ClassVar[str] = "reliability"
     marks = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -82,8 +82,7 @@ def depths(run: Run) -> list[Figure]:
 
 
 def costs(run: Run) -> list[Figure]:
-    """Cost curves with the fastest draft marked, and speed by rows, as far as they were
-    measured."""
+    """Cost curves with the fastest draft marked, and speed by rows, where measured."""
     figures = []
     if run.report.costs is not None:
         figures += [_verification(run, run.report.costs), _drafting(run, run.report.costs)]
@@ -93,9 +92,7 @@ def costs(run: Run) -> list[Figure]:
 
 
 def _verification(run: Run, block: Costs) -> Figure:
-    """Time by nodes for every number of rows and cached tokens; the fastest drafter's width is
-    ringed.
-    """
+    """Time by nodes, rows and cached tokens; the fastest drafter's width is ringed."""
     found: dict[tuple[int, int], list[CostPoint]] = {}
     for point in sorted(block.verify, key=lambda point: (point.rows, point.length, point.nodes)):
         found.setdefault((point.rows, point.length), []).append(point)

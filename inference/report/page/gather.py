@@ -106,9 +106,7 @@ def gather(reports: Sequence[tuple[str, Path]], run_folder: Path | None = None) 
 
 
 def read_trainings(folder: Path) -> list[Course]:
-    """The measured taus of every training below `folder` that has a log. Lines that were cut short
-    are skipped.
-    """
+    """The taus of every training below `folder`. Lines that were cut short are skipped."""
     found = []
     for path in sorted(folder.glob(f"*/{LOG_FILE}")):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -122,10 +120,7 @@ def read_trainings(folder: Path) -> list[Course]:
 
 
 def read_rounds(folder: Path) -> list[Course]:
-    """tau by round from a loop's summary (`loop.json`), of the drafter that the rounds trained.
-
-    Empty without a summary or when it is damaged.
-    """
+    """tau by round from a loop's summary; empty without one or when it is damaged."""
     path = folder / ROUNDS_FILE
     content = _parse(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
     if not isinstance(content, dict) or not isinstance(content.get("rounds"), list):

@@ -49,10 +49,7 @@ def select_answers(run: Run, room: int) -> Answers:
 
 
 def pack(answer: Transcript) -> dict[str, Any]:
-    """A transcript with short lists in place of names.
-
-    A token is [text, place in `SOURCES`, depth, pass, target's candidates, drafter's candidates].
-    """
+    """Short: tokens are [text, place in `SOURCES`, depth, pass, target's, drafter's]."""
     tokens = [
         [
             token["text"],

@@ -243,7 +243,7 @@ def test_watching_changes_nothing(target: TargetModel, decode: DecodeConfig, kin
     engine = Engine(target, drafter(), decode)
     plain = sorted(engine.run(requests), key=lambda done: done.request.index)
     for answer, done in zip(watch(target, drafter(), decode, requests), plain, strict=True):
-        assert answer.tokens == done.tokens
+        assert [state.token for state in answer.states] == done.tokens
         assert answer.finish == done.finish
         by_pass = [[s for s in answer.states if s.number == n + 1] for n in range(len(done.passes))]
         assert [len(states) for states in by_pass] == [record.committed for record in done.passes]
@@ -264,7 +264,7 @@ def test_distributions_are_those_of_the_target_along_the_answer(target: TargetMo
         requests_of(target, decode)[:1],
         candidates=VOCAB,
     )[0]
-    text = [*answer.request.tokens, *answer.tokens]
+    text = [*answer.request.tokens, *(state.token for state in answer.states)]
     logits = random_model().float()(torch.tensor([text])).logits[0]
     for place, state in enumerate(answer.states[1:], start=1):
         expected = logits[len(answer.request.tokens) + place - 1].softmax(-1)
