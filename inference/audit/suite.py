@@ -20,7 +20,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from inference.audit.config import AuditConfig
 from inference.audit.drafters import KNOWS, ScriptedDrafter, scripted_drafters
 from inference.audit.findings import AuditedTarget, AuditRow, DistributionRow, Findings, FlipRow
 from inference.audit.statistics import Text, chi_square, entropy, exact_distribution
+from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig, Shape
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
@@ -45,8 +46,6 @@ PROMPT_TAIL = 8
 """Tokens of a prompt that the distribution check keeps: thousands of answers are decoded."""
 DISTRIBUTION_LENGTH = 3
 DISTRIBUTION_ROWS = 64
-
-
 Changes = dict[str, Any]
 """Settings of `DecodeConfig` that differ from the user's."""
 UNPROCESSED: Changes = {
@@ -60,8 +59,6 @@ UNPROCESSED: Changes = {
 """Where cases of the processors check and the distribution start."""
 MOST_DIVERGENCES = 3
 """Divergences kept per case; all are counted."""
-
-
 Answers = list[list[int]]
 
 
@@ -70,20 +67,8 @@ class Contestant:
     """A real drafter: how to build it for a target, and the draft that it was made for."""
 
     name: str
-    kind: str
     load: Callable[[TargetModel], Any]
     decode: DecodeConfig
-
-
-@dataclass(frozen=True)
-class _Case:
-    """A comparison. changed: answers that the processors' setting changes."""
-
-    check: str
-    setting: str
-    drafter: str
-    kind: str
-    changed: int = 0
 
 
 def run_audit(
@@ -144,7 +129,9 @@ class _Precision:
 
     def __post_init__(self) -> None:
         self.requests = choose_requests(self.config, self.decode, self.target, self.prompts)
-        self.real = [(item, item.load(self.target)) for item in self.contestants]
+        self.real = [
+            Arm(item.name, item.load(self.target), item.decode) for item in self.contestants
+        ]
         self.tokens, self.flips = 0, list[Divergence]()
 
     # The three checks
@@ -156,12 +143,11 @@ class _Precision:
             plain, _ = self.answers(None, decode)
             known: Known = {}
             batched = replace(decode, shape="none", batch_size=self.config.batch_size)
-            alone = _Case("invariance", "", NO_DRAFTER, NO_DRAFTER)
-            self.compare(alone, None, batched, plain, known)
-            for name, kind, drafter, shaped in self.arms(decode, plain):
+            self.compare("invariance", Arm(NO_DRAFTER, None, batched), plain, known)
+            for arm in self.arms(decode, plain):
                 for rows in (1, self.config.batch_size):
-                    case = _Case("invariance", "", name, kind)
-                    self.compare(case, drafter, replace(shaped, batch_size=rows), plain, known)
+                    one = replace(arm, decode=replace(arm.decode, batch_size=rows))
+                    self.compare("invariance", one, plain, known)
 
     def processors(self) -> None:
         """Every processor and filter alone, and all together."""
@@ -175,12 +161,12 @@ class _Precision:
             before = unprocessed[1.0 if decode.temperature else 0.0]
             changed = sum(one != other for one, other in zip(plain, before, strict=True))
             known: Known = {}
-            for drafter_name, kind, drafter, shaped in self.arms(decode, plain):
-                if kind == ScriptedDrafter.kind and drafter_name != KNOWS:
+            for arm in self.arms(decode, plain):
+                if isinstance(arm.drafter, ScriptedDrafter) and arm.name != KNOWS:
                     continue  # what is never accepted has little to show here
-                case = _Case("processors", name, drafter_name, kind, changed)
-                batched = replace(shaped, batch_size=self.config.batch_size)
-                self.compare(case, drafter, batched, plain, known)
+                batched = replace(arm.decode, batch_size=self.config.batch_size)
+                arm = replace(arm, decode=batched)
+                self.compare("processors", arm, plain, known, name, changed)
 
     def distribution(self) -> None:
         """Sampled answers of one prompt, by rule, drafter and shape."""
@@ -200,14 +186,11 @@ class _Precision:
         ]
         likely = likeliest(prompt, exact[prompt])
         guesses = ScriptedDrafter(likely, self.target.info.vocab_size, 0.7)
-        arms = [(item.name, drafter, item.decode) for item, drafter in self.real]
-        for name, drafter, own in [*arms, ("guesses", guesses, self.decode)]:
-            for rule in self.config.rules:
-                for shape in self.config.shapes:
-                    if rule in CHAINS_ONLY and shape != "chain":
-                        continue
-                    shaped = self.with_shape(decode, shape, own)
-                    self.sample(name, rule, shape, drafter, shaped, requests, exact[prompt])
+        arms = [*self.real, Arm("guesses", guesses, self.decode)]
+        for arm, rule, shape in product(arms, self.config.rules, self.config.shapes):
+            if rule not in CHAINS_ONLY or shape == "chain":
+                shaped = replace(self.with_shape(decode, shape, arm.decode), rule=rule)
+                self.sample(replace(arm, decode=shaped), requests, exact[prompt])
 
     def settings(self, changes: Changes) -> DecodeConfig:
         """The user's settings for plain decoding under rule match, with `changes`."""
@@ -224,39 +207,43 @@ class _Precision:
             decode, shape=shape, depth=own.depth, choices=choices, nodes=min(own.nodes, most)
         )
 
-    def arms(
-        self, decode: DecodeConfig, plain: Answers
-    ) -> Iterator[tuple[str, str, Any, DecodeConfig]]:
-        """(name, kind, drafter, settings) of every drafter in every shape that it can fill."""
+    def arms(self, decode: DecodeConfig, plain: Answers) -> Iterator[Arm]:
+        """Every drafter in every shape that it can fill."""
         known = {
             request.tokens: [*request.tokens, *answer]
             for request, answer in zip(self.requests, plain, strict=True)
         }
-        everyone = [(item.name, item.kind, drafter, item.decode) for item, drafter in self.real]
-        for name, drafter in scripted_drafters(known, self.target.info.vocab_size).items():
-            everyone.append((name, drafter.kind, drafter, self.decode))
-        for name, kind, drafter, own in everyone:
-            for shape in self.config.shapes:
-                yield name, kind, drafter, self.with_shape(decode, shape, own)
+        scripted = scripted_drafters(known, self.target.info.vocab_size).items()
+        everyone = [*self.real, *(Arm(name, drafter, self.decode) for name, drafter in scripted)]
+        for arm, shape in product(everyone, self.config.shapes):
+            yield replace(arm, decode=self.with_shape(decode, shape, arm.decode))
 
     def answers(self, drafter: Any, decode: DecodeConfig) -> tuple[Answers, float]:
         """The tokens per request, in order, and the tokens committed per pass."""
         return decode_all(self.target, drafter, decode, self.requests)
 
     def compare(
-        self, case: _Case, drafter: Any, decode: DecodeConfig, plain: Answers, known: Known
+        self,
+        check: str,
+        arm: Arm,
+        plain: Answers,
+        known: Known,
+        setting: str = "",
+        changed: int = 0,
     ) -> None:
-        """Decode, compare with the plain answers, and add the result to the findings."""
+        """Decode, compare with the plain answers, and add the result to the findings. changed:
+        answers that the processors' setting changes."""
+        decode = arm.decode
         self.say(
-            f"{self.precision}: {case.check} {case.setting} temperature {decode.temperature:g}, "
-            f"{case.drafter}, {decode.shape}, {decode.batch_size} rows"
+            f"{self.precision}: {check} {setting} temperature {decode.temperature:g}, "
+            f"{arm.name}, {decode.shape}, {decode.batch_size} rows"
         )
         try:
-            answers, per_pass = self.answers(drafter, decode)
+            answers, per_pass = self.answers(arm.drafter, decode)
         except UserError as error:
-            if case.kind in (NO_DRAFTER, ScriptedDrafter.kind):
+            if arm.drafter is None or isinstance(arm.drafter, ScriptedDrafter):
                 raise
-            self.findings.skip(case.drafter, decode.shape, error)
+            self.findings.skip(arm.name, decode.shape, error)
             return
         width = max(2, decode.tree().num_nodes)
         report = audit(self.target, self.requests, plain, answers, decode.sampling(), width, known)
@@ -266,11 +253,11 @@ class _Precision:
         decisive = sorted(report.divergences, key=lambda item: item.near_tie)
         self.findings.rows.append(
             AuditRow(
-                check=case.check,
-                case=case.setting,
+                check=check,
+                case=setting,
                 precision=self.precision,
-                drafter=case.drafter,
-                kind=case.kind,
+                drafter=arm.name,
+                kind=NO_DRAFTER if arm.drafter is None else arm.drafter.kind,
                 rule=decode.rule,
                 shape=decode.shape,
                 batch_size=decode.batch_size,
@@ -279,38 +266,30 @@ class _Precision:
                 tokens=report.tokens,
                 flips=report.flips,
                 tokens_per_pass=per_pass,
-                changed=case.changed,
+                changed=changed,
                 passed=report.identical == report.sequences if strict else report.mismatches == 0,
                 divergences=decisive[:MOST_DIVERGENCES],
             )
         )
 
-    def sample(
-        self,
-        name: str,
-        rule: str,
-        shape: str,
-        drafter: Any,
-        decode: DecodeConfig,
-        requests: Sequence[Request],
-        exact: dict[Text, float],
-    ) -> None:
-        """Decode by one rule and shape, and test the answers against the exact distribution."""
+    def sample(self, arm: Arm, requests: Sequence[Request], exact: dict[Text, float]) -> None:
+        """Decode the requests, and test the answers against the exact distribution."""
+        rule, shape = arm.decode.rule, arm.decode.shape
         self.say(
-            f"{self.precision}: distribution, rule {rule}, {name}, {shape}, {len(requests)} seeds"
+            f"{self.precision}: distribution, rule {rule}, {arm.name}, {shape}, "
+            f"{len(requests)} seeds"
         )
         try:
-            ruled = replace(decode, rule=rule)
-            samples, per_pass = decode_all(self.target, drafter, ruled, requests)
+            samples, per_pass = decode_all(self.target, arm.drafter, arm.decode, requests)
         except UserError as error:
-            self.findings.skip(name, f"{shape}, rule {rule}", error)
+            self.findings.skip(arm.name, f"{shape}, rule {rule}", error)
             return
         test = chi_square(map(tuple, samples), exact)
         self.findings.distributions.append(
             DistributionRow(
                 rule=rule,
                 precision=self.precision,
-                drafter=name,
+                drafter=arm.name,
                 shape=shape,
                 seeds=len(samples),
                 texts=len(exact),

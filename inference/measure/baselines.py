@@ -54,13 +54,8 @@ class BaselinesConfig:
     """Longest time that one vLLM mode may take."""
 
 
-@dataclass(frozen=True)
-class PeerAnswer:
-    """One answer. steps: tokens committed by each after the first; seconds: by phase."""
-
-    tokens: list[int]
-    steps: list[int]
-    seconds: dict[str, float]
+PeerAnswer = tuple[list[int], list[tuple[int, int, bool]], dict[str, float]]
+"""Tokens, (accepted, committed, rejected) of every step after the first, seconds by phase."""
 
 
 class _Clock(StoppingCriteria):
@@ -114,8 +109,8 @@ class Peer:
         tokens = out[0, prompt.shape[1] :].tolist()
         end = time.perf_counter()
         first, lengths = clock.marks[0][0], [length for _, length in clock.marks]
-        steps = [later - before for before, later in pairwise(lengths)]
-        return PeerAnswer(tokens, steps, {"prefill": first - begin, "other": end - first})
+        steps = [(later - before - 1, later - before, False) for before, later in pairwise(lengths)]
+        return tokens, steps, {"prefill": first - begin, "other": end - first}
 
 
 def make_peers(config: BaselinesConfig, target: TargetModel, arms: Sequence[Arm]) -> list[Peer]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TypedDict
 
-from heads.api.config import PositiveInt, config
+from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveInt, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
@@ -21,7 +21,6 @@ from inference.decoding.costs import CostConfig
 from inference.decoding.rules.names import TEXT, promise
 from inference.decoding.sampling.distribution import SamplingSettings
 from inference.measure.baselines import BaselinesConfig
-from inference.measure.breakdown.config import LostConfig
 from inference.measure.datasets import DatasetConfig
 from inference.measure.profile import ProfileConfig
 from inference.measure.prompts import Prompt, select_prompts
@@ -39,6 +38,25 @@ SHARED_SETTINGS = (
 )
 """What all arms of one report must agree on: neither drafter nor rule may change the task."""
 PACKAGES = ("torch", "transformers", "numpy", "headstart")
+
+
+@config("bench.lost")
+@dataclass(frozen=True)
+class LostConfig:
+    """Whether and on how many prompts the missing speed is explained."""
+
+    enabled: bool = False
+    """Write the block `lost` into report.json, and transcripts.json beside it."""
+    prompts_per_domain: PositiveInt = 4
+    """Measured prompts of each domain that every drafter decodes once more."""
+    temperatures: tuple[NonNegativeFloat, ...] = ()
+    """Further temperatures at which these prompts are decoded, for instance [1]."""
+    transcripts: NonNegativeInt = 2
+    """Answers per domain that are kept token by token with both models' candidates."""
+    candidates: PositiveInt = 5
+    """Best candidates of either model that a transcript shows."""
+    repeats: PositiveInt = 25
+    """Timed calls per width, where the cost of a wider verification is not among bench.costs."""
 
 
 @config("bench")

@@ -118,9 +118,8 @@ def measure(
     report = schema.parse_report(content, "the new report")
     if recording is not None and recording.enabled:
         measured = {arm.name: records.of(arm.name) for arm in session.arms}
-        write_records(
-            recording, target, session.arms, session.requests, session.prompts, measured, out
-        )
+        pairs = list(zip(session.prompts, session.requests, strict=True))
+        write_records(recording, target, session.arms, pairs, measured, out)
     schema.write_report(report, out / schema.REPORT_FILE)
     records.finish()
     return report
@@ -184,18 +183,16 @@ class _Session:
     def names(self) -> list[str]:
         return [*self.engines, *self.peers]
 
+    @property
+    def by_id(self) -> dict[str, Request]:
+        return dict(zip((prompt.id for prompt in self.prompts), self.requests, strict=True))
+
     def fingerprint(self) -> str:
         """A hash of everything that the records depend on."""
-        arms = [
-            (
-                arm.name,
-                arm.drafter.kind,
-                asdict(arm.decode),
-                repr(getattr(arm.drafter, "config", "")),
-                arm.digest(),
-            )
-            for arm in self.arms
-        ]
+        arms = []
+        for arm in self.arms:
+            own = repr(getattr(arm.drafter, "config", ""))
+            arms.append((arm.name, arm.drafter.kind, asdict(arm.decode), own, arm.digest()))
         content = [
             asdict(self.config),
             self.target.info.to_dict(),
@@ -220,13 +217,8 @@ class _Session:
 
     def run(self, console: Console | None) -> None:
         """Decode what is not on record: all arms for every prompt, the order rotating."""
-        columns = (
-            bars.TextColumn("measuring"),
-            bars.BarColumn(),
-            bars.MofNCompleteColumn(),
-            _RateColumn(),
-            bars.TimeRemainingColumn(),
-        )
+        done = (bars.TextColumn("measuring"), bars.BarColumn(), bars.MofNCompleteColumn())
+        columns = (*done, _RateColumn(), bars.TimeRemainingColumn())
         names, records = self.names, self.records
         total = self.config.repeats * len(self.requests) * len(names)
         with bars.Progress(*columns, console=console) as progress:
@@ -245,9 +237,7 @@ class _Session:
     def record(self, name: str, request: Request, prompt: str, repeat: int) -> Record:
         """One answer of one arm or peer."""
         if name in self.peers:
-            answer = self.peers[name].answer(request)
-            steps = [(count - 1, count, False) for count in answer.steps]
-            return Record(name, prompt, repeat, answer.tokens, steps, answer.seconds)
+            return Record(name, prompt, repeat, *self.peers[name].answer(request))
         completion, seconds = _answer(self.engines[name], request)
         passes = [(p.accepted, p.committed, p.rejected) for p in completion.passes]
         return Record(name, prompt, repeat, completion.tokens, passes, seconds)
@@ -284,13 +274,13 @@ class _Session:
             totals = self.totals(arm.name)
             metrics.require_speedup_within_tau(arm.name, totals, baseline, seed)
             self.audits[arm.name] = self.audit(arm)
-            drafter = arm.drafter
-            trained = isinstance(drafter, TrainableDrafter)
+            trained = isinstance(arm.drafter, TrainableDrafter)
+            parameters = arm.drafter.parameters() if trained else ()
             drafters.append(
                 schema.DrafterResult(
-                    kind=drafter.kind,
+                    kind=arm.drafter.kind,
                     path=arm.path,
-                    parameters=sum(p.numel() for p in drafter.parameters()) if trained else 0,
+                    parameters=sum(parameter.numel() for parameter in parameters),
                     draft=self.draft_facts(arm),
                     **metrics.summarise(totals, baseline, seed),
                     memory_bytes=schema.MemoryBytes(**self.memory[arm.name]),
@@ -310,7 +300,7 @@ class _Session:
         """The blocks that `bench` asks for, measured after the arms."""
         config, target, arms, records = self.config, self.target, self.arms, self.records
         blocks: dict[str, Any] = {}
-        requests = dict(zip((prompt.id for prompt in self.prompts), self.requests, strict=True))
+        requests = self.by_id
         text = [token for request in self.requests for token in request.tokens][:TEXT_TOKENS]
         lengths = {name: _mean_length(requests, records.of(name)) for name in self.engines}
         if config.profile.wanted:
@@ -360,14 +350,11 @@ class _Session:
 
     def audit(self, arm: Arm) -> AuditReport:
         """Compare an arm's answers with the baseline's."""
-        place = {prompt.id: number for number, prompt in enumerate(self.prompts)}
-        plain = {
-            (record.prompt, record.repeat): record.tokens for record in self.records.of(BASELINE)
-        }
+        plain = {(item.prompt, item.repeat): item.tokens for item in self.records.of(BASELINE)}
         found = self.records.of(arm.name)
         return audit(
             self.target,
-            [self.requests[place[record.prompt]] for record in found],
+            [self.by_id[record.prompt] for record in found],
             [plain[record.prompt, record.repeat] for record in found],
             [record.tokens for record in found],
             arm.decode.sampling(),

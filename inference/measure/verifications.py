@@ -30,15 +30,12 @@ def write_records(
     config: RecordsConfig,
     target: TargetModel,
     arms: Sequence[Arm],
-    requests: Sequence[Request],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[tuple[Prompt, Request]],
     measured: Mapping[str, Iterable[Record]],
     out: Path,
 ) -> None:
-    """Record what every arm drafts for `requests` (one per prompt, whose id names it).
-
-    measured: what each arm did while the clock ran. Earlier records in `out` are replaced.
-    """
+    """Record what every arm drafts, in place of earlier records. measured: what each arm did
+    while the clock ran."""
     shutil.rmtree(out / RECORDS, ignore_errors=True)
     for arm in arms:
         engine = Engine(target, arm.drafter, arm.decode, details=True)
@@ -51,7 +48,7 @@ def write_records(
         timed = {record.prompt: record for record in measured[arm.name] if record.repeat == 0}
         forget(arm.drafter)
         others = 0
-        for request, prompt in zip(requests, prompts, strict=True):
+        for prompt, request in prompts:
             (found,) = engine.run([request])
             known, name, temperature = timed[prompt.id], prompt.id, arm.decode.temperature
             others += (found.passes, found.tokens) != (known.outcome().passes, known.tokens)
@@ -67,7 +64,7 @@ def write_records(
                 "were timed",
                 arm.name,
                 others,
-                len(requests),
+                len(prompts),
             )
         if log.full:
             logger.warning(

@@ -4,8 +4,8 @@ by batch size where that was measured. One panel per report.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from inference.manifest import write_bytes
 from inference.measure.metrics import GAP, PHASES
 from inference.report.model import ProfilePoint, Report
 
@@ -34,22 +35,18 @@ def plot_all(reports: Mapping[str, Report], out: Path) -> list[Path]:
 
     reports: by label. Returns the paths of what was written.
     """
-    written = [
-        _save(acceptance(reports), out / "acceptance.png"),
-        _save(speedup(reports), out / "speedup.png"),
-        _save(step_time(reports), out / "step_time.png"),
-    ]
     profiled = {label: report for label, report in reports.items() if _batch_points(report)}
-    if profiled:
-        written.append(_save(speedup_by_batch(profiled), out / "speedup_by_batch.png"))
-    return written
+    drawn = [acceptance(reports), speedup(reports), step_time(reports)]
+    drawn += [speedup_by_batch(profiled)] if profiled else []
+    names = ("acceptance", "speedup", "step_time", "speedup_by_batch")
+    return [_save(figure, out / f"{name}.png") for figure, name in zip(drawn, names, strict=False)]
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, dpi=130, format="png", bbox_inches="tight", facecolor="white")
+    content = BytesIO()
+    figure.savefig(content, dpi=130, format="png", bbox_inches="tight", facecolor="white")
     plt.close(figure)
-    os.replace(partial, path)
+    write_bytes(path, content.getvalue())
     return path
 
 
@@ -243,19 +240,12 @@ def families(rows: Mapping[str, Mapping[str, float]], path: Path) -> Path:
     """
     names = list(rows)
     titles = [title for title in next(iter(rows.values())) if title != "speedup"]
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 0.32 * len(names) + 1.6), sharey=True, width_ratios=(3, 1)
-    )
+    size = (11, 0.32 * len(names) + 1.6)
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True, width_ratios=(3, 1))
     places = range(len(names), 0, -1)
     for index, title in enumerate(titles):
-        left.plot(
-            [rows[name][title] for name in names],
-            places,
-            linestyle="none",
-            marker=MARKERS[index],
-            color=COLOURS[index],
-            label=title,
-        )
+        taus, colour = [rows[name][title] for name in names], COLOURS[index]
+        left.plot(taus, places, linestyle="none", marker=MARKERS[index], color=colour, label=title)
     right.barh(places, [rows[name]["speedup"] for name in names], color=COLOURS[5], height=0.7)
     right.axvline(1.0, color="#555555", linewidth=1.0)
     left.set_yticks(list(places), names)

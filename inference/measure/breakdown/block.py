@@ -12,12 +12,11 @@ from heads.api.drafter import forget
 from inference.decoding.arm import Arm
 from inference.decoding.costs import CostConfig, CostCurves, measure_costs
 from inference.decoding.requests import Request
-from inference.measure.breakdown.config import LostConfig
 from inference.measure.breakdown.counts import Counts, Rates, expected_tau, rate_with_interval
 from inference.measure.breakdown.observe import Watched, watch
 from inference.measure.breakdown.split import Measured, best_tree, split
 from inference.measure.breakdown.transcripts import transcript, write_transcripts
-from inference.measure.config import BenchConfig
+from inference.measure.config import BenchConfig, LostConfig
 from inference.measure.metrics import Totals, divide
 from inference.measure.prompts import Prompt, select_prompts
 from inference.report import model as schema

@@ -19,7 +19,7 @@ from inference.report.page.charts import (
     Waterfall,
     ticks,
 )
-from inference.report.page.formats import number
+from inference.report.page.formats import number, percent
 from inference.report.page.gather import Course, Page, Run
 
 SPLITS = 6
@@ -131,18 +131,17 @@ def _verification(run: Run, block: Costs) -> Figure:
 
 def _drafting(run: Run, block: Costs) -> Figure:
     """Time of a drafted chain of every drafter, at the smallest batch and shortest cache."""
-    order = [drafter.name for drafter in run.drafters]
-    found = []
+    found = {}
     for name, points in block.draft.items():
         here = min(((point.rows, point.length) for point in points), default=None)
-        times = sorted(
+        found[name] = sorted(
             (point.nodes - 1.0, 1000 * point.seconds)
             for point in points
             if (point.rows, point.length) == here
         )
-        if times:
-            found.append((order.index(name) if name in order else len(order), name, times))
-    series = [Line(name, times, _series(i)) for i, (_, name, times) in enumerate(sorted(found))]
+    order = [drafter.name for drafter in run.drafters]
+    names = [name for name in [*order, *sorted(found.keys() - set(order))] if found.get(name)]
+    series = [Line(name, found[name], _series(i)) for i, name in enumerate(names)]
     marks = sorted({int(length) for one in series for length, _ in one.points})
     title = "Milliseconds of a draft by its length"
     chart = Lines(title, series, "drafted tokens of a chain", "milliseconds", marks)
@@ -226,7 +225,7 @@ def reliabilities(run: Run) -> list[Figure]:
     figures = []
     for name, found in list(calibrations(run).items())[:SPLITS]:
         source = ESTIMATES.get(found.estimate, found.estimate)
-        note = f"ECE {100 * found.ece:.1f}%"
+        note = f"ECE {percent(found.ece, 1)}"
         if found.ece_ci95 is not None:
             note += f" ({100 * found.ece_ci95[0]:.1f} to {100 * found.ece_ci95[1]:.1f})"
         figures.append(Figure(name, Reliability(name, found.bins), f"{note}, {source}."))
@@ -244,8 +243,7 @@ def courses(page: Page, shown: Sequence[Course], unit: str) -> list[Figure]:
         best = max(one.points, key=lambda point: (point.best, point.tau))
         marks = [point.at for point in one.points]
         if len(marks) > 6:
-            low, high = min(marks), max(marks)
-            marks = [mark for mark in ticks(low, high) if low <= mark <= high]
+            marks = [x for x in ticks(min(marks), max(marks)) if min(marks) <= x <= max(marks)]
         points = [(point.at, point.tau) for point in one.points]
         line = Line("", points, 0, [(point.low, point.high) for point in one.points])
         rings = [(best.at, best.tau, number(best.tau))]

@@ -70,7 +70,7 @@ def contestant(kind: str) -> Contestant:
     def load(target: TargetModel) -> Any:
         return new_drafter(kind, get_kind(kind).config_class(), target.info, target.weights, seed=0)
 
-    return Contestant(kind, kind, load, DECODE)
+    return Contestant(kind, load, DECODE)
 
 
 def audited(*kinds: str, **changes: Any) -> Findings:
@@ -277,7 +277,7 @@ def test_what_a_drafter_does_not_offer_is_noted_once_and_nothing_else_is_lost() 
             return getattr(self.inner, name)
 
     ngram = contestant("ngram")
-    picky = Contestant("picky", "chains", lambda target: ChainsOnly(ngram.load(target)), DECODE)
+    picky = Contestant("picky", lambda target: ChainsOnly(ngram.load(target)), DECODE)
     config = replace(SMALL, checks=("invariance",), shapes=("chain", "tree"), temperatures=(0.0,))
     findings = run_audit(config, DECODE, load_target, [picky], prompts())
     assert [(item.drafter, item.shape, item.reason) for item in findings.skipped] == [

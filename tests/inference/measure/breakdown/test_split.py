@@ -22,7 +22,6 @@ from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import PassRecord, Request
-from inference.measure.breakdown.config import LostConfig
 from inference.measure.breakdown.counts import Counts, Rates, expected_tau
 from inference.measure.breakdown.observe import (
     BONUS,
@@ -35,7 +34,7 @@ from inference.measure.breakdown.observe import (
 )
 from inference.measure.breakdown.split import TERMS, Measured, best_tree, split
 from inference.measure.breakdown.transcripts import read_transcripts
-from inference.measure.config import BenchConfig
+from inference.measure.config import BenchConfig, LostConfig
 from inference.measure.metrics import Outcome, Totals
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.run import measure
