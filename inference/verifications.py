@@ -137,7 +137,7 @@ class VerificationLog:
         self.full = False
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
-        self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in SCHEMAS}
+        self._rows: dict[str, list[dict[str, Any]]] = {name: [] for name in SCHEMAS}
         facts = {"format": FORMAT, "redacted": redact, **facts}
         if not (folder / FACTS_FILE).is_file():
             write_json(folder / FACTS_FILE, facts)
@@ -158,23 +158,16 @@ class VerificationLog:
         self, sequence: str, position: int, domain: str, record: PassRecord, temperature: float
     ) -> None:
         """Add one verification, whose root stands at `position` of the sequence."""
-        details, error = record.details, record.accepted + 1 if record.rejected else 0
-        assert details is not None, "passes were decoded without details"
-        row = (
-            sequence,
-            position,
-            domain,
-            details.drafted,
-            details.log_q,
-            details.log_p,
-            record.accepted,
-            error,
-            details.pick,
-            details.pick_log_q,
-            details.pick_log_p,
-            temperature,
-            time.time(),
-        )
+        assert record.details is not None, "passes were decoded without details"
+        row = {
+            "sequence": sequence,
+            "position": position,
+            "domain": domain,
+            **vars(record.details),
+            "accepted": record.accepted,
+            "error_depth": record.accepted + 1 if record.rejected else 0,
+            "temperature": temperature,
+        }
         self._add(VERIFICATIONS, row)
 
     def sequence(
@@ -189,32 +182,28 @@ class VerificationLog:
     ) -> None:
         """Add one sequence that has ended: its prompt and answer as token ids."""
         digest = hmac.digest(self._key, array("q", prompt).tobytes(), "sha256").hex()[:32]
-        row = (
-            sequence,
-            domain,
-            digest,
-            len(prompt),
-            len(answer),
-            (*prompt, *answer),
-            seed,
-            temperature,
-            finish,
-            time.time(),
-        )
+        row = {
+            "sequence": sequence,
+            "domain": domain,
+            "prompt_hash": digest,
+            "prompt_length": len(prompt),
+            "answer_length": len(answer),
+            "tokens": (*prompt, *answer),
+            "seed": seed,
+            "temperature": temperature,
+            "finish": finish,
+        }
         self._add(SEQUENCES, row)
 
-    def _add(self, table: str, row: tuple[Any, ...]) -> None:
+    def _add(self, table: str, row: dict[str, Any]) -> None:
+        hidden = dict.fromkeys(SECRET_COLUMNS[table]) if self.redact else {}
         with self._lock:
             # nobody flushes, or too slowly
             late = self.held is not None and len(self._rows[table]) >= self.held
             if self.full or late:
                 self.dropped += 1
-                return
-            if self.redact:
-                columns = zip(SCHEMAS[table].names, row, strict=True)
-                secret = SECRET_COLUMNS[table]
-                row = tuple(None if name in secret else value for name, value in columns)
-            self._rows[table].append(row)
+            else:
+                self._rows[table].append({**row, "time": time.time(), **hidden})
 
     def completion(
         self, sequence: str, domain: str, found: Completion, temperature: float, offset: int = 0
@@ -235,11 +224,7 @@ class VerificationLog:
 
     def flush(self, name: str = "") -> None:
         """Write what has gathered. A shard that would pass `max_bytes` is not written, and ends
-        recording.
-
-        name: of the shard, in place of the next number: all that has gathered then is one shard of
-        each table.
-        """
+        recording. name: of one shard of each table with all rows, in place of the next number."""
         with self._lock:
             rows, self._rows = self._rows, {name: [] for name in SCHEMAS}
         for table, gathered in rows.items():
@@ -247,11 +232,9 @@ class VerificationLog:
             for start in range(0, len(gathered), step):
                 self._write(table, gathered[start : start + step], name)
 
-    def _write(self, table: str, rows: list[tuple[Any, ...]], name: str) -> None:
-        columns = zip(zip(*rows, strict=True), SCHEMAS[table], strict=True)
-        arrays = [pa.array(column, field.type) for column, field in columns]
+    def _write(self, table: str, rows: list[dict[str, Any]], name: str) -> None:
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.table(arrays, SCHEMAS[table]), sink, compression="zstd")
+        pq.write_table(pa.Table.from_pylist(rows, SCHEMAS[table]), sink, compression="zstd")
         content = sink.getvalue().to_pybytes()
         if self.full or self.bytes + len(content) > self.max_bytes:
             self.full, self.dropped = True, self.dropped + len(rows)
@@ -303,9 +286,8 @@ def read_table(folder: Path, table: str = VERIFICATIONS) -> pa.Table:
     try:
         parts = [pq.read_table(path, schema=schema) for path in shards]
     except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(
-            f"'{folder}' holds a damaged shard of {table} ({error}). Delete that file."
-        ) from error
+        damage = f"'{folder}' holds a damaged shard of {table} ({error}). Delete that file."
+        raise UserError(damage) from error
     return pa.concat_tables(parts) if parts else schema.empty_table()
 
 

@@ -8,6 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TypedDict
@@ -186,10 +187,8 @@ def process_facts() -> Provenance:
     """Command and versions of this process."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     # `python -m scripts.cli` is the same command.
     program = Path(sys.argv[0]).name.replace("cli.py", "headstart")
     return {"command": shlex.join([program, *sys.argv[1:]]), "versions": versions}

@@ -74,8 +74,7 @@ def vllm_request(
 def serve(
     process: EngineProcess, request: ServingRequest, device: torch.device, what: str = "vLLM"
 ) -> list[ServedMode]:
-    """Run the modes of a request (`vllm_request`) in one process; one `ServedMode` per mode and
-    batch size, in that order.
+    """Run the modes of a request in one process; a `ServedMode` per mode and batch size.
 
     A mode that fails, and those behind one that takes the process down, have their error instead of
     answers. Raises `UserError` for a Python that cannot be run, a call that takes too long, and a
@@ -125,19 +124,17 @@ def measure_vllm(
     warmup: Sequence[Request],
     repeats: int,
 ) -> list[ServedMode]:
-    """Run every mode of `config.vllm`, each in a process of its own. prompts: prompt id -> its
-    request.
+    """Run every mode of `config.vllm`, each in a process of its own. prompts: by their ids.
 
-    Raises `UserError` for a target that is not a folder (only its files can be handed over),
-    sampled measurements, a Python that cannot be run, and for vLLM's own failures, whose last lines
-    are quoted.
+    Raises `UserError` for a target that is not a folder, sampled measurements, a Python that cannot
+    be run, and for vLLM's own failures, whose last lines are quoted.
     """
     if not config.vllm_python:
         return []
-    if arms[0].decode.temperature > 0:
+    if warm := arms[0].decode.temperature:
         raise UserError(
             "bench.baselines.vllm_python is compared token by token and needs "
-            f"decode.temperature=0; given: {arms[0].decode.temperature}."
+            f"decode.temperature=0; given: {warm}."
         )
     require_folder(target, "bench.baselines.vllm_python")
     asked = [

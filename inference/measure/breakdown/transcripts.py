@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
-from inference.measure.breakdown.observe import SOURCES, Candidates, Watched
+from inference.measure.breakdown.observe import Candidates, Source, Watched
 from inference.measure.prompts import Prompt
 from inference.target.text_pieces import TextPieces
 
@@ -25,18 +25,12 @@ PROMPT_CHARACTERS = 4000
 """Characters kept of a prompt, from its end."""
 
 
-def _check_source(name: str) -> str:
-    if name not in SOURCES:
-        raise ValueError(f"a token by {name!r}")
-    return name
-
-
 TokenTranscript = TypedDict(
     "TokenTranscript",
     {
         "id": int,
         "text": str,
-        "by": Annotated[str, AfterValidator(_check_source)],  # one of SOURCES
+        "by": Source,
         "depth": int,
         "pass": int,
         "target": list[tuple[str, float]],  # candidates with their probabilities
