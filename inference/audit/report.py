@@ -6,8 +6,9 @@ comparison.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -34,8 +35,7 @@ Lines = list[dict[str, str]]
 
 def verdict_text(audit: Audit) -> str:
     """The verdict as one sentence."""
-    verdict = audit.verdict
-    tests = len(audit.distributions)
+    verdict, tests = audit.verdict, len(audit.distributions)
     done = f"{verdict.compared} comparisons and {tests} distribution tests"
     if verdict.lossless:
         return f"LOSSLESS: {done} show no difference that rounding does not explain."
@@ -44,10 +44,6 @@ def verdict_text(audit: Audit) -> str:
 
 def drafter_rows(audit: Audit) -> Lines:
     """A line per precision and drafter of the invariance check."""
-    parts: dict[tuple[str, str], list[AuditRow]] = {}
-    for row in audit.comparisons:
-        if row.check == "invariance":
-            parts.setdefault((row.precision, row.drafter), []).append(row)
     return [
         {
             "precision": precision,
@@ -57,16 +53,12 @@ def drafter_rows(audit: Audit) -> Lines:
             "flips / 1,000": f"{_rate(part):.2f}",
             "tokens/pass": _per_pass(part),
         }
-        for (precision, drafter), part in parts.items()
+        for (precision, drafter), part in _parts(audit, "invariance", "precision", "drafter")
     ]
 
 
 def setting_rows(audit: Audit) -> Lines:
     """A line per setting of the processors check."""
-    parts: dict[str, list[AuditRow]] = {}
-    for row in audit.comparisons:
-        if row.check == "processors":
-            parts.setdefault(row.case, []).append(row)
     return [
         {
             "setting": case,
@@ -75,8 +67,17 @@ def setting_rows(audit: Audit) -> Lines:
             "changed": f"{part[0].changed}/{part[0].sequences}",
             "tokens/pass": _per_pass(part),
         }
-        for case, part in parts.items()
+        for (case,), part in _parts(audit, "processors", "case")
     ]
+
+
+def _parts(audit: Audit, check: str, *columns: str) -> Iterable[tuple[Any, list[AuditRow]]]:
+    """The comparisons of a check by their values in `columns`."""
+    parts: dict[Any, list[AuditRow]] = {}
+    for row in audit.comparisons:
+        if row.check == check:
+            parts.setdefault(tuple(getattr(row, name) for name in columns), []).append(row)
+    return parts.items()
 
 
 def distribution_rows(audit: Audit) -> Lines:
@@ -127,8 +128,7 @@ def failures(audit: Audit) -> list[str]:
             f"{row.precision}, {what}, {row.drafter}, {row.shape}, {row.batch_size} rows, "
             f"temperature {row.temperature:g}: {row.describe()}"
         )
-        if row.divergences:
-            first = row.divergences[0]
+        for first in row.divergences[:1]:
             line += (
                 f"; prompt {first.prompt}, token {first.place}: {first.found} instead of "
                 f"{first.expected}, {first.reason}"

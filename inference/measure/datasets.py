@@ -123,9 +123,8 @@ def _from_table(source: str, config: DatasetConfig) -> Loaded:
             )
         prompts[name] = Prompt(name, own, messages=({"role": "user", "content": text},))
     if not prompts:
-        raise UserError(
-            f"no row of '{source}' gives a prompt with the template {config.template!r}."
-        )
+        words = f"a prompt with the template {config.template!r}."
+        raise UserError(f"no row of '{source}' gives {words}")
     return Loaded(list(prompts.values()), source, revision)
 
 
@@ -158,10 +157,8 @@ def _saved(path: Path, split: str) -> Any:
     if not isinstance(found, DatasetDict):
         return found
     if split not in found:
-        raise UserError(
-            f"'{path}' has no split '{split}' "
-            f"(bench.dataset.split).{suggest(split, map(str, found))}"
-        )
+        meant = suggest(split, map(str, found))
+        raise UserError(f"'{path}' has no split '{split}' (bench.dataset.split).{meant}")
     return found[split]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,17 +54,13 @@ def load_prompts(path: str | Path | Sequence[str | Path]) -> list[Prompt]:
     prompts: list[Prompt] = []
     for file in _files(path):
         with file.open(encoding="utf-8") as lines:
-            prompts.extend(
-                _parse(line, file, number) for number, line in enumerate(lines, 1) if line.strip()
-            )
-    seen: set[str] = set()
-    for prompt in prompts:
-        if prompt.id in seen:
-            raise UserError(
-                f"prompt id '{prompt.id}' occurs twice in {path}. Ids must be unique: an answer's "
-                "seed comes from its id."
-            )
-        seen.add(prompt.id)
+            full = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        prompts += [_parse(line, file, number) for number, line in full]
+    if twice := [name for name, count in Counter(one.id for one in prompts).items() if count > 1]:
+        raise UserError(
+            f"prompt id '{twice[0]}' occurs twice in {path}. Ids must be unique: an answer's seed "
+            "comes from its id."
+        )
     if not prompts:
         raise UserError(
             f"there are no prompts in {path}. Each line must be a JSON object with one of "
@@ -82,9 +79,7 @@ def select_prompts(
     per_domain is positive.
     """
     if per_domain < 1:
-        raise UserError(
-            f"the number of prompts per domain must be at least 1; given: {per_domain}."
-        )
+        raise UserError(f"prompts per domain must be at least 1; given: {per_domain}.")
     ranked = list(prompts)
     if seed is not None:
         ranked.sort(key=lambda prompt: prompt_seed(seed, prompt.id))
@@ -142,20 +137,17 @@ def _files(path: str | Path | Sequence[str | Path]) -> list[Path]:
     if not isinstance(path, (str, Path)):
         return [file for entry in path for file in _files(entry)]
     found = Path(path).expanduser()
-    if found.is_dir():
-        files = sorted(found.glob("*.jsonl"))
-        if not files:
-            raise UserError(
-                f"the folder '{found}' has no .jsonl files. It should hold one <domain>.jsonl per "
-                "domain."
-            )
-        return files
-    if not found.is_file():
+    if found.is_file():
+        return [found]
+    if not found.is_dir():
         raise UserError(
             f"there is no prompt file or folder '{found}'. Give a .jsonl file or a folder of "
             "<domain>.jsonl files."
         )
-    return [found]
+    if files := sorted(found.glob("*.jsonl")):
+        return files
+    words = "It should hold one <domain>.jsonl per domain."
+    raise UserError(f"the folder '{found}' has no .jsonl files. {words}")
 
 
 def _parse(line: str, file: Path, number: int) -> Prompt:
@@ -175,7 +167,7 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
     name, domain = str(row.get("id", f"{file.stem}-{number}")), str(row.get("domain") or file.stem)
     if given == ["tokens"]:
         tokens = row["tokens"]
-        if not tokens or not isinstance(tokens, list) or any(map(_not_an_id, tokens)):
+        if not tokens or not isinstance(tokens, list) or not all(map(_is_id, tokens)):
             words = "tokens must be a non-empty list of non-negative integers."
             raise UserError(f"{where}: {words}")
         return Prompt(name, domain, tokens=tuple(tokens))
@@ -187,5 +179,5 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
     return Prompt(name, domain, messages=tuple(checked))
 
 
-def _not_an_id(token: Any) -> bool:
-    return not isinstance(token, int) or isinstance(token, bool) or token < 0
+def _is_id(token: Any) -> bool:
+    return isinstance(token, int) and not isinstance(token, bool) and token >= 0

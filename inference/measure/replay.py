@@ -38,9 +38,9 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         if not self.accepted or min(self.accepted) < 0:
+            given = list(self.accepted)[:8]
             raise UserError(
-                "a trajectory needs one accepted length of at least 0 per pass; given: "
-                f"{list(self.accepted)[:8]}."
+                f"a trajectory needs one accepted length of at least 0 per pass; given: {given}."
             )
 
     @property
@@ -54,9 +54,8 @@ class Trajectory:
         have been cut. most: passes to keep. Raises `UserError` when there are no such records."""
         file = folder / FINAL_FILE if folder.is_dir() else folder
         if not file.is_file():
-            raise UserError(
-                f"'{folder}' holds no {FINAL_FILE}. Give the folder of a finished measurement."
-            )
+            words = "Give the folder of a finished measurement."
+            raise UserError(f"'{folder}' holds no {FINAL_FILE}. {words}")
         rows = read_records(file)
         names = sorted({row.arm for row in rows})
         if arm not in names:
@@ -80,8 +79,7 @@ def _conditions(records: Path, arm: str) -> str:
 class State:
     """inner: the real drafter's state. text [B, S] prompt and known continuation, length [B]
     committed tokens (root included), done [B] passes so far, first [B] where the row began in the
-    trajectory; all int64.
-    """
+    trajectory; all int64."""
 
     inner: Any
     text: Tensor
@@ -177,6 +175,5 @@ def read_trajectories(path: Path) -> dict[str, Trajectory]:
         content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return {k: Trajectory(tuple(v["accepted"]), v["source"]) for k, v in content.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"'{path}' holds no trajectories ({error!r}). Record them with --record."
-        ) from error
+        words = f"'{path}' holds no trajectories ({error!r}). Record them with --record."
+        raise UserError(words) from error

@@ -335,9 +335,8 @@ class CostPoint(Block):
     """Cached tokens per sequence."""
     seconds: float
     low: float
-    """First quartile, in seconds."""
     high: float
-    """Third quartile, in seconds."""
+    """`low` and `high`: first and third quartile, in seconds."""
 
 
 class Costs(Block):
@@ -352,9 +351,8 @@ class Costs(Block):
     """Timed calls per point."""
     verify: list[CostPoint]
     draft: dict[str, list[CostPoint]]
-    """By drafter."""
     commit: dict[str, list[CostPoint]]
-    """By drafter."""
+    """`draft` and `commit`: by drafter."""
 
     @property
     def sizes(self) -> list[int]:
@@ -440,9 +438,8 @@ class LoopResult(Block):
     ratio: float
     ratio_ci95: Interval
     end_to_end_tokens_per_second: float
-    """With prefill."""
     end_to_end_ratio: float
-    """With prefill."""
+    """End to end: with prefill."""
     tau: float
     """Tokens per pass."""
     sequences: Count
@@ -506,9 +503,8 @@ class DraftStates(Block):
 
 class _Span(Block):
     first: Count
-    """First position of the answer."""
     end: Count
-    """Position after the last; 0: no end."""
+    """Positions [first, end) of the answer; end 0: no end."""
 
 
 class PositionStates(DraftStates, _Span):
@@ -537,9 +533,8 @@ class TreeComparison(Block):
 
     nodes: Count
     own: float
-    """tau of the measured draft under the sample's acceptance by rank."""
     best: float
-    """tau of the best tree under the same."""
+    """tau of the measured draft and of the best tree under the sample's acceptance by rank."""
     choices: list[list[Count]]
     """Paths of the best tree, by rank of the candidates."""
 
@@ -620,9 +615,8 @@ class Conditions(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     bench: dict[str, Any] = {}
-    """The group `bench` of the configuration."""
     sampling: dict[str, Any] = {}
-    """Settings of sampling."""
+    """Settings: the group `bench` of the configuration, and of sampling."""
     typical: dict[str, float] | None = None
     """`epsilon` and `delta` of rule typical."""
     warmup_prompts: Count | None = None

@@ -24,7 +24,6 @@ FILE = "transcripts.json"
 PROMPT_CHARACTERS = 4000
 """Characters kept of a prompt, from its end."""
 
-
 TokenTranscript = TypedDict(
     "TokenTranscript",
     {
@@ -92,11 +91,8 @@ def transcript(
 
 def _question(prompt: Prompt, watched: Watched, tokenizer: Any) -> str:
     """The last message, or the prompt's tokens as text."""
-    text = str(
-        prompt.messages[-1]["content"]
-        if prompt.messages
-        else tokenizer.decode(list(watched.request.tokens))
-    )
+    last = prompt.messages[-1]["content"] if prompt.messages else None
+    text = str(tokenizer.decode(list(watched.request.tokens)) if last is None else last)
     return text if len(text) <= PROMPT_CHARACTERS else "…" + text[-PROMPT_CHARACTERS:]
 
 
@@ -108,12 +104,9 @@ def write_transcripts(
     folder: Path, target: str, candidates: int, answers: Sequence[Transcript]
 ) -> None:
     """Write `folder`/transcripts.json."""
-    content: TranscriptFile = {
-        "format": FORMAT,
-        "target": target,
-        "candidates": candidates,
-        "answers": list(answers),
-    }
+    content = TranscriptFile(
+        format=FORMAT, target=target, candidates=candidates, answers=list(answers)
+    )
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     write_bytes(folder / FILE, (text + "\n").encode())
 
@@ -136,7 +129,6 @@ def read_transcripts(folder: Path) -> list[Transcript]:
             "bench.lost.enabled=true."
         ) from error
     if content["format"] != FORMAT:
-        raise UserError(
-            f"'{path}' has format {content['format']!r}; this version reads format {FORMAT}."
-        )
+        found = content["format"]
+        raise UserError(f"'{path}' has format {found!r}; this version reads format {FORMAT}.")
     return content["answers"]
