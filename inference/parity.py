@@ -29,6 +29,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, tor
 """Largest difference of logits, as a share of their row's largest magnitude (at least 1)."""
 
 
+Documents = list[list[int]]
 Features = list[tuple[Tensor | None, Tensor | None]]
 """Of each document: taps [T_b, n, H] and last_hidden [T_b, H]."""
 Sightings = dict[tuple[int, int, int], Tensor]
@@ -54,11 +55,7 @@ class ParityReport:
 
 @torch.no_grad()
 def check_parity(
-    target: TargetModel,
-    drafter: Any,
-    tokens: list[list[int]],
-    depth: int,
-    tolerance: float | None = None,
+    target: TargetModel, drafter: Any, tokens: Documents, depth: int, tolerance: float | None = None
 ) -> ParityReport:
     """Compare both paths of `drafter` at depths 1..`depth` along the given documents (each at least
     depth + 4 tokens long).
@@ -87,7 +84,7 @@ def check_parity(
 
 
 def _training_path(
-    target: TargetModel, drafter: TrainableDrafter, tokens: list[list[int]], depth: int
+    target: TargetModel, drafter: TrainableDrafter, tokens: Documents, depth: int
 ) -> list[list[Tensor]]:
     """Logits [T_b, V'] per document and depth: result[b][k - 1]. All documents are packed into one
     row."""
@@ -114,7 +111,7 @@ class _ForcedNoise:
 
     keeps_logits = False
 
-    def __init__(self, tokens: list[list[int]]) -> None:
+    def __init__(self, tokens: Documents) -> None:
         self.tokens = tokens
         self.last_seen: list[int] = []
         self.asked: dict[tuple[int, int], Tensor] = {}
@@ -160,9 +157,7 @@ class _ForcedNoise:
         return found
 
 
-def _decoding_path(
-    target: TargetModel, drafter: Any, tokens: list[list[int]], depth: int
-) -> Sightings:
+def _decoding_path(target: TargetModel, drafter: Any, tokens: Documents, depth: int) -> Sightings:
     """Walk over the ends of all documents as a ragged batch, in runs of 1 to depth + 1 tokens."""
     features, lengths = _document_features(target, drafter, tokens), list(map(len, tokens))
     text = pad_sequence([torch.tensor(document) for document in tokens], batch_first=True)
@@ -185,7 +180,7 @@ def _decoding_path(
     return found
 
 
-def _check_tokens(drafted: list[list[int]], tokens: list[list[int]], noise: _ForcedNoise) -> None:
+def _check_tokens(drafted: list[list[int]], tokens: Documents, noise: _ForcedNoise) -> None:
     for row, nodes in enumerate(drafted):
         for place, token in enumerate(nodes):
             position = noise.last_seen[row] + 1 + place
@@ -200,7 +195,7 @@ def _check_tokens(drafted: list[list[int]], tokens: list[list[int]], noise: _For
 
 
 def _document_features(
-    target: TargetModel, drafter: TrainableDrafter, tokens: list[list[int]]
+    target: TargetModel, drafter: TrainableDrafter, tokens: Documents
 ) -> Features:
     """Each document alone through the target."""
     found = []
@@ -237,11 +232,7 @@ def _states(
 
 
 def _compare(
-    drafter: TrainableDrafter,
-    trained: list[list[Tensor]],
-    decoded: Sightings,
-    depth: int,
-    tolerance: float,
+    drafter: Any, trained: list[list[Tensor]], decoded: Sightings, depth: int, tolerance: float
 ) -> ParityReport:
     worst = [0.0] * depth
     for (k, row, position), logits in sorted(decoded.items(), key=lambda item: item[0]):

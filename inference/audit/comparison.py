@@ -158,7 +158,7 @@ def examine(
             "wrong place"
         )
         return [Divergence(request.index, start, *pairs[start], math.inf, 0.0, 0.0, False, reason)]
-    replay = _Replay(target, request, answer, sampling)
+    replay = _Replay(target, request, list(answer), sampling)
     divergences = []
     for place, logits in enumerate(replay.single_steps()):
         if place < start:
@@ -169,21 +169,19 @@ def examine(
     return [replay.judge(place, expected, logits, width) for place, expected, logits in divergences]
 
 
+@dataclass
 class _Replay:
     """One answer, recomputed by the target along several routes."""
 
-    def __init__(
-        self,
-        target: TargetModel,
-        request: Request,
-        answer: Sequence[int],
-        sampling: SamplingSettings,
-    ) -> None:
-        self.target, self.request, self.sampling = target, request, sampling
-        self.answer = list(answer)
-        self.prompt = len(request.tokens)
-        self.text = torch.tensor([[*request.tokens, *answer]], device=target.device)
-        self.cache = target.new_cache(1, self.text.shape[1] + 1)
+    target: TargetModel
+    request: Request
+    answer: list[int]
+    sampling: SamplingSettings
+
+    def __post_init__(self) -> None:
+        tokens, self.prompt = self.request.tokens, len(self.request.tokens)
+        self.text = torch.tensor([[*tokens, *self.answer]], device=self.target.device)
+        self.cache = self.target.new_cache(1, self.text.shape[1] + 1)
 
     @torch.no_grad()
     def single_steps(self) -> Iterator[Tensor]:

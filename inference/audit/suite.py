@@ -143,11 +143,11 @@ class _Precision:
             plain, _ = self.answers(None, decode)
             known: Known = {}
             batched = replace(decode, shape="none", batch_size=self.config.batch_size)
-            self.compare("invariance", Arm(NO_DRAFTER, None, batched), plain, known)
+            self.compare(Arm(NO_DRAFTER, None, batched), plain, known)
             for arm in self.arms(decode, plain):
                 for rows in (1, self.config.batch_size):
                     one = replace(arm, decode=replace(arm.decode, batch_size=rows))
-                    self.compare("invariance", one, plain, known)
+                    self.compare(one, plain, known)
 
     def processors(self) -> None:
         """Every processor and filter alone, and all together."""
@@ -166,7 +166,7 @@ class _Precision:
                     continue  # what is never accepted has little to show here
                 batched = replace(arm.decode, batch_size=self.config.batch_size)
                 arm = replace(arm, decode=batched)
-                self.compare("processors", arm, plain, known, name, changed)
+                self.compare(arm, plain, known, name, changed)
 
     def distribution(self) -> None:
         """Sampled answers of one prompt, by rule, drafter and shape."""
@@ -223,16 +223,11 @@ class _Precision:
         return decode_all(self.target, drafter, decode, self.requests)
 
     def compare(
-        self,
-        check: str,
-        arm: Arm,
-        plain: Answers,
-        known: Known,
-        setting: str = "",
-        changed: int = 0,
+        self, arm: Arm, plain: Answers, known: Known, setting: str = "", changed: int = 0
     ) -> None:
-        """Decode, compare with the plain answers, and add the result to the findings. changed:
-        answers that the processors' setting changes."""
+        """Decode, compare with the plain answers, and add the result to the findings. setting: of
+        the processors check; changed: answers that it changes."""
+        check = "processors" if setting else "invariance"
         decode = arm.decode
         self.say(
             f"{self.precision}: {check} {setting} temperature {decode.temperature:g}, "

@@ -12,6 +12,7 @@ from inference.measure import metrics
 from inference.measure.answers import Record
 from inference.measure.config import BenchConfig
 from inference.measure.metrics import Totals, divide
+from inference.measure.prompts import Requests
 from inference.measure.vllm_process import measure_vllm
 from inference.report.model import LoopResult
 from inference.target.model import TargetModel
@@ -35,10 +36,10 @@ def served_loops(
     config: BenchConfig,
     target: TargetModel,
     arms: Sequence[Arm],
-    requests: Mapping[str, Request],
+    requests: Requests,
     warmup: Sequence[Request],
 ) -> dict[str, Loop]:
-    """The modes of vLLM that are asked for. requests: by the prompt's id."""
+    """The modes of vLLM that are asked for."""
     loops = {}
     for mode in measure_vllm(config.baselines, target, arms, requests, warmup, config.repeats):
         records = []

@@ -24,11 +24,12 @@ from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
 from inference.measure import metrics
 from inference.measure.metrics import Outcome, Totals
-from inference.measure.prompts import prompt_seed
+from inference.measure.prompts import Requests, prompt_seed
 from inference.report.model import BestDraft, Profile, ProfilePoint, ProfileSetting
 from inference.target.model import TargetModel
 
 Key = TypeVar("Key")
+Blocks = Sequence[Sequence[Request]]
 PLAIN = 0
 """The draft length that stands for no drafter."""
 OWN = -1
@@ -85,9 +86,7 @@ class Turn:
         return Outcome(f"block-{block}", "", passes, self.seconds)
 
 
-def take_turns(
-    engines: Mapping[Key, Engine], blocks: Sequence[Sequence[Request]], batch: int
-) -> dict[Key, list[Turn]]:
+def take_turns(engines: Mapping[Key, Engine], blocks: Blocks, batch: int) -> dict[Key, list[Turn]]:
     """Every block decoded by every engine in turn, each time another one first."""
     names = list(engines)
     for name in names:  # buffers, thread pools and graphs settle; not counted
@@ -104,17 +103,11 @@ def take_turns(
 
 
 def profile(
-    config: ProfileConfig,
-    target: TargetModel,
-    arms: Sequence[Arm],
-    requests: Sequence[Request],
-    ids: Sequence[str],
-    seed: int,
+    config: ProfileConfig, target: TargetModel, arms: Sequence[Arm], requests: Requests, seed: int
 ) -> Profile:
     """The `profile` block of report.json.
 
-    requests, ids: the measured prompts, rendered, and their ids. Raises `UserError` for an arm that
-    is not measured or a context that the target cannot hold.
+    Raises `UserError` for an arm that is not measured or a context that the target cannot hold.
     """
     names = [arm.name for arm in arms]
     for name in config.arms:
@@ -125,50 +118,45 @@ def profile(
             )
     profiled = [arm for arm in arms if not config.arms or arm.name in config.arms]
     points: list[ProfilePoint] = []
-    for setting in _settings(config, profiled[0].decode, requests):
+    own = round(sum(len(request.tokens) for request in requests.values()) / len(requests))
+    for setting in _settings(config, profiled[0].decode.temperature, own):
         for arm in profiled:
-            blocks = make_blocks(config, target, setting, arm.decode, requests, ids)
+            blocks = make_blocks(config, target, setting, arm, requests)
             points += _measure(config, target, arm, setting, blocks, seed)
     return Profile(blocks=config.blocks, refills=config.refills, points=points, best=best(points))
 
 
-def _settings(
-    config: ProfileConfig, decode: DecodeConfig, requests: Sequence[Request]
-) -> Iterator[Setting]:
-    """All conditions; a prompt's own length is given as the mean over the prompts."""
-    own = round(sum(len(request.tokens) for request in requests) / len(requests))
+def _settings(config: ProfileConfig, temperature: float, own: int) -> Iterator[Setting]:
+    """All conditions. temperature, own: where they are not varied, the latter the mean length of
+    the prompts."""
     for batch in config.batches:
-        yield Setting("batch", batch, own, decode.temperature)
+        yield Setting("batch", batch, own, temperature)
     for context in config.contexts:
-        yield Setting("context", 1, context, decode.temperature)
-    for temperature in config.temperatures:
-        yield Setting("temperature", 1, own, float(temperature))
+        yield Setting("context", 1, context, temperature)
+    for varied in config.temperatures:
+        yield Setting("temperature", 1, own, float(varied))
 
 
 def make_blocks(
-    config: ProfileConfig,
-    target: TargetModel,
-    setting: Setting,
-    decode: DecodeConfig,
-    requests: Sequence[Request],
-    ids: Sequence[str],
-) -> list[list[Request]]:
+    config: ProfileConfig, target: TargetModel, setting: Setting, arm: Arm, requests: Requests
+) -> Blocks:
     """The requests of each block: prompts go round in their order, each visit of a prompt with a
     seed of its own. Raises `UserError` for a context that the target cannot hold."""
-    limit, answer = target.info.max_position_embeddings, decode.max_new_tokens
+    limit, answer = target.info.max_position_embeddings, arm.decode.max_new_tokens
     if setting.sweep == "context" and setting.context + answer > limit:
         raise UserError(
             f"bench.profile.contexts holds {setting.context}; with decode.max_new_tokens={answer} "
             f"that exceeds the {limit} positions of target '{target.info.id}'. Give at most "
             f"{max(limit - answer, 0)}."
         )
-    size = setting.batch * config.refills
+    size, asked = setting.batch * config.refills, list(requests.items())
 
     def made(block: int, place: int) -> Request:
-        visit, number = divmod(block * size + place, len(requests))
-        request, seed = requests[number], prompt_seed(decode.seed, f"{ids[number]}/{visit}")
-        context = setting.context if setting.sweep == "context" else 0
-        tokens = context_of(requests, number, context) if context else request.tokens
+        visit, number = divmod(block * size + place, len(asked))
+        name, request = asked[number]
+        seed, tokens = prompt_seed(arm.decode.seed, f"{name}/{visit}"), request.tokens
+        if setting.sweep == "context":
+            tokens = context_of(list(requests.values()), number, setting.context)
         return Request(place, tokens, seed, request.max_new_tokens)
 
     return [[made(block, place) for place in range(size)] for block in range(config.blocks)]
@@ -188,7 +176,7 @@ def _measure(
     target: TargetModel,
     arm: Arm,
     setting: Setting,
-    blocks: Sequence[Sequence[Request]],
+    blocks: Blocks,
     seed: int,
 ) -> list[ProfilePoint]:
     """One setting: plain decoding and every draft length over the same blocks, taking turns."""
@@ -223,11 +211,7 @@ def _measure(
 
 
 def _engines(
-    config: ProfileConfig,
-    target: TargetModel,
-    arm: Arm,
-    setting: Setting,
-    blocks: Sequence[Sequence[Request]],
+    config: ProfileConfig, target: TargetModel, arm: Arm, setting: Setting, blocks: Blocks
 ) -> dict[int, Engine]:
     """An engine without drafter and one per draft, all with the same room per row."""
     decode = replace(arm.decode, batch_size=setting.batch, temperature=setting.temperature)
@@ -245,9 +229,7 @@ def _engines(
             f"bench.profile.depths {list(config.depths)} holds none that '{arm.name}' can draft; "
             f"its deepest draft has {shape.max_depth} tokens."
         )
-    room = max(
-        len(request.tokens) + request.max_new_tokens for block in blocks for request in block
-    )
+    room = max(len(item.tokens) + item.max_new_tokens for block in blocks for item in block)
     capacity = room + max(draft.tree().num_nodes for draft in drafts.values()) + 1
     engines = {PLAIN: Engine(target, None, replace(decode, shape="none"), capacity=capacity)}
     for name, draft in drafts.items():

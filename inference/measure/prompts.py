@@ -26,6 +26,8 @@ from inference.target.chat import Message, check_messages, render_prompt
 logger = logging.getLogger(__name__)
 
 CONTENT_KEYS = ("messages", "prompt", "tokens")
+Requests = Mapping[str, Request]
+"""By the ids of their prompts."""
 
 
 @dataclass(frozen=True)

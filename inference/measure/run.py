@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from inference.kernels.packed_linear import packed_linears
 from inference.measure import metrics
 from inference.measure.answers import AnswerLog, Record
 from inference.measure.baselines import Peer, make_peers
-from inference.measure.breakdown.block import Sample, lost_block
+from inference.measure.breakdown.block import lost_block
 from inference.measure.breakdown.transcripts import discard_transcripts
 from inference.measure.config import (
     BASELINE,
@@ -53,7 +53,7 @@ from inference.measure.datasets import Loaded, prompt_facts
 from inference.measure.loops import Loop, baseline_block, served_loops
 from inference.measure.metrics import Outcome, TauEstimate, Totals, divide
 from inference.measure.profile import profile
-from inference.measure.prompts import Prompt, to_requests
+from inference.measure.prompts import Prompt, Requests, to_requests
 from inference.measure.roofline import roofline
 from inference.measure.verifications import write_records
 from inference.report import model as schema
@@ -98,7 +98,7 @@ def measure(
     `out`/records/<arm>/. Raises `UserError` for arms that do not compare or prompts that do not
     suffice, `WeakBaselineError` when a speedup exceeds tau.
     """
-    session = _Session.prepare(config, target, arms, prompts)
+    session = _prepare(config, target, arms, prompts)
     session.records = records = AnswerLog.open(out, session.fingerprint(), session.names)
     with ExitStack() as stack:
         for arm in arms:  # pack weights once, and not at the start of every answer
@@ -148,43 +148,12 @@ class _Session:
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     audits: dict[str, AuditReport] = field(default_factory=dict)
 
-    @classmethod
-    def prepare(
-        cls,
-        config: BenchConfig,
-        target: TargetModel,
-        arms: Sequence[Arm],
-        prompts: Sequence[Prompt],
-    ) -> _Session:
-        """Choose the prompts that fit, and build engines with the same room in their caches."""
-        checked = check_arms(config, arms)
-        decode = checked[0].decode
-        limit = target.info.max_position_embeddings
-        measured, spare = split_prompts(config, prompts)
-        requests = to_requests(measured, target.tokenizer, decode, capacity=limit, overlong="skip")
-        warmup = to_requests(spare, target.tokenizer, decode, capacity=limit, overlong="skip")
-        if not requests:
-            raise UserError(
-                f"no prompt fits: with decode.max_new_tokens={decode.max_new_tokens} all are "
-                f"longer than the target's {limit} positions. Shorten the prompts or the answers."
-            )
-        kept = [measured[request.index] for request in requests]
-        requests = [replace(request, index=place) for place, request in enumerate(requests)]
-        warmup = warmup or requests[:1]
-        most = max(len(item.tokens) + item.max_new_tokens for item in (*requests, *warmup))
-        room = most + max(arm.decode.tree().num_nodes for arm in checked) + 1
-        engines = {BASELINE: Engine(target, None, replace(decode, shape="none"), capacity=room)}
-        for arm in checked:
-            engines[arm.name] = Engine(target, arm.drafter, arm.decode, capacity=room)
-        peers = {peer.name: peer for peer in make_peers(config.baselines, target, checked)}
-        return cls(config, target, checked, kept, requests, warmup, engines, peers)
-
     @property
     def names(self) -> list[str]:
         return [*self.engines, *self.peers]
 
     @property
-    def by_id(self) -> dict[str, Request]:
+    def by_id(self) -> Requests:
         return dict(zip((prompt.id for prompt in self.prompts), self.requests, strict=True))
 
     def fingerprint(self) -> str:
@@ -304,9 +273,7 @@ class _Session:
         text = [token for request in self.requests for token in request.tokens][:TEXT_TOKENS]
         lengths = {name: _mean_length(requests, records.of(name)) for name in self.engines}
         if config.profile.wanted:
-            blocks["profile"] = profile(
-                config.profile, target, arms, self.requests, list(requests), config.seed
-            )
+            blocks["profile"] = profile(config.profile, target, arms, requests, config.seed)
         if config.costs.nodes:
             curves = measure_costs(config.costs, target, arms, text, config.seed)
             blocks["costs"] = schema.Costs.model_validate(curves.to_dict())
@@ -318,17 +285,10 @@ class _Session:
             blocks["baselines"] = baseline_block(ours[BASELINE], {**ours, **served}, config.seed)
         discard_transcripts(records.directory)  # of an earlier measurement
         if config.lost.enabled:
-            blocks["lost"] = lost_block(
-                config,
-                target,
-                arms,
-                Sample.choose(config.lost, self.prompts, self.requests),
-                {arm.name: self.totals(arm.name) for arm in arms},
-                self.totals(BASELINE),
-                lengths,
-                blocks.get("costs"),
-                records.directory,
-            )
+            totals = {name: self.totals(name) for name in self.engines}
+            costs = blocks.get("costs")
+            given = (self.prompts, requests, totals, lengths, costs, records.directory)
+            blocks["lost"] = lost_block(config, target, arms, *given)
         return blocks
 
     def draft_facts(self, arm: Arm) -> schema.DraftFacts:
@@ -387,6 +347,34 @@ class _Session:
         )
 
 
+def _prepare(
+    config: BenchConfig, target: TargetModel, arms: Sequence[Arm], prompts: Sequence[Prompt]
+) -> _Session:
+    """Choose the prompts that fit, and build engines with the same room in their caches."""
+    checked = check_arms(config, arms)
+    decode, limit = checked[0].decode, target.info.max_position_embeddings
+    measured, spare = split_prompts(config, prompts)
+    requests, warmup = (
+        to_requests(some, target.tokenizer, decode, capacity=limit, overlong="skip")
+        for some in (measured, spare)
+    )
+    if not requests:
+        raise UserError(
+            f"no prompt fits: with decode.max_new_tokens={decode.max_new_tokens} all are longer "
+            f"than the target's {limit} positions. Shorten the prompts or the answers."
+        )
+    kept = [measured[request.index] for request in requests]
+    requests = [replace(request, index=place) for place, request in enumerate(requests)]
+    warmup = warmup or requests[:1]
+    most = max(len(item.tokens) + item.max_new_tokens for item in (*requests, *warmup))
+    room = most + max(arm.decode.tree().num_nodes for arm in checked) + 1
+    engines = {BASELINE: Engine(target, None, replace(decode, shape="none"), capacity=room)}
+    for arm in checked:
+        engines[arm.name] = Engine(target, arm.drafter, arm.decode, capacity=room)
+    peers = {peer.name: peer for peer in make_peers(config.baselines, target, checked)}
+    return _Session(config, target, checked, kept, requests, warmup, engines, peers)
+
+
 def _answer(engine: Engine, request: Request) -> tuple[Completion, dict[str, float]]:
     """Decode one request; its completion and the seconds it took per phase."""
     engine.clock.reset()
@@ -394,8 +382,8 @@ def _answer(engine: Engine, request: Request) -> tuple[Completion, dict[str, flo
     return completion, dict(engine.clock.seconds)
 
 
-def _mean_length(requests: Mapping[str, Request], records: Sequence[Record]) -> float:
-    """Cached tokens that a step of an arm finds on average. requests: by the prompt's id."""
+def _mean_length(requests: Requests, records: Sequence[Record]) -> float:
+    """Cached tokens that a step of an arm finds on average."""
     cached, steps = 0, 0
     for record in records:
         length = len(requests[record.prompt].tokens)

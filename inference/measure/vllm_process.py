@@ -23,6 +23,7 @@ from heads.api.errors import UserError
 from inference.decoding.arm import Arm
 from inference.decoding.requests import Request
 from inference.measure.baselines import BaselinesConfig, assistant_arm, write_llama
+from inference.measure.prompts import Requests
 from inference.measure.vllm_worker import ServedMode, ServingMode, ServingRequest
 from inference.target.model import TargetModel
 
@@ -120,11 +121,11 @@ def measure_vllm(
     config: BaselinesConfig,
     target: TargetModel,
     arms: Sequence[Arm],
-    prompts: Mapping[str, Request],
+    requests: Requests,
     warmup: Sequence[Request],
     repeats: int,
 ) -> list[ServedMode]:
-    """Run every mode of `config.vllm`, each in a process of its own. prompts: by their ids.
+    """Run every mode of `config.vllm`, each in a process of its own.
 
     Raises `UserError` for a target that is not a folder, sampled measurements, a Python that cannot
     be run, and for vLLM's own failures, whose last lines are quoted.
@@ -138,7 +139,7 @@ def measure_vllm(
         )
     require_folder(target, "bench.baselines.vllm_python")
     asked = [
-        (name, repeat, request) for repeat in range(repeats) for name, request in prompts.items()
+        (name, repeat, request) for repeat in range(repeats) for name, request in requests.items()
     ]
     process = EngineProcess(config.vllm_python, config.vllm_seconds)
     found = []
