@@ -17,8 +17,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
@@ -27,6 +28,10 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
 from inference.decoding.requests import Request
+from inference.export.layouts import causal
+from inference.export.layouts.base import Checkpoint, Options, Target
+from inference.manifest import write_json
+from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 
 Mode = Literal["generate", "assisted", "assisted_constant", "prompt_lookup"]
@@ -149,8 +154,6 @@ ASSISTED: dict[str, object] = {
     "assistant_confidence_threshold": 0.4,
 }
 """The defaults of transformers 5, set before every call because calls change them."""
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""What `rope_scaling` of a configuration lists."""
 CONSTANT: dict[str, object] = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.0,
@@ -201,49 +204,18 @@ def is_llama(drafter: Any) -> bool:
 
 
 def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:
-    """Write a drafter as a Hugging Face folder of a Llama, Qwen2 or Qwen3, with what it shares with
-    the target. Returns `folder`."""
+    """Write a drafter as the Hugging Face folder of a Llama, Qwen2 or Qwen3. Returns `folder`."""
     assert is_llama(drafter)
-    shape, info, weights = drafter.shape, target.info, target.weights
-    shared = {"model.embed_tokens.weight": weights.embedding, "lm_head.weight": weights.lm_head}
-    state = dict(drafter.state_dict())
-    if "model.embed_tokens.weight" not in state:
-        state |= shared
-    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
-    family = Qwen3Config if shape.qk_norm else Qwen2Config if shape.attention_bias else LlamaConfig
-    config = family(
-        vocab_size=info.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=len(drafter.model.layers),
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=shape.rms_norm_eps,
-        rope_parameters=_rope_parameters(drafter, target),
-        max_position_embeddings=info.max_position_embeddings,
-        tie_word_embeddings=False,
-        eos_token_id=list(target.eos_token_ids) or None,
-        dtype=target.dtype,
-    )
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    copies = {name: value.detach().cpu().clone() for name, value in state.items()}
-    model.load_state_dict(copies, assign=True)
-    model.save_pretrained(folder)
+    info, dtype = target.info, str(target.dtype).removeprefix("torch.")
+    source = Target(TargetConfig(info.id, info.revision))
+    source.weights = target.weights
+    checkpoint = Checkpoint(folder, drafter.kind, "draft_model", drafter.config, info, drafter, "")
+    written = causal.write(checkpoint, source, Options(), "transformers")
+    ends = list(target.eos_token_ids) or None
+    write_json(folder / "config.json", {**written.config, "eos_token_id": ends, "dtype": dtype})
+    tensors = {name: value.detach().cpu().clone() for name, value in written.tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
-
-
-def _rope_parameters(drafter: Any, target: TargetModel) -> dict[str, object]:
-    """A drafter's rotary positions as Hugging Face writes them; copied layers rotate as theirs."""
-    config, theirs = drafter.config, getattr(target.model.config, "rope_parameters", None)
-    if config.from_target_layers and theirs and "rope_type" in theirs:
-        return dict(theirs)
-    theta = {"rope_theta": config.rope_theta or target.info.rope_theta}
-    if config.rope_scaling:
-        factors = dict(zip(LLAMA3, config.rope_scaling, strict=True))
-        return {"rope_type": "llama3", **theta, **factors}
-    return {"rope_type": "default", **theta}
 
 
 def load_assistant(drafter: Any, target: TargetModel) -> Any:
