@@ -35,13 +35,13 @@ class Part(Block):
     stage: ClassVar[str] = "audit"
 
 
-def _read_divergences(items: list[Any]) -> list[Divergence]:
-    return [item if isinstance(item, Divergence) else Divergence.from_dict(item) for item in items]
-
-
 Divergences = Annotated[
     list[Divergence],
-    PlainValidator(_read_divergences),
+    PlainValidator(
+        lambda items: [
+            item if isinstance(item, Divergence) else Divergence.from_dict(item) for item in items
+        ]
+    ),
     PlainSerializer(lambda items: [item.to_dict() for item in items]),
 ]
 

@@ -140,7 +140,9 @@ def make_peers(config: BaselinesConfig, target: TargetModel, arms: Sequence[Arm]
             peer.options = {"prompt_lookup_num_tokens": config.lookup_tokens}
         elif mode.startswith("assisted"):
             arm = assistant_arm(config, arms)
-            assistant = assistant or load_assistant(arm.drafter, target)
+            if assistant is None:
+                with TemporaryDirectory() as folder:
+                    assistant = _load(write_llama(arm.drafter, target, Path(folder)), target)
             constant = {**CONSTANT, "num_assistant_tokens": arm.decode.tree().max_depth}
             peer.options = {"assistant_model": assistant}
             peer.assistant_settings = ASSISTED if mode == "assisted" else constant
@@ -216,9 +218,3 @@ def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:
     tensors = {name: value.detach().cpu().clone() for name, value in written.tensors.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
-
-
-def load_assistant(drafter: Any, target: TargetModel) -> Any:
-    """A drafter as the model that transformers loads from disk."""
-    with TemporaryDirectory() as folder:
-        return _load(write_llama(drafter, target, Path(folder)), target)

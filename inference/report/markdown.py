@@ -172,14 +172,12 @@ def domain_table(report: Report) -> list[str]:
     """tau, TAR and speedup per drafter and domain as a markdown table."""
     rows = []
     for drafter in report.drafters:
-        found = [drafter.domains.get(name) for name in report.domains]
-        texts = [_domain_cell(cell) if cell else "-" for cell in found]
-        rows.append([drafter.name, *texts])
+        cells = dict.fromkeys(report.domains, "-")
+        for name, found in drafter.domains.items():
+            tau = with_interval(found.tau, found.tau_ci95)
+            cells[name] = f"{tau}, {found.tar:.2f}, {found.speedup:.2f}x"
+        rows.append([drafter.name, *cells.values()])
     return markdown_table(["drafter", *report.domains], rows)
-
-
-def _domain_cell(found: schema.DomainResult) -> str:
-    return f"{with_interval(found.tau, found.tau_ci95)}, {found.tar:.2f}, {found.speedup:.2f}x"
 
 
 def depth_table(report: Report) -> list[str]:
