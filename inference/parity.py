@@ -11,7 +11,7 @@ Legend: B rows (documents), T positions, n taps, H hidden, V' draft vocabulary, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -102,6 +102,7 @@ def _training_path(
     return [list(document) for document in zip(*split, strict=True)]
 
 
+@dataclass
 class _ForcedNoise:
     """Noise under which the documents' own tokens win; it keeps the logits it is asked about.
 
@@ -109,13 +110,11 @@ class _ForcedNoise:
     follows another token and is not kept.
     """
 
+    tokens: Documents
+    last_seen: list[int] = field(default_factory=list)
+    asked: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    forced: set[tuple[int, int]] = field(default_factory=set)
     keeps_logits = False
-
-    def __init__(self, tokens: Documents) -> None:
-        self.tokens = tokens
-        self.last_seen: list[int] = []
-        self.asked: dict[tuple[int, int], Tensor] = {}
-        self.forced: set[tuple[int, int]] = set()
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         every = torch.arange(logits.shape[-1], device=logits.device)

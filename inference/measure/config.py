@@ -132,10 +132,8 @@ def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
     result = []
     for arm in arms:
         if arm.decode.shape == "none":
-            raise UserError(
-                f"'{arm.name}' has decode.shape 'none', which drafts nothing. Give it a chain or "
-                "a tree."
-            )
+            words = "which drafts nothing. Give it a chain or a tree."
+            raise UserError(f"'{arm.name}' has decode.shape 'none', {words}")
         result.append(replace(arm, decode=replace(arm.decode, batch_size=1)))
         # other rules share no noise
         sampled = arm.decode.temperature > 0 and arm.decode.rule == "match"
@@ -145,10 +143,8 @@ def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
             result.append(replace(arm, name=arm.name + OWN_NOISE, decode=own))
     names = [BASELINE, *(arm.name for arm in result)]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(
-            f"two arms are called {twice}. Every arm needs a name of its own ('{BASELINE}' is "
-            "taken)."
-        )
+        words = f"Every arm needs a name of its own ('{BASELINE}' is taken)."
+        raise UserError(f"two arms are called {twice}. {words}")
     return result
 
 
@@ -159,9 +155,8 @@ def split_prompts(
     two prompts."""
     known = sorted({prompt.domain for prompt in prompts})
     if unknown := [name for name in config.domains if name not in known]:
-        raise UserError(
-            f"bench.domains names {unknown}, but the prompts are of: {', '.join(known)}."
-        )
+        words = f"but the prompts are of: {', '.join(known)}."
+        raise UserError(f"bench.domains names {unknown}, {words}")
     pool = [prompt for prompt in prompts if not config.domains or prompt.domain in config.domains]
     if len(pool) < 2:
         raise UserError(

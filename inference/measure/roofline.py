@@ -164,9 +164,8 @@ def roofline(
 ) -> schema.Roofline:
     """The `roofline` block of report.json.
 
-    baseline, drafters: the report's blocks of these names. text: token ids of real text. lengths:
-    "baseline" and every arm -> mean cached tokens of its steps. bandwidth: of an earlier probe;
-    None probes now.
+    text: token ids of real text. lengths: "baseline" and every arm -> mean cached tokens of its
+    steps. bandwidth: of an earlier probe; None probes now.
     """
     bandwidth = bandwidth or probe_bandwidth(target.device, target.dtype)
     size = TargetBytes.of(target)
@@ -175,9 +174,8 @@ def roofline(
     entries = {}
     for drafter in drafters:
         name, times = drafter.name, dict(drafter.step_ms.items())
-        own = drafter_bytes(target, by_name[name], text)
+        own, step_ms = drafter_bytes(target, by_name[name], text), sum(times.values())
         moved = size.step(drafter.draft.nodes, lengths[name]) + own
-        step_ms = sum(times.values())
         entries[name] = schema.RooflineDraft(
             bytes_per_step=moved,
             drafter_bytes=own,
