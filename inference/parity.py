@@ -11,29 +11,33 @@ Legend: B rows (documents), T positions, n taps, H hidden, V' draft vocabulary, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from heads.api.batch import TrainBatch
 from heads.api.drafter import TargetStates, TrainableDrafter
 from heads.api.errors import UserError
-from heads.api.features import FeatureSpec
-from heads.api.target_info import TargetWeights
 from heads.api.tree import TokenTree
+from inference.target.model import TargetModel
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
-"""Largest difference of two logits, as a share of the largest magnitude in their row (at least 1),
-by the target's dtype.
-"""
+"""Largest difference of logits, as a share of their row's largest magnitude (at least 1)."""
+
+
+Documents = list[list[int]]
+Features = list[tuple[Tensor | None, Tensor | None]]
+"""Of each document: taps [T_b, n, H] and last_hidden [T_b, H]."""
+Sightings = dict[tuple[int, int, int], Tensor]
+"""Logits [V'] that decoding used at (depth, document, last seen position)."""
 
 
 class ParityError(UserError):
-    """Training and decoding disagree: the drafter would be trained for something it is not asked
-    when it serves.
-    """
+    """Training and decoding disagree."""
 
 
 @dataclass(frozen=True)
@@ -49,32 +53,15 @@ class ParityReport:
     tolerance: float
 
 
-class FeatureSource(Protocol):
-    """What parity asks of a target; `inference.target.model.TargetModel` has it."""
-
-    weights: TargetWeights
-    device: torch.device
-    dtype: torch.dtype
-
-    def features(
-        self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec
-    ) -> tuple[Tensor | None, Tensor | None]: ...
-
-
 @torch.no_grad()
 def check_parity(
-    target: FeatureSource,
-    drafter: Any,
-    tokens: list[list[int]],
-    depth: int,
-    tolerance: float | None = None,
+    target: TargetModel, drafter: Any, tokens: Documents, depth: int, tolerance: float | None = None
 ) -> ParityReport:
     """Compare both paths of `drafter` at depths 1..`depth` along the given documents (each at least
     depth + 4 tokens long).
 
-    tolerance: largest relative difference allowed; by default according to the target's dtype
-    (`TOLERANCES`). Raises `ParityError` naming the first depth and position that disagree, with
-    both values.
+    tolerance: largest relative difference allowed; by default that of the target's dtype. Raises
+    `ParityError` naming the first depth and position that disagree, with both values.
     """
     tolerance = TOLERANCES[target.dtype] if tolerance is None else tolerance
     if not isinstance(drafter, TrainableDrafter):
@@ -90,47 +77,32 @@ def check_parity(
     try:
         # Decoding first: a drafter that cannot draft so deep says so in its `start`.
         decoded = _decoding_path(target, drafter, tokens, depth)
-        return _compare(
-            drafter, _training_path(target, drafter, tokens, depth), decoded, depth, tolerance
-        )
+        trained = _training_path(target, drafter, tokens, depth)
+        return _compare(drafter, trained, decoded, depth, tolerance)
     finally:
         drafter.train(was_training)
 
 
 def _training_path(
-    target: FeatureSource, drafter: TrainableDrafter, tokens: list[list[int]], depth: int
+    target: TargetModel, drafter: TrainableDrafter, tokens: Documents, depth: int
 ) -> list[list[Tensor]]:
     """Logits [T_b, V'] per document and depth: result[b][k - 1]. All documents are packed into one
     row."""
-    device = target.device
+    device, lengths = target.device, [len(document) for document in tokens]
     packed = torch.tensor([[token for document in tokens for token in document]], device=device)
-    positions = torch.cat([torch.arange(len(document), device=device) for document in tokens])[None]
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
     numbers = torch.arange(1, len(tokens) + 1, dtype=torch.int32)
-    segments = numbers.repeat_interleave(torch.tensor([len(document) for document in tokens])).to(
-        device
-    )[None]
+    segments = numbers.repeat_interleave(torch.tensor(lengths)).to(device)[None]
     taps, last_hidden = target.features(packed, positions, segments, drafter.needs)
     mask = torch.ones_like(packed, dtype=torch.bool)
     batch = TrainBatch(packed, positions, segments, mask, taps, last_hidden, target.weights.logits)
     per_depth = drafter.train_logits(batch, depth)
     assert len(per_depth) == depth, f"train_logits gave {len(per_depth)} depths, asked for {depth}"
-    found, first = [], 0
-    for document in tokens:
-        found.append([logits[0, first : first + len(document)] for logits in per_depth])
-        first += len(document)
-    return found
+    split = [logits[0].split(lengths) for logits in per_depth]
+    return [list(document) for document in zip(*split, strict=True)]
 
 
 @dataclass
-class _Sighting:
-    """Logits [V'] that decoding used for row `row`, last seen position `position`, at `depth`."""
-
-    row: int
-    position: int
-    depth: int
-    logits: Tensor
-
-
 class _ForcedNoise:
     """Noise under which the documents' own tokens win; it keeps the logits it is asked about.
 
@@ -138,18 +110,15 @@ class _ForcedNoise:
     follows another token and is not kept.
     """
 
+    tokens: Documents
+    last_seen: list[int] = field(default_factory=list)
+    asked: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    forced: set[tuple[int, int]] = field(default_factory=set)
     keeps_logits = False
 
-    def __init__(self, tokens: list[list[int]]) -> None:
-        self.tokens = tokens
-        self.last_seen: list[int] = []
-        self.asked: dict[tuple[int, int], Tensor] = {}
-        self.forced: set[tuple[int, int]] = set()
-
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        ids = (
-            torch.arange(logits.shape[-1], device=logits.device) if token_ids is None else token_ids
-        )
+        every = torch.arange(logits.shape[-1], device=logits.device)
+        ids = every if token_ids is None else token_ids
         scores = logits.float().log_softmax(-1)
         for row, wanted in enumerate(positions.tolist()):
             for column, position in enumerate(wanted):
@@ -164,9 +133,9 @@ class _ForcedNoise:
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         return self.scores(logits, positions, token_ids).argmax(-1)
 
-    def sightings(self, depth: int) -> list[_Sighting]:
+    def sightings(self, depth: int) -> Sightings:
         """What was asked since `last_seen` was set, as far as the true tokens could be forced."""
-        found = []
+        found = {}
         for row, last in enumerate(self.last_seen):
             for k in range(1, depth + 1):
                 logits = self.asked.get((row, last + k + 1))
@@ -180,48 +149,37 @@ class _ForcedNoise:
                     raise ParityError(
                         f"parity: document {row}, position {last}: logits of depth {k} not finite."
                     )
-                found.append(_Sighting(row, last, k, logits))
+                found[k, row, last] = logits
                 if (row, last + k + 1) not in self.forced:
                     break
         self.asked.clear()
         return found
 
 
-def _decoding_path(
-    target: FeatureSource, drafter: Any, tokens: list[list[int]], depth: int
-) -> list[_Sighting]:
-    """Walk over the ends of all documents as a ragged batch, committing runs of 1 to depth + 1
-    tokens."""
-    features = _document_features(target, drafter, tokens)
-    walk = min(len(document) for document in tokens) - 3
-    seen = [len(document) - 1 - walk for document in tokens]  # positions seen so far; at least 2
+def _decoding_path(target: TargetModel, drafter: Any, tokens: Documents, depth: int) -> Sightings:
+    """Walk over the ends of all documents as a ragged batch, in runs of 1 to depth + 1 tokens."""
+    features, lengths = _document_features(target, drafter, tokens), list(map(len, tokens))
+    text = pad_sequence([torch.tensor(document) for document in tokens], batch_first=True)
+    text = text.to(target.device)
+    seen = [length - min(lengths) + 2 for length in lengths]  # positions seen so far
     noise, tree = _ForcedNoise(tokens), TokenTree.chain(depth, target.device)
-    spans = [(0, end) for end in seen]
-    state = drafter.start(
-        _states(target, tokens, features, spans, max(seen)),
-        tree,
-        max(len(d) for d in tokens) + depth + 1,
-    )
-    sightings: list[_Sighting] = []
-    round_ = 0
-    while True:
+    states = _states(text, features, [(0, end) for end in seen], max(seen))
+    state = drafter.start(states, tree, max(lengths) + depth + 1)
+    found: Sightings = {}
+    for round_ in count():
         noise.last_seen = [end - 1 for end in seen]
         proposal = drafter.propose(state, noise)
-        sightings += noise.sightings(depth)
+        found |= noise.sightings(depth)
         _check_tokens(proposal.tokens.tolist(), tokens, noise)
-        runs = [1 + (round_ + row) % (depth + 1) for row in range(len(tokens))]
-        round_ += 1
-        if any(
-            end + run >= len(document)
-            for end, run, document in zip(seen, runs, tokens, strict=True)
-        ):
-            return sightings
-        spans = [(end, end + run) for end, run in zip(seen, runs, strict=True)]
-        state = drafter.commit(state, _states(target, tokens, features, spans, depth + 1))
+        spans = [(end, end + 1 + (round_ + row) % (depth + 1)) for row, end in enumerate(seen)]
         seen = [end for _, end in spans]
+        if any(end >= length for end, length in zip(seen, lengths, strict=True)):
+            break
+        state = drafter.commit(state, _states(text, features, spans, depth + 1))
+    return found
 
 
-def _check_tokens(drafted: list[list[int]], tokens: list[list[int]], noise: _ForcedNoise) -> None:
+def _check_tokens(drafted: list[list[int]], tokens: Documents, noise: _ForcedNoise) -> None:
     for row, nodes in enumerate(drafted):
         for place, token in enumerate(nodes):
             position = noise.last_seen[row] + 1 + place
@@ -236,77 +194,58 @@ def _check_tokens(drafted: list[list[int]], tokens: list[list[int]], noise: _For
 
 
 def _document_features(
-    target: FeatureSource, drafter: TrainableDrafter, tokens: list[list[int]]
-) -> list[tuple[Tensor | None, Tensor | None]]:
-    """Each document alone through the target: taps [T_b, n, H] and last_hidden [T_b, H]."""
+    target: TargetModel, drafter: TrainableDrafter, tokens: Documents
+) -> Features:
+    """Each document alone through the target."""
     found = []
     for document in tokens:
         ids = torch.tensor([document], device=target.device)
         positions = torch.arange(len(document), device=target.device)[None]
-        taps, last = target.features(
-            ids, positions, torch.ones_like(ids, dtype=torch.int32), drafter.needs
-        )
+        segments = torch.ones_like(ids, dtype=torch.int32)
+        taps, last = target.features(ids, positions, segments, drafter.needs)
         found.append((None if taps is None else taps[0], None if last is None else last[0]))
     return found
 
 
 def _states(
-    target: FeatureSource,
-    tokens: list[list[int]],
-    features: list[tuple[Tensor | None, Tensor | None]],
-    spans: list[tuple[int, int]],
-    width: int,
+    text: Tensor, features: Features, spans: list[tuple[int, int]], width: int
 ) -> TargetStates:
     """The runs [first, end) of all documents, padded to `width` with each run's last entry (its
-    states must not be used).
-    """
-    at = [[min(first + i, end - 1) for i in range(width)] for first, end in spans]
+    states must not be used). text [B, T]: all documents, padded."""
+    first, end = torch.tensor(spans, device=text.device).T[..., None]  # [B, 1] each
+    positions = first + torch.arange(width, device=text.device)
+    at = torch.minimum(positions, end - 1)
 
     def stack(values: list[Tensor | None]) -> Tensor | None:
-        picked = [
-            value[places] for value, places in zip(values, at, strict=True) if value is not None
-        ]
+        picked = [value[row] for value, row in zip(values, at, strict=True) if value is not None]
         return torch.stack(picked) if picked else None
 
-    def ints(rows: list[list[int]]) -> Tensor:
-        return torch.tensor(rows, device=target.device)
-
     return TargetStates(
-        tokens=ints(
-            [[document[i] for i in places] for document, places in zip(tokens, at, strict=True)]
-        ),
-        next_tokens=ints(
-            [[document[i + 1] for i in places] for document, places in zip(tokens, at, strict=True)]
-        ),
-        positions=ints([[first + i for i in range(width)] for first, _ in spans]),
-        valid=ints([[int(first + i < end) for i in range(width)] for first, end in spans]).bool(),
+        tokens=text.gather(1, at),
+        next_tokens=text.gather(1, at + 1),
+        positions=positions,
+        valid=positions < end,
         taps=stack([taps for taps, _ in features]),
         last_hidden=stack([last for _, last in features]),
     )
 
 
 def _compare(
-    drafter: TrainableDrafter,
-    trained: list[list[Tensor]],
-    decoded: list[_Sighting],
-    depth: int,
-    tolerance: float,
+    drafter: Any, trained: list[list[Tensor]], decoded: Sightings, depth: int, tolerance: float
 ) -> ParityReport:
     worst = [0.0] * depth
-    for sighting in sorted(decoded, key=lambda item: (item.depth, item.row, item.position)):
-        expected = trained[sighting.row][sighting.depth - 1][sighting.position].double()
-        found = sighting.logits.double()
-        scale = max(1.0, float(expected.abs().max()))
-        gaps = (expected - found).abs() / scale
+    for (k, row, position), logits in sorted(decoded.items(), key=lambda item: item[0]):
+        expected, found = trained[row][k - 1][position].double(), logits.double()
+        gaps = (expected - found).abs() / max(1.0, float(expected.abs().max()))
         gap = float(gaps.max())
         if not gap <= tolerance:  # also when it is not a number
             column = int(gaps.argmax())
             raise ParityError(
-                f"parity: kind '{drafter.kind}' disagrees with itself at depth {sighting.depth}, "
-                f"position {sighting.position} of document {sighting.row}: logit {column} is "
-                f"{float(expected[column]):.6g} in training and {float(found[column]):.6g} in "
-                f"decoding (relative difference {gap:.3g}, allowed {tolerance:.3g}). The drafter "
-                "would be trained for something it is not asked when it serves."
+                f"parity: kind '{drafter.kind}' disagrees with itself at depth {k}, position "
+                f"{position} of document {row}: logit {column} is {float(expected[column]):.6g} in "
+                f"training and {float(found[column]):.6g} in decoding (relative difference "
+                f"{gap:.3g}, allowed {tolerance:.3g}). The drafter would be trained for something "
+                "it is not asked when it serves."
             )
-        worst[sighting.depth - 1] = max(worst[sighting.depth - 1], gap)
+        worst[k - 1] = max(worst[k - 1], gap)
     return ParityReport(len(decoded), tuple(worst), tolerance)

@@ -71,8 +71,7 @@ SCHEMAS = {
     ),
 }
 SECRET_COLUMNS = {VERIFICATIONS: ("drafted", "pick"), SEQUENCES: ("tokens", "seed")}
-"""Empty in redacted records. (With a seed, somebody with the model could try prompts until an
-answer's length fits.)"""
+"""Empty in redacted records: with a seed, prompts could be tried until a length fits."""
 ROWS_PER_SHARD = 8192
 
 
@@ -82,11 +81,9 @@ class RecordsConfig:
     """What `generate` and `measure` write down of their verifications."""
 
     enabled: bool = False
-    """Record every verification: what was drafted, how likely both models held it, where it
-    failed."""
+    """Record what was drafted, how likely both models held it, and where it failed."""
     max_megabytes: PositiveFloat = 1024.0
-    """Recording ends when its files reach this size; what is decoded afterwards is not on
-    record."""
+    """Recording ends when its files reach this size."""
     redact: bool = False
     """Leave out every token: positions, depths, lengths and log-probabilities stay."""
 
@@ -104,29 +101,16 @@ class RecordedDrafter(TypedDict):
     weights_sha256: str
 
 
-class RecordedDraft(TypedDict):
-    """The draft of records."""
-
-    shape: str
-    depth: int
-    nodes: int
-    adaptive: str
-
-
 class RecordFacts(TypedDict, total=False):
-    """What records were made with. Files of earlier versions may lack keys."""
-
-    target: dict[str, str]
-    """Its id, revision and tokenizer_hash."""
-    drafter: RecordedDrafter
-    draft: RecordedDraft
-
-
-class RecordsFile(RecordFacts):
-    """The content of records.json."""
+    """The content of records.json. Files of earlier versions may lack keys."""
 
     format: int
     redacted: bool
+    target: dict[str, str]
+    """Its id, revision and tokenizer_hash."""
+    drafter: RecordedDrafter
+    draft: dict[str, int | str]
+    """Its shape, depth, nodes and adaptive lengths."""
 
 
 class VerificationLog:
@@ -153,52 +137,37 @@ class VerificationLog:
         self.full = False
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
-        self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in SCHEMAS}
-        self._open({"format": FORMAT, "redacted": redact, **facts})
+        self._rows: dict[str, list[dict[str, Any]]] = {name: [] for name in SCHEMAS}
+        facts = {"format": FORMAT, "redacted": redact, **facts}
+        if not (folder / FACTS_FILE).is_file():
+            write_json(folder / FACTS_FILE, facts)
+        known = read_facts(folder)
+        keys = known.keys() | facts.keys()
+        if different := sorted(key for key in keys if known.get(key) != facts.get(key)):
+            raise UserError(
+                f"'{folder}' holds records of something else ({', '.join(different)} differ). "
+                "Choose another folder."
+            )
         found = list(folder.glob("*.parquet"))
         self.bytes = sum(path.stat().st_size for path in found)
         self._next = 1 + max((int(path.stem.rsplit("-", 1)[1]) for path in found), default=-1)
-
-    def _open(self, facts: RecordsFile) -> None:
-        path = self.folder / FACTS_FILE
-        if not path.is_file():
-            write_json(path, facts)
-            return
-        known = read_facts(self.folder)
-        different = sorted(
-            key for key in known.keys() | facts.keys() if known.get(key) != facts.get(key)
-        )
-        if different:
-            raise UserError(
-                f"'{self.folder}' holds records of something else ({', '.join(different)} "
-                "differ). Choose another folder."
-            )
 
     # Adding
 
     def verification(
         self, sequence: str, position: int, domain: str, record: PassRecord, temperature: float
     ) -> None:
-        """Add one verification. position: where its root stands in the sequence; drafted token d is
-        meant for position + d."""
-        details = record.details
-        assert details is not None, "passes were decoded without details"
-        error = record.accepted + 1 if record.rejected else 0
-        row = (
-            sequence,
-            position,
-            domain,
-            details.drafted,
-            details.log_q,
-            details.log_p,
-            record.accepted,
-            error,
-            details.pick,
-            details.pick_log_q,
-            details.pick_log_p,
-            temperature,
-            time.time(),
-        )
+        """Add one verification, whose root stands at `position` of the sequence."""
+        assert record.details is not None, "passes were decoded without details"
+        row = {
+            "sequence": sequence,
+            "position": position,
+            "domain": domain,
+            **vars(record.details),
+            "accepted": record.accepted,
+            "error_depth": record.accepted + 1 if record.rejected else 0,
+            "temperature": temperature,
+        }
         self._add(VERIFICATIONS, row)
 
     def sequence(
@@ -213,40 +182,33 @@ class VerificationLog:
     ) -> None:
         """Add one sequence that has ended: its prompt and answer as token ids."""
         digest = hmac.digest(self._key, array("q", prompt).tobytes(), "sha256").hex()[:32]
-        row = (
-            sequence,
-            domain,
-            digest,
-            len(prompt),
-            len(answer),
-            (*prompt, *answer),
-            seed,
-            temperature,
-            finish,
-            time.time(),
-        )
+        row = {
+            "sequence": sequence,
+            "domain": domain,
+            "prompt_hash": digest,
+            "prompt_length": len(prompt),
+            "answer_length": len(answer),
+            "tokens": (*prompt, *answer),
+            "seed": seed,
+            "temperature": temperature,
+            "finish": finish,
+        }
         self._add(SEQUENCES, row)
 
-    def _add(self, table: str, row: tuple[Any, ...]) -> None:
+    def _add(self, table: str, row: dict[str, Any]) -> None:
+        hidden = dict.fromkeys(SECRET_COLUMNS[table]) if self.redact else {}
         with self._lock:
             # nobody flushes, or too slowly
             late = self.held is not None and len(self._rows[table]) >= self.held
             if self.full or late:
                 self.dropped += 1
-                return
-            if self.redact:
-                names, hidden = SCHEMAS[table].names, SECRET_COLUMNS[table]
-                row = tuple(
-                    None if name in hidden else value
-                    for name, value in zip(names, row, strict=True)
-                )
-            self._rows[table].append(row)
+            else:
+                self._rows[table].append({**row, "time": time.time(), **hidden})
 
     def completion(
         self, sequence: str, domain: str, found: Completion, temperature: float, offset: int = 0
     ) -> None:
-        """Add the verifications of an answer that was decoded with details. offset: tokens of the
-        sequence before its prompt."""
+        """Add the verifications of an answer. offset: tokens of the sequence before its prompt."""
         # the first token of the answer comes from reading the prompt
         root = offset + len(found.request.tokens)
         for record in found.passes:
@@ -262,11 +224,7 @@ class VerificationLog:
 
     def flush(self, name: str = "") -> None:
         """Write what has gathered. A shard that would pass `max_bytes` is not written, and ends
-        recording.
-
-        name: of the shard, in place of the next number: all that has gathered then is one shard of
-        each table.
-        """
+        recording. name: of one shard of each table with all rows, in place of the next number."""
         with self._lock:
             rows, self._rows = self._rows, {name: [] for name in SCHEMAS}
         for table, gathered in rows.items():
@@ -274,14 +232,9 @@ class VerificationLog:
             for start in range(0, len(gathered), step):
                 self._write(table, gathered[start : start + step], name)
 
-    def _write(self, table: str, rows: list[tuple[Any, ...]], name: str) -> None:
-        columns = zip(*rows, strict=True)
-        arrays = [
-            pa.array(column, field.type)
-            for column, field in zip(columns, SCHEMAS[table], strict=True)
-        ]
+    def _write(self, table: str, rows: list[dict[str, Any]], name: str) -> None:
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.table(arrays, SCHEMAS[table]), sink, compression="zstd")
+        pq.write_table(pa.Table.from_pylist(rows, SCHEMAS[table]), sink, compression="zstd")
         content = sink.getvalue().to_pybytes()
         if self.full or self.bytes + len(content) > self.max_bytes:
             self.full, self.dropped = True, self.dropped + len(rows)
@@ -293,10 +246,7 @@ class VerificationLog:
 
 
 def record_facts(engine: Engine, drafter: str, weights_sha256: str = "") -> RecordFacts:
-    """The facts of an engine's records.
-
-    drafter: its name. weights_sha256: of its checkpoint's weights; empty without any.
-    """
+    """The facts of an engine's records. drafter: its name."""
     info, own = engine.target.info, engine.drafter
     return {
         "target": {"id": info.id, "revision": info.revision, "tokenizer_hash": info.tokenizer_hash},
@@ -314,36 +264,30 @@ def record_facts(engine: Engine, drafter: str, weights_sha256: str = "") -> Reco
     }
 
 
-def read_facts(folder: Path) -> RecordsFile:
+def read_facts(folder: Path) -> RecordFacts:
     """The facts of the records in a folder; raises `UserError` for no records or another format."""
     path = folder / FACTS_FILE
     try:
-        facts: RecordsFile = json.loads(path.read_text(encoding="utf-8"))
+        facts: RecordFacts = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"'{folder}' holds no records: there is no {FACTS_FILE}.") from error
     except ValueError as error:
         raise UserError(f"'{path}' is not readable as JSON ({error}).") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise UserError(
-            f"'{path}' has a format of records that this version does not know; it reads format "
-            f"{FORMAT}."
-        )
+        words = f"that this version does not know; it reads format {FORMAT}."
+        raise UserError(f"'{path}' has a format of records {words}")
     return facts
 
 
 def read_table(folder: Path, table: str = VERIFICATIONS) -> pa.Table:
-    """All rows of a table (`VERIFICATIONS` or `SEQUENCES`) in the order they were written. Raises
-    `UserError` (see `read_facts`) and for shards that are no records.
-    """
+    """All rows of a table in the order they were written; raises `UserError` for other files."""
     read_facts(folder)
-    shards = sorted(folder.glob(f"{table}-*.parquet"))
-    schema = SCHEMAS[table]
+    shards, schema = sorted(folder.glob(f"{table}-*.parquet")), SCHEMAS[table]
     try:
         parts = [pq.read_table(path, schema=schema) for path in shards]
     except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(
-            f"'{folder}' holds a damaged shard of {table} ({error}). Delete that file."
-        ) from error
+        damage = f"'{folder}' holds a damaged shard of {table} ({error}). Delete that file."
+        raise UserError(damage) from error
     return pa.concat_tables(parts) if parts else schema.empty_table()
 
 

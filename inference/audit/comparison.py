@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -44,9 +45,9 @@ tables may still be computed in float32, which is what its entry allows for.
 class Divergence:
     """One place where an answer differs from what plain decoding picks after the same text.
 
-    place: index in the answer; expected, found: token ids; margin: by how much plain decoding's
-    scores prefer `expected`, in logits; gap: how far the routes' logits lie apart; tolerance: the
-    margin that they can bridge.
+    place: index in the answer; expected, found: token ids, None behind an answer's end; margin: by
+    how much plain decoding's scores prefer `expected`, in logits; gap: how far the routes' logits
+    lie apart; tolerance: the margin that they can bridge.
     """
 
     prompt: int
@@ -76,8 +77,7 @@ class Divergence:
 
 @dataclass
 class AuditReport:
-    """Counts of compared sequences, and the divergence that decided about each one that was not
-    identical."""
+    """Counts of compared sequences, and what was found of those that are not identical."""
 
     sequences: int = 0
     identical: int = 0
@@ -88,15 +88,14 @@ class AuditReport:
     flips: int = 0
     """Tokens in differing answers that plain decoding would not have picked after the same text."""
     divergences: list[Divergence] = field(default_factory=list)
+    """What decided about each sequence."""
     found: list[Divergence] = field(default_factory=list)
-    """Every flip, also those that did not decide: what histograms are made of."""
+    """Every flip, also those that did not decide."""
 
     def counts(self) -> dict[str, int]:
         """The `lossless` block of report.json."""
-        return {
-            name: getattr(self, name)
-            for name in ("sequences", "identical", "near_ties", "mismatches")
-        }
+        names = ("sequences", "identical", "near_ties", "mismatches")
+        return {name: getattr(self, name) for name in names}
 
 
 Known = dict[tuple[Request, tuple[int, ...], int], list[Divergence]]
@@ -136,20 +135,9 @@ def audit(
         report.found += found
         decisive = next((item for item in found if not item.near_tie), found[0])
         report.divergences.append(decisive)
-        if decisive.near_tie:
-            report.near_ties += 1
-        else:
-            report.mismatches += 1
+        report.near_ties += decisive.near_tie
+        report.mismatches += not decisive.near_tie
     return report
-
-
-def first_difference(plain: Sequence[int], answer: Sequence[int]) -> int:
-    """Index of the first unequal token; the length of the shorter one when it is a prefix of the
-    other."""
-    for place, (one, other) in enumerate(zip(plain, answer, strict=False)):
-        if one != other:
-            return place
-    return min(len(plain), len(answer))
 
 
 def examine(
@@ -160,23 +148,17 @@ def examine(
     sampling: SamplingSettings,
     width: int,
 ) -> list[Divergence]:
-    """Every place where `answer` leaves plain decoding, the first difference included. Not
-    empty."""
-    start = first_difference(plain, answer)
-    ended = bool(answer) and (
-        answer[-1] in target.eos_token_ids or len(answer) == request.max_new_tokens
-    )
-    if start == len(answer) or start == len(plain) or not ended:
-        expected = plain[start] if start < len(plain) else None
-        found = answer[start] if start < len(answer) else None
+    """Every place where `answer` leaves plain decoding, the first difference included."""
+    pairs = list(zip_longest(plain, answer))
+    start = next(place for place, (one, other) in enumerate(pairs) if one != other)
+    ended = answer and (answer[-1] in target.eos_token_ids or len(answer) == request.max_new_tokens)
+    if None in pairs[start] or not ended:
         reason = (
             f"{len(answer)} tokens where plain decoding gave {len(plain)}: one ended at the "
             "wrong place"
         )
-        return [
-            Divergence(request.index, start, expected, found, float("inf"), 0.0, 0.0, False, reason)
-        ]
-    replay = _Replay(target, request, answer, sampling)
+        return [Divergence(request.index, start, *pairs[start], math.inf, 0.0, 0.0, False, reason)]
+    replay = _Replay(target, request, list(answer), sampling)
     divergences = []
     for place, logits in enumerate(replay.single_steps()):
         if place < start:
@@ -187,31 +169,23 @@ def examine(
     return [replay.judge(place, expected, logits, width) for place, expected, logits in divergences]
 
 
+@dataclass
 class _Replay:
     """One answer, recomputed by the target along several routes."""
 
-    def __init__(
-        self,
-        target: TargetModel,
-        request: Request,
-        answer: Sequence[int],
-        sampling: SamplingSettings,
-    ) -> None:
-        self.target, self.request, self.answer, self.sampling = (
-            target,
-            request,
-            list(answer),
-            sampling,
-        )
-        self.prompt = len(request.tokens)
-        self.text = torch.tensor([[*request.tokens, *answer]], device=target.device)
-        self.cache = target.new_cache(1, self.text.shape[1] + 1)
+    target: TargetModel
+    request: Request
+    answer: list[int]
+    sampling: SamplingSettings
+
+    def __post_init__(self) -> None:
+        tokens, self.prompt = self.request.tokens, len(self.request.tokens)
+        self.text = torch.tensor([[*tokens, *self.answer]], device=self.target.device)
+        self.cache = self.target.new_cache(1, self.text.shape[1] + 1)
 
     @torch.no_grad()
     def single_steps(self) -> Iterator[Tensor]:
-        """Logits [V] before every token of the answer, as plain decoding computes them: one token
-        per pass.
-        """
+        """Logits [V] before every token of the answer, as plain decoding computes them."""
         length = torch.tensor([self.prompt], device=self.target.device)
         row = torch.zeros(1, dtype=torch.int64, device=self.target.device)
         prompt = self.text[:, : self.prompt]
@@ -230,8 +204,7 @@ class _Replay:
         return logits[0, -1]
 
     def _at_once(self, place: int) -> Tensor:
-        """Logits [V] before answer token `place`, from one causal pass over all the text before
-        it."""
+        """Logits [V] before answer token `place`, from one causal pass over the whole text."""
         tokens = self.text[:, : self.prompt + place]
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         needs = FeatureSpec(last_hidden=True)
@@ -241,33 +214,25 @@ class _Replay:
 
     def scores(self, logits: Tensor, place: int) -> Tensor:
         """What the target maximises [V], in units of logits: the logits after the processors, plus
-        the noise times the temperature.
-        """
-        logits = process(logits[None, None], self.sampling, self._prefix(place))[0, 0]
+        the noise times the temperature."""
+        device, end = logits.device, self.prompt + place
+        root = TokenTree.chain(0, device)
+        lengths = torch.tensor([end - 1], device=device)
+        prefix = Prefix(self.text[:, :end], lengths, self.text[:, end - 1 : end], root)
+        logits = process(logits[None, None], self.sampling, prefix)[0, 0]
         if self.sampling.greedy:
             return logits.to(torch.promote_types(logits.dtype, torch.float32))
-        device = logits.device
         seeds = torch.tensor([self.request.seed], dtype=torch.int64, device=device)
-        position = torch.tensor([[self.prompt + place]], device=device)
+        position = torch.tensor([[end]], device=device)
         noise = gumbel_noise(seeds, position, torch.arange(logits.shape[-1], device=device))[0, 0]
         return (shape_logits(logits, self.sampling) + noise) * self.sampling.temperature
-
-    def _prefix(self, place: int) -> Prefix:
-        """The text before answer token `place`, as a step that decodes one token at a time presents
-        it."""
-        end = self.prompt + place
-        lengths = torch.tensor([end - 1], device=self.text.device)
-        root = TokenTree.chain(0, self.text.device)
-        return Prefix(self.text[:, :end], lengths, self.text[:, end - 1 : end], root)
 
     def pick(self, logits: Tensor, place: int) -> int:
         return int(self.scores(logits, place).argmax())
 
     @torch.no_grad()
     def judge(self, place: int, expected: int, logits: Tensor, width: int) -> Divergence:
-        """Measure the gap at `place` and say whether it explains that answer token `place` is not
-        `expected`.
-        """
+        """Whether the gap at `place` explains that answer token `place` is not `expected`."""
         found = self.answer[place]
         routes = [self._at_once(place)]
         if place > 1:
@@ -280,23 +245,21 @@ class _Replay:
         # last place stands in. A penalty multiplies logits, and with them what they are off by
         penalty = max(self.sampling.repetition_penalty, 1 / self.sampling.repetition_penalty)
         tolerance = 2 * penalty * max(gap, torch.finfo(logits.dtype).eps * scale)
+        near = abs(margin) <= tolerance
+        # a filter or a bad word removed one token: a tie at the filter's edge?
+        if math.isinf(margin):
+            removed = found if margin > 0 else expected
+            near = any(self.pick(route, place) == removed for route in routes)
         if gap > LARGEST_GAP[logits.dtype] * scale:
+            near = False
             reason = (
                 f"passes over one and over several tokens differ by {gap:.3g} logits: more "
                 "than rounding"
             )
-            return Divergence(
-                self.request.index, place, expected, found, margin, gap, tolerance, False, reason
-            )
-        near = abs(margin) <= tolerance
-        # a filter or a bad word removed one token: a tie at the filter's edge?
-        if abs(margin) == float("inf"):
-            removed = found if margin > 0 else expected
-            near = any(self.pick(route, place) == removed for route in routes)
-        wrong = "not what" if margin > 0 else "what, unlike the baseline's token,"
-        reason = (
-            "within the numerical gap" if near else f"{wrong} the target picks after the same text"
-        )
-        return Divergence(
-            self.request.index, place, expected, found, margin, gap, tolerance, near, reason
-        )
+        elif near:
+            reason = "within the numerical gap"
+        else:
+            wrong = "not what" if margin > 0 else "what, unlike the baseline's token,"
+            reason = f"{wrong} the target picks after the same text"
+        index = self.request.index
+        return Divergence(index, place, expected, found, margin, gap, tolerance, near, reason)

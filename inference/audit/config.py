@@ -32,17 +32,13 @@ class AuditConfig:
     name: str = "audit"
     """Folder of this audit below <root>/<name>/."""
     drafters: tuple[str, ...] = ()
-    """Drafters of this run or checkpoint folders; empty: all that the run has trained, or else a
-    fresh one of head=.
-    """
+    """Drafters of this run or checkpoint folders; empty: all trained ones, else a new head=."""
     kinds: tuple[str, ...] = ("ngram",)
     """Kinds without weights that are audited beside them."""
     checks: NonEmpty[str] = CHECKS
     """Which of invariance, processors and distribution to run."""
     precisions: NonEmpty[str] = ("float64", "float32", "bfloat16")
-    """Formats the target is loaded in, one after another. Processors are checked in the first;
-    float64 must be identical.
-    """
+    """Formats of the target, in turn; float64 must be identical. Processors: only in the first."""
     shapes: NonEmpty[Shape] = SHAPES
     """Draft shapes: chain (decode.depth), tree (decode.choices, else audit.choices), dynamic."""
     choices: tuple[tuple[int, ...], ...] = (
@@ -65,8 +61,7 @@ class AuditConfig:
     max_new_tokens: AtLeastTwo = 48
     """Tokens per answer."""
     rules: tuple[str, ...] = LOSSLESS
-    """Acceptance rules of the distribution check: match, rejection, block, specinfer. The others
-    promise nothing that could be audited."""
+    """Acceptance rules of the distribution check; only lossless ones promise a distribution."""
     seeds: Annotated[int, Ge(100)] = 1000
     """Answers sampled per distribution."""
     support: AtLeastTwo = 4

@@ -10,7 +10,7 @@ Legend: B rows, N nodes, S slots of known text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -29,8 +29,7 @@ _TREES = 1 << 20
 @dataclass
 class State:
     """text [B, S] int64: what is known of each row's text; root, length, row [B] int64: the last
-    token, how many are committed, the row's number.
-    """
+    token, how many are committed, the row's number."""
 
     text: Tensor
     root: Tensor
@@ -38,6 +37,7 @@ class State:
     row: Tensor
 
 
+@dataclass(eq=False)
 class ScriptedDrafter:
     """Drafts from known answers; see the module.
 
@@ -47,33 +47,24 @@ class ScriptedDrafter:
     """
 
     kind: ClassVar[str] = "scripted"
-
-    def __init__(
-        self,
-        answers: Mapping[tuple[int, ...], Sequence[int]],
-        vocab_size: int,
-        share_right: float | None,
-    ) -> None:
-        self.answers, self.vocab_size, self.share_right = answers, vocab_size, share_right
-        self.needs = FeatureSpec()
-        self.shape: DraftShape | None = None
+    answers: Mapping[tuple[int, ...], Sequence[int]]
+    vocab_size: int
+    share_right: float | None
+    needs: FeatureSpec = field(default_factory=FeatureSpec)
+    shape: DraftShape | None = None
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""
         self.shape = tree
         rows, slots = seen.tokens.shape[0], capacity + tree.max_depth + 1
         text = torch.zeros(rows, slots, dtype=torch.int64)
-        for row, (tokens, length) in enumerate(
-            zip(seen.tokens.tolist(), seen.lengths.tolist(), strict=True)
-        ):
-            prompt, first = tuple(tokens[:length]), int(seen.next_tokens[row, length - 1])
+        for row, length in enumerate(seen.lengths.tolist()):
+            prompt = tuple(seen.tokens[row, :length].tolist())
+            first = int(seen.next_tokens[row, length - 1])
             known = self.answers.get((*prompt, first), self.answers.get(prompt, prompt))[:slots]
             text[row, : len(known)] = torch.tensor(known)
-        zeros = seen.tokens.new_zeros(rows)
-        state = State(
-            text.to(zeros.device), zeros, zeros.clone(), torch.arange(rows, device=zeros.device)
-        )
-        return self.commit(state, seen)
+        zeros, numbers = seen.tokens.new_zeros(rows), torch.arange(rows, device=seen.tokens.device)
+        return self.commit(State(text.to(zeros.device), zeros, zeros.clone(), numbers), seen)
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """Fill the shape. Of a dynamic one the tree is drawn as well."""
@@ -98,16 +89,14 @@ class ScriptedDrafter:
         return state
 
     def _draws(self, keys: Tensor, state: State, count: int) -> Tensor:
-        """Random numbers [B, count] int64 below 2**32 that depend on the row and how far it has
-        come."""
+        """Random numbers [B, count] int64 below 2**32, by the row and how far it has come."""
         columns = torch.arange(count, device=keys.device)
         return noise_bits(keys, state.length[:, None], columns)[:, 0].to(torch.int64) & 0xFFFFFFFF
 
     def _grow(self, state: State, shape: DynamicShape) -> TokenTree:
         """A random tree per row, no deeper than allowed."""
         draws = self._draws(state.row + _TREES, state, shape.nodes)
-        parents = [torch.zeros_like(state.root)]
-        depths = [torch.zeros_like(state.root)]
+        parents, depths = [torch.zeros_like(state.root)], [torch.zeros_like(state.root)]
         for node in range(1, shape.nodes):
             parent = (draws[:, node] % node)[:, None]
             depth = torch.stack(depths, 1).gather(1, parent)

@@ -6,51 +6,48 @@ whose verdict contradicts its rows, is refused.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    PlainSerializer,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import Field, PlainSerializer, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
 
 from heads.api.errors import UserError
 from inference.audit.comparison import Divergence
-from inference.audit.statistics import BINS, FlipSummary
 from inference.manifest import write_json
 from inference.measure.config import Provenance
-from inference.report.model import DeviceFacts
+from inference.report.model import FORMAT, Block, DeviceFacts, LosslessCounts, parse
+from inference.report.model import read as read_block
 
-FORMAT = 1
 AUDIT_FILE = "audit.json"
+BINS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 2.0, 10.0, math.inf)
+"""Edges of the histogram of |margin| / tolerance. Up to 1 a flip is a near tie."""
 
 
-class Part(BaseModel):
-    """A part of audit.json. Numbers are finite and unknown keys are errors."""
+class Part(Block):
+    """A part of audit.json."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-def _read_divergences(items: list[Any]) -> list[Divergence]:
-    return [item if isinstance(item, Divergence) else Divergence.from_dict(item) for item in items]
+    whole: ClassVar[str] = "an audit"
+    stage: ClassVar[str] = "audit"
 
 
 Divergences = Annotated[
     list[Divergence],
-    PlainValidator(_read_divergences),
+    PlainValidator(
+        lambda items: [
+            item if isinstance(item, Divergence) else Divergence.from_dict(item) for item in items
+        ]
+    ),
     PlainSerializer(lambda items: [item.to_dict() for item in items]),
 ]
 
 
-class AuditRow(Part):
-    """One comparison with plain decoding."""
+class Compared(Part):
+    """What was compared with plain decoding."""
 
     check: str
     case: str
@@ -62,10 +59,13 @@ class AuditRow(Part):
     shape: str
     batch_size: int
     temperature: float
-    sequences: int
-    identical: int
-    near_ties: int
-    mismatches: int
+
+
+class AuditRow(LosslessCounts, Compared):
+    """One comparison with plain decoding."""
+
+    whole: ClassVar[str] = Compared.whole
+
     tokens: int
     flips: int
     tokens_per_pass: float
@@ -77,11 +77,9 @@ class AuditRow(Part):
     divergences: Divergences
 
     @model_validator(mode="after")
-    def _check_counts(self) -> AuditRow:
-        if self.sequences != self.identical + self.near_ties + self.mismatches:
-            raise ValueError("does not add up: sequences must be the sum of its parts.")
+    def _check_passed(self) -> AuditRow:
         if self.passed and self.mismatches:
-            raise ValueError("has mismatches and says that it passed.")
+            raise PydanticCustomError("inconsistent", "has mismatches and says that it passed.")
         return self
 
 
@@ -123,18 +121,48 @@ class AuditedTarget(Part):
 
 
 class FlipRow(Part):
-    """A `FlipSummary` with the edges of its bins; the last edge, infinity, is None."""
+    """How often a number format decided otherwise, and how close to the measured gap."""
 
     precision: str
     tokens: int
+    """Tokens audited."""
     flips: int
+    """Those that plain decoding would not have picked after the same text."""
     near_ties: int
     places: int
+    """Different ones among the flips: all drafters meet the same close decisions."""
     histogram: list[int]
+    """Flips by |margin| / tolerance; the edges are `bins`."""
     filtered: int
+    """Flips where a filter removed one of the two tokens, so that there is no margin."""
     largest_gap: float
+    """In logits."""
     bins: list[float | None]
+    """The last edge, infinity, is None."""
     per_thousand: float
+
+    @classmethod
+    def of(cls, precision: str, tokens: int, flips: Sequence[Divergence]) -> FlipRow:
+        """Count the flips of some audited tokens."""
+        histogram, filtered = [0] * (len(BINS) - 1), 0
+        for flip in flips:
+            if not math.isfinite(flip.margin) or flip.tolerance == 0:
+                filtered += 1
+            else:
+                histogram[bisect_left(BINS[1:], abs(flip.margin) / flip.tolerance)] += 1
+        places = {(one.prompt, one.place, one.expected, one.found, one.margin) for one in flips}
+        return cls(
+            precision=precision,
+            tokens=tokens,
+            flips=len(flips),
+            near_ties=sum(flip.near_tie for flip in flips),
+            places=len(places),
+            histogram=histogram,
+            filtered=filtered,
+            largest_gap=max((flip.gap for flip in flips), default=0.0),
+            bins=[*BINS[:-1], None],
+            per_thousand=1000 * len(flips) / tokens if tokens else 0.0,
+        )
 
 
 class Verdict(Part):
@@ -160,13 +188,15 @@ class Audit(Part):
     skipped: list[Skipped]
     command: str
     versions: dict[str, str]
-    git: dict[str, Any] = {}
+    git: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check_verdict(self) -> Audit:
         verdict = _judge(self.comparisons, self.distributions)
         if self.verdict != verdict:
-            raise ValueError(f"verdict is {self.verdict}, but its rows say {verdict}.")
+            facts = {"given": str(self.verdict), "found": str(verdict)}
+            message = "verdict is {given}, but its rows say {found}."
+            raise PydanticCustomError("inconsistent", message, facts)
         return self
 
 
@@ -182,7 +212,7 @@ class Findings:
 
     rows: list[AuditRow] = field(default_factory=list)
     distributions: list[DistributionRow] = field(default_factory=list)
-    flips: list[FlipSummary] = field(default_factory=list)
+    flips: list[FlipRow] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     target: AuditedTarget | None = None
     device: DeviceFacts | None = None
@@ -203,7 +233,6 @@ class Findings:
 def make_audit(findings: Findings, settings: dict[str, Any], provenance: Provenance) -> Audit:
     """The content of audit.json. settings: the configuration of the audit."""
     assert findings.target is not None and findings.device is not None, "nothing was audited"
-    edges = [*BINS[:-1], None]
     content = {
         "format": FORMAT,
         "target": findings.target,
@@ -212,14 +241,11 @@ def make_audit(findings: Findings, settings: dict[str, Any], provenance: Provena
         "verdict": _judge(findings.rows, findings.distributions),
         "comparisons": findings.rows,
         "distributions": findings.distributions,
-        "flips": [
-            FlipRow(**asdict(item), bins=edges, per_thousand=item.per_thousand)
-            for item in findings.flips
-        ],
+        "flips": findings.flips,
         "skipped": findings.skipped,
         **provenance,
     }
-    return _parse(content, "the new audit")
+    return parse(Audit, content, "the new audit")
 
 
 def write(audit: Audit, folder: Path) -> Path:
@@ -230,41 +256,5 @@ def write(audit: Audit, folder: Path) -> Path:
 
 
 def read(path: Path) -> Audit:
-    """Read an audit.json, or the one in a folder; raises `UserError` when it is absent or
-    invalid."""
-    file = path / AUDIT_FILE if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(
-            f"'{path}' holds no {AUDIT_FILE}. Run `headstart audit` first, or give the folder it "
-            "wrote."
-        )
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"'{file}' is not readable as JSON ({error}). Audit again.") from error
-    return _parse(content, f"'{file}'")
-
-
-def _parse(content: Any, source: str) -> Audit:
-    """`content` as an `Audit`; raises `UserError` with `source` and the key at fault."""
-    found = content.get("format") if isinstance(content, dict) else None
-    if isinstance(found, int) and found != FORMAT:
-        raise UserError(f"{source}: format is {found}; this version reads {FORMAT}. Audit again.")
-    try:
-        return Audit.model_validate(content)
-    except ValidationError as error:
-        reason = _explain(error.errors()[0])
-        raise UserError(
-            f"{source}: {reason} Audits are written by `headstart audit`; audit again."
-        ) from None
-
-
-def _explain(error: ErrorDetails) -> str:
-    key = ".".join(map(str, error["loc"]))
-    if error["type"] == "missing":
-        return f"{key} is missing."
-    if error["type"] == "extra_forbidden":
-        return f"{key} is not part of an audit."
-    if error["type"] == "value_error":
-        return f"{key} {error['msg'].removeprefix('Value error, ')}".strip()
-    return f"{key or 'the file'}: {error['msg']}; given: {error['input']!r}."
+    """Read an audit.json, or the one in a folder; raises `UserError` where that fails."""
+    return read_block(Audit, path, AUDIT_FILE)

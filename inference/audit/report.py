@@ -6,15 +6,16 @@ comparison.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from inference.audit.findings import Audit, AuditRow
-from inference.report.markdown import TABLE_WIDTH
+from inference.manifest import write_bytes
+from inference.report.markdown import TABLE_WIDTH, markdown_table
 from inference.report.model import LosslessCounts
 
 PAGE_FILE = "audit.md"
@@ -28,33 +29,13 @@ DEFINITIONS = (
     "changes, of all that were compared."
 )
 
-Lines = list[list[str]]
-DRAFTER_HEADER = (
-    "precision",
-    "drafter",
-    "comparisons",
-    "identical",
-    "flips / 1,000",
-    "tokens/pass",
-)
-SETTING_HEADER = ("setting", "comparisons", "identical", "changed", "tokens/pass")
-DISTRIBUTION_HEADER = (
-    "rule",
-    "drafter",
-    "shape",
-    "seeds",
-    "classes",
-    "chi-square",
-    "p",
-    "tokens/pass",
-    "",
-)
+Lines = list[dict[str, str]]
+"""A table: rows of cells by the name of their column."""
 
 
 def verdict_text(audit: Audit) -> str:
     """The verdict as one sentence."""
-    verdict = audit.verdict
-    tests = len(audit.distributions)
+    verdict, tests = audit.verdict, len(audit.distributions)
     done = f"{verdict.compared} comparisons and {tests} distribution tests"
     if verdict.lossless:
         return f"LOSSLESS: {done} show no difference that rounding does not explain."
@@ -63,66 +44,77 @@ def verdict_text(audit: Audit) -> str:
 
 def drafter_rows(audit: Audit) -> Lines:
     """A line per precision and drafter of the invariance check."""
-    rows = [row for row in audit.comparisons if row.check == "invariance"]
     return [
-        [
-            precision,
-            drafter,
-            str(len(part)),
-            _sums(part).describe(),
-            f"{_rate(part):.2f}",
-            _per_pass(part),
-        ]
-        for (precision, drafter), part in _group(rows, lambda row: (row.precision, row.drafter))
+        {
+            "precision": precision,
+            "drafter": drafter,
+            "comparisons": str(len(part)),
+            "identical": _sums(part).describe(),
+            "flips / 1,000": f"{_rate(part):.2f}",
+            "tokens/pass": _per_pass(part),
+        }
+        for (precision, drafter), part in _parts(audit, "invariance", "precision", "drafter")
     ]
 
 
 def setting_rows(audit: Audit) -> Lines:
     """A line per setting of the processors check."""
-    rows = [row for row in audit.comparisons if row.check == "processors"]
     return [
-        [case, str(len(part)), _sums(part).describe(), _changed(part), _per_pass(part)]
-        for (case,), part in _group(rows, lambda row: (row.case,))
+        {
+            "setting": case,
+            "comparisons": str(len(part)),
+            "identical": _sums(part).describe(),
+            "changed": f"{part[0].changed}/{part[0].sequences}",
+            "tokens/pass": _per_pass(part),
+        }
+        for (case,), part in _parts(audit, "processors", "case")
     ]
+
+
+def _parts(audit: Audit, check: str, *columns: str) -> Iterable[tuple[Any, list[AuditRow]]]:
+    """The comparisons of a check by their values in `columns`."""
+    parts: dict[Any, list[AuditRow]] = {}
+    for row in audit.comparisons:
+        if row.check == check:
+            parts.setdefault(tuple(getattr(row, name) for name in columns), []).append(row)
+    return parts.items()
 
 
 def distribution_rows(audit: Audit) -> Lines:
     """A line per chi-square test."""
     return [
-        [
-            row.rule,
-            row.drafter,
-            row.shape,
-            str(row.seeds),
-            str(row.cells),
-            f"{row.statistic:.1f} / {row.degrees}",
-            f"{row.p_value:.2g}",
-            f"{row.tokens_per_pass:.2f}",
-            "" if row.passed else "MISMATCH",
-        ]
+        {
+            "rule": row.rule,
+            "drafter": row.drafter,
+            "shape": row.shape,
+            "seeds": str(row.seeds),
+            "classes": str(row.cells),
+            "chi-square": f"{row.statistic:.1f} / {row.degrees}",
+            "p": f"{row.p_value:.2g}",
+            "tokens/pass": f"{row.tokens_per_pass:.2f}",
+            "": "" if row.passed else "MISMATCH",
+        }
         for row in audit.distributions
     ]
 
 
-def histogram_rows(audit: Audit) -> tuple[list[str], Lines]:
-    """Header and a line per precision: flips by |margin| / tolerance."""
-    flips = audit.flips
-    edges = flips[0].bins if flips else [0.0, None]
-    bins = [f"to {edge:g}" if edge is not None else "more" for edge in edges[1:]]
-    header = ["precision", "tokens", "flips / 1,000", "places", *bins, "at a filter", "largest gap"]
-    rows = [
-        [
-            item.precision,
-            f"{item.tokens:,}",
-            f"{item.per_thousand:.2f}",
-            str(item.places),
-            *(str(count) for count in item.histogram),
-            str(item.filtered),
-            f"{item.largest_gap:.2g}",
-        ]
-        for item in flips
-    ]
-    return header, rows
+def histogram_rows(audit: Audit) -> Lines:
+    """A line per precision: flips by |margin| / tolerance."""
+    rows = []
+    for item in audit.flips:
+        edges = [f"to {edge:g}" if edge is not None else "more" for edge in item.bins[1:]]
+        rows.append(
+            {
+                "precision": item.precision,
+                "tokens": f"{item.tokens:,}",
+                "flips / 1,000": f"{item.per_thousand:.2f}",
+                "places": str(item.places),
+                **dict(zip(edges, map(str, item.histogram), strict=True)),
+                "at a filter": str(item.filtered),
+                "largest gap": f"{item.largest_gap:.2g}",
+            }
+        )
+    return rows
 
 
 def failures(audit: Audit) -> list[str]:
@@ -134,10 +126,9 @@ def failures(audit: Audit) -> list[str]:
         what = f"{row.check} {row.case}".strip()
         line = (
             f"{row.precision}, {what}, {row.drafter}, {row.shape}, {row.batch_size} rows, "
-            f"temperature {row.temperature:g}: {_sums([row]).describe()}"
+            f"temperature {row.temperature:g}: {row.describe()}"
         )
-        if row.divergences:
-            first = row.divergences[0]
+        for first in row.divergences[:1]:
             line += (
                 f"; prompt {first.prompt}, token {first.place}: {first.found} instead of "
                 f"{first.expected}, {first.reason}"
@@ -153,25 +144,16 @@ def failures(audit: Audit) -> list[str]:
     return [*lines[:MOST_FAILURES], *([f"and {more} more, in audit.json"] if more > 0 else [])]
 
 
-def sections(audit: Audit) -> Iterable[tuple[str, Sequence[str], Lines]]:
+def sections(audit: Audit) -> Iterator[tuple[str, Sequence[str], list[list[str]]]]:
     """(title, header, rows) of the tables that have rows."""
-    header, flips = histogram_rows(audit)
-    for title, names, rows in (
-        (
-            "Drafters, shapes and batches against plain decoding",
-            DRAFTER_HEADER,
-            drafter_rows(audit),
-        ),
-        ("Flips by |margin| / tolerance: up to 1 is a near tie", header, flips),
-        ("Processors and filters against plain decoding", SETTING_HEADER, setting_rows(audit)),
-        (
-            "Sampled answers against the exact distribution",
-            DISTRIBUTION_HEADER,
-            distribution_rows(audit),
-        ),
+    for title, lines in (
+        ("Drafters, shapes and batches against plain decoding", drafter_rows(audit)),
+        ("Flips by |margin| / tolerance: up to 1 is a near tie", histogram_rows(audit)),
+        ("Processors and filters against plain decoding", setting_rows(audit)),
+        ("Sampled answers against the exact distribution", distribution_rows(audit)),
     ):
-        if rows:
-            yield title, names, rows
+        if lines:
+            yield title, list(lines[0]), [list(line.values()) for line in lines]
 
 
 def print_summary(audit: Audit, console: Console | None = None) -> None:
@@ -193,7 +175,7 @@ def print_summary(audit: Audit, console: Console | None = None) -> None:
 
 
 def write_markdown(audit: Audit, folder: Path) -> Path:
-    """Write audit.md into `folder` atomically; returns its path."""
+    """Write audit.md into `folder`; returns its path."""
     target, device = audit.target, audit.device
     lines = [
         "# Audit",
@@ -208,28 +190,15 @@ def write_markdown(audit: Audit, folder: Path) -> Path:
         "",
     ]
     for title, header, rows in sections(audit):
-        line = "|".join(["---", "---", *["---:"] * (len(header) - 2)])
-        lines += [f"## {title}", "", f"| {' | '.join(header)} |", f"|{line}|"]
-        lines += [*(f"| {' | '.join(row)} |" for row in rows), ""]
+        lines += [f"## {title}", "", *markdown_table(header, rows, texts=2), ""]
     if audit.skipped:
         lines += ["## Not offered", ""]
         lines += [*(f"- {item.drafter}, {item.shape}: {item.reason}" for item in audit.skipped), ""]
     if not audit.verdict.lossless:
         lines += ["## Mismatches", "", *(f"- {line}" for line in failures(audit)), ""]
     path = folder / PAGE_FILE
-    partial = path.with_name(PAGE_FILE + ".partial")
-    partial.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_bytes(path, ("\n".join(lines).rstrip() + "\n").encode())
     return path
-
-
-def _group(
-    rows: Iterable[AuditRow], key: Callable[[AuditRow], tuple[str, ...]]
-) -> list[tuple[tuple[str, ...], list[AuditRow]]]:
-    found: dict[tuple[str, ...], list[AuditRow]] = {}
-    for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return list(found.items())
 
 
 def _sums(rows: Sequence[AuditRow]) -> LosslessCounts:
@@ -246,7 +215,3 @@ def _per_pass(rows: Sequence[AuditRow]) -> str:
     values = [row.tokens_per_pass for row in rows]
     low, high = f"{min(values):.2f}", f"{max(values):.2f}"
     return low if low == high else f"{low} to {high}"
-
-
-def _changed(rows: Sequence[AuditRow]) -> str:
-    return f"{rows[0].changed}/{rows[0].sequences}"

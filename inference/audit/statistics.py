@@ -1,5 +1,4 @@
-"""The statistics of the audit: sampled text against the exact distribution, and flips against the
-numerical gap.
+"""The statistics of the audit: sampled text against the exact distribution.
 
 Legend: M texts of equal length, T tokens, V vocabulary.
 """
@@ -9,13 +8,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
-from inference.audit.comparison import Divergence
 from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
 from inference.decoding.sampling.processors import Prefix, process
 from inference.target.model import TargetModel
@@ -23,19 +21,14 @@ from inference.target.model import TargetModel
 Text = tuple[int, ...]
 
 FEWEST_EXPECTED = 5.0
-"""Texts expected less often than this are pooled: chi-square is an approximation for counts that
-are not small.
-"""
-BINS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 2.0, 10.0, math.inf)
-"""Edges of the histogram of |margin| / tolerance. Up to 1 a flip is a near tie."""
+"""Texts expected less often are pooled: chi-square is an approximation for larger counts."""
 
 
 @torch.no_grad()
 def exact_distribution(
     target: TargetModel, prompt: Sequence[int], sampling: SamplingSettings, length: int
 ) -> dict[Text, float]:
-    """Probability of every answer of at most `length` tokens, by enumeration of what the filters
-    leave.
+    """Probability of every answer of at most `length` tokens, by enumeration.
 
     Every text is read in one causal pass from its beginning: no cache, no verification, no
     drafting. Only for filters that leave few tokens (top-k): the number of answers grows with the
@@ -59,10 +52,8 @@ def exact_distribution(
         grown: dict[Text, float] = {}
         for answer, row in zip(answers, shares, strict=True):
             for token in row.nonzero()[:, 0].tolist():
-                ended = token in target.eos_token_ids
-                (found if ended else grown)[(*answer, token)] = open_texts[answer] * float(
-                    row[token]
-                )
+                texts = found if token in target.eos_token_ids else grown
+                texts[(*answer, token)] = open_texts[answer] * float(row[token])
         open_texts = grown
     return found | open_texts
 
@@ -74,9 +65,7 @@ def entropy(distribution: dict[Text, float]) -> float:
 
 @dataclass(frozen=True)
 class ChiSquare:
-    """Pearson's test. cells: classes after pooling; impossible: samples of probability 0, one of
-    which is proof enough.
-    """
+    """Pearson's test. cells: classes after pooling; impossible: samples of probability 0."""
 
     statistic: float
     degrees: int
@@ -107,48 +96,3 @@ def chi_square(samples: Iterable[Text], distribution: dict[Text, float]) -> ChiS
     halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
     p_value = 0.0 if impossible else float(torch.special.gammaincc(halves[0], halves[1]))
     return ChiSquare(statistic, degrees, p_value, len(pairs), impossible)
-
-
-@dataclass
-class FlipSummary:
-    """How often a precision decided otherwise, and how close to the measured gap these decisions
-    were.
-
-    tokens: audited; flips: those that plain decoding would not have picked after the same text;
-    histogram: flips per bin of `BINS`; places: different ones among the flips, since all drafters
-    meet the same close decisions; filtered: flips where a filter removed one of the two tokens, so
-    that there is no margin; largest_gap: in logits.
-    """
-
-    precision: str
-    tokens: int = 0
-    flips: int = 0
-    near_ties: int = 0
-    places: int = 0
-    histogram: list[int] = field(default_factory=lambda: [0] * (len(BINS) - 1))
-    filtered: int = 0
-    largest_gap: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._seen: set[tuple[object, ...]] = set()
-
-    def add(self, tokens: int, found: Sequence[Divergence]) -> None:
-        """Count the flips of some audited tokens."""
-        self.tokens += tokens
-        for flip in found:
-            self.flips += 1
-            self.near_ties += flip.near_tie
-            self._seen.add((flip.prompt, flip.place, flip.expected, flip.found, flip.margin))
-            self.places = len(self._seen)
-            self.largest_gap = max(self.largest_gap, flip.gap)
-            if not math.isfinite(flip.margin) or flip.tolerance == 0:
-                self.filtered += 1
-                continue
-            ratio = abs(flip.margin) / flip.tolerance
-            upper = next(place for place, edge in enumerate(BINS[1:]) if ratio <= edge)
-            self.histogram[upper] += 1
-
-    @property
-    def per_thousand(self) -> float:
-        """Flips per 1,000 tokens."""
-        return 1000 * self.flips / self.tokens if self.tokens else 0.0

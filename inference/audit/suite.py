@@ -20,20 +20,21 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, TypedDict
+from itertools import pairwise, product
+from typing import Any
 
 import torch
 
 from heads.api.errors import UserError
-from inference.audit.comparison import Known, audit
+from inference.audit.comparison import Divergence, Known, audit
 from inference.audit.config import AuditConfig
 from inference.audit.drafters import KNOWS, ScriptedDrafter, scripted_drafters
-from inference.audit.findings import AuditedTarget, AuditRow, DistributionRow, Findings
-from inference.audit.statistics import FlipSummary, Text, chi_square, entropy, exact_distribution
+from inference.audit.findings import AuditedTarget, AuditRow, DistributionRow, Findings, FlipRow
+from inference.audit.statistics import Text, chi_square, entropy, exact_distribution
+from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig, Shape
 from inference.decoding.engine import Engine
-from inference.decoding.requests import Completion, Request
+from inference.decoding.requests import Request
 from inference.decoding.rules.names import CHAINS_ONLY
 from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.report.model import DeviceFacts
@@ -42,27 +43,11 @@ from inference.target.model import TargetModel
 
 NO_DRAFTER = "none"
 PROMPT_TAIL = 8
-"""Tokens of a prompt that the distribution check keeps: its answers are short, and thousands are
-decoded."""
+"""Tokens of a prompt that the distribution check keeps: thousands of answers are decoded."""
 DISTRIBUTION_LENGTH = 3
 DISTRIBUTION_ROWS = 64
-
-
-class Changes(TypedDict, total=False):
-    """Settings of `DecodeConfig` that differ from the user's."""
-
-    shape: Shape
-    batch_size: int
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    logit_bias: tuple[tuple[int, float], ...]
-    bad_words: tuple[tuple[int, ...], ...]
-
-
+Changes = dict[str, Any]
+"""Settings of `DecodeConfig` that differ from the user's."""
 UNPROCESSED: Changes = {
     "top_k": 0,
     "top_p": 1.0,
@@ -71,38 +56,19 @@ UNPROCESSED: Changes = {
     "logit_bias": (),
     "bad_words": (),
 }
-"""Cases of the processors check and the distribution start from here; the invariance check from the
-user's settings.
-"""
+"""Where cases of the processors check and the distribution start."""
 MOST_DIVERGENCES = 3
 """Divergences kept per case; all are counted."""
-
-
 Answers = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A real drafter: how to build it for a target, once per precision, and the draft that it was
-    made for."""
+    """A real drafter: how to build it for a target, and the draft that it was made for."""
 
     name: str
-    kind: str
     load: Callable[[TargetModel], Any]
     decode: DecodeConfig
-
-
-@dataclass(frozen=True)
-class _Case:
-    """What is compared: the check, the processors' setting, who drafts, and how many answers the
-    setting changed.
-    """
-
-    check: str
-    setting: str
-    drafter: str
-    kind: str
-    changed: int = 0
 
 
 def run_audit(
@@ -137,15 +103,14 @@ def run_audit(
             part.processors()
         if "distribution" in config.checks and precision == sampled_in:
             part.distribution()
+        findings.flips.append(FlipRow.of(precision, part.tokens, part.flips))
         del part, target
         gc.collect()  # hooks tie a target to itself; the next precision needs the room
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if not findings.rows and not findings.distributions:
-        reasons = "; ".join(
-            f"{item.drafter}, {item.shape}: {item.reason}" for item in findings.skipped
-        )
-        raise UserError(f"nothing could be audited. {reasons}")
+        skipped = [f"{item.drafter}, {item.shape}: {item.reason}" for item in findings.skipped]
+        raise UserError(f"nothing could be audited. {'; '.join(skipped)}")
     return findings
 
 
@@ -164,9 +129,10 @@ class _Precision:
 
     def __post_init__(self) -> None:
         self.requests = choose_requests(self.config, self.decode, self.target, self.prompts)
-        self.real = [(item, item.load(self.target)) for item in self.contestants]
-        self.summary = FlipSummary(self.precision)
-        self.findings.flips.append(self.summary)
+        self.real = [
+            Arm(item.name, item.load(self.target), item.decode) for item in self.contestants
+        ]
+        self.tokens, self.flips = 0, list[Divergence]()
 
     # The three checks
 
@@ -177,13 +143,11 @@ class _Precision:
             plain, _ = self.answers(None, decode)
             known: Known = {}
             batched = replace(decode, shape="none", batch_size=self.config.batch_size)
-            self.compare(
-                _Case("invariance", "", NO_DRAFTER, NO_DRAFTER), None, batched, plain, known
-            )
-            for name, kind, drafter, shaped in self.arms(decode, plain):
+            self.compare(Arm(NO_DRAFTER, None, batched), plain, known)
+            for arm in self.arms(decode, plain):
                 for rows in (1, self.config.batch_size):
-                    case = _Case("invariance", "", name, kind)
-                    self.compare(case, drafter, replace(shaped, batch_size=rows), plain, known)
+                    one = replace(arm, decode=replace(arm.decode, batch_size=rows))
+                    self.compare(one, plain, known)
 
     def processors(self) -> None:
         """Every processor and filter alone, and all together."""
@@ -197,42 +161,36 @@ class _Precision:
             before = unprocessed[1.0 if decode.temperature else 0.0]
             changed = sum(one != other for one, other in zip(plain, before, strict=True))
             known: Known = {}
-            for drafter_name, kind, drafter, shaped in self.arms(decode, plain):
-                if kind == ScriptedDrafter.kind and drafter_name != KNOWS:
+            for arm in self.arms(decode, plain):
+                if isinstance(arm.drafter, ScriptedDrafter) and arm.name != KNOWS:
                     continue  # what is never accepted has little to show here
-                case = _Case("processors", name, drafter_name, kind, changed)
-                self.compare(
-                    case, drafter, replace(shaped, batch_size=self.config.batch_size), plain, known
-                )
+                batched = replace(arm.decode, batch_size=self.config.batch_size)
+                arm = replace(arm, decode=batched)
+                self.compare(arm, plain, known, name, changed)
 
     def distribution(self) -> None:
         """Sampled answers of one prompt, by rule, drafter and shape."""
         sampling: Changes = {**UNPROCESSED, "temperature": 1.0, "top_k": self.config.support}
-        decode = self.settings(
-            {**sampling, "max_new_tokens": DISTRIBUTION_LENGTH, "batch_size": DISTRIBUTION_ROWS}
-        )
-        shaping = decode.sampling()
+        sampling |= {"max_new_tokens": DISTRIBUTION_LENGTH, "batch_size": DISTRIBUTION_ROWS}
+        decode = self.settings(sampling)
         tails = sorted({request.tokens[-PROMPT_TAIL:] for request in self.requests})
         exact = {
-            tail: exact_distribution(self.target, tail, shaping, DISTRIBUTION_LENGTH)
+            tail: exact_distribution(self.target, tail, decode.sampling(), DISTRIBUTION_LENGTH)
             for tail in tails
         }
         prompt = max(tails, key=lambda tail: entropy(exact[tail]))
+        generator = torch.Generator().manual_seed(self.decode.seed)
+        seeds = torch.randint(0, 1 << 62, (self.config.seeds,), generator=generator).tolist()
         requests = [
-            Request(number, prompt, seed, DISTRIBUTION_LENGTH)
-            for number, seed in enumerate(_seeds(self.config.seeds, self.decode.seed))
+            Request(number, prompt, seed, DISTRIBUTION_LENGTH) for number, seed in enumerate(seeds)
         ]
-        guesses = ScriptedDrafter(
-            likeliest(prompt, exact[prompt]), self.target.info.vocab_size, 0.7
-        )
-        arms = [(item.name, drafter, item.decode) for item, drafter in self.real]
-        for name, drafter, own in [*arms, ("guesses", guesses, self.decode)]:
-            for rule in self.config.rules:
-                for shape in self.config.shapes:
-                    if rule in CHAINS_ONLY and shape != "chain":
-                        continue
-                    shaped = self.with_shape(decode, shape, own)
-                    self.sample(name, rule, shape, drafter, shaped, requests, exact[prompt])
+        likely = likeliest(prompt, exact[prompt])
+        guesses = ScriptedDrafter(likely, self.target.info.vocab_size, 0.7)
+        arms = [*self.real, Arm("guesses", guesses, self.decode)]
+        for arm, rule, shape in product(arms, self.config.rules, self.config.shapes):
+            if rule not in CHAINS_ONLY or shape == "chain":
+                shaped = replace(self.with_shape(decode, shape, arm.decode), rule=rule)
+                self.sample(replace(arm, decode=shaped), requests, exact[prompt])
 
     def settings(self, changes: Changes) -> DecodeConfig:
         """The user's settings for plain decoding under rule match, with `changes`."""
@@ -241,9 +199,7 @@ class _Precision:
         return replace(plain, **changes)
 
     def with_shape(self, decode: DecodeConfig, shape: Shape, own: DecodeConfig) -> DecodeConfig:
-        """`decode` with a draft of that shape: as deep as the drafter's own, and its own tree where
-        it has one.
-        """
+        """`decode` with a draft of that shape, as deep as the drafter's `own`, or its own tree."""
         choices = (own.choices or self.config.choices) if shape == "tree" else ()
         # what a dynamic tree of that depth can hold
         most = 1 + own.width + (own.depth - 1) * own.width**2
@@ -251,51 +207,52 @@ class _Precision:
             decode, shape=shape, depth=own.depth, choices=choices, nodes=min(own.nodes, most)
         )
 
-    def arms(
-        self, decode: DecodeConfig, plain: Answers
-    ) -> Iterator[tuple[str, str, Any, DecodeConfig]]:
-        """(name, kind, drafter, settings) of every drafter in every shape that it can fill."""
+    def arms(self, decode: DecodeConfig, plain: Answers) -> Iterator[Arm]:
+        """Every drafter in every shape that it can fill."""
         known = {
             request.tokens: [*request.tokens, *answer]
             for request, answer in zip(self.requests, plain, strict=True)
         }
-        everyone = [(item.name, item.kind, drafter, item.decode) for item, drafter in self.real]
-        for name, drafter in scripted_drafters(known, self.target.info.vocab_size).items():
-            everyone.append((name, drafter.kind, drafter, self.decode))
-        for name, kind, drafter, own in everyone:
-            for shape in self.config.shapes:
-                yield name, kind, drafter, self.with_shape(decode, shape, own)
+        scripted = scripted_drafters(known, self.target.info.vocab_size).items()
+        everyone = [*self.real, *(Arm(name, drafter, self.decode) for name, drafter in scripted)]
+        for arm, shape in product(everyone, self.config.shapes):
+            yield replace(arm, decode=self.with_shape(decode, shape, arm.decode))
 
     def answers(self, drafter: Any, decode: DecodeConfig) -> tuple[Answers, float]:
         """The tokens per request, in order, and the tokens committed per pass."""
         return decode_all(self.target, drafter, decode, self.requests)
 
     def compare(
-        self, case: _Case, drafter: Any, decode: DecodeConfig, plain: Answers, known: Known
+        self, arm: Arm, plain: Answers, known: Known, setting: str = "", changed: int = 0
     ) -> None:
-        """Decode, compare with the plain answers, and add the result to the findings."""
+        """Decode, compare with the plain answers, and add the result to the findings. setting: of
+        the processors check; changed: answers that it changes."""
+        check = "processors" if setting else "invariance"
+        decode = arm.decode
         self.say(
-            f"{self.precision}: {case.check} {case.setting} temperature {decode.temperature:g}, "
-            f"{case.drafter}, {decode.shape}, {decode.batch_size} rows"
+            f"{self.precision}: {check} {setting} temperature {decode.temperature:g}, "
+            f"{arm.name}, {decode.shape}, {decode.batch_size} rows"
         )
         try:
-            answers, per_pass = self.answers(drafter, decode)
+            answers, per_pass = self.answers(arm.drafter, decode)
         except UserError as error:
-            if case.kind in (NO_DRAFTER, ScriptedDrafter.kind):
+            if arm.drafter is None or isinstance(arm.drafter, ScriptedDrafter):
                 raise
-            self.findings.skip(case.drafter, decode.shape, error)
+            self.findings.skip(arm.name, decode.shape, error)
             return
         width = max(2, decode.tree().num_nodes)
         report = audit(self.target, self.requests, plain, answers, decode.sampling(), width, known)
-        self.summary.add(report.tokens, report.found)
+        self.tokens += report.tokens
+        self.flips += report.found
         strict = self.precision == "float64"
+        decisive = sorted(report.divergences, key=lambda item: item.near_tie)
         self.findings.rows.append(
             AuditRow(
-                check=case.check,
-                case=case.setting,
+                check=check,
+                case=setting,
                 precision=self.precision,
-                drafter=case.drafter,
-                kind=case.kind,
+                drafter=arm.name,
+                kind=NO_DRAFTER if arm.drafter is None else arm.drafter.kind,
                 rule=decode.rule,
                 shape=decode.shape,
                 batch_size=decode.batch_size,
@@ -304,51 +261,35 @@ class _Precision:
                 tokens=report.tokens,
                 flips=report.flips,
                 tokens_per_pass=per_pass,
-                changed=case.changed,
+                changed=changed,
                 passed=report.identical == report.sequences if strict else report.mismatches == 0,
-                divergences=sorted(report.divergences, key=lambda item: item.near_tie)[
-                    :MOST_DIVERGENCES
-                ],
+                divergences=decisive[:MOST_DIVERGENCES],
             )
         )
 
-    def sample(
-        self,
-        name: str,
-        rule: str,
-        shape: str,
-        drafter: Any,
-        decode: DecodeConfig,
-        requests: Sequence[Request],
-        exact: dict[Text, float],
-    ) -> None:
-        """Decode the requests by one rule and shape, and test the answers against the exact
-        distribution."""
+    def sample(self, arm: Arm, requests: Sequence[Request], exact: dict[Text, float]) -> None:
+        """Decode the requests, and test the answers against the exact distribution."""
+        rule, shape = arm.decode.rule, arm.decode.shape
         self.say(
-            f"{self.precision}: distribution, rule {rule}, {name}, {shape}, {len(requests)} seeds"
+            f"{self.precision}: distribution, rule {rule}, {arm.name}, {shape}, "
+            f"{len(requests)} seeds"
         )
         try:
-            samples, per_pass = decode_all(
-                self.target, drafter, replace(decode, rule=rule), requests
-            )
+            samples, per_pass = decode_all(self.target, arm.drafter, arm.decode, requests)
         except UserError as error:
-            self.findings.skip(name, f"{shape}, rule {rule}", error)
+            self.findings.skip(arm.name, f"{shape}, rule {rule}", error)
             return
         test = chi_square(map(tuple, samples), exact)
         self.findings.distributions.append(
             DistributionRow(
                 rule=rule,
                 precision=self.precision,
-                drafter=name,
+                drafter=arm.name,
                 shape=shape,
                 seeds=len(samples),
                 texts=len(exact),
                 entropy=entropy(exact),
-                cells=test.cells,
-                statistic=test.statistic,
-                degrees=test.degrees,
-                p_value=test.p_value,
-                impossible=test.impossible,
+                **vars(test),
                 tokens_per_pass=per_pass,
                 passed=test.p_value >= self.config.significance,
             )
@@ -358,8 +299,7 @@ class _Precision:
 def choose_requests(
     config: AuditConfig, decode: DecodeConfig, target: TargetModel, prompts: Sequence[Prompt]
 ) -> list[Request]:
-    """Requests for the prompts of the audit, spread over the domains; raises `UserError` when none
-    fits."""
+    """Requests for prompts of all domains; raises `UserError` when none fits."""
     domains = len({prompt.domain for prompt in prompts})
     chosen = select_prompts(prompts, -(-config.prompts // domains), decode.seed)[: config.prompts]
     limit = target.info.max_position_embeddings
@@ -378,25 +318,17 @@ def choose_requests(
 def decode_all(
     target: TargetModel, drafter: Any, decode: DecodeConfig, requests: Sequence[Request]
 ) -> tuple[Answers, float]:
-    """The answers in the order of the requests, and the tokens committed per verification (0
-    without one)."""
-    found: dict[int, Completion] = {
-        c.request.index: c for c in Engine(target, drafter, decode).run(requests)
-    }
-    passes = [record for completion in found.values() for record in completion.passes]
-    committed = sum(record.committed for record in passes)
-    return [found[request.index].tokens for request in requests], committed / len(
-        passes
-    ) if passes else 0.0
+    """The answers in the order of the requests, and the tokens committed per verification."""
+    done = {c.request.index: c for c in Engine(target, drafter, decode).run(requests)}
+    committed = [record.committed for found in done.values() for record in found.passes]
+    per_pass = sum(committed) / len(committed) if committed else 0.0
+    return [done[request.index].tokens for request in requests], per_pass
 
 
 def likeliest(prompt: Text, exact: Mapping[Text, float]) -> dict[Text, list[int]]:
-    """The likeliest text for every first token, by prompt and first token: what a scripted drafter
-    can guess."""
-    found: dict[Text, list[int]] = {}
-    for answer in sorted(exact, key=lambda answer: exact[answer]):
-        found[(*prompt, answer[0])] = [*prompt, *answer]
-    return found
+    """The likeliest text for every first token, by prompt and first token."""
+    rising = sorted(exact, key=lambda answer: exact[answer])
+    return {(*prompt, answer[0]): [*prompt, *answer] for answer in rising}
 
 
 def processor_cases(
@@ -413,39 +345,25 @@ def processor_cases(
         "top_p": {"top_p": 0.8},
         "min_p": {"min_p": 0.1},
     }
-    cases: dict[str, Changes] = {}
-    for name, part in greedy.items():
-        cases[f"{name}, greedy"] = {"temperature": 0.0, **part}
+    cases = {f"{name}, greedy": {"temperature": 0.0, **part} for name, part in greedy.items()}
     cases["all, greedy"] = {"temperature": 0.0, **_merge(greedy)}
-    for name, part in (sampled | filters).items():
-        cases[name] = {"temperature": 1.0, **part}
-    cases["all"] = {**_merge(sampled), **_merge(filters)}
-    return cases
+    cases |= {name: {"temperature": 1.0, **part} for name, part in (sampled | filters).items()}
+    return cases | {"all": _merge(sampled | filters)}
 
 
 def _text_cases(answers: Answers, ends: Sequence[int]) -> dict[str, Changes]:
-    """The processors that look at tokens, aimed at the commonest tokens and pairs of the
-    answers."""
+    """The processors that look at tokens, aimed at the commonest ones and pairs of the answers."""
     tokens = Counter(token for answer in answers for token in answer if token not in ends)
     pairs = Counter(pair for answer in answers for pair in pairwise(answer) if pair[1] not in ends)
     common = [token for token, _ in tokens.most_common(3)] or [0]
     words = tuple(pair for pair, _ in pairs.most_common(2))
+    more = ((common[-1], 1.5),) if len(common) > 1 else ()
     return {
         "repetition_penalty": {"repetition_penalty": 1.3},
-        "logit_bias": {
-            "logit_bias": ((common[0], -3.0), *(((common[-1], 1.5),) if len(common) > 1 else ()))
-        },
+        "logit_bias": {"logit_bias": ((common[0], -3.0), *more)},
         "bad_words": {"bad_words": ((common[0],), *words)},
     }
 
 
 def _merge(cases: Mapping[str, Changes]) -> Changes:
-    merged: Changes = {}
-    for changes in cases.values():
-        merged |= changes
-    return merged
-
-
-def _seeds(count: int, base: int) -> list[int]:
-    generator = torch.Generator().manual_seed(base)
-    return [int(seed) for seed in torch.randint(0, 1 << 62, (count,), generator=generator)]
+    return {key: value for changes in cases.values() for key, value in changes.items()}

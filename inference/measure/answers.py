@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from inference.decoding.requests import PassRecord
 from inference.manifest import write_bytes
+from inference.measure.metrics import Outcome
 
 PARTIAL_FILE = "records.partial.jsonl"
 FINAL_FILE = "records.jsonl"
@@ -18,8 +20,7 @@ FINAL_FILE = "records.jsonl"
 
 @dataclass(frozen=True)
 class Record:
-    """One answer of one arm: its tokens, (accepted, committed, rejected) per pass, seconds per
-    phase."""
+    """One answer of one arm. passes: (accepted, committed, rejected); seconds: per phase."""
 
     arm: str
     prompt: str
@@ -28,11 +29,15 @@ class Record:
     passes: list[tuple[int, int, bool]]
     seconds: dict[str, float]
 
+    def outcome(self, domain: str = "") -> Outcome:
+        """What tau and speed are computed from."""
+        passes = [PassRecord(*item) for item in self.passes]
+        return Outcome(self.prompt, domain, passes, self.seconds)
+
 
 @dataclass
 class AnswerLog:
-    """The records of a running measurement. A prompt counts as done when every arm has answered
-    it."""
+    """The records of a running measurement. A prompt is done when every arm has answered it."""
 
     directory: Path
     arms: list[str]
@@ -40,20 +45,16 @@ class AnswerLog:
 
     @classmethod
     def open(cls, directory: Path, fingerprint: str, arms: list[str]) -> AnswerLog:
-        """Continue the measurement in `directory` if it has the same fingerprint and was not
-        finished; else begin.
-        """
+        """Continue an unfinished measurement of the same fingerprint, or begin."""
         records = cls(directory, arms)
+        done: dict[tuple[str, int], dict[str, Record]] = {}
         header, *lines = _read(directory / PARTIAL_FILE) or [{}]
         if header.get("fingerprint") == fingerprint:
-            for line in lines:
-                record = Record(**line)
-                records.done.setdefault((record.prompt, record.repeat), {})[record.arm] = record
+            for record in (Record(**line) for line in lines):
+                done.setdefault((record.prompt, record.repeat), {})[record.arm] = record
         # arms of one prompt are compared with one another: those of an interrupted one are measured
         # again, together
-        records.done = {
-            key: found for key, found in records.done.items() if set(found) == set(arms)
-        }
+        records.done = {key: found for key, found in done.items() if set(found) == set(arms)}
         kept = [asdict(record) for found in records.done.values() for record in found.values()]
         text = "".join(json.dumps(line) + "\n" for line in [{"fingerprint": fingerprint}, *kept])
         write_bytes(directory / PARTIAL_FILE, text.encode())
@@ -73,16 +74,11 @@ class AnswerLog:
             file.write(json.dumps(asdict(record)) + "\n")
 
     def of(self, arm: str) -> list[Record]:
-        """An arm's records, ordered by repeat, then by the order in which prompts were first
-        answered."""
-        return sorted(
-            (found[arm] for found in self.done.values()), key=lambda record: record.repeat
-        )
+        """An arm's records by repeat, then in the order in which prompts were first answered."""
+        return sorted((found[arm] for found in self.done.values()), key=lambda item: item.repeat)
 
     def finish(self) -> None:
-        """The report stands: keep the records under their final name, so that the next measurement
-        begins afresh.
-        """
+        """Give the records their final name, so that the next measurement begins afresh."""
         os.replace(self.directory / PARTIAL_FILE, self.directory / FINAL_FILE)
 
 

@@ -9,8 +9,7 @@ their own and are measured by `inference.measure.vllm_process`, not interleaved.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -18,8 +17,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
@@ -28,6 +28,10 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
 from inference.decoding.requests import Request
+from inference.export.layouts import causal
+from inference.export.layouts.base import Checkpoint, Options, Target
+from inference.manifest import write_json
+from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 
 Mode = Literal["generate", "assisted", "assisted_constant", "prompt_lookup"]
@@ -40,13 +44,9 @@ class BaselinesConfig:
     """Which loops of others are measured beside ours; temperature 0 and batch size 1 only."""
 
     transformers: tuple[Mode, ...] = ()
-    """Of generate, assisted (its default settings), assisted_constant (the drafter's own depth, no
-    confidence threshold) and prompt_lookup.
-    """
+    """Of generate, assisted, assisted_constant (always the drafter's depth), prompt_lookup."""
     assistant: str = ""
-    """Drafter that serves as assistant or draft model; empty: the first that is a Llama of its own
-    (kind distilled).
-    """
+    """Drafter that serves as draft model; empty: the first that is a Llama (kind distilled)."""
     lookup_tokens: PositiveInt = 10
     """Tokens that prompt lookup proposes."""
     vllm_python: str = ""
@@ -58,27 +58,13 @@ class BaselinesConfig:
     vllm_seconds: PositiveFloat = 1800.0
     """Longest time that one vLLM mode may take."""
 
-    @property
-    def needs_assistant(self) -> bool:
-        """Whether a drafter must be handed to transformers or vLLM as a model."""
-        wanted = {"assisted", "assisted_constant"} & set(self.transformers)
-        return bool(wanted) or (bool(self.vllm_python) and "draft_model" in self.vllm)
 
-
-@dataclass(frozen=True)
-class PeerAnswer:
-    """One answer of another loop: its tokens, tokens committed by each step after the first, and
-    seconds per phase.
-    """
-
-    tokens: list[int]
-    steps: list[int]
-    seconds: dict[str, float]
+PeerAnswer = tuple[list[int], list[tuple[int, int, bool]], dict[str, float]]
+"""Tokens, (accepted, committed, rejected) of every step after the first, seconds by phase."""
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each step of a `generate` call ended and how long the text was then; never stops
-    it."""
+    """Notes when each step of a `generate` call ended and how long the text was then."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -93,11 +79,7 @@ class _Clock(StoppingCriteria):
 
 @dataclass
 class Peer:
-    """One way of calling `generate` of transformers.
-
-    options: arguments of `generate` beside the prompt. assistant_settings: of the assistant's
-    generation config.
-    """
+    """One way of calling `generate`. assistant_settings: of the assistant's generation config."""
 
     name: str
     model: Any
@@ -114,8 +96,9 @@ class Peer:
         if assistant is not None:
             vars(assistant.generation_config).update(self.assistant_settings)
         clock, ends = _Clock(device), list(self.end_ids)
-        begin = time.perf_counter()
-        with _quiet():
+        begin, verbosity = time.perf_counter(), transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()  # its advice would repeat for every prompt
+        try:
             out = self.model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -126,27 +109,17 @@ class Peer:
                 stopping_criteria=StoppingCriteriaList([clock]),
                 **self.options,
             )
+        finally:
+            transformers_logging.set_verbosity(verbosity)
         tokens = out[0, prompt.shape[1] :].tolist()
         end = time.perf_counter()
         first, lengths = clock.marks[0][0], [length for _, length in clock.marks]
-        steps = [later - before for before, later in pairwise(lengths)]
-        return PeerAnswer(tokens, steps, {"prefill": first - begin, "other": end - first})
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' advice on generation flags, which would repeat for every prompt."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
+        steps = [(later - before - 1, later - before, False) for before, later in pairwise(lengths)]
+        return tokens, steps, {"prefill": first - begin, "other": end - first}
 
 
 def make_peers(config: BaselinesConfig, target: TargetModel, arms: Sequence[Arm]) -> list[Peer]:
-    """The peers that `config` asks for, with a second copy of the target's weights in transformers'
-    own attention.
+    """The peers that `config` asks for, with a second copy of the target's weights.
 
     Raises `UserError` above temperature 0, when the target cannot be loaded a second time, or when
     no drafter can assist.
@@ -167,12 +140,12 @@ def make_peers(config: BaselinesConfig, target: TargetModel, arms: Sequence[Arm]
             peer.options = {"prompt_lookup_num_tokens": config.lookup_tokens}
         elif mode.startswith("assisted"):
             arm = assistant_arm(config, arms)
-            assistant = assistant or load_assistant(arm.drafter, target)
+            if assistant is None:
+                with TemporaryDirectory() as folder:
+                    assistant = _load(write_llama(arm.drafter, target, Path(folder)), target)
+            constant = {**CONSTANT, "num_assistant_tokens": arm.decode.tree().max_depth}
             peer.options = {"assistant_model": assistant}
-            depth = arm.decode.tree().max_depth
-            peer.assistant_settings = (
-                ASSISTED if mode == "assisted" else {**CONSTANT, "num_assistant_tokens": depth}
-            )
+            peer.assistant_settings = ASSISTED if mode == "assisted" else constant
         found.append(peer)
     return found
 
@@ -182,9 +155,7 @@ ASSISTED: dict[str, object] = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
 }
-"""The defaults of transformers 5, set before every call because calls change the assistant's
-generation config.
-"""
+"""The defaults of transformers 5, set before every call because calls change them."""
 CONSTANT: dict[str, object] = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.0,
@@ -196,12 +167,16 @@ def _load_again(target: TargetModel) -> Any:
     info = target.info
     revision = None if Path(info.id).is_dir() else info.revision
     try:
-        model = AutoModelForCausalLM.from_pretrained(info.id, revision=revision, dtype=target.dtype)
+        return _load(info.id, target, revision=revision)
     except (OSError, ValueError) as error:
         raise UserError(
             f"bench.baselines.transformers: target '{info.id}' cannot be loaded a second time "
             f"({error}). Measure without them."
         ) from error
+
+
+def _load(path: str | Path, target: TargetModel, **options: Any) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype, **options)
     return model.requires_grad_(False).eval().to(target.device)
 
 
@@ -209,13 +184,12 @@ def _load_again(target: TargetModel) -> Any:
 
 
 def assistant_arm(config: BaselinesConfig, arms: Sequence[Arm]) -> Arm:
-    """The arm whose drafter assists; raises `UserError` when there is none that is a Llama of its
-    own."""
-    able = [arm for arm in arms if is_llama(arm.drafter)]
-    names = ", ".join(arm.name for arm in able) or "none"
-    for arm in able:
-        if config.assistant in ("", arm.name):
-            return arm
+    """The arm whose drafter assists; raises `UserError` when none is a Llama of its own."""
+    able = {arm.name: arm for arm in arms if is_llama(arm.drafter)}
+    chosen = config.assistant or next(iter(able), "")
+    if chosen in able:
+        return able[chosen]
+    names = ", ".join(able) or "none"
     raise UserError(
         "bench.baselines needs an assistant that transformers can load, a drafter of kind "
         f"distilled; asked for: '{config.assistant or 'any'}', measured and able: {names}. "
@@ -232,71 +206,15 @@ def is_llama(drafter: Any) -> bool:
 
 
 def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:
-    """Write a drafter as a Hugging Face folder of a Llama, Qwen2 or Qwen3; what it shares with the
-    target is written out. Returns `folder`.
-    """
+    """Write a drafter as the Hugging Face folder of a Llama, Qwen2 or Qwen3. Returns `folder`."""
     assert is_llama(drafter)
-    shape, info, weights = drafter.shape, target.info, target.weights
-    state = dict(drafter.state_dict())
-    if "model.embed_tokens.weight" not in state:
-        state["model.embed_tokens.weight"], state["lm_head.weight"] = (
-            weights.embedding,
-            weights.lm_head,
-        )
-    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
-    family = Qwen3Config if shape.qk_norm else Qwen2Config if shape.attention_bias else LlamaConfig
-    config = family(
-        vocab_size=info.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=len(drafter.model.layers),
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=shape.rms_norm_eps,
-        rope_parameters=_rope_parameters(drafter, target),
-        max_position_embeddings=info.max_position_embeddings,
-        tie_word_embeddings=False,
-        eos_token_id=list(target.eos_token_ids) or None,
-        dtype=target.dtype,
-    )
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(
-        {name: value.detach().cpu().clone() for name, value in state.items()}, assign=True
-    )
-    model.save_pretrained(folder)
+    info, dtype = target.info, str(target.dtype).removeprefix("torch.")
+    source = Target(TargetConfig(info.id, info.revision))
+    source.weights = target.weights
+    checkpoint = Checkpoint(folder, drafter.kind, "draft_model", drafter.config, info, drafter, "")
+    written = causal.write(checkpoint, source, Options(), "transformers")
+    ends = list(target.eos_token_ids) or None
+    write_json(folder / "config.json", {**written.config, "eos_token_id": ends, "dtype": dtype})
+    tensors = {name: value.detach().cpu().clone() for name, value in written.tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
-
-
-def _rope_parameters(drafter: Any, target: TargetModel) -> dict[str, object]:
-    """A drafter's rotary positions as Hugging Face writes them: copied layers rotate as the
-    target's do."""
-    config, names = (
-        drafter.config,
-        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    )
-    theirs = getattr(target.model.config, "rope_parameters", None)
-    if config.from_target_layers and theirs and "rope_type" in theirs:
-        return dict(theirs)
-    theta = {"rope_theta": config.rope_theta or target.info.rope_theta}
-    if config.rope_scaling:
-        return {
-            "rope_type": "llama3",
-            **theta,
-            **dict(zip(names, config.rope_scaling, strict=True)),
-        }
-    return {"rope_type": "default", **theta}
-
-
-def load_assistant(drafter: Any, target: TargetModel) -> Any:
-    """A drafter as the model that transformers loads from disk."""
-    with TemporaryDirectory() as folder:
-        path = write_llama(drafter, target, Path(folder))
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
-    return model.requires_grad_(False).eval().to(target.device)
-
-
-def identical(found: Mapping[Any, list[int]], plain: Mapping[Any, list[int]]) -> int:
-    """How many answers are token for token those of our loop."""
-    return sum(tokens == plain[key] for key, tokens in found.items())

@@ -8,11 +8,12 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TypedDict
 
-from heads.api.config import PositiveInt, config
+from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveInt, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
@@ -21,7 +22,6 @@ from inference.decoding.costs import CostConfig
 from inference.decoding.rules.names import TEXT, promise
 from inference.decoding.sampling.distribution import SamplingSettings
 from inference.measure.baselines import BaselinesConfig
-from inference.measure.breakdown.config import LostConfig
 from inference.measure.datasets import DatasetConfig
 from inference.measure.profile import ProfileConfig
 from inference.measure.prompts import Prompt, select_prompts
@@ -39,6 +39,25 @@ SHARED_SETTINGS = (
 )
 """What all arms of one report must agree on: neither drafter nor rule may change the task."""
 PACKAGES = ("torch", "transformers", "numpy", "headstart")
+
+
+@config("bench.lost")
+@dataclass(frozen=True)
+class LostConfig:
+    """Whether and on how many prompts the missing speed is explained."""
+
+    enabled: bool = False
+    """Write the block `lost` into report.json, and transcripts.json beside it."""
+    prompts_per_domain: PositiveInt = 4
+    """Measured prompts of each domain that every drafter decodes once more."""
+    temperatures: tuple[NonNegativeFloat, ...] = ()
+    """Further temperatures at which these prompts are decoded, for instance [1]."""
+    transcripts: NonNegativeInt = 2
+    """Answers per domain that are kept token by token with both models' candidates."""
+    candidates: PositiveInt = 5
+    """Best candidates of either model that a transcript shows."""
+    repeats: PositiveInt = 25
+    """Timed calls per width, where the cost of a wider verification is not among bench.costs."""
 
 
 @config("bench")
@@ -59,8 +78,7 @@ class BenchConfig:
     repeats: PositiveInt = 1
     """How often every prompt is measured. More repeats steady the clock; answers do not change."""
     compare_noise: bool = True
-    """Above temperature 0, rule match: measure every trained drafter also with its own noise
-    instead of the target's."""
+    """Above temperature 0, rule match: measure trained drafters also with their own noise."""
     seed: int = 0
     """Chooses the prompts and draws the bootstrap samples. The answers' seed is decode.seed."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -78,21 +96,16 @@ class BenchConfig:
 
 
 def report_settings(decodes: Mapping[str, DecodeConfig], prompts: int) -> ReportSettings:
-    """The settings that all arms have decoded `prompts` prompts with. decodes: of every arm, by
-    name.
-
-    Raises `UserError` where two arms differ in what one report must have in common.
-    """
+    """The settings that all arms, by name, share; raises `UserError` where they differ."""
     require_same_task(decodes)
+    decode = next(iter(decodes.values()))
     names = [name for name in ReportSettings.model_fields if name != "prompts"]
-    values = {name: {getattr(decode, name) for decode in decodes.values()} for name in names}
-    assert all(len(found) == 1 for found in values.values()), f"arms of one report differ: {values}"
-    return ReportSettings(**{name: found.pop() for name, found in values.items()}, prompts=prompts)
+    assert len({other.batch_size for other in decodes.values()}) == 1
+    return ReportSettings(**{name: getattr(decode, name) for name in names}, prompts=prompts)
 
 
 def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
-    """Raise `UserError` unless all arms agree on `SHARED_SETTINGS`. decodes: their settings by
-    name."""
+    """Raise `UserError` unless all arms agree on `SHARED_SETTINGS`. decodes: by the arm's name."""
     (first, expected), *others = decodes.items()
     for name, decode in others:
         for key in SHARED_SETTINGS:
@@ -105,9 +118,7 @@ def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
 
 
 def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
-    """The arms as they are measured: batch size 1, and each trained drafter also with its own noise
-    if asked for.
-    """
+    """The arms at batch size 1, and trained drafters also with their own noise if asked for."""
     if not arms:
         raise UserError("there is no drafter to measure. Name at least one.")
     for arm in arms:
@@ -121,10 +132,8 @@ def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
     result = []
     for arm in arms:
         if arm.decode.shape == "none":
-            raise UserError(
-                f"'{arm.name}' has decode.shape 'none', which drafts nothing. Give it a chain or "
-                "a tree."
-            )
+            words = "which drafts nothing. Give it a chain or a tree."
+            raise UserError(f"'{arm.name}' has decode.shape 'none', {words}")
         result.append(replace(arm, decode=replace(arm.decode, batch_size=1)))
         # other rules share no noise
         sampled = arm.decode.temperature > 0 and arm.decode.rule == "match"
@@ -133,12 +142,9 @@ def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
             own = replace(arm.decode, batch_size=1, share_noise=False)
             result.append(replace(arm, name=arm.name + OWN_NOISE, decode=own))
     names = [BASELINE, *(arm.name for arm in result)]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise UserError(
-            f"two arms are called {twice}. Every arm needs a name of its own ('{BASELINE}' is "
-            "taken)."
-        )
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        words = f"Every arm needs a name of its own ('{BASELINE}' is taken)."
+        raise UserError(f"two arms are called {twice}. {words}")
     return result
 
 
@@ -146,14 +152,11 @@ def split_prompts(
     config: BenchConfig, prompts: Sequence[Prompt]
 ) -> tuple[list[Prompt], list[Prompt]]:
     """(measured, warm-up) prompts, disjoint. Raises `UserError` for an unknown domain or fewer than
-    two prompts.
-    """
+    two prompts."""
     known = sorted({prompt.domain for prompt in prompts})
-    unknown = [name for name in config.domains if name not in known]
-    if unknown:
-        raise UserError(
-            f"bench.domains names {unknown}, but the prompts are of: {', '.join(known)}."
-        )
+    if unknown := [name for name in config.domains if name not in known]:
+        words = f"but the prompts are of: {', '.join(known)}."
+        raise UserError(f"bench.domains names {unknown}, {words}")
     pool = [prompt for prompt in prompts if not config.domains or prompt.domain in config.domains]
     if len(pool) < 2:
         raise UserError(
@@ -161,10 +164,9 @@ def split_prompts(
         )
     chosen = {prompt.id for prompt in select_prompts(pool, config.prompts_per_domain, config.seed)}
     spare = [prompt for prompt in pool if prompt.id not in chosen][: config.warmup_prompts]
-    if not spare:  # all are wanted for measuring: the last one gives way
-        spare = [next(prompt for prompt in reversed(pool) if prompt.id in chosen)]
-        chosen.discard(spare[0].id)
-    return [prompt for prompt in pool if prompt.id in chosen], spare
+    measured = [prompt for prompt in pool if prompt.id in chosen]
+    # where all are wanted for measuring, the last one gives way
+    return (measured, spare) if spare else (measured[:-1], measured[-1:])
 
 
 class Provenance(TypedDict, total=False):
@@ -180,10 +182,8 @@ def process_facts() -> Provenance:
     """Command and versions of this process."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     # `python -m scripts.cli` is the same command.
     program = Path(sys.argv[0]).name.replace("cli.py", "headstart")
     return {"command": shlex.join([program, *sys.argv[1:]]), "versions": versions}

@@ -15,10 +15,11 @@ import string
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
-from heads.api.config import config
+from heads.api.config import NonNegativeInt, config
 from heads.api.errors import UserError, suggest
 from inference.measure.prompts import Prompt, load_prompts
 
@@ -30,16 +31,12 @@ COMMIT = 40
 @config("bench.dataset")
 @dataclass(frozen=True)
 class DatasetConfig:
-    """How the rows of a dataset become prompts. Without a template, prompts are files of
-    Headstart's own format.
-    """
+    """How the rows of a dataset become prompts."""
 
     template: str = ""
-    """The user message, with columns in braces: "{question}". Empty: bench.prompts holds prompt
-    files."""
+    """The user message with columns in braces: "{question}". Empty: bench.prompts are files."""
     name: str = ""
-    """Configuration of a Hub dataset (its `name` in `datasets.load_dataset`); empty: its only
-    one."""
+    """Configuration of a Hub dataset (`name` of `datasets.load_dataset`); empty: its only one."""
     split: str = "test"
     """Split of a Hub or saved dataset; a file is one split."""
     revision: str = "main"
@@ -51,18 +48,14 @@ class DatasetConfig:
     domain: str = ""
     """Domain of all rows without a domain column; empty: the file's or dataset's name."""
     placeholder: str = ""
-    """Rows whose message holds this text are left out: a dataset's mark for content that must be
-    fetched elsewhere.
-    """
-    limit: int = 0
+    """Rows with this text are left out: a dataset's mark for content to be fetched elsewhere."""
+    limit: NonNegativeInt = 0
     """Read at most this many rows, from the start; 0: all."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Prompts, and where they came from: `revision` is a commit for Hub datasets, else a hash of
-    the file's content or empty.
-    """
+    """Prompts, and where they came from: `revision` is a commit for Hub datasets, else empty."""
 
     prompts: list[Prompt]
     source: str
@@ -89,31 +82,16 @@ def load_bench_prompts(source: str, dataset: DatasetConfig, domains: Sequence[st
     return Loaded(load_prompts(path), source, "")
 
 
-class PromptFacts(TypedDict):
-    """The prompts of a measurement: the `prompts` block of a report's `run`."""
-
-    source: str
-    revision: str
-    """Commit of the dataset."""
-    sha256: str
-    """Of all hashes."""
-    hashes: dict[str, str]
-    """Prompt id -> hash (`prompt_hash`)."""
-    domains: dict[str, str]
-    """Prompt id -> domain."""
-
-
-def prompt_facts(loaded: Loaded, measured: Sequence[Prompt]) -> PromptFacts:
-    """The facts of the measured prompts."""
+def prompt_facts(loaded: Loaded, measured: Sequence[Prompt]) -> dict[str, Any]:
+    """The `prompts` block of a report's `run`: hash and domain by the id of each measured prompt,
+    and a hash of all hashes."""
     hashes = {prompt.id: prompt_hash(prompt) for prompt in measured}
-    everything = hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
-    domains = {prompt.id: prompt.domain for prompt in measured}
     return {
         "source": loaded.source,
         "revision": loaded.revision,
-        "sha256": everything,
+        "sha256": hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest(),
         "hashes": hashes,
-        "domains": domains,
+        "domains": {prompt.id: prompt.domain for prompt in measured},
     }
 
 
@@ -130,39 +108,32 @@ def _from_table(source: str, config: DatasetConfig) -> Loaded:
     table, revision = open_dataset(source, config)
     _check_columns(source, config, list(table.column_names))
     domain = config.domain or Path(source).stem.lower()
-    prompts: list[Prompt] = []
-    seen: set[str] = set()
-    for number, row in enumerate(table):
-        if config.limit and number >= config.limit:
-            break
+    prompts: dict[str, Prompt] = {}
+    for number, row in enumerate(islice(table, config.limit or None)):
         text = fill(config.template, row).strip()
         if not text or (config.placeholder and config.placeholder in text):
             continue
         own = str(row[config.domain_column]) if config.domain_column else domain
         name = str(row[config.id_column]) if config.id_column else f"{domain}-{number}"
-        if name in seen:
+        if name in prompts:
             raise UserError(
                 f"id '{name}' occurs twice in '{source}' "
                 f"(bench.dataset.id_column={config.id_column}). Ids must be unique: an answer's "
                 "seed comes from its id."
             )
-        seen.add(name)
-        prompts.append(Prompt(name, own, messages=({"role": "user", "content": text},)))
+        prompts[name] = Prompt(name, own, messages=({"role": "user", "content": text},))
     if not prompts:
-        raise UserError(
-            f"no row of '{source}' gives a prompt with the template {config.template!r}."
-        )
-    return Loaded(prompts, source, revision)
+        words = f"a prompt with the template {config.template!r}."
+        raise UserError(f"no row of '{source}' gives {words}")
+    return Loaded(list(prompts.values()), source, revision)
 
 
 def open_dataset(source: str, config: DatasetConfig) -> tuple[Any, str]:
     """(rows, revision) of a file, a folder or a Hub dataset; the revision of files is empty."""
     from datasets import load_dataset
 
-    path = Path(source).expanduser()
-    if path.is_dir() and (
-        (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-    ):
+    path, named = Path(source).expanduser(), config.name or None
+    if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return _saved(path, config.split), ""
     with _clear_errors(source, config):
         if path.is_file():
@@ -170,12 +141,12 @@ def open_dataset(source: str, config: DatasetConfig) -> tuple[Any, str]:
                 raise UserError(f"bench.prompts '{source}' must end in {', '.join(BUILDERS)}.")
             return load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train"), ""
         if path.exists():
-            return load_dataset(str(path), config.name or None, split=config.split), ""
-        _refuse_missing_file(source, path)
+            return load_dataset(str(path), named, split=config.split), ""
+        # a mistyped file must not become a confusing question to the Hub
+        if source.startswith(("/", ".", "~")) or path.suffix in BUILDERS or source.count("/") > 1:
+            raise UserError(f"there is no prompt file or folder '{source}'. Check bench.prompts.")
         revision = resolve_revision(source, config.revision)
-        return load_dataset(
-            source, config.name or None, split=config.split, revision=revision
-        ), revision
+        return load_dataset(source, named, split=config.split, revision=revision), revision
 
 
 def _saved(path: Path, split: str) -> Any:
@@ -186,22 +157,13 @@ def _saved(path: Path, split: str) -> Any:
     if not isinstance(found, DatasetDict):
         return found
     if split not in found:
-        raise UserError(
-            f"'{path}' has no split '{split}' "
-            f"(bench.dataset.split).{suggest(split, map(str, found))}"
-        )
+        meant = suggest(split, map(str, found))
+        raise UserError(f"'{path}' has no split '{split}' (bench.dataset.split).{meant}")
     return found[split]
 
 
-def _refuse_missing_file(source: str, path: Path) -> None:
-    """A mistyped file must not become a confusing question to the Hub."""
-    if source.startswith(("/", ".", "~")) or path.suffix in BUILDERS or source.count("/") > 1:
-        raise UserError(f"there is no prompt file or folder '{source}'. Check bench.prompts.")
-
-
 def resolve_revision(dataset: str, revision: str) -> str:
-    """The commit that a Hub revision stands for now: branches move, and the report shall say what
-    was read."""
+    """The commit that a Hub revision stands for now: branches move."""
     if len(revision) == COMMIT and set(revision) <= set(string.hexdigits):
         return revision
     from huggingface_hub import HfApi
@@ -240,13 +202,9 @@ def _first_line(error: BaseException) -> str:
 def _check_columns(source: str, config: DatasetConfig, columns: Sequence[str]) -> None:
     """Raise `UserError` naming the first column that the table does not have."""
     wanted = [("template", column) for column in template_columns(config.template)]
-    wanted += [
-        (key, getattr(config, key))
-        for key in ("id_column", "domain_column")
-        if getattr(config, key)
-    ]
+    wanted += [("id_column", config.id_column), ("domain_column", config.domain_column)]
     for key, column in wanted:
-        if column not in columns:
+        if column and column not in columns:
             raise UserError(
                 f"'{source}' has no column '{column}' "
                 f"(bench.dataset.{key}).{suggest(column, columns)} It has: {', '.join(columns)}."
@@ -254,8 +212,7 @@ def _check_columns(source: str, config: DatasetConfig, columns: Sequence[str]) -
 
 
 def template_columns(template: str) -> list[str]:
-    """The columns that a template names; raises `UserError` when its braces do not match or it
-    names none."""
+    """The columns that a template names; raises `UserError` for a broken one or none."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -274,9 +231,8 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
     try:
         return _Filler().vformat(template, (), row)
     except (KeyError, IndexError, TypeError) as error:
-        raise UserError(
-            f"bench.dataset.template {template!r} does not fit a row: {error!r}."
-        ) from error
+        words = f"bench.dataset.template {template!r} does not fit a row: {error!r}."
+        raise UserError(words) from error
 
 
 class _Filler(string.Formatter):

@@ -14,7 +14,7 @@ Legend: T positions, V vocabulary, M answer tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,8 +32,7 @@ from inference.target.model import TargetModel
 
 @dataclass(frozen=True)
 class Drift:
-    """A new target against its original. tokens: answer tokens compared; prompts: greedy answers
-    compared."""
+    """A new target against its original. tokens: answer tokens compared; prompts: answers."""
 
     kl: float
     kl_ci95: tuple[float, float]
@@ -46,18 +45,14 @@ class Drift:
 
     def to_dict(self) -> dict[str, float | list[float]]:
         """Plain JSON values."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-        }
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(self).items()}
 
 
 def measure_drift(
     original: TargetModel, changed: TargetModel, requests: Sequence[Request], batch_size: int = 8
 ) -> Drift:
-    """Compare two targets of one vocabulary on the greedy answers to `requests`; raises `UserError`
-    without any, or when the vocabularies differ.
-    """
+    """Compare two targets on the greedy answers to `requests`; raises `UserError` without any, or
+    when the vocabularies differ."""
     if original.info.tokenizer_hash != changed.info.tokenizer_hash:
         raise UserError(
             f"'{changed.info.id}' has another tokenizer than '{original.info.id}', so their "
@@ -67,14 +62,18 @@ def measure_drift(
         raise UserError(
             "there are no prompts to measure the drift on. Give some with train.prompts."
         )
-    answers, others = (
-        greedy_answers(target, requests, batch_size) for target in (original, changed)
-    )
+    answers = greedy_answers(original, requests, batch_size)
+    others = greedy_answers(changed, requests, batch_size)
     rows = []
     for request in requests:
         answer = answers[request.index]
-        compared = _compare(original, changed, request.tokens, answer)
-        rows.append([*compared, len(answer), answer == others[request.index], 1])
+        one, other = (
+            _log_probabilities(target, request.tokens, answer) for target in (original, changed)
+        )
+        other = other.to(one.device)
+        kl, equal = kl_divergence(one, other).sum(), one.argmax(-1) == other.argmax(-1)
+        same = answer == others[request.index]
+        rows.append([float(kl), int(equal.sum()), len(answer), same, 1])
     sums = np.array(rows, dtype=np.float64)  # [P, 5]: KL, agreeing tokens, tokens, identical, 1
     kl, agreeing, tokens, identical, prompts = sums.sum(0)
     drawn = resample_weights(len(requests), seed=0) @ sums
@@ -94,21 +93,9 @@ def greedy_answers(
     target: TargetModel, requests: Sequence[Request], batch_size: int
 ) -> dict[int, list[int]]:
     """Each request's greedy answer by the request's index."""
-    decode = DecodeConfig(
-        shape="none",
-        batch_size=batch_size,
-        max_new_tokens=max(request.max_new_tokens for request in requests),
-    )
+    longest = max(request.max_new_tokens for request in requests)
+    decode = DecodeConfig(shape="none", batch_size=batch_size, max_new_tokens=longest)
     return {done.request.index: done.tokens for done in Engine(target, None, decode).run(requests)}
-
-
-def _compare(
-    original: TargetModel, changed: TargetModel, prompt: Sequence[int], answer: Sequence[int]
-) -> tuple[float, int]:
-    """Sum of the KL and number of equal picks over the answer's tokens."""
-    one, other = (_log_probabilities(target, prompt, answer) for target in (original, changed))
-    other = other.to(one.device)
-    return float(kl_divergence(one, other).sum()), int((one.argmax(-1) == other.argmax(-1)).sum())
 
 
 @torch.no_grad()

@@ -28,12 +28,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError
+from inference.decoding.requests import PassRecord
 
 RESAMPLES = 2000
 PHASES = ("draft", "verify", "commit", "other")
@@ -42,27 +43,13 @@ GAP = "gap"
 """The part between steps, where a clock can tell it (CUDA); decode time as well."""
 CLOCK = (*PHASES, GAP, "prefill")
 TIMING_NOISE = 0.03
-"""How far a speedup may exceed tau before the baseline is called weak: what a quiet machine's clock
-does."""
+"""How far a speedup may exceed tau: what a quiet machine's clock does."""
 
 Floats = NDArray[np.float64]
 
 
-class PassLike(Protocol):
-    """What is read of one verify pass (`inference.decoding.engine.PassRecord`)."""
-
-    @property
-    def accepted(self) -> int: ...
-    @property
-    def committed(self) -> int: ...
-    @property
-    def rejected(self) -> bool: ...
-
-
 class WeakBaselineError(UserError):
-    """A speedup above tau: possible only when plain decoding ran slower than it should, so the
-    numbers must not leave.
-    """
+    """A speedup above tau, which is possible only when plain decoding ran slower than it should."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +59,45 @@ class Outcome:
     prompt: str
     """Prompt id. Repeats of a prompt are summed; intervals resample prompts."""
     domain: str
-    passes: Sequence[PassLike]
+    passes: Sequence[PassRecord]
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds per phase (`PHASES`, "prefill"); empty where nothing is timed."""
 
 
 @dataclass(frozen=True)
-class Totals:
+class PerPrompt:
+    """Sums per prompt. What subclasses add are arrays [P, ...] and dictionaries of these."""
+
+    prompts: list[str]
+    domains: list[str]
+
+    def take(self, rows: Sequence[int]) -> Self:
+        """The sums of some prompts, in the order of `rows`."""
+        index = np.asarray(rows, dtype=np.int64)
+
+        def pick(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: item[index] for key, item in value.items()}
+            return [value[i] for i in rows] if isinstance(value, list) else value[index]
+
+        return type(self)(**{name: pick(value) for name, value in vars(self).items()})
+
+    def domain_rows(self) -> dict[str, list[int]]:
+        """Domain -> its rows, domains in alphabetical order."""
+        return {
+            name: [i for i, domain in enumerate(self.domains) if domain == name]
+            for name in sorted(set(self.domains))
+        }
+
+
+@dataclass(frozen=True)
+class Totals(PerPrompt):
     """Sums per prompt, in order of first appearance; everything below is a ratio of these.
 
     committed, passes, accepted, refused [P]; reached [P, D]: passes that accepted depth i+1;
     seconds: phase -> [P].
     """
 
-    prompts: list[str]
-    domains: list[str]
     committed: Floats
     passes: Floats
     accepted: Floats
@@ -96,8 +107,7 @@ class Totals:
 
     @classmethod
     def collect(cls, outcomes: Iterable[Outcome], depth: int) -> Totals:
-        """Sum `outcomes` per prompt. depth: the deepest level that was drafted (0 without a
-        drafter)."""
+        """Sum `outcomes` per prompt. depth: the deepest drafted level (0 without a drafter)."""
         rows: dict[str, tuple[str, Floats, Floats, dict[str, float]]] = {}
         for outcome in outcomes:
             empty = (outcome.domain, np.zeros(4), np.zeros(depth), dict.fromkeys(CLOCK, 0.0))
@@ -114,34 +124,20 @@ class Totals:
             raise UserError(
                 "there is nothing to measure: no prompt was decoded. Give at least one prompt."
             )
-        committed, passes, accepted, refused = np.stack([row[1] for row in rows.values()]).T
-        reached = np.stack([row[2] for row in rows.values()])
-        clock: dict[str, Floats] = {
-            phase: np.array([row[3][phase] for row in rows.values()]) for phase in CLOCK
-        }
-        domains = [row[0] for row in rows.values()]
-        return cls(list(rows), domains, committed, passes, accepted, refused, reached, clock)
+        domains, counted, reached, clocks = zip(*rows.values(), strict=True)
+        times = {phase: np.array([clock[phase] for clock in clocks]) for phase in CLOCK}
+        committed, passes, accepted, refused = np.stack(counted).T
+        sums = (committed, passes, accepted, refused, np.stack(reached), times)
+        return cls(list(rows), list(domains), *sums)
+
+    def spent(self, *phases: str) -> Floats:
+        """Seconds per prompt [P] in some phases."""
+        return sum((self.seconds[phase] for phase in phases), start=np.zeros(len(self.prompts)))
 
     @property
     def decode_seconds(self) -> Floats:
         """Decode time per prompt [P], prefill excluded."""
-        return sum(
-            (self.seconds[phase] for phase in (*PHASES, GAP)), start=np.zeros(len(self.prompts))
-        )
-
-    def take(self, rows: Sequence[int]) -> Totals:
-        """The totals of some prompts, in the order of `rows`."""
-        index = np.asarray(rows, dtype=np.int64)
-        return Totals(
-            [self.prompts[i] for i in rows],
-            [self.domains[i] for i in rows],
-            self.committed[index],
-            self.passes[index],
-            self.accepted[index],
-            self.refused[index],
-            self.reached[index],
-            {phase: values[index] for phase, values in self.seconds.items()},
-        )
+        return self.spent(*PHASES, GAP)
 
     def like(self, other: Totals) -> Totals:
         """The same prompts as `other` in its order, so that both can be resampled together."""
@@ -150,13 +146,6 @@ class Totals:
             "an arm and its baseline must have decoded the same prompts"
         )
         return self.take([place[prompt] for prompt in other.prompts])
-
-    def domain_rows(self) -> dict[str, list[int]]:
-        """Domain -> its rows, domains in alphabetical order."""
-        return {
-            name: [i for i, d in enumerate(self.domains) if d == name]
-            for name in sorted(set(self.domains))
-        }
 
 
 @dataclass(frozen=True)
@@ -180,22 +169,16 @@ def divide(numerator: float, denominator: float) -> float:
 
 
 def resample_weights(prompts: int, seed: int, resamples: int = RESAMPLES) -> Floats:
-    """How often each prompt is drawn in each bootstrap resample [R, P]; the same seed gives the
-    same draws.
-    """
-    rng = np.random.default_rng(seed)
-    return rng.multinomial(prompts, np.full(prompts, 1.0 / prompts), size=resamples).astype(
-        np.float64
-    )
+    """How often each prompt is drawn in each bootstrap resample [R, P]."""
+    shares = np.full(prompts, 1.0 / prompts)
+    drawn = np.random.default_rng(seed).multinomial(prompts, shares, size=resamples)
+    return drawn.astype(np.float64)
 
 
 def interval95(numerators: Floats, denominators: Floats) -> tuple[float, float]:
-    """2.5% and 97.5% percentiles of numerators / denominators [R]; resamples without a single pass
-    are left out.
-    """
+    """`middle95` of numerators / denominators [R]; resamples without any pass are left out."""
     defined = denominators > 0
-    low, high = np.percentile(numerators[defined] / denominators[defined], [2.5, 97.5])
-    return float(low), float(high)
+    return middle95(numerators[defined] / denominators[defined])
 
 
 def ratios(numerators: Floats, denominators: Floats) -> Floats:
@@ -211,8 +194,7 @@ def middle95(values: Floats) -> tuple[float, float]:
 
 
 def tau_estimate(totals: Totals, seed: int = 0) -> TauEstimate:
-    """tau, its interval, TAR and acceptance by depth. Raises `UserError` when no verify pass took
-    place."""
+    """tau, TAR and acceptance by depth. Raises `UserError` when nothing was verified."""
     passes = totals.passes.sum()
     if passes == 0:
         raise UserError(
@@ -248,9 +230,7 @@ def tokens_per_second_ci95(totals: Totals, seed: int = 0) -> tuple[float, float]
 
 
 def speedup(arm: Totals, baseline: Totals, seed: int = 0) -> tuple[float, tuple[float, float]]:
-    """Ratio of both tokens/s over the same prompts, with a paired bootstrap interval (one draw of
-    prompts for both).
-    """
+    """Ratio of both tokens/s over the same prompts, with a paired bootstrap interval."""
     arm = arm.like(baseline)
     weights = resample_weights(len(baseline.prompts), seed)
     fast = (weights @ arm.committed) * (weights @ baseline.decode_seconds)
@@ -268,31 +248,27 @@ class Gain:
     """Difference of tau."""
     tau_ci95: tuple[float, float]
     accepted: float
-    """Accepted drafted tokens per pass (tau - 1) over the other's, less 1: 0.1 is ten percent
-    more."""
+    """Accepted drafted tokens per pass (tau - 1) over the other's, less 1."""
     accepted_ci95: tuple[float, float]
 
 
 def gain(new: Totals, old: Totals, seed: int = 0) -> Gain:
-    """What `new` gains over `old`, one draw of prompts for both. Raises `UserError` when one of
-    them verified nothing."""
+    """What `new` gains over `old`. Raises `UserError` when one of them verified nothing."""
     new = new.like(old)
     here, before = tau_estimate(new, seed), tau_estimate(old, seed)
     weights = resample_weights(len(old.prompts), seed)
     passes = (weights @ new.passes, weights @ old.passes)
     drawn = (passes[0] > 0) & (passes[1] > 0)
-    tau = [
+    theirs, ours = (
         (weights @ arm.committed)[drawn] / count[drawn]
-        for arm, count in zip((new, old), passes, strict=True)
-    ]
-    low, high = np.percentile(tau[0] - tau[1], [2.5, 97.5])
-    ratio = interval95(tau[0] - 1.0, tau[1] - 1.0) if before.tau > 1.0 else (0.0, 0.0)
-    return Gain(
-        here.tau - before.tau,
-        (float(low), float(high)),
-        divide(here.tau - 1.0, before.tau - 1.0) - 1.0 if before.tau > 1.0 else 0.0,
-        (ratio[0] - 1.0, ratio[1] - 1.0) if before.tau > 1.0 else (0.0, 0.0),
+        for arm, count in zip((old, new), passes[::-1], strict=True)
     )
+    difference, interval = here.tau - before.tau, middle95(ours - theirs)
+    if before.tau <= 1.0:
+        return Gain(difference, interval, 0.0, (0.0, 0.0))
+    low, high = interval95(ours - 1.0, theirs - 1.0)
+    share = divide(here.tau - 1.0, before.tau - 1.0)
+    return Gain(difference, interval, share - 1.0, (low - 1.0, high - 1.0))
 
 
 def ideal_speedup(arm: Totals, baseline: Totals) -> float:
@@ -332,9 +308,7 @@ def require_speedup_within_tau(name: str, arm: Totals, baseline: Totals, seed: i
 
 
 def summarise(arm: Totals, baseline: Totals, seed: int = 0) -> dict[str, Any]:
-    """The measured numbers of one entry of `drafters` in report.json (`inference.report.model`),
-    all but its descriptions.
-    """
+    """The measured numbers of one entry of `drafters` in report.json."""
     arm = arm.like(baseline)
     estimate, (ratio, ratio_ci95) = tau_estimate(arm, seed), speedup(arm, baseline, seed)
     return {
@@ -362,21 +336,15 @@ def summarise(arm: Totals, baseline: Totals, seed: int = 0) -> dict[str, Any]:
 def _domain(arm: Totals, baseline: Totals, seed: int) -> dict[str, Any]:
     if not arm.passes.sum():  # every answer of this domain was a single token
         return {"tau": 0.0, "tau_ci95": [0.0, 0.0], "tar": 0.0, "speedup": 0.0}
-    estimate = tau_estimate(arm, seed)
-    ratio = speedup(arm, baseline, seed)[0]
-    return {
-        "tau": estimate.tau,
-        "tau_ci95": list(estimate.ci95),
-        "tar": estimate.tar,
-        "speedup": ratio,
-    }
+    estimate, (ratio, _) = tau_estimate(arm, seed), speedup(arm, baseline, seed)
+    found = {"tau": estimate.tau, "tau_ci95": list(estimate.ci95), "tar": estimate.tar}
+    return {**found, "speedup": ratio}
 
 
 def domain_speedup_ci95(
     arm: Totals, baseline: Totals, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """Domain -> 95% interval of its speedup, for the plot (report.json's `domains` has no place for
-    it)."""
+    """Domain -> 95% interval of its speedup, which report.json's `domains` has no place for."""
     arm = arm.like(baseline)
     return {
         name: speedup(arm.take(rows), baseline.take(rows), seed)[1]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from heads.api.config import NonNegativeFloat, PositiveInt, config
 from heads.api.errors import UserError
@@ -24,11 +24,12 @@ from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
 from inference.measure import metrics
 from inference.measure.metrics import Outcome, Totals
-from inference.measure.prompts import prompt_seed
-from inference.report.model import BestDraft, Profile, ProfilePoint
+from inference.measure.prompts import Requests, prompt_seed
+from inference.report.model import BestDraft, Profile, ProfilePoint, ProfileSetting
 from inference.target.model import TargetModel
 
 Key = TypeVar("Key")
+Blocks = Sequence[Sequence[Request]]
 PLAIN = 0
 """The draft length that stands for no drafter."""
 OWN = -1
@@ -43,8 +44,7 @@ class ProfileConfig:
     batches: tuple[PositiveInt, ...] = ()
     """Batch sizes, for instance [1,4,16,32]; at each, every draft length is tried."""
     contexts: tuple[PositiveInt, ...] = ()
-    """Prompt lengths in tokens, made of real prompts put in front of one another; decoded one by
-    one."""
+    """Prompt lengths in tokens, made of real prompts in a row; decoded one by one."""
     temperatures: tuple[NonNegativeFloat, ...] = ()
     """Temperatures, for instance [0,1]; decoded one by one."""
     depths: tuple[PositiveInt, ...] = ()
@@ -74,8 +74,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Turn:
-    """One block decoded by one engine: completions in the order of the requests, seconds per phase,
-    steps of the batch."""
+    """One block by one engine: completions as requested, seconds by phase, steps of the batch."""
 
     completions: list[Completion]
     seconds: dict[str, float]
@@ -87,11 +86,8 @@ class Turn:
         return Outcome(f"block-{block}", "", passes, self.seconds)
 
 
-def take_turns(
-    engines: Mapping[Key, Engine], blocks: Sequence[Sequence[Request]], batch: int
-) -> dict[Key, list[Turn]]:
-    """Every block decoded by every engine, one after another, each time another one first; after a
-    warm-up that does not count."""
+def take_turns(engines: Mapping[Key, Engine], blocks: Blocks, batch: int) -> dict[Key, list[Turn]]:
+    """Every block decoded by every engine in turn, each time another one first."""
     names = list(engines)
     for name in names:  # buffers, thread pools and graphs settle; not counted
         list(engines[name].run(blocks[0][:batch]))
@@ -107,28 +103,12 @@ def take_turns(
 
 
 def profile(
-    config: ProfileConfig,
-    target: TargetModel,
-    arms: Sequence[Arm],
-    requests: Sequence[Request],
-    ids: Sequence[str],
-    seed: int,
+    config: ProfileConfig, target: TargetModel, arms: Sequence[Arm], requests: Requests, seed: int
 ) -> Profile:
     """The `profile` block of report.json.
 
-    requests, ids: the measured prompts, rendered, and their ids. Raises `UserError` for an arm that
-    is not measured or a context that the target cannot hold.
+    Raises `UserError` for an arm that is not measured or a context that the target cannot hold.
     """
-    profiled = _profiled_arms(config, arms)
-    points: list[ProfilePoint] = []
-    for setting in _settings(config, profiled[0].decode, requests):
-        for arm in profiled:
-            blocks = make_blocks(config, target, setting, arm.decode, requests, ids)
-            points += _measure(config, target, arm, setting, blocks, seed)
-    return Profile(blocks=config.blocks, refills=config.refills, points=points, best=best(points))
-
-
-def _profiled_arms(config: ProfileConfig, arms: Sequence[Arm]) -> list[Arm]:
     names = [arm.name for arm in arms]
     for name in config.arms:
         if name not in names:
@@ -136,58 +116,54 @@ def _profiled_arms(config: ProfileConfig, arms: Sequence[Arm]) -> list[Arm]:
                 f"bench.profile.arms names '{name}', which is not measured. Measured: "
                 f"{', '.join(names)}."
             )
-    return [arm for arm in arms if not config.arms or arm.name in config.arms]
+    profiled = [arm for arm in arms if not config.arms or arm.name in config.arms]
+    points: list[ProfilePoint] = []
+    own = round(sum(len(request.tokens) for request in requests.values()) / len(requests))
+    for setting in _settings(config, profiled[0].decode.temperature, own):
+        for arm in profiled:
+            blocks = make_blocks(config, target, setting, arm, requests)
+            points += _measure(config, target, arm, setting, blocks, seed)
+    return Profile(blocks=config.blocks, refills=config.refills, points=points, best=best(points))
 
 
-def _settings(
-    config: ProfileConfig, decode: DecodeConfig, requests: Sequence[Request]
-) -> Iterator[Setting]:
-    """All conditions; a prompt's own length is given as the mean over the prompts."""
-    own = round(sum(len(request.tokens) for request in requests) / len(requests))
+def _settings(config: ProfileConfig, temperature: float, own: int) -> Iterator[Setting]:
+    """All conditions. temperature, own: where they are not varied, the latter the mean length of
+    the prompts."""
     for batch in config.batches:
-        yield Setting("batch", batch, own, decode.temperature)
+        yield Setting("batch", batch, own, temperature)
     for context in config.contexts:
-        yield Setting("context", 1, context, decode.temperature)
-    for temperature in config.temperatures:
-        yield Setting("temperature", 1, own, float(temperature))
+        yield Setting("context", 1, context, temperature)
+    for varied in config.temperatures:
+        yield Setting("temperature", 1, own, float(varied))
 
 
 def make_blocks(
-    config: ProfileConfig,
-    target: TargetModel,
-    setting: Setting,
-    decode: DecodeConfig,
-    requests: Sequence[Request],
-    ids: Sequence[str],
-) -> list[list[Request]]:
+    config: ProfileConfig, target: TargetModel, setting: Setting, arm: Arm, requests: Requests
+) -> Blocks:
     """The requests of each block: prompts go round in their order, each visit of a prompt with a
-    seed of its own.
-    """
-    size, blocks = setting.batch * config.refills, []
-    for block in range(config.blocks):
-        rows = []
-        for place in range(size):
-            visit, number = divmod(block * size + place, len(requests))
-            request = requests[number]
-            tokens = request.tokens
-            if setting.sweep == "context":
-                tokens = context_of(requests, number, setting.context)
-                _require_room(target, setting.context, decode.max_new_tokens)
-            rows.append(
-                Request(
-                    place,
-                    tokens,
-                    prompt_seed(decode.seed, f"{ids[number]}/{visit}"),
-                    request.max_new_tokens,
-                )
-            )
-        blocks.append(rows)
-    return blocks
+    seed of its own. Raises `UserError` for a context that the target cannot hold."""
+    limit, answer = target.info.max_position_embeddings, arm.decode.max_new_tokens
+    if setting.sweep == "context" and setting.context + answer > limit:
+        raise UserError(
+            f"bench.profile.contexts holds {setting.context}; with decode.max_new_tokens={answer} "
+            f"that exceeds the {limit} positions of target '{target.info.id}'. Give at most "
+            f"{max(limit - answer, 0)}."
+        )
+    size, asked = setting.batch * config.refills, list(requests.items())
+
+    def made(block: int, place: int) -> Request:
+        visit, number = divmod(block * size + place, len(asked))
+        name, request = asked[number]
+        seed, tokens = prompt_seed(arm.decode.seed, f"{name}/{visit}"), request.tokens
+        if setting.sweep == "context":
+            tokens = context_of(list(requests.values()), number, setting.context)
+        return Request(place, tokens, seed, request.max_new_tokens)
+
+    return [[made(block, place) for place in range(size)] for block in range(config.blocks)]
 
 
 def context_of(requests: Sequence[Request], number: int, length: int) -> tuple[int, ...]:
-    """A prompt of exactly `length` tokens that ends with prompt `number`: others are put in front,
-    and the surplus is cut there."""
+    """A prompt of exactly `length` tokens that ends with prompt `number`, behind others."""
     tokens: tuple[int, ...] = ()
     while len(tokens) < length:
         tokens = (*requests[number].tokens, *tokens)
@@ -195,28 +171,17 @@ def context_of(requests: Sequence[Request], number: int, length: int) -> tuple[i
     return tokens[-length:]
 
 
-def _require_room(target: TargetModel, context: int, answer: int) -> None:
-    limit = target.info.max_position_embeddings
-    if context + answer > limit:
-        raise UserError(
-            f"bench.profile.contexts holds {context}; with decode.max_new_tokens={answer} that "
-            f"exceeds the {limit} positions of target '{target.info.id}'. Give at most "
-            f"{max(limit - answer, 0)}."
-        )
-
-
 def _measure(
     config: ProfileConfig,
     target: TargetModel,
     arm: Arm,
     setting: Setting,
-    blocks: Sequence[Sequence[Request]],
+    blocks: Blocks,
     seed: int,
 ) -> list[ProfilePoint]:
     """One setting: plain decoding and every draft length over the same blocks, taking turns."""
     engines = _engines(config, target, arm, setting, blocks)
     turns = take_turns(engines, blocks, setting.batch)
-    answers = sum(len(block) for block in blocks)
     found = {
         name: [turn.outcome(number) for number, turn in enumerate(taken)]
         for name, taken in turns.items()
@@ -230,14 +195,11 @@ def _measure(
         points.append(
             ProfilePoint(
                 arm=arm.name,
-                sweep=setting.sweep,
-                batch=setting.batch,
-                context=setting.context,
-                temperature=setting.temperature,
+                **vars(setting),
                 shape=engines[name].decode.shape,
                 depth=tree.max_depth,
                 nodes=tree.num_nodes,
-                answers=answers,
+                answers=sum(len(block) for block in blocks),
                 tau=metrics.tau_estimate(totals, seed).tau,
                 tokens_per_second=metrics.tokens_per_second(totals),
                 baseline_tokens_per_second=metrics.tokens_per_second(plain),
@@ -249,11 +211,7 @@ def _measure(
 
 
 def _engines(
-    config: ProfileConfig,
-    target: TargetModel,
-    arm: Arm,
-    setting: Setting,
-    blocks: Sequence[Sequence[Request]],
+    config: ProfileConfig, target: TargetModel, arm: Arm, setting: Setting, blocks: Blocks
 ) -> dict[int, Engine]:
     """An engine without drafter and one per draft, all with the same room per row."""
     decode = replace(arm.decode, batch_size=setting.batch, temperature=setting.temperature)
@@ -261,11 +219,9 @@ def _engines(
     chains = config.depths or tuple(range(1, shape.max_depth + 1))
     drafts: dict[int, DecodeConfig] = {}
     if setting.sweep == "batch":
-        drafts = {
-            depth: replace(decode, shape="chain", depth=depth, choices=())
-            for depth in chains
-            if depth <= shape.max_depth
-        }
+        depths = [depth for depth in chains if depth <= shape.max_depth]
+        chain = replace(decode, shape="chain", choices=())
+        drafts = {depth: replace(chain, depth=depth) for depth in depths}
     if setting.sweep != "batch" or not shape.is_chain:
         drafts[OWN] = decode
     if not drafts:
@@ -273,44 +229,25 @@ def _engines(
             f"bench.profile.depths {list(config.depths)} holds none that '{arm.name}' can draft; "
             f"its deepest draft has {shape.max_depth} tokens."
         )
-    room = max(
-        len(request.tokens) + request.max_new_tokens for block in blocks for request in block
-    )
-    nodes = max(draft.tree().num_nodes for draft in drafts.values())
-    engines = {
-        PLAIN: Engine(target, None, replace(decode, shape="none"), capacity=room + nodes + 1)
-    }
+    room = max(len(item.tokens) + item.max_new_tokens for block in blocks for item in block)
+    capacity = room + max(draft.tree().num_nodes for draft in drafts.values()) + 1
+    engines = {PLAIN: Engine(target, None, replace(decode, shape="none"), capacity=capacity)}
     for name, draft in drafts.items():
-        engines[name] = Engine(target, arm.drafter, draft, capacity=room + nodes + 1)
+        engines[name] = Engine(target, arm.drafter, draft, capacity=capacity)
     return engines
 
 
 def best(points: Sequence[ProfilePoint]) -> list[BestDraft]:
-    """Per arm and setting the draft with the largest speedup.
-
-    Depth 0 where plain decoding is faster than all drafts.
-    """
-    groups: dict[tuple[str, str, int, int, float], list[ProfilePoint]] = {}
+    """Per arm and setting the draft with the largest speedup, or plain decoding at depth 0."""
+    groups: dict[tuple[Any, ...], list[ProfilePoint]] = {}
     for point in points:
-        key = (point.arm, point.sweep, point.batch, point.context, point.temperature)
-        groups.setdefault(key, []).append(point)
+        groups.setdefault(point.key[:5], []).append(point)
     found = []
-    for (arm, sweep, batch, context, temperature), group in groups.items():
+    for key, group in groups.items():
         top = max(group, key=lambda point: point.speedup)
-        pays = top.speedup > 1.0
-        found.append(
-            BestDraft(
-                arm=arm,
-                sweep=sweep,
-                batch=batch,
-                context=context,
-                temperature=temperature,
-                shape=top.shape if pays else "none",
-                depth=top.depth if pays else 0,
-                tokens_per_second=(
-                    top.tokens_per_second if pays else top.baseline_tokens_per_second
-                ),
-                speedup=top.speedup if pays else 1.0,
-            )
-        )
+        draft, speed, speedup = (top.shape, top.depth), top.tokens_per_second, top.speedup
+        if speedup <= 1.0:
+            draft, speed, speedup = ("none", 0), top.baseline_tokens_per_second, 1.0
+        setting = dict(zip(ProfileSetting.model_fields, (*key, *draft), strict=True))
+        found.append(BestDraft(**setting, tokens_per_second=speed, speedup=speedup))
     return found

@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from inference.target.chat import Message, check_messages, render_prompt
 logger = logging.getLogger(__name__)
 
 CONTENT_KEYS = ("messages", "prompt", "tokens")
+Requests = Mapping[str, Request]
+"""By the ids of their prompts."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,7 @@ class Prompt:
 
 
 def load_prompts(path: str | Path | Sequence[str | Path]) -> list[Prompt]:
-    """Read prompts from a .jsonl file, a folder of <domain>.jsonl files, or a list of these, in the
-    order of the files' names.
+    """Read prompts from a .jsonl file, a folder of <domain>.jsonl files, or a list of these.
 
     Raises `UserError` naming file and line for a missing or empty source, a broken line or an id
     that occurs twice.
@@ -54,17 +56,13 @@ def load_prompts(path: str | Path | Sequence[str | Path]) -> list[Prompt]:
     prompts: list[Prompt] = []
     for file in _files(path):
         with file.open(encoding="utf-8") as lines:
-            prompts.extend(
-                _parse(line, file, number) for number, line in enumerate(lines, 1) if line.strip()
-            )
-    seen: set[str] = set()
-    for prompt in prompts:
-        if prompt.id in seen:
-            raise UserError(
-                f"prompt id '{prompt.id}' occurs twice in {path}. Ids must be unique: an answer's "
-                "seed comes from its id."
-            )
-        seen.add(prompt.id)
+            full = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        prompts += [_parse(line, file, number) for number, line in full]
+    if twice := [name for name, count in Counter(one.id for one in prompts).items() if count > 1]:
+        raise UserError(
+            f"prompt id '{twice[0]}' occurs twice in {path}. Ids must be unique: an answer's seed "
+            "comes from its id."
+        )
     if not prompts:
         raise UserError(
             f"there are no prompts in {path}. Each line must be a JSON object with one of "
@@ -83,26 +81,19 @@ def select_prompts(
     per_domain is positive.
     """
     if per_domain < 1:
-        raise UserError(
-            f"the number of prompts per domain must be at least 1; given: {per_domain}."
-        )
-    by_domain: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        by_domain.setdefault(prompt.domain, []).append(prompt)
-    chosen: set[str] = set()
-    for group in by_domain.values():
-        ranked = (
-            group
-            if seed is None
-            else sorted(group, key=lambda prompt: prompt_seed(seed, prompt.id))
-        )
-        chosen.update(prompt.id for prompt in ranked[:per_domain])
+        raise UserError(f"prompts per domain must be at least 1; given: {per_domain}.")
+    ranked = list(prompts)
+    if seed is not None:
+        ranked.sort(key=lambda prompt: prompt_seed(seed, prompt.id))
+    by_domain: dict[str, list[str]] = {}
+    for prompt in ranked:
+        by_domain.setdefault(prompt.domain, []).append(prompt.id)
+    chosen = {name for names in by_domain.values() for name in names[:per_domain]}
     return [prompt for prompt in prompts if prompt.id in chosen]
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:
-    """The sampling seed of one prompt: 63 bits of a stable hash of (seed, id), the same on every
-    machine."""
+    """The sampling seed of one prompt: 63 bits of a stable hash of (seed, id)."""
     digest = hashlib.blake2b(f"{seed}:{prompt_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -134,15 +125,12 @@ def to_requests(
                 )
             skipped.append(prompt.id)
             continue
-        requests.append(
-            Request(index, tokens, prompt_seed(decode.seed, prompt.id), decode.max_new_tokens)
-        )
+        seed = prompt_seed(decode.seed, prompt.id)
+        requests.append(Request(index, tokens, seed, decode.max_new_tokens))
     if skipped:
         logger.warning(
             "%d of %d prompts skipped: longer than %s positions with their answers",
-            len(skipped),
-            len(prompts),
-            capacity,
+            *(len(skipped), len(prompts), capacity),
         )
     return requests
 
@@ -151,20 +139,17 @@ def _files(path: str | Path | Sequence[str | Path]) -> list[Path]:
     if not isinstance(path, (str, Path)):
         return [file for entry in path for file in _files(entry)]
     found = Path(path).expanduser()
-    if found.is_dir():
-        files = sorted(found.glob("*.jsonl"))
-        if not files:
-            raise UserError(
-                f"the folder '{found}' has no .jsonl files. It should hold one <domain>.jsonl per "
-                "domain."
-            )
-        return files
-    if not found.is_file():
+    if found.is_file():
+        return [found]
+    if not found.is_dir():
         raise UserError(
             f"there is no prompt file or folder '{found}'. Give a .jsonl file or a folder of "
             "<domain>.jsonl files."
         )
-    return [found]
+    if files := sorted(found.glob("*.jsonl")):
+        return files
+    words = "It should hold one <domain>.jsonl per domain."
+    raise UserError(f"the folder '{found}' has no .jsonl files. {words}")
 
 
 def _parse(line: str, file: Path, number: int) -> Prompt:
@@ -183,22 +168,18 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
         )
     name, domain = str(row.get("id", f"{file.stem}-{number}")), str(row.get("domain") or file.stem)
     if given == ["tokens"]:
-        return Prompt(name, domain, tokens=_token_ids(row["tokens"], where))
-    messages = (
-        row["messages"] if given == ["messages"] else [{"role": "user", "content": row["prompt"]}]
-    )
+        tokens = row["tokens"]
+        if not tokens or not isinstance(tokens, list) or not all(map(_is_id, tokens)):
+            words = "tokens must be a non-empty list of non-negative integers."
+            raise UserError(f"{where}: {words}")
+        return Prompt(name, domain, tokens=tuple(tokens))
+    asked = [{"role": "user", "content": row.get("prompt")}]
     try:
-        checked = check_messages(messages)
+        checked = check_messages(row["messages"] if given == ["messages"] else asked)
     except UserError as error:
         raise UserError(f"{where}: {error}.") from error
     return Prompt(name, domain, messages=tuple(checked))
 
 
-def _token_ids(value: Any, where: str) -> tuple[int, ...]:
-    is_list = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
-    tokens = tuple(value) if is_list else ()
-    if not tokens or any(
-        not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens
-    ):
-        raise UserError(f"{where}: tokens must be a non-empty list of non-negative integers.")
-    return tokens
+def _is_id(token: Any) -> bool:
+    return isinstance(token, int) and not isinstance(token, bool) and token >= 0

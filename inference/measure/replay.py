@@ -25,23 +25,22 @@ from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError, suggest
 from heads.api.tree import DraftShape
 from inference.decoding.requests import Completion
-from inference.measure.answers import FINAL_FILE
+from inference.measure.answers import FINAL_FILE, read_records
 from inference.report.model import read_report
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Accepted drafted tokens of consecutive passes, and where they were recorded. Replayed round
-    and round."""
+    """Accepted drafted tokens of consecutive passes, which are replayed round and round."""
 
     accepted: tuple[int, ...]
     source: str = ""
 
     def __post_init__(self) -> None:
         if not self.accepted or min(self.accepted) < 0:
+            given = list(self.accepted)[:8]
             raise UserError(
-                "a trajectory needs one accepted length of at least 0 per pass; given: "
-                f"{list(self.accepted)[:8]}."
+                f"a trajectory needs one accepted length of at least 0 per pass; given: {given}."
             )
 
     @property
@@ -51,31 +50,24 @@ class Trajectory:
 
     @classmethod
     def of_records(cls, folder: Path, arm: str, most: int = 512) -> Trajectory:
-        """What an arm of a finished measurement accepted (its records.jsonl), each answer's last
-        pass left out: it may have been cut. most: passes to keep. Raises `UserError` when there are
-        no such records.
-        """
+        """What an arm of a finished measurement accepted, each answer's last pass left out: it may
+        have been cut. most: passes to keep. Raises `UserError` when there are no such records."""
         file = folder / FINAL_FILE if folder.is_dir() else folder
         if not file.is_file():
-            raise UserError(
-                f"'{folder}' holds no {FINAL_FILE}. Give the folder of a finished measurement."
-            )
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[1:]]
-        names = sorted({row["arm"] for row in rows})
+            words = "Give the folder of a finished measurement."
+            raise UserError(f"'{folder}' holds no {FINAL_FILE}. {words}")
+        rows = read_records(file)
+        names = sorted({row.arm for row in rows})
         if arm not in names:
             raise UserError(f"'{file}' has no records of an arm '{arm}'.{suggest(arm, names)}")
-        passes = [
-            accepted for row in rows if row["arm"] == arm for accepted, _, _ in row["passes"][:-1]
-        ]
-        return cls(
-            tuple(passes[:most]),
-            f"{arm}, {len(rows) // len(names)} answers{_conditions(file, arm)}",
-        )
+        own = [row.passes[:-1] for row in rows if row.arm == arm]
+        accepted = tuple(item[0] for passes in own for item in passes)
+        source = f"{arm}, {len(rows) // len(names)} answers{_conditions(file, arm)}"
+        return cls(accepted[:most], source)
 
 
 def _conditions(records: Path, arm: str) -> str:
-    """What the report beside the records says of an arm: target, draft, temperature. Empty without
-    a report."""
+    """What the report beside the records, if there is one, says of an arm."""
     if not (records.parent / "report.json").is_file():
         return ""
     report = read_report(records.parent)
@@ -87,8 +79,7 @@ def _conditions(records: Path, arm: str) -> str:
 class State:
     """inner: the real drafter's state. text [B, S] prompt and known continuation, length [B]
     committed tokens (root included), done [B] passes so far, first [B] where the row began in the
-    trajectory; all int64.
-    """
+    trajectory; all int64."""
 
     inner: Any
     text: Tensor
@@ -126,8 +117,7 @@ class ReplayDrafter(nn.Module):
         self.accepted: Tensor | None = None  # the trajectory [P] on the device in use
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol. Asks the device for the prompts, which only
-        prefill may."""
+        """State after prefill; see the protocol."""
         if not tree.is_chain:
             raise UserError(
                 "a replay drafts chains: a tree's acceptance is not one number per pass. Use "
@@ -170,29 +160,20 @@ class ReplayDrafter(nn.Module):
         return state
 
     def followed(self, completions: Iterable[Completion], depth: int) -> bool:
-        """Whether every pass accepted what the trajectory says (at most `depth`), but for each
-        answer's last, which may be cut.
-        """
-        for done in completions:
-            _, first = self.known[done.request.tokens]
-            wanted = self.trajectory.accepted
-            for number, record in enumerate(done.passes[:-1]):
-                if record.accepted != min(depth, wanted[(first + number) % len(wanted)]):
-                    return False
-        return True
+        """Whether all passes but each answer's last, which may be cut, follow the trajectory."""
+        wanted = self.trajectory.accepted
+        return all(
+            record.accepted == min(depth, wanted[place % len(wanted)])
+            for done in completions
+            for place, record in enumerate(done.passes[:-1], self.known[done.request.tokens][1])
+        )
 
 
 def read_trajectories(path: Path) -> dict[str, Trajectory]:
-    """Trajectories of a JSON file: name -> {accepted, source}. Raises `UserError` when it holds
-    something else.
-    """
+    """Trajectories of a JSON file: name -> {accepted, source}. Raises `UserError` for others."""
     try:
         content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {
-            name: Trajectory(tuple(item["accepted"]), item["source"])
-            for name, item in content.items()
-        }
+        return {k: Trajectory(tuple(v["accepted"]), v["source"]) for k, v in content.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"'{path}' holds no trajectories ({error!r}). Record them with --record."
-        ) from error
+        words = f"'{path}' holds no trajectories ({error!r}). Record them with --record."
+        raise UserError(words) from error

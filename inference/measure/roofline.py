@@ -27,15 +27,7 @@ from torch.utils._pytree import tree_leaves
 from inference.decoding.arm import Arm
 from inference.decoding.costs import Bench, interleave
 from inference.measure.metrics import divide
-from inference.report.model import (
-    BandwidthFacts,
-    Baseline,
-    DrafterResult,
-    PhaseValues,
-    Roofline,
-    RooflineDraft,
-    RooflineStep,
-)
+from inference.report import model as schema
 from inference.target.model import TargetModel
 
 PROBE_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
@@ -48,9 +40,10 @@ LOOKUPS = ("embedding", "index_select", "gather", "index")
 
 
 @torch.no_grad()
-def probe_bandwidth(device: torch.device, dtype: torch.dtype, size: int = 0) -> BandwidthFacts:
-    """Measure a device's bandwidth. size: bytes of each operand; 0 takes one that no cache
-    holds."""
+def probe_bandwidth(
+    device: torch.device, dtype: torch.dtype, size: int = 0
+) -> schema.BandwidthFacts:
+    """Measure a device's bandwidth. size: bytes of each operand; 0: more than caches hold."""
     size = size or PROBE_BYTES.get(device.type, PROBE_BYTES["cpu"])
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     copy = torch.empty_like(source)
@@ -61,12 +54,10 @@ def probe_bandwidth(device: torch.device, dtype: torch.dtype, size: int = 0) -> 
         "copy": lambda: copy.copy_(source),
         "gemv": lambda: F.linear(vector, matrix),
     }
-    seconds = {
-        name: min(times) for name, times in interleave(calls, device, PROBE_REPEATS, 2).items()
-    }
-    copied = divide(2.0 * source.nbytes, seconds["copy"])
-    multiplied = divide(float(matrix.nbytes), seconds["gemv"])
-    return BandwidthFacts(
+    seconds = interleave(calls, device, PROBE_REPEATS, 2)
+    copied = divide(2.0 * source.nbytes, min(seconds["copy"]))
+    multiplied = divide(float(matrix.nbytes), min(seconds["gemv"]))
+    return schema.BandwidthFacts(
         device=device.type,
         copy_bytes_per_second=copied,
         gemv_bytes_per_second=multiplied,
@@ -79,15 +70,13 @@ def probe_bandwidth(device: torch.device, dtype: torch.dtype, size: int = 0) -> 
 
 @dataclass(frozen=True)
 class TargetBytes:
-    """Bytes of a target: `weights` that every step reads, `experts` that it reads in part,
-    `kv_per_token` of cached text.
-    """
+    """Bytes of a target: `weights` that every step reads, `experts` that it reads in part (a token
+    reaches the share `reached` of them), `kv_per_token` of cached text."""
 
     weights: int
     experts: int
     kv_per_token: int
     reached: float
-    """Share of the experts that one token reaches."""
 
     @classmethod
     def of(cls, target: TargetModel) -> TargetBytes:
@@ -97,36 +86,25 @@ class TargetBytes:
         experts = sum(value.nbytes for name, value in named.items() if ".experts." in name)
         lookup = 0 if embedding.data_ptr() == head.data_ptr() else embedding.nbytes
         config = target.model.config.get_text_config()
-        active = getattr(config, "num_experts_per_tok", None) or 0
-        total = (
-            getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
-        )
+        active = getattr(config, "num_experts_per_tok", 0) or 0
+        total = getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0) or 0
+        width = info.num_key_value_heads * info.head_dim * target.dtype.itemsize
         return cls(
             weights=sum(value.nbytes for value in named.values()) - lookup - experts,
             experts=experts,
-            kv_per_token=2
-            * info.num_layers
-            * info.num_key_value_heads
-            * info.head_dim
-            * target.dtype.itemsize,
+            kv_per_token=2 * info.num_layers * width,
             reached=divide(active, total),
         )
 
     def step(self, nodes: int, length: float) -> int:
         """Bytes that verifying `nodes` nodes behind `length` cached tokens must read at least
-        (experts: at most).
-        """
-        return round(
-            self.weights
-            + self.experts * min(1.0, nodes * self.reached)
-            + self.kv_per_token * length
-        )
+        (experts: at most)."""
+        experts = self.experts * min(1.0, nodes * self.reached)
+        return round(self.weights + experts + self.kv_per_token * length)
 
 
 def drafter_bytes(target: TargetModel, arm: Arm, text: Sequence[int]) -> int:
-    """Bytes of weights that one draft and one takeover of an arm read, all its passes together;
-    counted, not estimated.
-    """
+    """Bytes of weights that one draft and one takeover of an arm read, all its passes together."""
     shape = arm.decode.tree(target.device)
     bench = Bench(target, 1, min(len(text), 16), shape.max_depth + shape.num_nodes + 1, text)
     propose, commit = bench.step(arm, shape)
@@ -158,8 +136,7 @@ class WeightReads(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        returns = func._schema.returns
-        alias = returns[0].alias_info if returns else None
+        alias = func._schema.returns[0].alias_info if func._schema.returns else None
         if alias is not None and not alias.is_write:
             return out
         lookup = func._schema.name.split("::")[-1] in LOOKUPS
@@ -179,17 +156,16 @@ class WeightReads(TorchDispatchMode):
 def roofline(
     target: TargetModel,
     arms: Sequence[Arm],
-    baseline: Baseline,
-    drafters: Sequence[DrafterResult],
+    baseline: schema.Baseline,
+    drafters: Sequence[schema.DrafterResult],
     text: Sequence[int],
     lengths: Mapping[str, float],
-    bandwidth: BandwidthFacts | None = None,
-) -> Roofline:
+    bandwidth: schema.BandwidthFacts | None = None,
+) -> schema.Roofline:
     """The `roofline` block of report.json.
 
-    baseline, drafters: the report's blocks of these names. text: token ids of real text. lengths:
-    "baseline" and every arm -> mean cached tokens of its steps. bandwidth: of an earlier probe;
-    None probes now.
+    text: token ids of real text. lengths: "baseline" and every arm -> mean cached tokens of its
+    steps. bandwidth: of an earlier probe; None probes now.
     """
     bandwidth = bandwidth or probe_bandwidth(target.device, target.dtype)
     size = TargetBytes.of(target)
@@ -198,23 +174,22 @@ def roofline(
     entries = {}
     for drafter in drafters:
         name, times = drafter.name, dict(drafter.step_ms.items())
-        own = drafter_bytes(target, by_name[name], text)
+        own, step_ms = drafter_bytes(target, by_name[name], text), sum(times.values())
         moved = size.step(drafter.draft.nodes, lengths[name]) + own
-        step_ms = sum(times.values())
-        entries[name] = RooflineDraft(
+        entries[name] = schema.RooflineDraft(
             bytes_per_step=moved,
             drafter_bytes=own,
             step_ms=step_ms,
             share=share_of(moved, step_ms, bandwidth),
             efficiency=drafter.efficiency,
-            split=PhaseValues(**{phase: divide(ms, step_ms) for phase, ms in times.items()}),
+            split=schema.PhaseValues(**{phase: divide(ms, step_ms) for phase, ms in times.items()}),
         )
-    return Roofline(
+    return schema.Roofline(
         bandwidth=bandwidth,
         target_bytes=size.weights,
         expert_bytes=size.experts,
         kv_bytes_per_token=size.kv_per_token,
-        baseline=RooflineStep(
+        baseline=schema.RooflineStep(
             bytes_per_step=plain_bytes,
             step_ms=baseline.step_ms,
             share=share_of(plain_bytes, baseline.step_ms, bandwidth),
@@ -223,6 +198,6 @@ def roofline(
     )
 
 
-def share_of(moved: int, step_ms: float, bandwidth: BandwidthFacts) -> float:
+def share_of(moved: int, step_ms: float, bandwidth: schema.BandwidthFacts) -> float:
     """Share of the bandwidth that a step reaches: bytes / (bandwidth * T_step)."""
     return divide(moved, bandwidth.used_bytes_per_second * step_ms / 1000.0)

@@ -20,16 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
 
 from heads.api.drafter import TrainableDrafter, forget
@@ -37,15 +29,16 @@ from heads.api.errors import UserError
 from inference.audit.comparison import AuditReport, audit
 from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
+from inference.decoding.costs import measure_costs
 from inference.decoding.engine import Engine
-from inference.decoding.requests import Completion, PassRecord, Request
+from inference.decoding.requests import Completion, Request
 from inference.decoding.rules.registry import get_rule
 from inference.decoding.sampling.noise import Stream
 from inference.kernels.packed_linear import packed_linears
 from inference.measure import metrics
 from inference.measure.answers import AnswerLog, Record
 from inference.measure.baselines import Peer, make_peers
-from inference.measure.breakdown.block import Sample, lost_block
+from inference.measure.breakdown.block import lost_block
 from inference.measure.breakdown.transcripts import discard_transcripts
 from inference.measure.config import (
     BASELINE,
@@ -57,53 +50,27 @@ from inference.measure.config import (
     split_prompts,
 )
 from inference.measure.datasets import Loaded, prompt_facts
-from inference.measure.metrics import Outcome, TauEstimate, Totals
-from inference.measure.optional_blocks import (
-    Loop,
-    OptionalBlocks,
-    baseline_block,
-    device_blocks,
-    mean_length,
-    served_loops,
-)
-from inference.measure.prompts import Prompt, to_requests
+from inference.measure.loops import Loop, baseline_block, served_loops
+from inference.measure.metrics import Outcome, TauEstimate, Totals, divide
+from inference.measure.profile import profile
+from inference.measure.prompts import Prompt, Requests, to_requests
+from inference.measure.roofline import roofline
 from inference.measure.verifications import write_records
-from inference.report.model import (
-    FORMAT,
-    REPORT_FILE,
-    Baseline,
-    Block,
-    Conditions,
-    DeviceFacts,
-    DrafterConditions,
-    DrafterResult,
-    DraftFacts,
-    LosslessCounts,
-    MemoryBytes,
-    Report,
-    TargetFacts,
-    parse_report,
-    write_report,
-)
+from inference.report import model as schema
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from inference.verifications import RecordsConfig
 
-__all__ = ["Arm", "BenchConfig", "measure", "quick_tau"]
-
+TEXT_TOKENS = 1 << 16
+"""Most token ids of prompts that are strung together as text for caches."""
 NOISE = {Stream.TARGET: "shared", Stream.DRAFT: "own", None: "none"}
-"""A draft's `noise` by the stream that the rule draws drafts with: the target's, one of their own,
-or no noise."""
+"""A draft's `noise` by the stream that its rule draws drafts with."""
 
 
 def quick_tau(
     target: TargetModel, drafter: Any, requests: Iterable[Request], decode: DecodeConfig
 ) -> TauEstimate:
-    """tau of `drafter` over `requests`, untimed and batched as `decode` says: what training
-    watches.
-
-    Raises `UserError` when nothing was verified (every answer ended with its first token).
-    """
+    """tau over `requests`, untimed; raises `UserError` when nothing was verified."""
     engine = Engine(target, drafter, decode)
     outcomes = [Outcome(str(c.request.index), "", c.passes) for c in engine.run(requests)]
     # The interval must not depend on the order in which answers finish.
@@ -122,7 +89,7 @@ def measure(
     console: Console | None = None,
     revision: str = "",
     recording: RecordsConfig | None = None,
-) -> Report:
+) -> schema.Report:
     """Measure `arms` and the baseline on `prompts`; writes `out`/report.json and returns its
     content.
 
@@ -131,39 +98,37 @@ def measure(
     `out`/records/<arm>/. Raises `UserError` for arms that do not compare or prompts that do not
     suffice, `WeakBaselineError` when a speedup exceeds tau.
     """
-    session = _Session.prepare(config, target, arms, prompts)
-    records = AnswerLog.open(out, session.fingerprint(), session.names)
+    session = _prepare(config, target, arms, prompts)
+    session.records = records = AnswerLog.open(out, session.fingerprint(), session.names)
     with ExitStack() as stack:
         for arm in arms:  # pack weights once, and not at the start of every answer
             stack.enter_context(packed_linears(arm.drafter))
         session.warm_up()
-        session.run(records, console)
-    baseline, drafters = session.results(records)
-    source = Loaded([*prompts], config.prompts, revision)
+        session.run(console)
+    baseline, drafters = session.results()
     content = {
-        "format": FORMAT,
+        "format": schema.FORMAT,
         **session.facts(),
         "baseline": baseline,
         "drafters": drafters,
-        **session.optional_blocks(records, baseline, drafters),
+        **session.optional_blocks(baseline, drafters),
         **(provenance if provenance is not None else process_facts()),
-        "run": session.conditions(records, source),
+        "run": session.conditions(Loaded([*prompts], config.prompts, revision)),
     }
-    report = parse_report(content, "the new report")
+    report = schema.parse_report(content, "the new report")
     if recording is not None and recording.enabled:
         measured = {arm.name: records.of(arm.name) for arm in session.arms}
-        write_records(
-            recording, target, session.arms, session.requests, session.prompts, measured, out
-        )
-    write_report(report, out / REPORT_FILE)
+        pairs = list(zip(session.prompts, session.requests, strict=True))
+        write_records(recording, target, session.arms, pairs, measured, out)
+    schema.write_report(report, out / schema.REPORT_FILE)
     records.finish()
     return report
 
 
-class _RateColumn(ProgressColumn):
+class _RateColumn(bars.ProgressColumn):
     """Answers per second."""
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: bars.Task) -> Text:
         return Text(f"{task.speed or 0.0:.1f} answers/s")
 
 
@@ -177,71 +142,26 @@ class _Session:
     prompts: list[Prompt]
     requests: list[Request]
     warmup: list[Request]
-    engines: dict[str, Engine] = field(default_factory=dict)
-    peers: dict[str, Peer] = field(default_factory=dict)
+    engines: dict[str, Engine]
+    peers: dict[str, Peer]
+    records: AnswerLog = field(init=False)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     audits: dict[str, AuditReport] = field(default_factory=dict)
-
-    @classmethod
-    def prepare(
-        cls,
-        config: BenchConfig,
-        target: TargetModel,
-        arms: Sequence[Arm],
-        prompts: Sequence[Prompt],
-    ) -> _Session:
-        """Check the arms, choose the prompts that fit, and build an engine per arm; raises
-        `UserError` when nothing is left."""
-        checked = check_arms(config, arms)
-        decode = checked[0].decode
-        limit = target.info.max_position_embeddings
-        measured, spare = split_prompts(config, prompts)
-        requests = to_requests(measured, target.tokenizer, decode, capacity=limit, overlong="skip")
-        warmup = to_requests(spare, target.tokenizer, decode, capacity=limit, overlong="skip")
-        if not requests:
-            raise UserError(
-                f"no prompt fits: with decode.max_new_tokens={decode.max_new_tokens} all are "
-                f"longer than the target's {limit} positions. Shorten the prompts or the answers."
-            )
-        kept = [measured[request.index] for request in requests]
-        requests = [replace(request, index=place) for place, request in enumerate(requests)]
-        session = cls(config, target, checked, kept, requests, warmup or requests[:1])
-        session.build_engines()
-        session.peers = {peer.name: peer for peer in make_peers(config.baselines, target, checked)}
-        return session
-
-    def build_engines(self) -> None:
-        """An engine per arm, all with the same room in their caches."""
-        plain = replace(self.arms[0].decode, shape="none")
-        most = max(
-            len(request.tokens) + request.max_new_tokens
-            for request in (*self.requests, *self.warmup)
-        )
-        nodes = max(arm.decode.tree().num_nodes for arm in self.arms)
-        self.engines = {BASELINE: Engine(self.target, None, plain, capacity=most + nodes + 1)}
-        for arm in self.arms:
-            self.engines[arm.name] = Engine(
-                self.target, arm.drafter, arm.decode, capacity=most + nodes + 1
-            )
 
     @property
     def names(self) -> list[str]:
         return [*self.engines, *self.peers]
 
+    @property
+    def by_id(self) -> Requests:
+        return dict(zip((prompt.id for prompt in self.prompts), self.requests, strict=True))
+
     def fingerprint(self) -> str:
-        """A hash of everything that the records depend on: an interrupted measurement continues
-        only if it is unchanged.
-        """
-        arms = [
-            (
-                arm.name,
-                arm.drafter.kind,
-                asdict(arm.decode),
-                repr(getattr(arm.drafter, "config", "")),
-                arm.digest(),
-            )
-            for arm in self.arms
-        ]
+        """A hash of everything that the records depend on."""
+        arms = []
+        for arm in self.arms:
+            own = repr(getattr(arm.drafter, "config", ""))
+            arms.append((arm.name, arm.drafter.kind, asdict(arm.decode), own, arm.digest()))
         content = [
             asdict(self.config),
             self.target.info.to_dict(),
@@ -255,8 +175,7 @@ class _Session:
     # Running
 
     def warm_up(self) -> None:
-        """Let every arm answer the warm-up prompts: lazy allocations, thread pools and caches
-        settle."""
+        """Let every arm answer the warm-up prompts: allocations, thread pools and caches settle."""
         for name, engine in self.engines.items():
             for request in self.warmup:
                 _answer(engine, request)
@@ -265,101 +184,79 @@ class _Session:
             for request in self.warmup:
                 peer.answer(request)
 
-    def run(self, records: AnswerLog, console: Console | None) -> None:
-        """Decode what is not on record yet: all arms in turn for every prompt, the order
-        rotating."""
-        columns = (
-            TextColumn("measuring"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            _RateColumn(),
-            TimeRemainingColumn(),
-        )
-        total = self.config.repeats * len(self.requests) * len(self.names)
-        with Progress(*columns, console=console) as progress:
+    def run(self, console: Console | None) -> None:
+        """Decode what is not on record: all arms for every prompt, the order rotating."""
+        done = (bars.TextColumn("measuring"), bars.BarColumn(), bars.MofNCompleteColumn())
+        columns = (*done, _RateColumn(), bars.TimeRemainingColumn())
+        names, records = self.names, self.records
+        total = self.config.repeats * len(self.requests) * len(names)
+        with bars.Progress(*columns, console=console) as progress:
             task = progress.add_task("", total=total, completed=len(records))
             for repeat in range(self.config.repeats):
-                self.forget()
+                for arm in self.arms:  # what a drafter remembers of the warm-up, or of a repeat
+                    forget(arm.drafter)
                 for request, prompt in zip(self.requests, self.prompts, strict=True):
                     if records.has(prompt.id, repeat):
                         continue
-                    turn = (request.index + repeat) % len(self.names)
-                    for name in (*self.names[turn:], *self.names[:turn]):
+                    turn = (request.index + repeat) % len(names)
+                    for name in (*names[turn:], *names[:turn]):
                         records.add(self.record(name, request, prompt.id, repeat))
                         progress.advance(task)
-
-    def forget(self) -> None:
-        """Let drafters that remember answers (`heads/suffix.py`) forget those of the warm-up and of
-        the repeat before."""
-        for arm in self.arms:
-            forget(arm.drafter)
 
     def record(self, name: str, request: Request, prompt: str, repeat: int) -> Record:
         """One answer of one arm or peer."""
         if name in self.peers:
-            answer = self.peers[name].answer(request)
-            steps = [(count - 1, count, False) for count in answer.steps]
-            return Record(name, prompt, repeat, answer.tokens, steps, answer.seconds)
+            return Record(name, prompt, repeat, *self.peers[name].answer(request))
         completion, seconds = _answer(self.engines[name], request)
         passes = [(p.accepted, p.committed, p.rejected) for p in completion.passes]
         return Record(name, prompt, repeat, completion.tokens, passes, seconds)
 
     # The report
 
-    def facts(self) -> dict[str, Block]:
+    def facts(self) -> dict[str, schema.Block]:
         """The blocks of report.json that are known before anything is measured."""
         info = self.target.info
         decodes = {name: engine.decode for name, engine in self.engines.items()}
         return {
-            "target": TargetFacts(
+            "target": schema.TargetFacts(
                 id=info.id,
                 revision=info.revision,
                 dtype=str(self.target.dtype).removeprefix("torch."),
                 parameters=info.parameters,
             ),
-            "device": DeviceFacts(**device_facts(self.target.device)),
+            "device": schema.DeviceFacts(**device_facts(self.target.device)),
             "settings": report_settings(decodes, len(self.requests)),
         }
 
-    def totals(self, records: AnswerLog, name: str) -> Totals:
+    def totals(self, name: str) -> Totals:
         domains = {prompt.id: prompt.domain for prompt in self.prompts}
-        outcomes = [
-            Outcome(
-                record.prompt,
-                domains[record.prompt],
-                [PassRecord(*p) for p in record.passes],
-                record.seconds,
-            )
-            for record in records.of(name)
-        ]
+        outcomes = [record.outcome(domains[record.prompt]) for record in self.records.of(name)]
         deepest = max((p.accepted for outcome in outcomes for p in outcome.passes), default=0)
         engine = self.engines.get(name)
         return Totals.collect(outcomes, engine.tree.max_depth if engine else deepest)
 
-    def results(self, records: AnswerLog) -> tuple[Baseline, list[DrafterResult]]:
-        """The blocks `baseline` and `drafters`. Raises `WeakBaselineError` instead of reporting the
-        impossible.
-        """
-        baseline, seed = self.totals(records, BASELINE), self.config.seed
+    def results(self) -> tuple[schema.Baseline, list[schema.DrafterResult]]:
+        """The blocks `baseline` and `drafters`; raises `WeakBaselineError` for the impossible."""
+        baseline, seed = self.totals(BASELINE), self.config.seed
         drafters = []
         for arm in self.arms:
-            totals = self.totals(records, arm.name)
+            totals = self.totals(arm.name)
             metrics.require_speedup_within_tau(arm.name, totals, baseline, seed)
-            self.audits[arm.name] = self.audit(records, arm)
-            drafter = arm.drafter
-            trained = isinstance(drafter, TrainableDrafter)
+            self.audits[arm.name] = self.audit(arm)
+            trained = isinstance(arm.drafter, TrainableDrafter)
+            parameters = arm.drafter.parameters() if trained else ()
             drafters.append(
-                DrafterResult(
-                    kind=drafter.kind,
+                schema.DrafterResult(
+                    kind=arm.drafter.kind,
                     path=arm.path,
-                    parameters=sum(p.numel() for p in drafter.parameters()) if trained else 0,
+                    parameters=sum(parameter.numel() for parameter in parameters),
                     draft=self.draft_facts(arm),
                     **metrics.summarise(totals, baseline, seed),
-                    memory_bytes=MemoryBytes(**self.memory[arm.name]),
-                    lossless=LosslessCounts(**self.audits[arm.name].counts()),
+                    memory_bytes=schema.MemoryBytes(**self.memory[arm.name]),
+                    lossless=schema.LosslessCounts(**self.audits[arm.name].counts()),
                 )
             )
-        numbers = Baseline(
+        numbers = schema.Baseline(
             tokens=int(baseline.committed.sum()),
             seconds=float(baseline.decode_seconds.sum()),
             tokens_per_second=metrics.tokens_per_second(baseline),
@@ -367,97 +264,129 @@ class _Session:
         return numbers, drafters
 
     def optional_blocks(
-        self, records: AnswerLog, baseline: Baseline, drafters: Sequence[DrafterResult]
-    ) -> OptionalBlocks:
+        self, baseline: schema.Baseline, drafters: Sequence[schema.DrafterResult]
+    ) -> dict[str, Any]:
         """The blocks that `bench` asks for, measured after the arms."""
-        requests = {
-            prompt.id: request for prompt, request in zip(self.prompts, self.requests, strict=True)
-        }
-        lengths = {name: mean_length(requests, records.of(name)) for name in self.engines}
-        blocks = device_blocks(
-            self.config, self.target, self.arms, requests, lengths, baseline, drafters
-        )
-        served = served_loops(self.config, self.target, self.arms, requests, self.warmup)
+        config, target, arms, records = self.config, self.target, self.arms, self.records
+        blocks: dict[str, Any] = {}
+        requests = self.by_id
+        text = [token for request in self.requests for token in request.tokens][:TEXT_TOKENS]
+        lengths = {name: _mean_length(requests, records.of(name)) for name in self.engines}
+        if config.profile.wanted:
+            blocks["profile"] = profile(config.profile, target, arms, requests, config.seed)
+        if config.costs.nodes:
+            curves = measure_costs(config.costs, target, arms, text, config.seed)
+            blocks["costs"] = schema.Costs.model_validate(curves.to_dict())
+        if config.roofline:
+            blocks["roofline"] = roofline(target, arms, baseline, drafters, text, lengths)
+        served = served_loops(config, target, arms, requests, self.warmup)
         if self.peers or served:
-            ours = {name: Loop(self.totals(records, name), records.of(name)) for name in self.names}
-            blocks["baselines"] = baseline_block(
-                ours[BASELINE], {**ours, **served}, self.config.seed
-            )
+            ours = {name: Loop(self.totals(name), records.of(name)) for name in self.names}
+            blocks["baselines"] = baseline_block(ours[BASELINE], {**ours, **served}, config.seed)
         discard_transcripts(records.directory)  # of an earlier measurement
-        if self.config.lost.enabled:
-            blocks["lost"] = lost_block(
-                self.config,
-                self.target,
-                self.arms,
-                Sample.choose(self.config.lost, self.prompts, self.requests),
-                {arm.name: self.totals(records, arm.name) for arm in self.arms},
-                self.totals(records, BASELINE),
-                lengths,
-                blocks.get("costs"),
-                records.directory,
-            )
+        if config.lost.enabled:
+            totals = {name: self.totals(name) for name in self.engines}
+            costs = blocks.get("costs")
+            given = (self.prompts, requests, totals, lengths, costs, records.directory)
+            blocks["lost"] = lost_block(config, target, arms, *given)
         return blocks
 
-    def draft_facts(self, arm: Arm) -> DraftFacts:
+    def draft_facts(self, arm: Arm) -> schema.DraftFacts:
         """The draft that an arm is measured with."""
-        tree, decode = self.engines[arm.name].tree, arm.decode
+        tree, decode, more = self.engines[arm.name].tree, arm.decode, dict[str, Any]()
         rule = get_rule(decode.rule, tree, share_noise=decode.share_noise)
-        facts = DraftFacts(
+        if decode.shape == "tree":
+            more["choices"] = [list(path) for path in decode.choices]
+        if weights := arm.weights_sha256:
+            more["weights_sha256"] = weights
+        return schema.DraftFacts(
             shape=decode.shape,
             depth=tree.max_depth,
             nodes=tree.num_nodes,
             name=arm.name,
             noise=NOISE[rule.drafts],
+            **more,
         )
-        if decode.shape == "tree":
-            choices = [list(path) for path in decode.choices]
-            facts = facts.model_copy(update={"choices": choices})
-        if arm.weights_sha256:
-            facts = facts.model_copy(update={"weights_sha256": arm.weights_sha256})
-        return facts
 
-    def audit(self, records: AnswerLog, arm: Arm) -> AuditReport:
+    def audit(self, arm: Arm) -> AuditReport:
         """Compare an arm's answers with the baseline's."""
-        place = {prompt.id: number for number, prompt in enumerate(self.prompts)}
-        plain = {(record.prompt, record.repeat): record.tokens for record in records.of(BASELINE)}
-        found = records.of(arm.name)
+        plain = {(item.prompt, item.repeat): item.tokens for item in self.records.of(BASELINE)}
+        found = self.records.of(arm.name)
         return audit(
             self.target,
-            [self.requests[place[record.prompt]] for record in found],
+            [self.by_id[record.prompt] for record in found],
             [plain[record.prompt, record.repeat] for record in found],
             [record.tokens for record in found],
             arm.decode.sampling(),
             width=max(2, self.engines[arm.name].tree.num_nodes),
         )
 
-    def conditions(self, records: AnswerLog, source: Loaded) -> Conditions:
+    def conditions(self, source: Loaded) -> schema.Conditions:
         """The `run` block: how the measurement was made, and further details of each arm."""
-        baseline, decode = self.totals(records, BASELINE), self.arms[0].decode
+        baseline, decode = self.totals(BASELINE), self.arms[0].decode
         typical = {"epsilon": decode.typical_epsilon, "delta": decode.typical_delta}
         arms = {}
         for arm in self.arms:
-            totals, report = self.totals(records, arm.name), self.audits[arm.name]
+            totals, report = self.totals(arm.name), self.audits[arm.name]
             intervals = metrics.domain_speedup_ci95(totals, baseline, self.config.seed)
-            arms[arm.name] = DrafterConditions(
+            arms[arm.name] = schema.DrafterConditions(
                 prefill_seconds=float(totals.seconds["prefill"].sum()),
                 speedup_ci95_by_domain=intervals,
                 audited_tokens=report.tokens,
                 flips=report.flips,
                 divergences=[item.to_dict() for item in report.divergences],
             )
-        return Conditions(
+        return schema.Conditions(
             bench=asdict(self.config),
             sampling=asdict(decode.sampling()),
             **({"typical": typical} if decode.rule == "typical" else {}),
             warmup_prompts=len(self.warmup),
             baseline_prefill_seconds=float(baseline.seconds["prefill"].sum()),
             arms=arms,
-            prompts={**prompt_facts(source, self.prompts)},
+            prompts=prompt_facts(source, self.prompts),
         )
+
+
+def _prepare(
+    config: BenchConfig, target: TargetModel, arms: Sequence[Arm], prompts: Sequence[Prompt]
+) -> _Session:
+    """Choose the prompts that fit, and build engines with the same room in their caches."""
+    checked = check_arms(config, arms)
+    decode, limit = checked[0].decode, target.info.max_position_embeddings
+    measured, spare = split_prompts(config, prompts)
+    requests, warmup = (
+        to_requests(some, target.tokenizer, decode, capacity=limit, overlong="skip")
+        for some in (measured, spare)
+    )
+    if not requests:
+        raise UserError(
+            f"no prompt fits: with decode.max_new_tokens={decode.max_new_tokens} all are longer "
+            f"than the target's {limit} positions. Shorten the prompts or the answers."
+        )
+    kept = [measured[request.index] for request in requests]
+    requests = [replace(request, index=place) for place, request in enumerate(requests)]
+    warmup = warmup or requests[:1]
+    most = max(len(item.tokens) + item.max_new_tokens for item in (*requests, *warmup))
+    room = most + max(arm.decode.tree().num_nodes for arm in checked) + 1
+    engines = {BASELINE: Engine(target, None, replace(decode, shape="none"), capacity=room)}
+    for arm in checked:
+        engines[arm.name] = Engine(target, arm.drafter, arm.decode, capacity=room)
+    peers = {peer.name: peer for peer in make_peers(config.baselines, target, checked)}
+    return _Session(config, target, checked, kept, requests, warmup, engines, peers)
 
 
 def _answer(engine: Engine, request: Request) -> tuple[Completion, dict[str, float]]:
     """Decode one request; its completion and the seconds it took per phase."""
     engine.clock.reset()
-    completion = next(iter(list(engine.run([request]))))
+    (completion,) = engine.run([request])
     return completion, dict(engine.clock.seconds)
+
+
+def _mean_length(requests: Requests, records: Sequence[Record]) -> float:
+    """Cached tokens that a step of an arm finds on average."""
+    cached, steps = 0, 0
+    for record in records:
+        length = len(requests[record.prompt].tokens)
+        for _, committed, _ in record.passes:
+            cached, steps, length = cached + length, steps + 1, length + committed
+    return divide(cached, steps)

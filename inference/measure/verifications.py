@@ -30,17 +30,12 @@ def write_records(
     config: RecordsConfig,
     target: TargetModel,
     arms: Sequence[Arm],
-    requests: Sequence[Request],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[tuple[Prompt, Request]],
     measured: Mapping[str, Iterable[Record]],
     out: Path,
 ) -> None:
-    """Record what every arm drafts for `requests` (one per prompt). A sequence's name is its
-    prompt's id.
-
-    measured: what each arm did while the clock ran. Records of an earlier measurement in `out` are
-    replaced.
-    """
+    """Record what every arm drafts, in place of earlier records. measured: what each arm did
+    while the clock ran."""
     shutil.rmtree(out / RECORDS, ignore_errors=True)
     for arm in arms:
         engine = Engine(target, arm.drafter, arm.decode, details=True)
@@ -53,24 +48,13 @@ def write_records(
         timed = {record.prompt: record for record in measured[arm.name] if record.repeat == 0}
         forget(arm.drafter)
         others = 0
-        for request, prompt in zip(requests, prompts, strict=True):
+        for prompt, request in prompts:
             (found,) = engine.run([request])
-            passes = [(item.accepted, item.committed, item.rejected) for item in found.passes]
-            others += (
-                passes != [tuple(item) for item in timed[prompt.id].passes]
-                or found.tokens != timed[prompt.id].tokens
-            )
-            temperature = arm.decode.temperature
-            log.completion(prompt.id, prompt.domain, found, temperature)
-            log.sequence(
-                prompt.id,
-                prompt.domain,
-                request.tokens,
-                found.tokens,
-                request.seed,
-                temperature,
-                found.finish,
-            )
+            known, name, temperature = timed[prompt.id], prompt.id, arm.decode.temperature
+            others += (found.passes, found.tokens) != (known.outcome().passes, known.tokens)
+            log.completion(name, prompt.domain, found, temperature)
+            texts = (request.tokens, found.tokens, request.seed)
+            log.sequence(name, prompt.domain, *texts, temperature, found.finish)
             if log.due:
                 log.flush()
         log.flush()
@@ -80,7 +64,7 @@ def write_records(
                 "were timed",
                 arm.name,
                 others,
-                len(requests),
+                len(prompts),
             )
         if log.full:
             logger.warning(

@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,51 +23,13 @@ from heads.api.errors import UserError
 from inference.decoding.arm import Arm
 from inference.decoding.requests import Request
 from inference.measure.baselines import BaselinesConfig, assistant_arm, write_llama
-from inference.measure.vllm_worker import AcceptanceCounts, ServingAnswers, ServingRequest
+from inference.measure.prompts import Requests
+from inference.measure.vllm_worker import ServedMode, ServingMode, ServingRequest
 from inference.target.model import TargetModel
 
 SCRIPT = Path(__file__).with_name("vllm_worker.py")
 LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
 """The longest and shortest run of tokens that is looked up, as in kind ngram."""
-Key = tuple[str, int]
-
-
-@dataclass(frozen=True)
-class ServingMode:
-    """One engine of vLLM."""
-
-    name: str
-    speculative: Mapping[str, object] | None = None
-    """vLLM's `speculative_config`; None for plain decoding."""
-    additional: Mapping[str, object] = field(default_factory=dict)
-    """vLLM's `additional_config`."""
-    corrections: tuple[str, ...] = ()
-    """Bugs of vLLM to be fixed in its process where it has them (`CORRECTIONS` in the worker). The
-    fixes stay for the modes after this one.
-    """
-    overrides: Mapping[str, object] = field(default_factory=dict)
-    """vLLM's `hf_overrides` of the target's configuration."""
-
-
-@dataclass(frozen=True)
-class ServedMode:
-    """The answers of one mode with `batch` requests at once. A key is (prompt id, repeat)."""
-
-    name: str
-    version: str
-    tokens: dict[Key, list[int]] = field(default_factory=dict)
-    seconds: dict[Key, dict[str, float]] = field(default_factory=dict)
-    """By phase."""
-    acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
-    steps: dict[Key, list[int]] = field(default_factory=dict)
-    """Tokens of every step after the first token."""
-    batch: int = 1
-    wall: float = 0.0
-    """Seconds of the whole pass over the prompts."""
-    error: str = ""
-    """Why there are no answers."""
-    corrected: tuple[str, ...] = ()
-    """The corrections that were needed and made."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +52,9 @@ def vllm_request(
     warmup: Sequence[Request] = (),
     batches: Sequence[int] = (1,),
 ) -> ServingRequest:
-    """The request that every mode answers every (prompt id, repeat, request), once per batch
-    size."""
+    """Every mode answers every (prompt id, repeat, request), once per batch size."""
     return {
-        "modes": [
-            {
-                "name": mode.name,
-                "speculative": None if mode.speculative is None else dict(mode.speculative),
-                "additional": dict(mode.additional),
-                "corrections": list(mode.corrections),
-                "overrides": dict(mode.overrides),
-            }
-            for mode in modes
-        ],
+        "modes": [asdict(mode) for mode in modes],
         "batches": list(batches),
         "model": str(Path(target.info.id).resolve()),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -123,21 +75,15 @@ def vllm_request(
 def serve(
     process: EngineProcess, request: ServingRequest, device: torch.device, what: str = "vLLM"
 ) -> list[ServedMode]:
-    """Run the modes of a request (`vllm_request`) in one process; one `ServedMode` per mode and
-    batch size, in that order.
+    """Run the modes of a request in one process; a `ServedMode` per mode and batch size.
 
     A mode that fails, and those behind one that takes the process down, have their error instead of
     answers. Raises `UserError` for a Python that cannot be run, a call that takes too long, and a
     process that ends before its first mode does.
     """
-    threads = str(torch.get_num_threads())
-    environment = {
-        **os.environ,
-        **({"OMP_NUM_THREADS": threads} if device.type == "cpu" else {}),
-        **process.environment,
-    }
-    if "PYTHONPATH" not in process.environment:
-        environment.pop("PYTHONPATH", None)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if device.type == "cpu":
+        environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     python, seconds = process.settings
     with TemporaryDirectory() as scratch:
         asked, answered = Path(scratch) / "request.json", Path(scratch) / "answers.json"
@@ -148,7 +94,7 @@ def serve(
                 capture_output=True,
                 text=True,
                 timeout=process.seconds,
-                env=environment,
+                env={**environment, **process.environment},
                 check=False,
             )
         except OSError as error:
@@ -161,46 +107,46 @@ def serve(
         last = " / ".join(line.strip() for line in done.stderr.strip().splitlines()[-3:])
         if not answered.is_file():
             raise UserError(f"{what} failed with status {done.returncode}: {last}")
-        content: ServingAnswers = json.loads(answered.read_text(encoding="utf-8"))
-    return _read(request, content, f"the process ended with status {done.returncode}: {last}")
+        found = [ServedMode(**item) for item in json.loads(answered.read_text(encoding="utf-8"))]
+    by_mode = {(mode.name, mode.batch): mode for mode in found}
+    ended = f"the process ended with status {done.returncode}: {last}"
+    return [
+        by_mode.get((name, batch)) or ServedMode(name, found[0].version, batch, error=ended)
+        for name in (mode["name"] for mode in request["modes"])
+        for batch in request["batches"]
+    ]
 
 
 def measure_vllm(
     config: BaselinesConfig,
     target: TargetModel,
     arms: Sequence[Arm],
-    prompts: Mapping[str, Request],
+    requests: Requests,
     warmup: Sequence[Request],
     repeats: int,
 ) -> list[ServedMode]:
-    """Run every mode of `config.vllm`, each in a process of its own. prompts: prompt id -> its
-    request.
+    """Run every mode of `config.vllm`, each in a process of its own.
 
-    Raises `UserError` for a target that is not a folder (only its files can be handed over),
-    sampled measurements, a Python that cannot be run, and for vLLM's own failures, whose last lines
-    are quoted.
+    Raises `UserError` for a target that is not a folder, sampled measurements, a Python that cannot
+    be run, and for vLLM's own failures, whose last lines are quoted.
     """
     if not config.vllm_python:
         return []
-    if arms[0].decode.temperature > 0:
+    if warm := arms[0].decode.temperature:
         raise UserError(
             "bench.baselines.vllm_python is compared token by token and needs "
-            f"decode.temperature=0; given: {arms[0].decode.temperature}."
+            f"decode.temperature=0; given: {warm}."
         )
     require_folder(target, "bench.baselines.vllm_python")
     asked = [
-        (name, repeat, request) for repeat in range(repeats) for name, request in prompts.items()
+        (name, repeat, request) for repeat in range(repeats) for name, request in requests.items()
     ]
     process = EngineProcess(config.vllm_python, config.vllm_seconds)
     found = []
-    with TemporaryDirectory() as scratch:
-        draft = ""
+    with TemporaryDirectory() as draft:
         if "draft_model" in config.vllm:
-            folder = write_llama(
-                assistant_arm(config, arms).drafter, target, Path(scratch) / "draft"
-            )
-            target.tokenizer.save_pretrained(folder)  # vLLM reads one from every model's folder
-            draft = str(folder)
+            write_llama(assistant_arm(config, arms).drafter, target, Path(draft))
+            target.tokenizer.save_pretrained(draft)  # vLLM reads one from every model's folder
         for name in config.vllm:
             mode = ServingMode(f"vllm_{name}", speculation(name, config.vllm_drafted, draft))
             what = f"bench.baselines: vLLM ({name})"
@@ -214,8 +160,7 @@ def measure_vllm(
 
 
 def require_folder(target: TargetModel, setting: str) -> None:
-    """Raise `UserError` for a target that is no folder: only files can be handed to another
-    program."""
+    """Raise `UserError` for a target without files to hand to another program."""
     if not Path(target.info.id).is_dir():
         raise UserError(
             f"{setting} needs the target as a folder; given: '{target.info.id}'. Download it and "
@@ -229,33 +174,3 @@ def speculation(name: str, drafted: int, draft_model: str = "") -> dict[str, obj
         return None
     own = LOOKUP if name == "ngram" else {"model": draft_model}
     return {"method": name, "num_speculative_tokens": drafted, **own}
-
-
-def _read(request: ServingRequest, content: ServingAnswers, ended: str) -> list[ServedMode]:
-    """The answers of every mode and batch size. ended: the error of modes without an answer."""
-    answered, version = {mode["name"]: mode for mode in content["modes"]}, content["version"]
-    found = []
-    for name in (mode["name"] for mode in request["modes"]):
-        mode = answered.get(name, {"error": ended})
-        if "error" in mode:
-            found += [
-                ServedMode(name, version, batch=batch, error=mode["error"])
-                for batch in request["batches"]
-            ]
-            continue
-        for served in mode["batches"]:
-            answers = {(item["id"], item["repeat"]): item for item in served["answers"]}
-            found.append(
-                ServedMode(
-                    name=name,
-                    version=version,
-                    tokens={key: item["tokens"] for key, item in answers.items()},
-                    seconds={key: item["seconds"] for key, item in answers.items()},
-                    acceptance=served["acceptance"],
-                    steps={key: item["steps"] for key, item in answers.items()},
-                    batch=served["batch"],
-                    wall=served["wall"],
-                    corrected=tuple(mode["corrected"]),
-                )
-            )
-    return found

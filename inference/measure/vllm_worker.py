@@ -1,10 +1,10 @@
 """Decode prompts with vLLM, greedily: `python vllm_worker.py request.json answers.json`.
 
 It runs in an environment of vLLM's own, so it imports nothing of Headstart;
-`inference.measure.vllm_process` starts it. The request is a `ServingRequest` and the answers are
-`ServingAnswers`, as JSON. A mode is an engine; the modes follow one another in this process. The
-answers are written after every mode, so that an engine that ends the process costs only the modes
-after it.
+`inference.measure.vllm_process` starts it. The request is a `ServingRequest` and the answers are a
+list of `ServedMode`, as JSON. A mode is an engine; the modes follow one another in this process.
+The answers are written after every mode, so that an engine that ends the process costs only the
+modes after it.
 
 A mode may name `corrections` of faults of vLLM's own (`CORRECTIONS`); `corrected` in its answers
 names those that were needed and made, in this process only. With TRITON_INTERPRET=1 and
@@ -22,11 +22,12 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -38,8 +39,7 @@ DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
 }
-Counter = Literal["drafts", "draft_tokens", "accepted_tokens"]
-COUNTERS: dict[str, Counter] = {
+COUNTERS = {
     "vllm:spec_decode_num_drafts": "drafts",
     "vllm:spec_decode_num_draft_tokens": "draft_tokens",
     "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
@@ -57,20 +57,26 @@ class PromptRequest(TypedDict):
     max_new_tokens: int
 
 
-class ModeRequest(TypedDict):
-    """One engine; see `inference.measure.vllm_process.ServingMode`."""
+@dataclass(frozen=True)
+class ServingMode:
+    """One engine of vLLM."""
 
     name: str
-    speculative: dict[str, object] | None
-    additional: dict[str, object]
-    corrections: list[str]
-    overrides: dict[str, object]
+    speculative: Mapping[str, object] | None = None
+    """vLLM's `speculative_config`; None for plain decoding."""
+    additional: Mapping[str, object] = field(default_factory=dict)
+    """vLLM's `additional_config`."""
+    corrections: Sequence[str] = ()
+    """Bugs to be fixed where vLLM has them (`CORRECTIONS`), for later modes as well."""
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    """vLLM's `hf_overrides` of the target's configuration."""
 
 
 class ServingRequest(TypedDict):
     """Every mode answers every prompt, once per batch size."""
 
-    modes: list[ModeRequest]
+    modes: list[dict[str, Any]]
+    """By the fields of `ServingMode`."""
     batches: list[int]
     """Requests that run at once, one number per pass over the prompts."""
     model: str
@@ -80,13 +86,9 @@ class ServingRequest(TypedDict):
     prompts: list[PromptRequest]
 
 
-class AcceptanceCounts(TypedDict, total=False):
-    """vLLM's own counters; empty without speculation."""
-
-    drafts: int
-    draft_tokens: int
-    accepted_tokens: int
-    accepted_by_position: list[int]
+AcceptanceCounts = dict[str, Any]
+"""vLLM's own counters, empty without speculation: numbers `drafts`, `draft_tokens` and
+`accepted_tokens`, and the list `accepted_by_position`."""
 
 
 class PromptAnswer(TypedDict):
@@ -101,31 +103,22 @@ class PromptAnswer(TypedDict):
     """"prefill", and "other" for decoding."""
 
 
-class BatchAnswers(TypedDict):
-    """One pass over the prompts."""
-
-    batch: int
-    answers: list[PromptAnswer]
-    acceptance: AcceptanceCounts
-    wall: float
-    """Seconds of the whole pass."""
-
-
-class ModeAnswers(TypedDict, total=False):
-    """The answers of one engine, or its error."""
+@dataclass(frozen=True)
+class ServedMode:
+    """The answers of one mode with `batch` requests at once."""
 
     name: str
-    error: str
-    batches: list[BatchAnswers]
-    corrected: list[str]
-    """The corrections that were needed and made."""
-
-
-class ServingAnswers(TypedDict):
-    """Everything that this process writes."""
-
     version: str
-    modes: list[ModeAnswers]
+    """vLLM's."""
+    batch: int = 1
+    answers: list[PromptAnswer] = field(default_factory=list)
+    acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
+    wall: float = 0.0
+    """Seconds of the whole pass over the prompts."""
+    error: str = ""
+    """Why there are no answers."""
+    corrected: Sequence[str] = ()
+    """The corrections that were needed and made."""
 
 
 def main(arguments: list[str]) -> int:
@@ -138,17 +131,16 @@ def main(arguments: list[str]) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         stand_in_driver()
     request: ServingRequest = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    answers: ServingAnswers = {"version": "", "modes": []}
-    for mode in request["modes"]:
-        found: ModeAnswers = {"name": mode["name"]}
+    served: list[ServedMode] = []
+    for mode in (ServingMode(**item) for item in request["modes"]):
         try:
-            found.update(decode(request, mode))
+            served += decode(request, mode)
         except Exception as error:  # noqa: BLE001 - whatever an engine raises is this mode's answer
             traceback.print_exc()
-            found["error"] = shorten(error)
-        answers["version"] = version()
-        answers["modes"].append(found)
-        Path(arguments[1]).write_text(json.dumps(answers), encoding="utf-8")
+            failed = ServedMode(mode.name, version(), error=shorten(error))
+            served += [replace(failed, batch=batch) for batch in request["batches"]]
+        answers = json.dumps([asdict(item) for item in served])
+        Path(arguments[1]).write_text(answers, encoding="utf-8")
         gc.collect()
     return 0
 
@@ -156,10 +148,8 @@ def main(arguments: list[str]) -> int:
 def version() -> str:
     """vLLM's, whichever package it came in."""
     for name in ("vllm-cpu", "vllm"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return ""
 
 
@@ -169,9 +159,9 @@ def shorten(error: Exception, longest: int = 400) -> str:
     return f"{type(error).__name__}: {text}"[:longest]
 
 
-def decode(request: ServingRequest, mode: ModeRequest) -> ModeAnswers:
+def decode(request: ServingRequest, mode: ServingMode) -> list[ServedMode]:
     """Answer every prompt with one engine, once per batch size."""
-    corrected = [name for name in mode["corrections"] if CORRECTIONS[name]()]
+    corrected = [name for name in mode.corrections if CORRECTIONS[name]()]
     engine = importlib.import_module("vllm").LLM(
         model=request["model"],
         dtype=request["dtype"],
@@ -181,40 +171,30 @@ def decode(request: ServingRequest, mode: ModeRequest) -> ModeAnswers:
         enable_prefix_caching=False,  # a prompt that comes again must be read again
         disable_log_stats=False,
         seed=0,
-        speculative_config=mode["speculative"],
-        **({"additional_config": mode["additional"]} if mode["additional"] else {}),
-        **({"hf_overrides": mode["overrides"]} if mode["overrides"] else {}),
+        speculative_config=mode.speculative,
+        **({"additional_config": mode.additional} if mode.additional else {}),
+        **({"hf_overrides": mode.overrides} if mode.overrides else {}),
     )
     warmup: list[PromptRequest] = [
         {"id": "", "repeat": 0, "tokens": tokens, "max_new_tokens": WARMUP_TOKENS}
         for tokens in request["warmup"]
     ]
     list(answer(engine, warmup, 1))
-    passes = [one_pass(engine, request["prompts"], batch) for batch in request["batches"]]
-    return {"batches": passes, "corrected": corrected}
+    found = []
+    for batch in request["batches"]:
+        before, begin = counters(engine), time.perf_counter()
+        answers = list(answer(engine, request["prompts"], batch))
+        wall, after = time.perf_counter() - begin, counters(engine)
+        acceptance = {key: _difference(after[key], before[key]) for key in after}
+        facts = (batch, answers, acceptance, wall, "", corrected)
+        found.append(ServedMode(mode.name, version(), *facts))
+    return found
 
 
-def one_pass(engine: Any, prompts: list[PromptRequest], batch: int) -> BatchAnswers:
-    """Answer all prompts, `batch` of them at once; the counters are those of this pass."""
-    before, begin = counters(engine), time.perf_counter()
-    answers = list(answer(engine, prompts, batch))
-    wall, after = time.perf_counter() - begin, counters(engine)
-    acceptance: AcceptanceCounts = {}
-    for name in COUNTERS.values():
-        if name in after:
-            acceptance[name] = after[name] - before[name]
-    if "accepted_by_position" in after:
-        pairs = zip(after["accepted_by_position"], before["accepted_by_position"], strict=True)
-        acceptance["accepted_by_position"] = [now - then for now, then in pairs]
-    return {"batch": batch, "answers": answers, "acceptance": acceptance, "wall": wall}
-
-
-@dataclass
-class Running:
-    """A request that the engine is answering."""
-
-    begin: float
-    steps: list[list[int]] = field(default_factory=list)
+def _difference(now: Any, then: Any) -> Any:
+    if isinstance(now, list):
+        return [one - other for one, other in zip(now, then, strict=True)]
+    return now - then
 
 
 def answer(engine: Any, prompts: list[PromptRequest], batch: int) -> Iterator[PromptAnswer]:
@@ -226,35 +206,33 @@ def answer(engine: Any, prompts: list[PromptRequest], batch: int) -> Iterator[Pr
     vllm = importlib.import_module("vllm")
     delta = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
     inner, waiting = engine.llm_engine, list(range(len(prompts)))
-    running: dict[str, Running] = {}
+    running: dict[str, tuple[float, list[list[int]]]] = {}  # begin, tokens of every step
     while waiting or running:
         while waiting and len(running) < batch:
             place = waiting.pop(0)
+            longest = prompts[place]["max_new_tokens"]
             sampling = vllm.SamplingParams(
-                temperature=0.0,
-                max_tokens=prompts[place]["max_new_tokens"],
-                detokenize=False,
-                output_kind=delta,
+                temperature=0.0, max_tokens=longest, detokenize=False, output_kind=delta
             )
-            running[str(place)] = Running(time.perf_counter())
+            running[str(place)] = (time.perf_counter(), [])
             tokens = {"prompt_token_ids": prompts[place]["tokens"]}
             inner.add_request(str(place), tokens, sampling)
         for output in inner.step():
-            request = running[output.request_id]
+            begin, steps = running[output.request_id]
             new = list(output.outputs[0].token_ids)
             if new:
-                request.steps.append(new)
+                steps.append(new)
             if not output.finished:
                 continue
             del running[output.request_id]
             prompt, stats = prompts[int(output.request_id)], output.metrics
             decoding = stats.last_token_ts - stats.first_token_ts
-            prefill = time.perf_counter() - request.begin - decoding
+            prefill = time.perf_counter() - begin - decoding
             yield {
                 "id": prompt["id"],
                 "repeat": prompt["repeat"],
-                "tokens": [token for step in request.steps for token in step],
-                "steps": [len(step) for step in request.steps][1:],
+                "tokens": [token for step in steps for token in step],
+                "steps": [len(step) for step in steps][1:],
                 "seconds": {"prefill": prefill, "other": decoding},
             }
 
@@ -262,12 +240,9 @@ def answer(engine: Any, prompts: list[PromptRequest], batch: int) -> Iterator[Pr
 def counters(engine: Any) -> AcceptanceCounts:
     """vLLM's counters of drafts and acceptance so far."""
     found = {metric.name: metric for metric in engine.get_metrics()}
-    counts: AcceptanceCounts = {}
-    for name, short in COUNTERS.items():
-        if name in found:
-            counts[short] = int(found[name].value)
+    counts = {key: int(found[name].value) for name, key in COUNTERS.items() if name in found}
     if BY_POSITION in found:
-        counts["accepted_by_position"] = [int(value) for value in found[BY_POSITION].values]
+        return {**counts, "accepted_by_position": list(map(int, found[BY_POSITION].values))}
     return counts
 
 
@@ -301,8 +276,7 @@ def grouped_rms_norm() -> bool:
 
 
 class HostDriver:
-    """What Triton asks a device's driver, answered for the host: its interpreter needs no device,
-    vLLM wants an active driver."""
+    """What Triton asks a device's driver, answered for the host: vLLM wants an active driver."""
 
     @staticmethod
     def is_active() -> bool:
@@ -337,8 +311,7 @@ def stand_in_driver() -> None:
 
 
 def masks_of_numbers() -> None:
-    """Let Triton's interpreter load and store by masks that its own operators have made whole
-    numbers of, which it refuses."""
+    """Let Triton's interpreter load and store by masks that are whole numbers."""
     builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
 

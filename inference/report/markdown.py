@@ -12,23 +12,8 @@ from rich.table import Table
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
-from inference.report.model import (
-    REPORT_FILE,
-    Costs,
-    DeviceFacts,
-    DrafterResult,
-    Interval,
-    LoopResult,
-    Losses,
-    Profile,
-    Report,
-    ReportSettings,
-    Roofline,
-    RooflineDraft,
-    RooflineStep,
-    TargetFacts,
-    read_report,
-)
+from inference.report import model as schema
+from inference.report.model import REPORT_FILE, Interval, Report, read_report
 
 HEADLINE = "# Measured by Headstart"
 DEFINITIONS = (
@@ -40,19 +25,10 @@ DEFINITIONS = (
     "identical to the baseline's; a near tie is a difference within the measured numerical gap of "
     "the number format, a mismatch is not. Brackets: 95% bootstrap interval over prompts."
 )
+NO_REPORT = "no report was given. Name at least one report.json, or a folder that holds one."
 TABLE_WIDTH = 120
 """Columns of a table that goes to a file or a pipe."""
-MAIN_HEADER = [
-    "drafter",
-    "draft",
-    "tau",
-    "TAR",
-    "tokens/s",
-    "speedup",
-    "ideal",
-    "efficiency",
-    "lossless",
-]
+MAIN_HEADER = "drafter draft tau TAR tokens/s speedup ideal efficiency lossless".split()
 LOSS_ROWS = {"sample": "sample (rest)", "clock": "clock (rest)"}
 
 
@@ -65,9 +41,7 @@ def render(reports: Sequence[Path], out: Path) -> Path:
     from inference.report.plots import plot_all  # matplotlib takes a second to import
 
     if not reports:
-        raise UserError(
-            "no report was given. Name at least one report.json, or a folder that holds one."
-        )
+        raise UserError(NO_REPORT)
     loaded = dict(zip(labels(reports), map(read_report, reports), strict=True))
     out.mkdir(parents=True, exist_ok=True)
     images = plot_all(loaded, out)
@@ -77,18 +51,13 @@ def render(reports: Sequence[Path], out: Path) -> Path:
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
-    """A short, unique name per report: its folder's name, or the file's own when it is not called
-    report.json.
-    """
+    """A short, unique name per report: its folder's name, or its own if that is not report.json."""
+    folders = [(path if path.is_dir() else path.parent).resolve() for path in paths]
     names = [
-        path.stem if path.is_file() and path.name != REPORT_FILE else _folder(path).name
-        for path in paths
+        path.stem if path.is_file() and path.name != REPORT_FILE else folder.name
+        for path, folder in zip(paths, folders, strict=True)
     ]
     return [f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
-
-
-def _folder(path: Path) -> Path:
-    return (path if path.is_dir() else path.parent).resolve()
 
 
 def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
@@ -118,9 +87,11 @@ def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A markdown table; the first column is text, the others are numbers."""
-    line = "|".join(["---", *["---:"] * (len(header) - 1)])
+def markdown_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1
+) -> list[str]:
+    """A markdown table; the first columns (`texts`) are text, the others are numbers."""
+    line = "|".join([*["---"] * texts, *["---:"] * (len(header) - texts)])
     return [f"| {' | '.join(header)} |", f"|{line}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
@@ -138,40 +109,40 @@ def facts(report: Report) -> list[str]:
 
 
 def list_conditions(
-    target: TargetFacts, device: DeviceFacts, settings: ReportSettings, command: str | None
+    target: schema.TargetFacts,
+    device: schema.DeviceFacts,
+    settings: schema.ReportSettings,
+    command: str | None,
 ) -> list[str]:
     """The same from parts of a report."""
     rule = f"`{settings.rule}`{settings.rule_text.removeprefix(settings.rule)}"
-    lines = [
+    return [
         f"- target: `{target.id}` ({target.parameters:,} parameters, {target.dtype}, "
         f"revision `{target.revision}`)",
         f"- device: {device.name} ({device.kind}, {device.threads} threads)",
         f"- settings: temperature {settings.temperature}, up to {settings.max_new_tokens} new "
         f"tokens, batch size {settings.batch_size}, rule {rule}, {settings.prompts} "
         f"prompts, seed {settings.seed}",
+        *([f"- command: `{command}`"] if command else []),
     ]
-    if command:
-        lines.append(f"- command: `{command}`")
-    return lines
 
 
 def _main_rows(report: Report) -> list[list[str]]:
     plain = f"{report.baseline.tokens_per_second:.1f}"
     rows = [["no drafter", "", "1.00", "", plain, "1.00", "", "", "baseline"]]
     for drafter in report.drafters:
-        rows.append(
-            [
-                drafter.name,
-                drafter.draft.label,
-                with_interval(drafter.tau, drafter.tau_ci95),
-                f"{drafter.tar:.2f}",
-                f"{drafter.tokens_per_second:.1f}",
-                with_interval(drafter.speedup, drafter.speedup_ci95),
-                f"{drafter.ideal_speedup:.2f}",
-                f"{100 * drafter.efficiency:.0f}%",
-                drafter.lossless.describe(report.settings.promise),
-            ]
-        )
+        cells = [
+            drafter.name,
+            drafter.draft.label,
+            with_interval(drafter.tau, drafter.tau_ci95),
+            f"{drafter.tar:.2f}",
+            f"{drafter.tokens_per_second:.1f}",
+            with_interval(drafter.speedup, drafter.speedup_ci95),
+            f"{drafter.ideal_speedup:.2f}",
+            f"{100 * drafter.efficiency:.0f}%",
+            drafter.lossless.describe(report.settings.promise),
+        ]
+        rows.append(cells)
     return rows
 
 
@@ -181,9 +152,7 @@ def main_table(report: Report) -> list[str]:
 
 
 def _comparison(reports: Mapping[str, Report]) -> list[str]:
-    """Rows: drafters of all reports; columns: tau and speedup of each report, "-" where it did not
-    take part.
-    """
+    """Rows: drafters of all reports; columns: tau and speedup of each report."""
     measured = [{drafter.name: drafter for drafter in one.drafters} for one in reports.values()]
     header = ["drafter", *(f"{label}: {what}" for label in reports for what in ("tau", "speedup"))]
     settings = [one.settings for one in reports.values() for _ in ("tau", "speedup")]
@@ -191,32 +160,23 @@ def _comparison(reports: Mapping[str, Report]) -> list[str]:
     if any(one.rule != "match" for one in settings):
         rows.append(["rule", *(one.rule_text for one in settings)])
     for name in dict.fromkeys(name for drafters in measured for name in drafters):
-        cells = [_tau_and_speedup(drafters.get(name)) for drafters in measured]
-        rows.append([name, *(cell for pair in cells for cell in pair)])
+        cells = []
+        for one in (drafters.get(name) for drafters in measured):
+            cells += [with_interval(one.tau, one.tau_ci95) if one else "-"]
+            cells += [with_interval(one.speedup, one.speedup_ci95) if one else "-"]
+        rows.append([name, *cells])
     return markdown_table(header, rows)
-
-
-def _tau_and_speedup(drafter: DrafterResult | None) -> tuple[str, str]:
-    if drafter is None:
-        return "-", "-"
-    return (
-        with_interval(drafter.tau, drafter.tau_ci95),
-        with_interval(drafter.speedup, drafter.speedup_ci95),
-    )
 
 
 def domain_table(report: Report) -> list[str]:
     """tau, TAR and speedup per drafter and domain as a markdown table."""
     rows = []
     for drafter in report.drafters:
-        cells = [drafter.domains.get(name) for name in report.domains]
-        texts = [
-            f"{with_interval(cell.tau, cell.tau_ci95)}, {cell.tar:.2f}, {cell.speedup:.2f}x"
-            if cell
-            else "-"
-            for cell in cells
-        ]
-        rows.append([drafter.name, *texts])
+        cells = dict.fromkeys(report.domains, "-")
+        for name, found in drafter.domains.items():
+            tau = with_interval(found.tau, found.tau_ci95)
+            cells[name] = f"{tau}, {found.tar:.2f}, {found.speedup:.2f}x"
+        rows.append([drafter.name, *cells.values()])
     return markdown_table(["drafter", *report.domains], rows)
 
 
@@ -227,30 +187,23 @@ def depth_table(report: Report) -> list[str]:
         found = drafter.acceptance
         pairs = zip(found.unconditional, found.conditional, strict=True)
         rows.append([drafter.name, *(f"{beta:.2f} ({alpha:.2f})" for beta, alpha in pairs)])
-    deepest = _fill(rows) - 1
-    return markdown_table(["drafter", *(f"depth {i + 1}" for i in range(deepest))], rows)
+    return _by_depth(["drafter"], rows)
 
 
-def _fill(rows: Sequence[list[str]]) -> int:
-    """Fill short rows with "-"; returns the number of cells that all have then (1 without rows)."""
-    width = max(map(len, rows), default=1)
-    for row in rows:
-        row += ["-"] * (width - len(row))
-    return width
+def _by_depth(header: Sequence[str], rows: Sequence[list[str]]) -> list[str]:
+    """A table with a column per depth behind `header`; short rows are filled with "-"."""
+    width = max(map(len, rows), default=len(header))
+    depths = [f"depth {i + 1}" for i in range(width - len(header))]
+    return markdown_table([*header, *depths], [row + ["-"] * (width - len(row)) for row in rows])
 
 
 def _step_table(report: Report) -> list[str]:
     rows = []
     for drafter in report.drafters:
         times, memory = dict(drafter.step_ms.items()), drafter.memory_bytes
-        sizes = (memory.target, memory.drafter, memory.kv)
-        rows.append(
-            [
-                drafter.name,
-                *(f"{times.get(phase, 0.0):.2f}" for phase in report.phases),
-                *(f"{size / 1e6:.1f}" for size in sizes),
-            ]
-        )
+        cells = [f"{times.get(phase, 0.0):.2f}" for phase in report.phases]
+        cells += [f"{size / 1e6:.1f}" for size in (memory.target, memory.drafter, memory.kv)]
+        rows.append([drafter.name, *cells])
     return markdown_table(["drafter", *report.phases, "target MB", "drafter MB", "KV MB"], rows)
 
 
@@ -259,72 +212,62 @@ def _step_table(report: Report) -> list[str]:
 
 def _optional_tables(report: Report) -> list[tuple[str, list[str]]]:
     """(caption, table) of every optional block that the report has."""
-    known: list[tuple[Any, str, Callable[[Any], list[str]]]] = [
+    known: list[tuple[Any, Callable[[Any], list[str]], str]] = [
         (
             report.lost,
+            _loss_tables,
             "Where the speed goes: from the ceiling (every draft kept, at the cost of a plain "
             "step) to the measured speedup, factor by factor. Their product is exact; what no "
             "term explains stands in the rows marked rest",
-            _loss_tables,
         ),
         (
             report.baselines,
+            _baselines_table,
             "Loops beside ours: tokens/s of decoding and its ratio to ours without a drafter; the "
             "same with prefill",
-            _baselines_table,
         ),
         (
             report.profile,
+            _profile_table,
             "Speed by rows decoded together, context and temperature; the best draft of each "
             "setting is bold, and none is where plain decoding is faster",
-            _profile_table,
         ),
         (
             report.costs,
+            _costs_table,
             "Milliseconds per call, medians: n nodes of a verification or draft, or committed "
             "tokens",
-            _costs_table,
         ),
         (
             report.roofline,
-            "Bytes that a step must move, and the share of the probed bandwidth that it reached",
             _roofline_table,
+            "Bytes that a step must move, and the share of the probed bandwidth that it reached",
         ),
     ]
-    return [(caption, table(block)) for block, caption, table in known if block is not None]
+    return [(caption, table(block)) for block, table, caption in known if block is not None]
 
 
-def _loss_tables(block: Losses) -> list[str]:
-    """Every term of every drafter: what is left of the ceiling behind it. Then 1 - TV by depth and
-    domain.
-    """
+def _loss_tables(block: schema.Losses) -> list[str]:
+    """Every term of every drafter; then 1 - TV by depth and domain."""
     arms = block.arms
     rows = [["ceiling", *(f"{arm.ceiling:.2f}" for arm in arms.values())]]
     for terms in zip(*(arm.terms for arm in arms.values()), strict=True):
         cells = [with_interval(term.factor, term.ci95) for term in terms]
         rows.append([LOSS_ROWS.get(terms[0].name, terms[0].name), *cells])
     rows.append(["speedup", *(f"**{arm.speedup:.2f}**" for arm in arms.values())])
-    overlaps = [
-        [
-            name,
-            group,
-            *(f"{at.overlap:.2f} ({at.own_overlap:.2f})" if at.tested else "-" for at in levels),
-        ]
-        for name, arm in arms.items()
-        for group, levels in arm.depths.items()
-    ]
-    depths = [f"depth {i + 1}" for i in range(_fill(overlaps) - 2)]
+    overlaps = []
+    for name, arm in arms.items():
+        for group, levels in arm.depths.items():
+            cells = [
+                f"{at.overlap:.2f} ({at.own_overlap:.2f})" if at.tested else "-" for at in levels
+            ]
+            overlaps.append([name, group, *cells])
     caption = "1 - TV of both models' distributions as decoding uses them (of their own), by depth"
-    return [
-        *markdown_table(["factor", *arms], rows),
-        "",
-        caption,
-        "",
-        *markdown_table(["drafter", "domain", *depths], overlaps),
-    ]
+    shares = _by_depth(["drafter", "domain"], overlaps)
+    return [*markdown_table(["factor", *arms], rows), "", caption, "", *shares]
 
 
-def _baselines_table(loops: Mapping[str, LoopResult]) -> list[str]:
+def _baselines_table(loops: Mapping[str, schema.LoopResult]) -> list[str]:
     """Every loop beside ours without a drafter."""
     rows = [
         [
@@ -342,55 +285,38 @@ def _baselines_table(loops: Mapping[str, LoopResult]) -> list[str]:
     return markdown_table(header, rows)
 
 
-def _profile_table(block: Profile) -> list[str]:
+def _profile_table(block: schema.Profile) -> list[str]:
     """Every point; the best draft of each setting is bold."""
     best = {draft.key for draft in block.best}
+    header = "drafter rows context temperature draft tau tokens/s without speedup".split()
     rows = []
     for point in block.points:
-        draft = f"{point.shape} {point.depth}"
-        rows.append(
-            [
-                point.arm,
-                str(point.batch),
-                str(point.context),
-                f"{point.temperature:g}",
-                f"**{draft}**" if point.key in best else draft,
-                f"{point.tau:.2f}",
-                f"{point.tokens_per_second:.1f}",
-                f"{point.baseline_tokens_per_second:.1f}",
-                with_interval(point.speedup, point.speedup_ci95),
-            ]
-        )
-    header = [
-        "drafter",
-        "rows",
-        "context",
-        "temperature",
-        "draft",
-        "tau",
-        "tokens/s",
-        "without",
-        "speedup",
-    ]
+        mark = "**" if point.key in best else ""
+        cells = [
+            point.arm,
+            str(point.batch),
+            str(point.context),
+            f"{point.temperature:g}",
+            f"{mark}{point.shape} {point.depth}{mark}",
+            f"{point.tau:.2f}",
+            f"{point.tokens_per_second:.1f}",
+            f"{point.baseline_tokens_per_second:.1f}",
+            with_interval(point.speedup, point.speedup_ci95),
+        ]
+        rows.append(cells)
     return markdown_table(header, rows)
 
 
-def _costs_table(block: Costs) -> list[str]:
+def _costs_table(block: schema.Costs) -> list[str]:
     """Milliseconds of every measured call: nodes from left to right."""
-    sizes = block.sizes
-    rows = [
-        [
-            curve.name,
-            str(curve.rows),
-            str(curve.length),
-            *(f"{curve.ms[nodes]:.2f}" if nodes in curve.ms else "" for nodes in sizes),
-        ]
-        for curve in block.rows()
-    ]
-    return markdown_table(["call", "rows", "cached", *(f"n={nodes}" for nodes in sizes)], rows)
+    rows = []
+    for curve in block.rows():
+        cells = [f"{curve.ms[nodes]:.2f}" if nodes in curve.ms else "" for nodes in block.sizes]
+        rows.append([curve.name, str(curve.rows), str(curve.length), *cells])
+    return markdown_table(["call", "rows", "cached", *(f"n={n}" for n in block.sizes)], rows)
 
 
-def _roofline_table(block: Roofline) -> list[str]:
+def _roofline_table(block: schema.Roofline) -> list[str]:
     """Bytes per step against the probed bandwidth."""
     rows = [["no drafter", *_step_cells(block.baseline), "", ""]]
     for name, arm in block.arms.items():
@@ -401,7 +327,7 @@ def _roofline_table(block: Roofline) -> list[str]:
     return markdown_table(header, rows)
 
 
-def _step_cells(step: RooflineStep | RooflineDraft) -> list[str]:
+def _step_cells(step: schema.RooflineStep | schema.RooflineDraft) -> list[str]:
     return [f"{step.bytes_per_step / 1e6:.1f}", f"{step.step_ms:.2f}", f"{100 * step.share:.0f}%"]
 
 
@@ -411,8 +337,7 @@ def _step_cells(step: RooflineStep | RooflineDraft) -> list[str]:
 def print_table(report: Report, console: Console | None = None) -> None:
     """Print the measured numbers of a report; a file or pipe is given 120 columns."""
     if console is None:
-        console = Console()
-        console = console if console.is_terminal else Console(width=TABLE_WIDTH)
+        console = Console() if Console().is_terminal else Console(width=TABLE_WIDTH)
     settings = report.settings
     title = (
         f"{report.target.id} on {report.device.name}, temperature {settings.temperature:g}, "
@@ -422,13 +347,11 @@ def print_table(report: Report, console: Console | None = None) -> None:
         title += f", rule {settings.rule_text}"
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
     shown = [i for i, name in enumerate(MAIN_HEADER) if name not in ("ideal", "efficiency")]
-    unbroken = console.width >= TABLE_WIDTH
-    for column, place in enumerate(shown):
-        number = MAIN_HEADER[place] in ("tau", "TAR", "tokens/s", "speedup")
+    for column, name in enumerate(MAIN_HEADER[place] for place in shown):
         justify: Literal["left", "right"] = "left" if column < 2 else "right"
-        table.add_column(
-            MAIN_HEADER[place], justify=justify, overflow="fold", no_wrap=unbroken and number
-        )
+        number = name in ("tau", "TAR", "tokens/s", "speedup")
+        unbroken = number and console.width >= TABLE_WIDTH
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=unbroken)
     for row in _main_rows(report):
         table.add_row(*(row[place] for place in shown))
     console.print(table)

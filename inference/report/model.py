@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -39,14 +39,19 @@ class Block(BaseModel):
     """A part of a report. Numbers are finite and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    whole: ClassVar[str] = "a report"
+    """What it is a part of, in messages."""
+    stage: ClassVar[str] = "measure"
+    """The stage that writes it."""
 
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, content: Any) -> Any:
         unknown = set(content) - set(cls.model_fields) if isinstance(content, Mapping) else set()
         if unknown:
-            facts = {"key": min(unknown), "allowed": ", ".join(sorted(cls.model_fields))}
-            message = "{key} is not part of a report. Allowed: {allowed}."
+            allowed = ", ".join(sorted(cls.model_fields))
+            message = "{key} is not part of {whole}. Allowed: {allowed}."
+            facts = {"key": min(unknown), "whole": cls.whole, "allowed": allowed}
             raise PydanticCustomError("unknown_key", message, facts)
         return content
 
@@ -87,8 +92,7 @@ class ReportSettings(Block):
     max_new_tokens: Count
     batch_size: Count
     rule: str
-    """Acceptance rule (`decode.rule`). Reports from before version 0.1.0 say match for every
-    rule."""
+    """Acceptance rule (`decode.rule`); match in all reports from before version 0.1.0."""
     seed: Count
     prompts: Count
     """Measured prompts."""
@@ -130,9 +134,7 @@ class DraftFacts(Block):
     name: str | None = None
     """Name in the report; the drafter's kind where it is missing."""
     noise: str | None = None
-    """"shared": drafts are ranked with the target's noise; "own": drawn with noise of their own;
-    "none".
-    """
+    """"shared": drafts are ranked with the target's noise; "own": their own; "none"."""
     choices: list[list[Count]] | None = None
     """Paths of a static tree, by rank of the candidates."""
     weights_sha256: str | None = None
@@ -141,8 +143,7 @@ class DraftFacts(Block):
     @property
     def label(self) -> str:
         """ "chain 4" or "tree 4 (12 nodes)", the first number being the depth."""
-        nodes = "" if self.shape == "chain" else f" ({self.nodes} nodes)"
-        return f"{self.shape} {self.depth}{nodes}"
+        return f"{self.shape} {self.depth}" + f" ({self.nodes} nodes)" * (self.shape != "chain")
 
     @property
     def words(self) -> str:
@@ -207,18 +208,15 @@ class LosslessCounts(Block):
     @model_validator(mode="after")
     def _check_sum(self) -> LosslessCounts:
         if self.sequences != self.identical + self.near_ties + self.mismatches:
-            raise PydanticCustomError(
-                "inconsistent",
-                "does not add up: sequences must be identical + near_ties + mismatches.",
-            )
+            message = "does not add up: sequences must be identical + near_ties + mismatches."
+            raise PydanticCustomError("inconsistent", message)
         return self
 
     def describe(self, kept: str = TEXT) -> str:
         """ "64/64", "63/64, 1 near tie" or "60/64, 4 MISMATCHES".
 
-        kept: what the rule promises (`ReportSettings.promise`). A rule that does not promise the
-        baseline's text is named instead: "LOSSY, 3/64 same text", or "distribution kept, 3/64 same
-        text".
+        kept: what the rule promises (`ReportSettings.promise`). Where that is not the baseline's
+        text: "LOSSY, 3/64 same text" or "distribution kept, 3/64 same text".
         """
         text = f"{self.identical}/{self.sequences}"
         if kept != TEXT:
@@ -337,13 +335,12 @@ class CostPoint(Block):
     """Cached tokens per sequence."""
     seconds: float
     low: float
-    """First quartile, in seconds."""
     high: float
-    """Third quartile, in seconds."""
+    """`low` and `high`: first and third quartile, in seconds."""
 
 
 class Costs(Block):
-    """Time per call (`bench.costs`). `inference.cost.CostCurves` interpolates the points."""
+    """Time per call (`bench.costs`); `inference.decoding.costs.CostCurves` interpolates it."""
 
     target: str
     device: str
@@ -354,9 +351,8 @@ class Costs(Block):
     """Timed calls per point."""
     verify: list[CostPoint]
     draft: dict[str, list[CostPoint]]
-    """By drafter."""
     commit: dict[str, list[CostPoint]]
-    """By drafter."""
+    """`draft` and `commit`: by drafter."""
 
     @property
     def sizes(self) -> list[int]:
@@ -366,8 +362,8 @@ class Costs(Block):
     def rows(self) -> list[CostRow]:
         """Every curve: verification, then drafting and committing by drafter."""
         curves = {"verify": self.verify}
-        for what, named in (("draft", self.draft), ("commit", self.commit)):
-            curves |= {f"{what}: {name}": points for name, points in named.items()}
+        curves |= {f"draft: {name}": points for name, points in self.draft.items()}
+        curves |= {f"commit: {name}": points for name, points in self.commit.items()}
         found: dict[tuple[str, int, int], dict[int, float]] = {}
         for name, points in curves.items():
             for point in points:
@@ -442,9 +438,8 @@ class LoopResult(Block):
     ratio: float
     ratio_ci95: Interval
     end_to_end_tokens_per_second: float
-    """With prefill."""
     end_to_end_ratio: float
-    """With prefill."""
+    """End to end: with prefill."""
     tau: float
     """Tokens per pass."""
     sequences: Count
@@ -457,8 +452,7 @@ class LoopResult(Block):
 
 
 class LossTerm(Block):
-    """One factor between the ceiling and the measured speedup; docs/report_page.md explains
-    each."""
+    """One factor between the ceiling and the measured speedup; see docs/report_page.md."""
 
     name: str
     factor: float
@@ -509,9 +503,8 @@ class DraftStates(Block):
 
 class _Span(Block):
     first: Count
-    """First position of the answer."""
     end: Count
-    """Position after the last; 0: no end."""
+    """Positions [first, end) of the answer; end 0: no end."""
 
 
 class PositionStates(DraftStates, _Span):
@@ -540,9 +533,8 @@ class TreeComparison(Block):
 
     nodes: Count
     own: float
-    """tau of the measured draft under the sample's acceptance by rank."""
     best: float
-    """tau of the best tree under the same."""
+    """tau of the measured draft and of the best tree under the sample's acceptance by rank."""
     choices: list[list[Count]]
     """Paths of the best tree, by rank of the candidates."""
 
@@ -623,9 +615,8 @@ class Conditions(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     bench: dict[str, Any] = {}
-    """The group `bench` of the configuration."""
     sampling: dict[str, Any] = {}
-    """Settings of sampling."""
+    """Settings: the group `bench` of the configuration, and of sampling."""
     typical: dict[str, float] | None = None
     """`epsilon` and `delta` of rule typical."""
     warmup_prompts: Count | None = None
@@ -661,13 +652,11 @@ class Report(Block):
     @model_validator(mode="after")
     def _check_names(self) -> Report:
         names = [drafter.name for drafter in self.drafters]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise PydanticCustomError(
-                "inconsistent",
-                "drafters holds {twice} more than once; every drafter needs its own draft.name.",
-                {"twice": str(twice)},
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            message = (
+                "drafters holds {twice} more than once; every drafter needs its own draft.name."
             )
+            raise PydanticCustomError("inconsistent", message, {"twice": str(twice)})
         return self
 
     @property
@@ -696,8 +685,7 @@ class Report(Block):
 
     def domain_intervals(self, name: str) -> Mapping[str, tuple[float, float]]:
         """Domain to the 95% interval of a drafter's speedup; empty where the report has none."""
-        conditions = self.run.arms.get(name)
-        return conditions.speedup_ci95_by_domain if conditions else {}
+        return self.run.arms.get(name, DrafterConditions()).speedup_ci95_by_domain
 
 
 # Reading and writing
@@ -718,34 +706,15 @@ WANTED = {
 """Type of a pydantic error to what is allowed."""
 
 
+Whole = TypeVar("Whole", bound=Block)
+
+
 def parse_report(content: Any, source: str = "report") -> Report:
     """`content`, the object that a report.json holds, as a `Report`.
 
     Raises `UserError` with `source` and the dotted key at fault.
     """
-    found = content.get("format") if isinstance(content, Mapping) else None
-    if isinstance(found, int) and found != FORMAT:
-        raise UserError(
-            f"{source}: format is {found}; this version reads format {FORMAT}. Measure again."
-        )
-    try:
-        return Report.model_validate(content)
-    except ValidationError as error:
-        raise UserError(f"{source}: {_explain(error.errors()[0])}") from None
-
-
-def _explain(error: ErrorDetails) -> str:
-    """One error of pydantic as a sentence for people."""
-    key = ".".join(map(str, error["loc"])) or "the whole file"
-    advice = "Reports are written by `headstart measure`"
-    if error["type"] == "missing":
-        return f"{key} is missing. {advice}; measure again."
-    if error["type"] == "unknown_key":
-        return ".".join([*map(str, error["loc"]), error["msg"]])
-    if error["type"] == "inconsistent":
-        return " ".join([*([key] if error["loc"] else []), error["msg"]])
-    wanted = WANTED.get(error["type"], error["msg"])
-    return f"{key} must be {wanted}; given: {error['input']!r}. {advice}."
+    return parse(Report, content, source)
 
 
 def read_report(path: Path) -> Report:
@@ -753,17 +722,49 @@ def read_report(path: Path) -> Report:
 
     Raises `UserError` when there is none, or when it is broken or incomplete.
     """
-    file = path / REPORT_FILE if path.is_dir() else path
+    return read(Report, path, REPORT_FILE)
+
+
+def parse(kind: type[Whole], content: Any, source: str) -> Whole:
+    """`content` as a block that is a whole file; see `parse_report`."""
+    found = content.get("format") if isinstance(content, Mapping) else None
+    if isinstance(found, int) and found != FORMAT:
+        again = f"this version reads format {FORMAT}. {kind.stage.capitalize()} again."
+        raise UserError(f"{source}: format is {found}; {again}")
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise UserError(f"{source}: {_explain(error.errors()[0], kind)}") from None
+
+
+def read(kind: type[Whole], path: Path, name: str) -> Whole:
+    """The block in a file, or in the file `name` of a folder; see `read_report`."""
+    file = path / name if path.is_dir() else path
     if not file.is_file():
         raise UserError(
-            f"'{path}' holds no {REPORT_FILE}. Run `headstart measure` first, or give the folder "
-            "it wrote."
+            f"'{path}' holds no {name}. Run `headstart {kind.stage}` first, or give the folder it "
+            "wrote."
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"'{file}' is not readable as JSON ({error}). Measure again.") from error
-    return parse_report(content, f"'{file}'")
+        again = kind.stage.capitalize()
+        raise UserError(f"'{file}' is not readable as JSON ({error}). {again} again.") from error
+    return parse(kind, content, f"'{file}'")
+
+
+def _explain(error: ErrorDetails, kind: type[Block]) -> str:
+    """One error of pydantic as a sentence for people."""
+    key = ".".join(map(str, error["loc"])) or "the whole file"
+    advice = f"{kind.whole.split()[-1].capitalize()}s are written by `headstart {kind.stage}`"
+    if error["type"] == "missing":
+        return f"{key} is missing. {advice}; {kind.stage} again."
+    if error["type"] == "unknown_key":
+        return ".".join([*map(str, error["loc"]), error["msg"]])
+    if error["type"] == "inconsistent":
+        return " ".join([*([key] if error["loc"] else []), error["msg"]])
+    wanted = WANTED.get(error["type"], error["msg"])
+    return f"{key} must be {wanted}; given: {error['input']!r}. {advice}."
 
 
 def write_report(report: Report | Mapping[str, Any], path: Path) -> None:

@@ -4,8 +4,8 @@ by batch size where that was measured. One panel per report.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from inference.manifest import write_bytes
 from inference.measure.metrics import GAP, PHASES
 from inference.report.model import ProfilePoint, Report
 
@@ -34,32 +35,27 @@ def plot_all(reports: Mapping[str, Report], out: Path) -> list[Path]:
 
     reports: by label. Returns the paths of what was written.
     """
-    written = [
-        _save(acceptance(reports), out / "acceptance.png"),
-        _save(speedup(reports), out / "speedup.png"),
-        _save(step_time(reports), out / "step_time.png"),
-    ]
     profiled = {label: report for label, report in reports.items() if _batch_points(report)}
-    if profiled:
-        written.append(_save(speedup_by_batch(profiled), out / "speedup_by_batch.png"))
-    return written
+    drawn = [acceptance(reports), speedup(reports), step_time(reports)]
+    drawn += [speedup_by_batch(profiled)] if profiled else []
+    names = ("acceptance", "speedup", "step_time", "speedup_by_batch")
+    return [_save(figure, out / f"{name}.png") for figure, name in zip(drawn, names, strict=False)]
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, dpi=130, format="png", bbox_inches="tight", facecolor="white")
+    content = BytesIO()
+    figure.savefig(content, dpi=130, format="png", bbox_inches="tight", facecolor="white")
     plt.close(figure)
-    os.replace(partial, path)
+    write_bytes(path, content.getvalue())
     return path
 
 
 def _styles(reports: Mapping[str, Report]) -> dict[str, tuple[str, str]]:
     """Drafter name to colour and marker, the same in every panel."""
-    names = dict.fromkeys(
-        drafter.name for report in reports.values() for drafter in report.drafters
-    )
+    names = [drafter.name for report in reports.values() for drafter in report.drafters]
     return {
-        name: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)
+        name: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)])
+        for i, name in enumerate(dict.fromkeys(names))
     }
 
 
@@ -67,6 +63,29 @@ def _tidy(axes: Axes, grid: Literal["y", "both"] = "y") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def _panels(
+    reports: Mapping[str, Report],
+    width: float,
+    height: float,
+    draw: Callable[[Axes, Report], None],
+    x_label: str = "",
+    y_label: str = "",
+) -> Figure:
+    """A panel per report with one legend; those with a label share their y axis."""
+    shared = bool(y_label)
+    size = (width * len(reports) + (1.4 if shared else 1.2), height)
+    figure, grid = plt.subplots(1, len(reports), figsize=size, sharey=shared, squeeze=False)
+    for axes, (label, report) in zip(grid[0], reports.items(), strict=True):
+        draw(axes, report)
+        axes.set_xlabel(x_label)
+        axes.set_title(_title(label, report))
+    grid[0][0].set_ylabel(y_label)
+    if not shared:
+        figure.subplots_adjust(wspace=0.45)
+    _add_legend(figure, grid[0])
+    return figure
 
 
 def _title(label: str, report: Report) -> str:
@@ -118,14 +137,9 @@ def _draw_acceptance(
             i for i in range(len(values)) if which == "unconditional" or i == 0 or beta[i - 1] > 0
         ]
         colour, marker = styles[drafter.name]
-        axes.plot(
-            [i + 1 for i in shown],
-            [values[i] for i in shown],
-            color=colour,
-            marker=marker,
-            clip_on=False,
-            label=drafter.name,
-        )
+        shares = [values[i] for i in shown]
+        places = [i + 1 for i in shown]
+        axes.plot(places, shares, color=colour, marker=marker, clip_on=False, label=drafter.name)
     _tidy(axes)
     axes.set_ylim(0, 1.02)
     axes.set_xticks(range(1, deepest + 1))
@@ -134,48 +148,36 @@ def _draw_acceptance(
 def speedup(reports: Mapping[str, Report]) -> Figure:
     """Bars of speedup by domain with 95% intervals; the line at 1 is plain decoding."""
     styles = _styles(reports)
-    width = max(
-        (len(report.drafters) * (len(report.domains) + 1) for report in reports.values()), default=1
-    )
-    size = (max(4.5, 0.42 * width) * len(reports) + 1.4, 4.2)
-    figure, grid = plt.subplots(1, len(reports), figsize=size, sharey=True, squeeze=False)
-    for axes, (label, report) in zip(grid[0], reports.items(), strict=True):
-        _draw_speedup(axes, report, styles)
-        axes.set_title(_title(label, report))
-    grid[0][0].set_ylabel("speedup over plain decoding")
-    _add_legend(figure, grid[0])
-    return figure
+    bars = [len(report.drafters) * (len(report.domains) + 1) for report in reports.values()]
 
+    def draw(axes: Axes, report: Report) -> None:
+        groups, count = [*report.domains, "all"], max(1, len(report.drafters))
+        bar = 0.8 / count
+        for place, drafter in enumerate(report.drafters):
+            name = drafter.name
+            intervals = {**report.domain_intervals(name), "all": drafter.speedup_ci95}
+            values = {domain: numbers.speedup for domain, numbers in drafter.domains.items()}
+            values["all"] = drafter.speedup
+            for group, domain in enumerate(groups):
+                if domain not in values:
+                    continue
+                at = group + (place - (count - 1) / 2) * bar
+                label = name if group == 0 else None
+                axes.bar(at, values[domain], 0.9 * bar, color=styles[name][0], label=label)
+                if domain in intervals:
+                    axes.plot([at, at], intervals[domain], color=DARK, linewidth=1.2)
+        _mark_plain_speed(axes)
+        axes.set_xticks(range(len(groups)), groups)
+        _tidy(axes)
 
-def _draw_speedup(axes: Axes, report: Report, styles: Mapping[str, tuple[str, str]]) -> None:
-    groups, count = [*report.domains, "all"], max(1, len(report.drafters))
-    bar = 0.8 / count
-    for place, drafter in enumerate(report.drafters):
-        name = drafter.name
-        intervals = {**report.domain_intervals(name), "all": drafter.speedup_ci95}
-        values = {domain: numbers.speedup for domain, numbers in drafter.domains.items()}
-        values["all"] = drafter.speedup
-        for group, domain in enumerate(groups):
-            if domain not in values:
-                continue
-            at = group + (place - (count - 1) / 2) * bar
-            label = name if group == 0 else None
-            axes.bar(at, values[domain], 0.9 * bar, color=styles[name][0], label=label)
-            if domain in intervals:
-                axes.plot([at, at], intervals[domain], color=DARK, linewidth=1.2)
-    _mark_plain_speed(axes)
-    axes.set_xticks(range(len(groups)), groups)
-    _tidy(axes)
+    width = max(4.5, 0.42 * max(bars, default=1))
+    return _panels(reports, width, 4.2, draw, y_label="speedup over plain decoding")
 
 
 def step_time(reports: Mapping[str, Report]) -> Figure:
-    """Stacked bars: milliseconds per verify pass by phase; the dashed line is one pass of plain
-    decoding.
-    """
-    rows = max((len(report.drafters) for report in reports.values()), default=1)
-    size = (5.6 * len(reports) + 1.2, 0.5 * rows + 1.8)
-    figure, grid = plt.subplots(1, len(reports), figsize=size, squeeze=False)
-    for axes, (label, report) in zip(grid[0], reports.items(), strict=True):
+    """Stacked bars: milliseconds per verify pass by phase, beside one pass of plain decoding."""
+
+    def draw(axes: Axes, report: Report) -> None:
         names = [drafter.name for drafter in report.drafters]
         times = [dict(drafter.step_ms.items()) for drafter in report.drafters]
         left = [0.0] * len(names)
@@ -187,11 +189,9 @@ def step_time(reports: Mapping[str, Report]) -> Figure:
             axes.axvline(plain, color=DARK, linewidth=1, linestyle="--", label="plain decoding")
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel("ms per verify pass")
-        axes.set_title(_title(label, report))
-    figure.subplots_adjust(wspace=0.45)
-    _add_legend(figure, grid[0])
-    return figure
+
+    rows = max((len(report.drafters) for report in reports.values()), default=1)
+    return _panels(reports, 5.6, 0.5 * rows + 1.8, draw, x_label="ms per verify pass")
 
 
 def _batch_points(report: Report) -> list[ProfilePoint]:
@@ -201,26 +201,22 @@ def _batch_points(report: Report) -> list[ProfilePoint]:
 
 
 def speedup_by_batch(reports: Mapping[str, Report]) -> Figure:
-    """Speedup of each drafter's best draft over the batch size, with its interval; numbers: tokens
-    drafted.
-    """
+    """Speedup of each drafter's best draft over the batch size; numbers: tokens drafted."""
     styles = _styles(reports)
-    size = (5.2 * len(reports) + 1.4, 4.2)
-    figure, grid = plt.subplots(1, len(reports), figsize=size, sharey=True, squeeze=False)
-    for axes, (label, report) in zip(grid[0], reports.items(), strict=True):
+
+    def draw(axes: Axes, report: Report) -> None:
         points = _batch_points(report)
         for name in dict.fromkeys(point.arm for point in points):
-            mine = [point for point in points if point.arm == name]
-            sizes = sorted({point.batch for point in mine})
-            best = [
-                max((p for p in mine if p.batch == batch), key=lambda p: p.speedup)
-                for batch in sizes
-            ]
+            best: dict[int, ProfilePoint] = {}
+            for point in (point for point in points if point.arm == name):
+                if point.batch not in best or point.speedup > best[point.batch].speedup:
+                    best[point.batch] = point
+            sizes = sorted(best)
             colour, marker = styles.get(name, (COLOURS[-1], MARKERS[0]))
-            places = range(len(sizes))
-            speedups = [point.speedup for point in best]
-            axes.plot(places, speedups, color=colour, marker=marker, label=name)
-            for place, point in enumerate(best):
+            speedups = [best[size].speedup for size in sizes]
+            axes.plot(range(len(sizes)), speedups, color=colour, marker=marker, label=name)
+            for place, size in enumerate(sizes):
+                point = best[size]
                 axes.plot([place, place], point.speedup_ci95, color=colour, linewidth=1.2)
                 axes.annotate(
                     str(point.depth),
@@ -229,14 +225,12 @@ def speedup_by_batch(reports: Mapping[str, Report]) -> Figure:
                     xytext=(6, 5),
                     color=colour,
                 )
-            axes.set_xticks(places, [str(batch) for batch in sizes])
+            axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
         _mark_plain_speed(axes)
-        axes.set_xlabel("rows decoded together")
-        axes.set_title(_title(label, report))
         _tidy(axes)
-    grid[0][0].set_ylabel("speedup over plain decoding")
-    _add_legend(figure, grid[0])
-    return figure
+
+    labels = ("rows decoded together", "speedup over plain decoding")
+    return _panels(reports, 5.2, 4.2, draw, *labels)
 
 
 def families(rows: Mapping[str, Mapping[str, float]], path: Path) -> Path:
@@ -246,19 +240,12 @@ def families(rows: Mapping[str, Mapping[str, float]], path: Path) -> Path:
     """
     names = list(rows)
     titles = [title for title in next(iter(rows.values())) if title != "speedup"]
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 0.32 * len(names) + 1.6), sharey=True, width_ratios=(3, 1)
-    )
+    size = (11, 0.32 * len(names) + 1.6)
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True, width_ratios=(3, 1))
     places = range(len(names), 0, -1)
     for index, title in enumerate(titles):
-        left.plot(
-            [rows[name][title] for name in names],
-            places,
-            linestyle="none",
-            marker=MARKERS[index],
-            color=COLOURS[index],
-            label=title,
-        )
+        taus, colour = [rows[name][title] for name in names], COLOURS[index]
+        left.plot(taus, places, linestyle="none", marker=MARKERS[index], color=colour, label=title)
     right.barh(places, [rows[name]["speedup"] for name in names], color=COLOURS[5], height=0.7)
     right.axvline(1.0, color="#555555", linewidth=1.0)
     left.set_yticks(list(places), names)

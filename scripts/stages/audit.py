@@ -117,7 +117,7 @@ def contestant(found: Found, settings: Settings) -> Contestant:
     def load(target: TargetModel) -> Any:
         return drafters.load(found, target)
 
-    return Contestant(found.name, found.kind, load, drafters.draft_settings(found, settings.decode))
+    return Contestant(found.name, load, drafters.draft_settings(found, settings.decode))
 
 
 def fresh(settings: Settings) -> Contestant:
@@ -129,4 +129,4 @@ def fresh(settings: Settings) -> Contestant:
             head.kind, head.config, target.info, target.weights, seed=settings.run.seed
         )
 
-    return Contestant(head.kind + FRESH, head.kind, load, settings.decode)
+    return Contestant(head.kind + FRESH, load, settings.decode)

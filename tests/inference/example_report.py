@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from inference.decoding.requests import PassRecord
 from inference.measure.metrics import Outcome
-
-
-@dataclass(frozen=True)
-class HandPass:
-    """A verify pass as the engine records it."""
-
-    accepted: int
-    committed: int
-    rejected: bool
 
 
 def outcome(
@@ -24,7 +15,7 @@ def outcome(
 ) -> Outcome:
     """A decoded prompt whose passes accepted the given numbers of drafted tokens; all time is
     verify time."""
-    passes = [HandPass(count, count + 1, count < depth) for count in accepted]
+    passes = [PassRecord(count, count + 1, count < depth) for count in accepted]
     return Outcome(prompt, domain, passes, {"verify": seconds})
 
 

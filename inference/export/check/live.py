@@ -32,14 +32,8 @@ from inference.export.check.verify import find_source
 from inference.export.layouts.folder import Folder
 from inference.measure.metrics import divide
 from inference.measure.prompts import load_prompts, select_prompts, to_requests
-from inference.measure.vllm_process import (
-    EngineProcess,
-    ServedMode,
-    ServingMode,
-    require_folder,
-    serve,
-    vllm_request,
-)
+from inference.measure.vllm_process import EngineProcess, require_folder, serve, vllm_request
+from inference.measure.vllm_worker import ServedMode, ServingMode
 from inference.target.model import TargetModel
 
 PLAIN = "plain"
@@ -264,7 +258,7 @@ def live_check(
             if found.error:
                 row.problems.append(f"the engine refuses it: {found.error}")
                 continue
-            row.corrected = found.corrected
+            row.corrected = tuple(found.corrected)
             row.theirs = read_answers(found, requests, export.depth)
             known_counts = counted.get(export.name)  # They do not depend on the batch.
             row.ours = decode(target, export.drafter, requests, export.depth, batch, known_counts)
@@ -354,7 +348,8 @@ def first_step(row: LiveRow, requests: Sequence[Request]) -> str:
 
 def read_answers(mode: ServedMode, requests: Sequence[Request], depth: int) -> Decoded:
     """vLLM's answers, in the order of the requests."""
-    keys = [(str(request.index), 0) for request in requests]
+    by_id = {answer["id"]: answer for answer in mode.answers}
+    answers = [by_id[str(request.index)] for request in requests]
     counted = mode.acceptance
     counts = Counts(
         counted.get("drafts", 0),
@@ -362,9 +357,9 @@ def read_answers(mode: ServedMode, requests: Sequence[Request], depth: int) -> D
         counted.get("accepted_tokens", 0),
         [*counted.get("accepted_by_position", []), *[0] * depth][:depth],
     )
-    tokens = [mode.tokens[key] for key in keys]
+    tokens = [answer["tokens"] for answer in answers]
     rate = divide(sum(map(len, tokens)), mode.wall)
-    return Decoded(tokens, [mode.steps[key] for key in keys], counts, rate)
+    return Decoded(tokens, [answer["steps"] for answer in answers], counts, rate)
 
 
 def decode(

@@ -6,252 +6,168 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from heads.api.drafter import forget
 from inference.decoding.arm import Arm
 from inference.decoding.costs import CostConfig, CostCurves, measure_costs
 from inference.decoding.requests import Request
-from inference.measure.breakdown.config import LostConfig
-from inference.measure.breakdown.counts import (
-    POSITIONS,
-    Counts,
-    Rates,
-    calibration_bins,
-    calibration_gap,
-    count,
-    draws,
-    expected_tau,
-    ones,
-    rate_with_interval,
-    state_rates,
-)
-from inference.measure.breakdown.observe import State, Watched, watch
+from inference.measure.breakdown.counts import Counts, Rates, expected_tau, rate_with_interval
+from inference.measure.breakdown.observe import Watched, watch
 from inference.measure.breakdown.split import Measured, best_tree, split
 from inference.measure.breakdown.transcripts import transcript, write_transcripts
-from inference.measure.config import BenchConfig
+from inference.measure.config import BASELINE, BenchConfig, LostConfig
 from inference.measure.metrics import Totals, divide
-from inference.measure.prompts import Prompt, select_prompts
-from inference.report.model import (
-    Block,
-    Calibration,
-    CalibrationGap,
-    Costs,
-    DomainLoss,
-    DrafterLoss,
-    Losses,
-    PositionStates,
-    TemperatureStates,
-    TreeComparison,
-)
+from inference.measure.prompts import Prompt, Requests, select_prompts
+from inference.report import model as schema
 from inference.target.model import TargetModel
 
-Part = TypeVar("Part", bound=Block)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The prompts that are decoded once more."""
-
-    prompts: list[Prompt]
-    requests: list[Request]
-
-    @classmethod
-    def choose(
-        cls, config: LostConfig, prompts: Sequence[Prompt], requests: Sequence[Request]
-    ) -> Sample:
-        """The first prompts of every domain, in the measured order, with their requests."""
-        chosen = {prompt.id for prompt in select_prompts(prompts, config.prompts_per_domain)}
-        pairs = [(p, r) for p, r in zip(prompts, requests, strict=True) if p.id in chosen]
-        return cls([p for p, _ in pairs], [r for _, r in pairs])
-
-    def count(self, answers: Sequence[Watched], depth: int) -> Counts:
-        return count(answers, self.ids, self.domains, depth)
-
-    @property
-    def ids(self) -> list[str]:
-        return [prompt.id for prompt in self.prompts]
-
-    @property
-    def domains(self) -> list[str]:
-        return [prompt.domain for prompt in self.prompts]
-
-    def shown(self, per_domain: int) -> list[int]:
-        """Rows of the first `per_domain` prompts of every domain."""
-        if not per_domain:
-            return []
-        chosen = {prompt.id for prompt in select_prompts(self.prompts, per_domain)}
-        return [row for row, prompt in enumerate(self.prompts) if prompt.id in chosen]
+POSITIONS = ((1, 17), (17, 33), (33, 65), (65, 129), (129, 257), (257, 0))
+"""Parts of an answer: positions [first, end), the last part without an end. Position 0 is the token
+of prefill."""
 
 
 def lost_block(
     config: BenchConfig,
     target: TargetModel,
     arms: Sequence[Arm],
-    sample: Sample,
+    prompts: Sequence[Prompt],
+    requests: Requests,
     totals: Mapping[str, Totals],
-    baseline: Totals,
     lengths: Mapping[str, float],
-    costs: Costs | None,
+    costs: schema.Costs | None,
     out: Path,
-) -> Losses:
+) -> schema.Losses:
     """The block `lost` of report.json; writes `out`/transcripts.json beside it.
 
-    totals: of every arm by its name. lengths: mean number of cached tokens in the steps of an arm.
-    costs: the report's cost curves, if it has any.
+    totals, lengths: of the baseline and every arm, the sums over their answers and the mean number
+    of cached tokens in their steps. costs: the report's cost curves, if it has any.
     """
-    lost, seed = config.lost, config.seed
-    widening = {  # measured for all arms before anything else is decoded
-        arm.name: _widening(lost, target, arm, sample, lengths[arm.name], costs, seed)
-        for arm in arms
-    }
+    lost, baseline = config.lost, totals[BASELINE]
+    chosen = select_prompts(prompts, lost.prompts_per_domain)
+    asked = [requests[prompt.id] for prompt in chosen]
+    sample = _Sample(lost, target, chosen, asked, config.seed)
+    # measured for all arms before anything else is decoded
+    widening = {arm.name: sample.widening(arm, lengths[arm.name], costs) for arm in arms}
+    shown = select_prompts(chosen, lost.transcripts) if lost.transcripts else []
     losses, transcripts = {}, []
     for arm in arms:
         temperature, nodes = arm.decode.temperature, arm.decode.tree().num_nodes
-        candidates = lost.candidates if lost.transcripts else 0
-        watched = _watch_arm(target, arm, temperature, sample, candidates)
+        watched = sample.watch(arm, temperature, lost.candidates if shown else 0)
         arm_totals = totals[arm.name].like(baseline)
         measured = Measured(arm_totals, baseline, config.repeats, nodes, widening[arm.name])
-        losses[arm.name] = _drafter_loss(lost, target, arm, sample, watched, measured, seed)
+        losses[arm.name] = sample.loss(arm, watched, measured)
         transcripts += [
-            transcript(arm.name, sample.prompts[row], watched[row], target.tokenizer, temperature)
-            for row in sample.shown(lost.transcripts)
+            transcript(arm.name, prompt, answer, target.tokenizer, temperature)
+            for prompt, answer in zip(chosen, watched, strict=True)
+            if prompt in shown
         ]
     if transcripts:
         write_transcripts(out, target.info.id, lost.candidates, transcripts)
-    return Losses(prompts=len(sample.prompts), arms=losses)
+    return schema.Losses(prompts=len(chosen), arms=losses)
 
 
-def _widening(
-    config: LostConfig,
-    target: TargetModel,
-    arm: Arm,
-    sample: Sample,
-    length: float,
-    costs: Costs | None,
-    seed: int,
-) -> float:
-    """verify(n) / verify(1) for the arm's draft at the mean length of its steps."""
-    nodes, cached = arm.decode.tree().num_nodes, max(1, round(length))
-    if costs is not None:
-        curves = CostCurves.from_dict(costs.model_dump())
-    else:
-        text = [token for request in sample.requests for token in request.tokens]
-        cached = min(cached, target.info.max_position_embeddings - nodes - 1)
-        grid = CostConfig(nodes=(1, nodes), lengths=(cached,), repeats=config.repeats)
-        curves = measure_costs(grid, target, [], text, seed)
-    return divide(curves.verify(nodes, 1, cached), curves.verify(1, 1, cached))
+@dataclass(frozen=True)
+class _Sample:
+    """The prompts that are decoded once more, and how."""
 
+    config: LostConfig
+    target: TargetModel
+    prompts: list[Prompt]
+    requests: list[Request]
+    seed: int
 
-def _watch_arm(
-    target: TargetModel, arm: Arm, temperature: float, sample: Sample, candidates: int
-) -> list[Watched]:
-    decode = replace(arm.decode, temperature=temperature)
-    forget(arm.drafter)
-    try:
-        return watch(target, arm.drafter, decode, sample.requests, candidates)
-    finally:
+    def widening(self, arm: Arm, length: float, costs: schema.Costs | None) -> float:
+        """verify(n) / verify(1) for the arm's draft at the mean length of its steps."""
+        nodes, cached = arm.decode.tree().num_nodes, max(1, round(length))
+        if costs is not None:
+            curves = CostCurves.from_dict(costs.model_dump())
+        else:
+            text = [token for request in self.requests for token in request.tokens]
+            cached = min(cached, self.target.info.max_position_embeddings - nodes - 1)
+            repeats = self.config.repeats
+            grid = CostConfig(nodes=(1, nodes), lengths=(cached,), repeats=repeats)
+            curves = measure_costs(grid, self.target, [], text, self.seed)
+        return divide(curves.verify(nodes, 1, cached), curves.verify(1, 1, cached))
+
+    def watch(self, arm: Arm, temperature: float, candidates: int = 0) -> list[Watched]:
+        """The answers of an arm, which forgets them."""
+        decode = replace(arm.decode, temperature=temperature)
         forget(arm.drafter)
+        try:
+            return watch(self.target, arm.drafter, decode, self.requests, candidates)
+        finally:
+            forget(arm.drafter)
+
+    def count(self, answers: Sequence[Watched], depth: int, first: int = 0, end: int = 0) -> Counts:
+        """See `Counts.of`."""
+        names, domains = zip(*((prompt.id, prompt.domain) for prompt in self.prompts), strict=True)
+        return Counts.of(answers, names, domains, depth, first, end)
+
+    def loss(self, arm: Arm, watched: Sequence[Watched], measured: Measured) -> schema.DrafterLoss:
+        """What the arm's missing speed is lost to."""
+        depth, seed = arm.decode.tree().max_depth, self.seed
+        estimate = next((answer.estimate for answer in watched if answer.estimate), "")
+        counts = self.count(watched, depth)
+        domains = {name: counts.take(rows) for name, rows in counts.domain_rows().items()}
+        rates = Rates.of(counts, counts.once)
+        best = best_tree(rates.ranks[0], measured.nodes)
+        by_temperature = {arm.decode.temperature: counts}
+        for temperature in self.config.temperatures:
+            if temperature not in by_temperature:
+                by_temperature[temperature] = self.count(self.watch(arm, temperature), depth)
+
+        def calibration(
+            group: Counts, kind: type[schema.Block] = schema.CalibrationGap, **more: Any
+        ) -> dict[str, Any]:
+            """The key `calibration`, which is left out where drafts have no confidence."""
+            gap = dict(group.calibration_gap(seed))
+            return {"calibration": kind(**gap, **more)} if estimate else {}
+
+        parts = {(first, end): self.count(watched, depth, first, end) for first, end in POSITIONS}
+        bins = counts.calibration_bins()
+        return schema.DrafterLoss(
+            widening=measured.widening,
+            **dict(split(measured, counts, seed)),
+            domains={
+                name: schema.DomainLoss(
+                    **dict(split(measured.take(name), group, seed)), **calibration(group)
+                )
+                for name, group in domains.items()
+                if measured.take(name).arm.passes.any() and group.passes.any()
+            },
+            depths={
+                name: [group.states(seed, level + 1) for level in range(depth)]
+                for name, group in {"all": counts, **domains}.items()
+            },
+            positions=[
+                schema.PositionStates(
+                    first=first, end=end, **dict(part.states(seed)), **calibration(part)
+                )
+                for (first, end), part in parts.items()
+                if part.tested.any()
+            ],
+            temperatures=[
+                _temperature_states(group, temperature, seed)
+                for temperature, group in sorted(by_temperature.items())
+            ],
+            tree=schema.TreeComparison(
+                nodes=measured.nodes,
+                own=float(expected_tau(rates.kept)[0]),
+                best=best.tau,
+                choices=[list(path) for path in best.choices],
+            ),
+            **calibration(counts, schema.Calibration, estimate=estimate, bins=bins),
+        )
 
 
-def _drafter_loss(
-    config: LostConfig,
-    target: TargetModel,
-    arm: Arm,
-    sample: Sample,
-    watched: Sequence[Watched],
-    measured: Measured,
-    seed: int,
-) -> DrafterLoss:
-    depth = arm.decode.tree().max_depth
-    counts = sample.count(watched, depth)
-    domains = {name: counts.take(rows) for name, rows in counts.domain_rows().items()}
-    rates = Rates.of(counts, ones(counts))
-    best = best_tree(rates.ranks[0], measured.nodes)
-    by_temperature = {arm.decode.temperature: counts}
-    for temperature in config.temperatures:
-        if temperature not in by_temperature:
-            answers = _watch_arm(target, arm, temperature, sample, 0)
-            by_temperature[temperature] = sample.count(answers, depth)
-    loss = DrafterLoss(
-        widening=measured.widening,
-        **dict(split(measured, counts, seed)),
-        domains={
-            name: _calibrate(
-                DomainLoss(**dict(split(measured.take(name), group, seed))),
-                _gap(watched, group, seed),
-            )
-            for name, group in domains.items()
-            if measured.take(name).arm.passes.any() and group.passes.any()
-        },
-        depths={
-            name: [state_rates(group, draws(group, seed), level + 1) for level in range(depth)]
-            for name, group in {"all": counts, **domains}.items()
-        },
-        positions=_positions(sample, watched, depth, seed),
-        temperatures=[
-            _temperature_states(group, temperature, seed)
-            for temperature, group in sorted(by_temperature.items())
-        ],
-        tree=TreeComparison(
-            nodes=measured.nodes,
-            own=float(expected_tau(rates.kept)[0]),
-            best=best.tau,
-            choices=[list(path) for path in best.choices],
-        ),
-    )
-    return _calibrate(loss, _calibration(watched, counts, seed))
-
-
-def _positions(
-    sample: Sample, watched: Sequence[Watched], depth: int, seed: int
-) -> list[PositionStates]:
-    """The drafted tokens by their position in the answer; parts without any are left out."""
-    found = []
-    for first, end in POSITIONS:
-
-        def inside(place: int, state: State, first: int = first, end: int = end) -> bool:
-            return place >= first and (not end or place < end)
-
-        counts = count(watched, sample.ids, sample.domains, depth, inside)
-        if counts.tested.any():
-            states = state_rates(counts, draws(counts, seed))
-            part = PositionStates(first=first, end=end, **dict(states))
-            found.append(_calibrate(part, _gap(watched, counts, seed)))
-    return found
-
-
-def _gap(watched: Sequence[Watched], counts: Counts, seed: int) -> CalibrationGap | None:
-    """None where drafts have no confidence."""
-    if not any(answer.estimate for answer in watched):
-        return None
-    return calibration_gap(counts, draws(counts, seed))
-
-
-def _calibration(watched: Sequence[Watched], counts: Counts, seed: int) -> Calibration | None:
-    """As `_gap`, with the bins and the source of the confidences."""
-    estimate = next((answer.estimate for answer in watched if answer.estimate), "")
-    if not estimate:
-        return None
-    gap, bins = calibration_gap(counts, draws(counts, seed)), calibration_bins(counts)
-    return Calibration(estimate=estimate, **dict(gap), bins=bins)
-
-
-def _calibrate(block: Part, calibration: CalibrationGap | Calibration | None) -> Part:
-    """`block` with its calibration; the key is left out of report.json where there is none."""
-    if calibration is None:
-        return block
-    return block.model_copy(update={"calibration": calibration})
-
-
-def _temperature_states(counts: Counts, temperature: float, seed: int) -> TemperatureStates:
+def _temperature_states(counts: Counts, temperature: float, seed: int) -> schema.TemperatureStates:
     """tau of the sample at a temperature, with the states of its drafted tokens."""
-    weights = draws(counts, seed)
-    tau, interval = rate_with_interval(counts.committed, counts.passes, weights)
-    return TemperatureStates(
+    tau, interval = rate_with_interval(counts.committed, counts.passes, counts.draws(seed))
+    return schema.TemperatureStates(
         temperature=float(temperature),
         tau=tau,
         tau_ci95=interval,
-        **dict(calibration_gap(counts, weights)),
-        **dict(state_rates(counts, weights)),
+        **dict(counts.calibration_gap(seed)),
+        **dict(counts.states(seed)),
     )

@@ -34,22 +34,21 @@ Legend: P measured prompts, S prompts of the sample, D depth, W resamples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from heads.api.errors import UserError
-from inference.measure.breakdown.counts import RESAMPLES, Counts, Rates, draws, expected_tau, ones
+from inference.measure.breakdown.counts import RESAMPLES, Counts, Rates, expected_tau
 from inference.measure.metrics import GAP, Floats, Totals, middle95, ratios, resample_weights
 from inference.report.model import LossSplit, LossTerm
 from inference.tune.tree_search import SearchedTree, pooled, search_tree
 
-ACCEPTANCE = ("ends", "vocabulary", "drafter", "coupling", "candidates", "shape", "sample")
-TIME = ("widening", "drafting", "commit", "host", "clock")
-TERMS = (*ACCEPTANCE, *TIME)
-RESIDUALS = ("sample", "clock")
+TERMS = (
+    *("ends", "vocabulary", "drafter", "coupling", "candidates", "shape", "sample"),
+    *("widening", "drafting", "commit", "host", "clock"),
+)
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,7 @@ class Measured:
     def take(self, domain: str) -> Measured:
         """The prompts of one domain."""
         rows = self.arm.domain_rows()[domain]
-        return Measured(
-            self.arm.take(rows), self.baseline.take(rows), self.repeats, self.nodes, self.widening
-        )
+        return replace(self, arm=self.arm.take(rows), baseline=self.baseline.take(rows))
 
 
 def split(measured: Measured, counts: Counts, seed: int = 0) -> LossSplit:
@@ -79,8 +76,8 @@ def split(measured: Measured, counts: Counts, seed: int = 0) -> LossSplit:
     size = len(measured.arm.prompts)
     once = np.ones((1, size))
     drawn = resample_weights(size, seed, RESAMPLES)
-    factors = _factors(measured, counts, once, ones(counts))
-    spread = _factors(measured, counts, drawn, draws(counts, seed + 1))
+    factors = _factors(measured, counts, once, counts.once)
+    spread = _factors(measured, counts, drawn, counts.draws(seed + 1))
     tau, plain, drafted = _ends(measured, once)
     return LossSplit(
         ceiling=float(counts.depth + 1),
@@ -107,21 +104,14 @@ def _ends(measured: Measured, weights: Floats) -> tuple[Floats, Floats, Floats]:
 def _factors(
     measured: Measured, counts: Counts, weights: Floats, sampled: Floats
 ) -> dict[str, Floats]:
-    """Every term's factor [W]. weights [W, P] of the measured prompts, sampled [W, S] of the
-    sample's."""
+    """Every term's factor [W]. weights [W, P], sampled [W, S]: of the prompts and the sample's."""
     tau, plain, drafted = _ends(measured, weights)
-    acceptance = _quotients(_tokens(measured, counts, weights, sampled, tau))
+    tokens = _tokens(measured, counts, weights, sampled, tau)
+    seconds = _seconds(measured, weights, plain, drafted)
     # a step's time stands in the denominator of speed
-    time = [
-        ratios(np.ones(1), value)
-        for value in _quotients(_seconds(measured, weights, plain, drafted))
-    ]
-    return dict(zip(TERMS, [*acceptance, *time], strict=True))
-
-
-def _quotients(values: Sequence[Floats]) -> list[Floats]:
-    """Each value over the one before it; their product is the last over the first."""
-    return [ratios(after, before) for before, after in pairwise(values)]
+    factors = [ratios(after, before) for before, after in pairwise(tokens)]
+    factors += [ratios(np.ones(1), ratios(after, before)) for before, after in pairwise(seconds)]
+    return dict(zip(TERMS, factors, strict=True))
 
 
 def _tokens(
@@ -136,17 +126,14 @@ def _tokens(
     rates = Rates.of(counts, sampled)
     # the model knows no end of an answer: it is scaled by what the ends cost
     share = ratios(ended, ceiling)
-    levels = [expected_tau(rates.covered), expected_tau(rates.overlap), expected_tau(rates.first)]
-    levels += [
-        np.array([best_tree(ranks, measured.nodes).tau for ranks in rates.ranks]),
-        expected_tau(rates.kept),
-    ]
+    best = np.array([best_tree(ranks, measured.nodes).tau for ranks in rates.ranks])
+    levels = [expected_tau(part) for part in (rates.covered, rates.overlap, rates.first)]
+    levels += [best, expected_tau(rates.kept)]
     return [ceiling, ended, *(share * level for level in levels), tau]
 
 
 def best_tree(ranks: Floats, nodes: int) -> SearchedTree:
-    """The best static tree of `nodes` nodes for acceptance by depth and rank [D, R]
-    (`inference.tune.tree_search`)."""
+    """The best static tree of `nodes` nodes for acceptance by depth and rank [D, R]."""
     try:
         return search_tree([pooled(level.tolist()) for level in ranks], nodes)
     except UserError:  # nothing was ever accepted: any tree gives the bonus alone
@@ -159,20 +146,9 @@ def _seconds(measured: Measured, weights: Floats, plain: Floats, drafted: Floats
 
     def beyond(*phases: str) -> Floats:
         """Seconds per drafted step in these phases beyond those of a plain one."""
-        own = sum((arm.seconds[phase] for phase in phases), start=np.zeros(len(arm.prompts)))
-        others = sum((base.seconds[phase] for phase in phases), start=np.zeros(len(base.prompts)))
-        return ratios(weights @ own, weights @ arm.passes) - ratios(
-            weights @ others, weights @ base.committed
-        )
+        own = ratios(weights @ arm.spent(*phases), weights @ arm.passes)
+        return own - ratios(weights @ base.spent(*phases), weights @ base.committed)
 
     verify = ratios(weights @ base.seconds["verify"], weights @ base.committed)
-    extra = [
-        verify * (measured.widening - 1.0),
-        beyond("draft"),
-        beyond("commit"),
-        beyond("other", GAP),
-    ]
-    values = [plain]
-    for value in extra:
-        values.append(values[-1] + value)
-    return [*values, drafted]
+    extra = [verify * (measured.widening - 1.0), beyond("draft"), beyond("commit")]
+    return [*accumulate([*extra, beyond("other", GAP)], initial=plain), drafted]

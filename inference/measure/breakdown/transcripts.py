@@ -8,21 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
-from inference.measure.breakdown.observe import (
-    BONUS,
-    CORRECTED,
-    DRAFTED,
-    FIRST,
-    Candidates,
-    Watched,
-)
+from inference.measure.breakdown.observe import Candidates, Source, Watched
 from inference.measure.prompts import Prompt
 from inference.target.text_pieces import TextPieces
 
@@ -30,21 +23,13 @@ FORMAT = 1
 FILE = "transcripts.json"
 PROMPT_CHARACTERS = 4000
 """Characters kept of a prompt, from its end."""
-SOURCES = (FIRST, DRAFTED, CORRECTED, BONUS)
-
-
-def _check_source(name: str) -> str:
-    if name not in SOURCES:
-        raise ValueError(f"a token by {name!r}")
-    return name
-
 
 TokenTranscript = TypedDict(
     "TokenTranscript",
     {
         "id": int,
         "text": str,
-        "by": Annotated[str, AfterValidator(_check_source)],  # one of SOURCES
+        "by": Source,
         "depth": int,
         "pass": int,
         "target": list[tuple[str, float]],  # candidates with their probabilities
@@ -106,10 +91,8 @@ def transcript(
 
 def _question(prompt: Prompt, watched: Watched, tokenizer: Any) -> str:
     """The last message, or the prompt's tokens as text."""
-    if prompt.messages:
-        text = str(prompt.messages[-1]["content"])
-    else:
-        text = str(tokenizer.decode(list(watched.request.tokens)))
+    last = prompt.messages[-1]["content"] if prompt.messages else None
+    text = str(tokenizer.decode(list(watched.request.tokens)) if last is None else last)
     return text if len(text) <= PROMPT_CHARACTERS else "…" + text[-PROMPT_CHARACTERS:]
 
 
@@ -119,18 +102,13 @@ def _texts(candidates: Candidates, tokenizer: Any) -> list[tuple[str, float]]:
 
 def write_transcripts(
     folder: Path, target: str, candidates: int, answers: Sequence[Transcript]
-) -> Path:
-    """Write `folder`/transcripts.json and return its path."""
-    content: TranscriptFile = {
-        "format": FORMAT,
-        "target": target,
-        "candidates": candidates,
-        "answers": list(answers),
-    }
-    path = folder / FILE
+) -> None:
+    """Write `folder`/transcripts.json."""
+    content = TranscriptFile(
+        format=FORMAT, target=target, candidates=candidates, answers=list(answers)
+    )
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    write_bytes(path, (text + "\n").encode())
-    return path
+    write_bytes(folder / FILE, (text + "\n").encode())
 
 
 def discard_transcripts(folder: Path) -> None:
@@ -139,10 +117,7 @@ def discard_transcripts(folder: Path) -> None:
 
 
 def read_transcripts(folder: Path) -> list[Transcript]:
-    """The answers of a report's folder; empty where none were kept.
-
-    Raises `UserError` for a file that holds something else or has another format.
-    """
+    """A folder's answers, empty where none were kept; raises `UserError` for a broken file."""
     path = folder / FILE
     if not path.is_file():
         return []
@@ -154,7 +129,6 @@ def read_transcripts(folder: Path) -> list[Transcript]:
             "bench.lost.enabled=true."
         ) from error
     if content["format"] != FORMAT:
-        raise UserError(
-            f"'{path}' has format {content['format']!r}; this version reads format {FORMAT}."
-        )
+        found = content["format"]
+        raise UserError(f"'{path}' has format {found!r}; this version reads format {FORMAT}.")
     return content["answers"]

@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from inference.report.model import CalibrationBin, Interval, LossSplit
-from inference.report.page.formats import number
+from inference.report.page.formats import interval, number
 
 WIDTH = 360
 SERIES = 6
@@ -66,9 +66,7 @@ class Scale:
 
 
 def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places moved apart to at least `gap`, in their order, within [low, high] as far as there is
-    room.
-    """
+    """Places moved apart to at least `gap`, within [low, high] as far as there is room."""
     order = sorted(range(len(places)), key=lambda i: places[i])
     moved = list(places)
     for before, here in pairwise(order):
@@ -92,12 +90,15 @@ class Dot:
     interval: Interval | None = None
     strong: bool = False
 
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """Its value and its interval's ends."""
+        return self.value, *(self.interval or ())
+
     def words(self, unit: str) -> str:
         """The row as a sentence."""
-        value = f"{self.name}: {number(self.value)}{unit}"
-        if self.interval is None:
-            return value
-        return f"{value}, 95% interval {number(self.interval[0])} to {number(self.interval[1])}"
+        known = f", 95% interval {interval(self.interval)}" if self.interval else ""
+        return f"{self.name}: {number(self.value)}{unit}{known}"
 
 
 class Dots:
@@ -118,9 +119,7 @@ class Dots:
 
 @dataclass(frozen=True)
 class Line:
-    """A series of points (x, y) with their intervals or none. series: its number among the colours;
-    -1: background.
-    """
+    """A series of points (x, y). series: its number among the colours; -1: background."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -167,10 +166,8 @@ class Lines:
         self.y, self.y_marks = Scale.over(ys, self.bottom, 26.0, zero=True)
         low, high = min(xs, default=0), max(xs, default=1)
         self.x = Scale(low, high, self.left + 8, self.right - 6, log)
-        self.series = sorted(
-            (one for one in series if one.points),
-            key=lambda one: -one.series if one.series >= 0 else -99,
-        )
+        drawn = [one for one in series if one.points]
+        self.series = sorted(drawn, key=lambda one: -one.series if one.series >= 0 else -99)
         lasts = [self.y(one.points[-1][1]) for one in named]
         self.names = list(zip(named, spread(lasts, 13.0, 26.0, self.bottom), strict=True))
 
@@ -201,8 +198,7 @@ NOTHING = 0.005
 """A factor so close to 1 is drawn as nothing."""
 
 
-@dataclass(frozen=True)
-class Fall:
+class Fall(NamedTuple):
     """One term of a waterfall: a bar from the level before to the level after it."""
 
     name: str
@@ -212,10 +208,7 @@ class Fall:
     after: float
     kind: str
     """"loss", "gain" or "rest"."""
-
-    @property
-    def quiet(self) -> bool:
-        return abs(self.factor - 1.0) < NOTHING
+    quiet: bool
 
 
 class Waterfall:
@@ -224,11 +217,9 @@ class Waterfall:
     kind: ClassVar[str] = "waterfall"
 
     def __init__(self, name: str, split: LossSplit, top: float) -> None:
-        self.title = (
-            f"{name}: from a ceiling of {number(split.ceiling)} to a measured speedup of "
-            f"{number(split.speedup)}"
-        )
         self.ceiling, self.speedup = split.ceiling, split.speedup
+        ends = f"{number(split.ceiling)} to a measured speedup of {number(split.speedup)}"
+        self.title = f"{name}: from a ceiling of {ends}"
         self.x, self.marks = Scale.over([top], 118.0, WIDTH - 46.0, zero=True)
         self.bottom = TOP + ROW * (len(split.terms) + 2)
         self.falls, level = [], split.ceiling
@@ -236,14 +227,13 @@ class Waterfall:
             after = level * term.factor
             kind = "rest" if term.name in RESTS else "gain" if after > level else "loss"
             name = TERMS.get(term.name, term.name)
-            self.falls.append(Fall(name, term.factor, term.ci95, level, after, kind))
+            quiet = abs(term.factor - 1.0) < NOTHING
+            self.falls.append(Fall(name, term.factor, term.ci95, level, after, kind, quiet))
             level = after
 
 
 class Reliability:
-    """Accepted share over confidence: a dot per bin, its area by the drafts in it. The diagonal is
-    what should be.
-    """
+    """Accepted share over confidence: a dot per bin, its area by the drafts in it."""
 
     kind: ClassVar[str] = "reliability"
     marks = (0.0, 0.25, 0.5, 0.75, 1.0)

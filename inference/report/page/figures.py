@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from inference.report.model import Calibration, Costs, DrafterLoss, Profile
+from inference.report.model import Calibration, CostPoint, Costs, DrafterLoss, Profile
 from inference.report.page.charts import (
     SERIES,
     Dot,
@@ -18,11 +19,13 @@ from inference.report.page.charts import (
     Waterfall,
     ticks,
 )
-from inference.report.page.formats import number
+from inference.report.page.formats import number, percent
 from inference.report.page.gather import Course, Page, Run
 
 SPLITS = 6
 """Drafters whose split is drawn; the tables have all."""
+OF_ALL = "Share of all verifications in which a draft of that depth was accepted."
+OF_REACHED = "How well the drafter does once it has come so far."
 ESTIMATES = {"head": "its own confidence", "probability": "the probability of its best candidate"}
 
 
@@ -30,29 +33,29 @@ def _series(place: int) -> int:
     return place if place < SERIES else -1
 
 
+def _dots(
+    title: str, rows: Mapping[str, Sequence[Dot]], unit: str, low: float | None = None
+) -> list[Figure]:
+    """A chart per row, all on one scale, which begins at `low`; None: at the lowest value."""
+    bounds = [x for dots in rows.values() for dot in dots for x in dot.bounds]
+    ends = (min(bounds, default=1.0) if low is None else low, max(bounds, default=1.0))
+    charts = [Dots(f"{title}, {name}", dots, 1.0, unit, ends) for name, dots in rows.items()]
+    return [Figure(chart.title, chart) for chart in charts]
+
+
 def domains(run: Run) -> list[Figure]:
     """Speedup, then tau, by domain."""
-    drafters, report = run.drafters, run.report
-    speeds = [cell.speedup for drafter in drafters for cell in drafter.domains.values()]
-    for drafter in drafters:
-        for name, bounds in report.domain_intervals(drafter.name).items():
-            speeds += bounds if name in drafter.domains else ()
-    taus = [cell.tau_ci95[1] for drafter in drafters for cell in drafter.domains.values()]
-    speedups, lengths = [], []
-    for name in report.domains:
-        found = [(one, one.domains[name]) for one in drafters if name in one.domains]
-        rows = [
-            Dot(
-                one.name, cell.speedup, report.domain_intervals(one.name).get(name), one is run.best
-            )
-            for one, cell in found
+    speedups, taus = {}, {}
+    for name in run.report.domains:
+        found = [(one, one.domains[name]) for one in run.drafters if name in one.domains]
+        intervals = {one.name: run.report.domain_intervals(one.name).get(name) for one, _ in found}
+        speedups[name] = [
+            Dot(one.name, cell.speedup, intervals[one.name], one is run.best) for one, cell in found
         ]
-        title = f"Speedup, {name}"
-        speedups.append(Figure(title, Dots(title, rows, 1.0, "×", (min(speeds), max(speeds)))))
-        rows = [Dot(one.name, cell.tau, cell.tau_ci95, one is run.best) for one, cell in found]
-        title = f"Tokens per verification, {name}"
-        lengths.append(Figure(title, Dots(title, rows, 1.0, "", (1.0, max(taus)))))
-    return speedups + lengths
+        taus[name] = [
+            Dot(one.name, cell.tau, cell.tau_ci95, one is run.best) for one, cell in found
+        ]
+    return [*_dots("Speedup", speedups, "×"), *_dots("Tokens per verification", taus, "", 1.0)]
 
 
 def depths(run: Run) -> list[Figure]:
@@ -60,16 +63,8 @@ def depths(run: Run) -> list[Figure]:
     ranked = sorted(run.drafters, key=lambda drafter: -drafter.tau)
     figures = []
     for key, title, note in (
-        (
-            "unconditional",
-            "Reached and accepted",
-            "Share of all verifications in which a draft of that depth was accepted.",
-        ),
-        (
-            "conditional",
-            "Accepted, given the depth before",
-            "How well the drafter does once it has come so far.",
-        ),
+        ("unconditional", "Reached and accepted", OF_ALL),
+        ("conditional", "Accepted, given the depth before", OF_REACHED),
     ):
         values = [getattr(drafter.acceptance, key) for drafter in ranked]
         series = [
@@ -87,8 +82,7 @@ def depths(run: Run) -> list[Figure]:
 
 
 def costs(run: Run) -> list[Figure]:
-    """Cost curves with the fastest draft marked, and speed by rows, as far as they were
-    measured."""
+    """Cost curves with the fastest draft marked, and speed by rows, where measured."""
     figures = []
     if run.report.costs is not None:
         figures += [_verification(run, run.report.costs), _drafting(run, run.report.costs)]
@@ -98,21 +92,19 @@ def costs(run: Run) -> list[Figure]:
 
 
 def _verification(run: Run, block: Costs) -> Figure:
-    """Time by nodes for every number of rows and cached tokens; the fastest drafter's width is
-    ringed.
-    """
-    series: list[Line] = []
-    for place in sorted({(point.rows, point.length) for point in block.verify})[:SERIES]:
-        found = [point for point in block.verify if (point.rows, point.length) == place]
-        found.sort(key=lambda point: point.nodes)
-        series.append(
-            Line(
-                f"{place[0]} × {place[1]}",
-                [(float(point.nodes), 1000 * point.seconds) for point in found],
-                len(series),
-                [(1000 * point.low, 1000 * point.high) for point in found],
-            )
+    """Time by nodes, rows and cached tokens; the fastest drafter's width is ringed."""
+    found: dict[tuple[int, int], list[CostPoint]] = {}
+    for point in sorted(block.verify, key=lambda point: (point.rows, point.length, point.nodes)):
+        found.setdefault((point.rows, point.length), []).append(point)
+    series = [
+        Line(
+            f"{rows} × {length}",
+            [(float(point.nodes), 1000 * point.seconds) for point in points],
+            place,
+            [(1000 * point.low, 1000 * point.high) for point in points],
         )
+        for place, ((rows, length), points) in enumerate(list(found.items())[:SERIES])
+    ]
     rings = []
     if run.best is not None and series:
         nodes = run.best.draft.nodes
@@ -139,18 +131,17 @@ def _verification(run: Run, block: Costs) -> Figure:
 
 def _drafting(run: Run, block: Costs) -> Figure:
     """Time of a drafted chain of every drafter, at the smallest batch and shortest cache."""
-    order = [drafter.name for drafter in run.drafters]
-    found = []
+    found = {}
     for name, points in block.draft.items():
         here = min(((point.rows, point.length) for point in points), default=None)
-        times = sorted(
+        found[name] = sorted(
             (point.nodes - 1.0, 1000 * point.seconds)
             for point in points
             if (point.rows, point.length) == here
         )
-        if times:
-            found.append((order.index(name) if name in order else len(order), name, times))
-    series = [Line(name, times, _series(i)) for i, (_, name, times) in enumerate(sorted(found))]
+    order = [drafter.name for drafter in run.drafters]
+    names = [name for name in [*order, *sorted(found.keys() - set(order))] if found.get(name)]
+    series = [Line(name, found[name], _series(i)) for i, name in enumerate(names)]
     marks = sorted({int(length) for one in series for length, _ in one.points})
     title = "Milliseconds of a draft by its length"
     chart = Lines(title, series, "drafted tokens of a chain", "milliseconds", marks)
@@ -188,20 +179,15 @@ def losses(run: Run) -> dict[str, DrafterLoss]:
 def splits(run: Run) -> list[Figure]:
     """The way from the ceiling to the measured speedup."""
     arms = losses(run)
-    top = max(map(_highest_level, arms.values()), default=1.0)
-    return [
-        Figure(
-            name,
-            Waterfall(name, arm, top),
-            f"A step over all nodes costs {number(arm.widening)} plain ones.",
-        )
-        for name, arm in list(arms.items())[:SPLITS]
+    levels = [
+        arm.ceiling * float(np.cumprod([1.0, *(term.factor for term in arm.terms)]).max())
+        for arm in arms.values()
     ]
-
-
-def _highest_level(arm: DrafterLoss) -> float:
-    factors = np.cumprod([1.0, *(term.factor for term in arm.terms)])
-    return arm.ceiling * float(factors.max())
+    figures = []
+    for name, arm in list(arms.items())[:SPLITS]:
+        note = f"A step over all nodes costs {number(arm.widening)} plain ones."
+        figures.append(Figure(name, Waterfall(name, arm, max(levels)), note))
+    return figures
 
 
 def overlaps(run: Run) -> list[Figure]:
@@ -239,7 +225,7 @@ def reliabilities(run: Run) -> list[Figure]:
     figures = []
     for name, found in list(calibrations(run).items())[:SPLITS]:
         source = ESTIMATES.get(found.estimate, found.estimate)
-        note = f"ECE {100 * found.ece:.1f}%"
+        note = f"ECE {percent(found.ece, 1)}"
         if found.ece_ci95 is not None:
             note += f" ({100 * found.ece_ci95[0]:.1f} to {100 * found.ece_ci95[1]:.1f})"
         figures.append(Figure(name, Reliability(name, found.bins), f"{note}, {source}."))
@@ -257,8 +243,7 @@ def courses(page: Page, shown: Sequence[Course], unit: str) -> list[Figure]:
         best = max(one.points, key=lambda point: (point.best, point.tau))
         marks = [point.at for point in one.points]
         if len(marks) > 6:
-            low, high = min(marks), max(marks)
-            marks = [mark for mark in ticks(low, high) if low <= mark <= high]
+            marks = [x for x in ticks(min(marks), max(marks)) if min(marks) <= x <= max(marks)]
         points = [(point.at, point.tau) for point in one.points]
         line = Line("", points, 0, [(point.low, point.high) for point in one.points])
         rings = [(best.at, best.tau, number(best.tau))]
@@ -270,29 +255,19 @@ def courses(page: Page, shown: Sequence[Course], unit: str) -> list[Figure]:
 
 def comparison(page: Page, key: str, title: str, unit: str) -> list[Figure]:
     """Every drafter's speedup or tau in all measurements, on one scale."""
-    bounds = [
-        bound
-        for run in page.runs
-        for drafter in run.drafters
-        for bound in getattr(drafter, f"{key}_ci95")
-    ]
-    low = min(bounds, default=1.0) if key == "speedup" else 1.0
-    figures = []
+    rows = {}
     for run in page.runs:
         measured = {drafter.name: drafter for drafter in run.drafters}
-        rows = [
-            Dot(
-                name,
-                getattr(measured[name], key),
-                getattr(measured[name], f"{key}_ci95"),
-                measured[name] is run.best,
-            )
-            for name in page.names
-            if name in measured
+        found = [measured[name] for name in page.names if name in measured]
+        rows[run.label] = [
+            Dot(one.name, getattr(one, key), getattr(one, f"{key}_ci95"), one is run.best)
+            for one in found
         ]
-        chart = Dots(f"{title}, {run.label}", rows, 1.0, unit, (low, max(bounds, default=1.0)))
-        figures.append(Figure(run.label, chart, _conditions(run)))
-    return figures
+    figures = _dots(title, rows, unit, None if key == "speedup" else 1.0)
+    return [
+        replace(figure, title=run.label, note=_conditions(run))
+        for run, figure in zip(page.runs, figures, strict=True)
+    ]
 
 
 def _conditions(run: Run) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from heads.api.errors import UserError
 from inference.decoding.rules.names import TEXT
 from inference.measure.breakdown.transcripts import Transcript, read_transcripts
+from inference.report.markdown import NO_REPORT
 from inference.report.model import DrafterResult, Report, read_report
 
 LOG_FILE = "log.jsonl"
@@ -41,12 +43,10 @@ class Run:
         settings = self.report.settings
         if settings.promise != TEXT:
             return f"Drafts are kept by rule {settings.rule_text}."
-        wrong = [drafter.name for drafter in self.drafters if drafter.lossless.mismatches]
-        if wrong:
+        if wrong := [drafter.name for drafter in self.drafters if drafter.lossless.mismatches]:
             names = ", ".join(wrong)
             return f"Answers differ from plain decoding for {names}: see the last column."
-        words = "No answer of any drafter differs from plain decoding beyond the number format's"
-        return f"{words} own ties."
+        return "No answer differs from plain decoding beyond the number format's own ties."
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,12 @@ class Page:
 
 
 def gather(reports: Sequence[tuple[str, Path]], run_folder: Path | None = None) -> Page:
-    """Read labelled report.json files (or folders that hold one) and, from a run's folder, its
-    trainings and rounds.
+    """Read labelled reports and, from a run's folder, its trainings and rounds.
 
     Raises `UserError` when there is no report, or when one or its transcripts are broken.
     """
     if not reports:
-        raise UserError(
-            "no report was given. Name at least one report.json, or a folder that holds one."
-        )
+        raise UserError(NO_REPORT)
     runs = []
     for label, path in reports:
         folder = path if path.is_dir() else path.parent
@@ -107,14 +104,11 @@ def gather(reports: Sequence[tuple[str, Path]], run_folder: Path | None = None) 
 
 
 def read_trainings(folder: Path) -> list[Course]:
-    """The measured taus of every training below `folder` that has a log. Lines that were cut short
-    are skipped.
-    """
+    """The taus of every training below `folder`. Lines that were cut short are skipped."""
     found = []
     for path in sorted(folder.glob(f"*/{LOG_FILE}")):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        read = [_point(_parse(line), "step") for line in lines if '"tau"' in line]
-        points = [point for point in read if point is not None]
+        points = _points((_parse(line) for line in lines if '"tau"' in line), "step")
         if points:
             best = max(range(len(points)), key=lambda i: points[i].tau)
             points[best] = replace(points[best], best=True)
@@ -123,23 +117,20 @@ def read_trainings(folder: Path) -> list[Course]:
 
 
 def read_rounds(folder: Path) -> list[Course]:
-    """tau by round from a loop's summary (`loop.json`), of the drafter that the rounds trained.
-
-    Empty without a summary or when it is damaged.
-    """
+    """tau by round from a loop's summary; empty without one or when it is damaged."""
     path = folder / ROUNDS_FILE
     content = _parse(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
     if not isinstance(content, dict) or not isinstance(content.get("rounds"), list):
         return []
     best = content.get("best")
     kept = best.get("round") if isinstance(best, dict) else None
-    points = []
+    rows = []
     for place, row in enumerate(content["rounds"]):
         found = row.get("measured", row) if isinstance(row, dict) else None
         if isinstance(found, dict):
-            points.append(_point({**found, "round": place, "best": place == kept}, "round"))
-    known = [point for point in points if point is not None]
-    return [Course(str(content.get("kind", "rounds")), known)] if known else []
+            rows.append({**found, "round": place, "best": place == kept})
+    points = _points(rows, "round")
+    return [Course(str(content.get("kind", "rounds")), points)] if points else []
 
 
 def _parse(written: str) -> Any:
@@ -149,11 +140,12 @@ def _parse(written: str) -> Any:
         return None
 
 
-def _point(row: Any, key: str) -> TauPoint | None:
-    """A line of a log as a point; None where it is something else."""
-    try:
-        tau = float(row["tau"])
-        low, high = (float(value) for value in row.get("tau_ci95") or (tau, tau))
-        return TauPoint(float(row[key]), tau, low, high, bool(row.get("best", False)))
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
+def _points(rows: Iterable[Any], key: str) -> list[TauPoint]:
+    """Lines of a log as points; those that are something else are left out."""
+    points = []
+    for row in rows:
+        with suppress(KeyError, TypeError, ValueError, AttributeError):
+            tau = float(row["tau"])
+            low, high = map(float, row.get("tau_ci95") or (tau, tau))
+            points.append(TauPoint(float(row[key]), tau, low, high, bool(row.get("best", False))))
+    return points

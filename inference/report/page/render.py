@@ -18,19 +18,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from inference.manifest import write_bytes
-from inference.report.page import figures
+from inference.report.page import figures, formats
 from inference.report.page.charts import TERMS
-from inference.report.page.formats import (
-    finalize,
-    fit,
-    interval,
-    number,
-    numbered,
-    percent,
-    share,
-    tick,
-    to_json,
-)
 from inference.report.page.gather import Page, gather
 from inference.report.page.viewer import MOST_BYTES, select_answers
 
@@ -74,14 +63,14 @@ def environment() -> Environment:
     made = Environment(
         loader=PackageLoader(PACKAGE),
         autoescape=True,
-        finalize=finalize,
+        finalize=formats.finalize,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    formats = (fit, interval, number, percent, share, tick, to_json)
-    made.filters.update({function.__name__: function for function in formats})
-    made.globals.update(figures=figures, numbered=numbered, TERMS=TERMS)
+    for name in ("fit", "interval", "number", "percent", "share", "tick", "to_json"):
+        made.filters[name] = getattr(formats, name)
+    made.globals.update(figures=figures, numbered=formats.numbered, TERMS=TERMS)
     return made
 
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inference.measure.breakdown.transcripts import SOURCES, Transcript
+from inference.measure.breakdown.observe import SOURCES
+from inference.measure.breakdown.transcripts import Transcript
 from inference.report.page.formats import to_json
 from inference.report.page.gather import Run
 
@@ -48,10 +49,7 @@ def select_answers(run: Run, room: int) -> Answers:
 
 
 def pack(answer: Transcript) -> dict[str, Any]:
-    """A transcript with short lists in place of names.
-
-    A token is [text, place in `SOURCES`, depth, pass, target's candidates, drafter's candidates].
-    """
+    """Short: tokens are [text, place in `SOURCES`, depth, pass, target's, drafter's]."""
     tokens = [
         [
             token["text"],

@@ -27,7 +27,8 @@ from inference.export.check.live import (
     live_check,
     read_served,
 )
-from inference.measure.vllm_process import EngineProcess, ServedMode
+from inference.measure.vllm_process import EngineProcess
+from inference.measure.vllm_worker import ServedMode
 from inference.target.model import TargetModel
 from tests.fakes import AlwaysRight, AlwaysWrong, Fake, SometimesRight
 from tests.inference.export.ground import load_target, save, save_target, write
@@ -131,26 +132,21 @@ class StandIn:
         ]
         depth = 0 if mode["speculative"] is None else mode["speculative"]["num_speculative_tokens"]
         found = decode(self.target, self.drafters.get(name), asked, depth, batch)
-        keys = [(str(item.index), 0) for item in asked]
-        tokens = dict(zip(keys, [list(line) for line in found.tokens], strict=True))
+        tokens = [list(line) for line in found.tokens]
         if self.spoil and depth:
-            tokens[keys[1]][self.spoil] = (tokens[keys[1]][self.spoil] + 1) % 40
+            tokens[1][self.spoil] = (tokens[1][self.spoil] + 1) % 40
         counts = found.counts
-        acceptance = {
+        acceptance: dict[str, Any] = {
             "drafts": counts.steps,
             "draft_tokens": counts.drafted,
             "accepted_tokens": counts.accepted,
         }
-        return ServedMode(
-            name,
-            "9.9",
-            tokens,
-            {key: {} for key in keys},
-            {**acceptance, "accepted_by_position": counts.by_position},
-            dict(zip(keys, found.steps, strict=True)),
-            batch,
-            wall=1.0,
-        )
+        answers: list[Any] = [
+            {"id": str(item.index), "repeat": 0, "tokens": text, "steps": steps, "seconds": {}}
+            for item, text, steps in zip(asked, tokens, found.steps, strict=True)
+        ]
+        acceptance["accepted_by_position"] = counts.by_position
+        return ServedMode(name, "9.9", batch, answers, acceptance, wall=1.0)
 
 
 def check(

@@ -87,8 +87,8 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, tuple[int, .
     return log
 
 
-def ids() -> list[str]:
-    return [prompt.id for prompt in prompts()]
+def named(requests: list[Request]) -> dict[str, Request]:
+    return dict(zip((prompt.id for prompt in prompts()), requests, strict=True))
 
 
 def test_both_arms_answer_the_same_requests_in_turn(
@@ -99,7 +99,7 @@ def test_both_arms_answer_the_same_requests_in_turn(
         Arm("wrong", AlwaysWrong(known, VOCAB), DECODE),
     ]
     config = ProfileConfig(batches=(1, 2), blocks=3, refills=2)
-    block = profile(config, target, arms, requests, ids(), seed=0)
+    block = profile(config, target, arms, named(requests), seed=0)
     points = {(p.arm, p.batch, p.depth): p for p in block.points}
     assert set(points) == {(a, b, d) for a in ("right", "wrong") for b in (1, 2) for d in (1, 2, 3)}
     for (arm, _, depth), point in points.items():
@@ -142,7 +142,9 @@ def test_a_batch_of_two_gives_the_texts_of_single_runs(
     one by one.
     """
     config = ProfileConfig(batches=(2,), blocks=2, refills=2)
-    blocks = make_blocks(config, target, Setting("batch", 2, 0, 0.0), DECODE, requests, ids())
+    blocks = make_blocks(
+        config, target, Setting("batch", 2, 0, 0.0), Arm("x", None, DECODE), named(requests)
+    )
     assert [len(block) for block in blocks] == [4, 4]
     assert [r.tokens for block in blocks for r in block][:5] == [r.tokens for r in requests]
     # a prompt that comes again has another seed
@@ -164,7 +166,7 @@ def test_contexts_are_real_prompts_cut_in_front(
     assert before[-len(requests[0].tokens) :] == requests[0].tokens
     arm = Arm("right", AlwaysRight(known, VOCAB), DECODE)
     config = ProfileConfig(contexts=(40, 20), temperatures=(0, 1), blocks=2, refills=1)
-    block = profile(config, target, [arm], requests, ids(), seed=0)
+    block = profile(config, target, [arm], named(requests), seed=0)
     assert [(p.sweep, p.context, p.temperature, p.depth) for p in block.points] == [
         ("context", 40, 0.0, 3),
         ("context", 20, 0.0, 3),
@@ -174,7 +176,7 @@ def test_contexts_are_real_prompts_cut_in_front(
     with pytest.raises(
         UserError, match=r"contexts holds 250; with decode\.max_new_tokens=13 .* at most 243"
     ):
-        profile(ProfileConfig(contexts=(250,)), target, [arm], requests, ids(), seed=0)
+        profile(ProfileConfig(contexts=(250,)), target, [arm], named(requests), seed=0)
 
 
 def test_a_tree_is_compared_with_the_chains(
@@ -183,7 +185,7 @@ def test_a_tree_is_compared_with_the_chains(
     tree = replace(DECODE, shape="tree", choices=((0,), (1,), (0, 0)))
     arm = Arm("right", AlwaysRight(known, VOCAB), tree)
     config = ProfileConfig(batches=(1,), blocks=1, refills=1, depths=(1, 2, 9))
-    block = profile(config, target, [arm], requests, ids(), seed=0)
+    block = profile(config, target, [arm], named(requests), seed=0)
     assert [(p.shape, p.depth, p.nodes) for p in block.points] == [
         ("chain", 1, 2),
         ("chain", 2, 3),
@@ -227,6 +229,6 @@ def test_settings_are_checked(target: TargetModel, requests: list[Request], know
     with pytest.raises(
         UserError, match=r"arms names 'left', which is not measured. Measured: right"
     ):
-        profile(ProfileConfig(batches=(1,), arms=("left",)), target, [arm], requests, ids(), seed=0)
+        profile(ProfileConfig(batches=(1,), arms=("left",)), target, [arm], named(requests), seed=0)
     with pytest.raises(UserError, match=r"bench\.profile\.depths .* deepest"):
-        profile(ProfileConfig(batches=(1,), depths=(7,)), target, [arm], requests, ids(), seed=0)
+        profile(ProfileConfig(batches=(1,), depths=(7,)), target, [arm], named(requests), seed=0)

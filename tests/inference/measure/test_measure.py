@@ -26,8 +26,13 @@ from inference.decoding.requests import Completion, Request
 from inference.decoding.rules.names import RULES
 from inference.decoding.rules.registry import get_rule
 from inference.measure import run as measure_module
-from inference.measure.breakdown.config import LostConfig
-from inference.measure.config import BenchConfig, check_arms, report_settings, split_prompts
+from inference.measure.config import (
+    BenchConfig,
+    LostConfig,
+    check_arms,
+    report_settings,
+    split_prompts,
+)
 from inference.measure.metrics import WeakBaselineError
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.run import measure, quick_tau

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from heads.api.errors import UserError
+from inference.decoding.requests import PassRecord
 from inference.measure import metrics
 from inference.measure.metrics import Outcome, Totals
-from tests.inference.example_report import HandPass, outcome
+from tests.inference.example_report import outcome
 
 DEPTH = 3
 
@@ -42,7 +43,7 @@ def test_tau_is_committed_tokens_over_passes() -> None:
 
 def test_tau_counts_what_was_committed_after_the_cut_at_end_of_text() -> None:
     cut = Outcome(
-        "a", "code", [HandPass(1, 2, True), HandPass(2, 2, False)]
+        "a", "code", [PassRecord(1, 2, True), PassRecord(2, 2, False)]
     )  # end-of-text was the second draft
     assert metrics.tau_estimate(Totals.collect([cut], DEPTH)).tau == 2.0
 
@@ -121,7 +122,7 @@ def test_repeats_of_a_prompt_are_one_prompt() -> None:
 
 
 def test_ideal_speedup_uses_measured_draft_time() -> None:
-    passes = [HandPass(2, 3, True)] * 4
+    passes = [PassRecord(2, 3, True)] * 4
     drafted = Totals.collect(
         [Outcome("a", "x", passes, {"draft": 0.2, "verify": 0.5, "other": 0.1})], DEPTH
     )
@@ -134,7 +135,7 @@ def test_ideal_speedup_uses_measured_draft_time() -> None:
 
 
 def test_prefill_time_is_apart() -> None:
-    with_prefill = Outcome("a", "x", [HandPass(0, 1, False)], {"prefill": 9.0, "verify": 0.5})
+    with_prefill = Outcome("a", "x", [PassRecord(0, 1, False)], {"prefill": 9.0, "verify": 0.5})
     assert metrics.tokens_per_second(Totals.collect([with_prefill], 0)) == 2.0
 
 

@@ -5,7 +5,7 @@ controls notice when it is not.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from heads.eagle3 import Config as Eagle3Config
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
+from inference.measure.answers import Record
 from inference.measure.replay import ReplayDrafter, Trajectory, read_trajectories
 from inference.report.model import write_report
 from inference.target.model import TargetModel
@@ -136,14 +137,9 @@ def test_trees_are_refused(
 def test_trajectories_are_recorded_and_read(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"fingerprint": "x"}]
     for prompt in ("a", "b"):
-        rows.append(
-            {
-                "arm": "eagle3",
-                "prompt": prompt,
-                "passes": [[2, 3, True], [0, 1, True], [1, 2, False]],
-            }
-        )
-        rows.append({"arm": "baseline", "prompt": prompt, "passes": [[0, 1, False]]})
+        passes = [(2, 3, True), (0, 1, True), (1, 2, False)]
+        rows.append(asdict(Record("eagle3", prompt, 0, [], passes, {})))
+        rows.append(asdict(Record("baseline", prompt, 0, [], [(0, 1, False)], {})))
     (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     found = Trajectory.of_records(tmp_path, "eagle3")
     # last passes are left out

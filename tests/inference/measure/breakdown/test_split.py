@@ -22,16 +22,7 @@ from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import PassRecord, Request
-from inference.measure.breakdown.config import LostConfig
-from inference.measure.breakdown.counts import (
-    Rates,
-    calibration_bins,
-    calibration_gap,
-    count,
-    draws,
-    expected_tau,
-    ones,
-)
+from inference.measure.breakdown.counts import Counts, Rates, expected_tau
 from inference.measure.breakdown.observe import (
     BONUS,
     CORRECTED,
@@ -43,7 +34,7 @@ from inference.measure.breakdown.observe import (
 )
 from inference.measure.breakdown.split import TERMS, Measured, best_tree, split
 from inference.measure.breakdown.transcripts import read_transcripts
-from inference.measure.config import BenchConfig
+from inference.measure.config import BenchConfig, LostConfig
 from inference.measure.metrics import Outcome, Totals
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.run import measure
@@ -251,7 +242,7 @@ def test_watching_changes_nothing(target: TargetModel, decode: DecodeConfig, kin
     engine = Engine(target, drafter(), decode)
     plain = sorted(engine.run(requests), key=lambda done: done.request.index)
     for answer, done in zip(watch(target, drafter(), decode, requests), plain, strict=True):
-        assert answer.tokens == done.tokens
+        assert [state.token for state in answer.states] == done.tokens
         assert answer.finish == done.finish
         by_pass = [[s for s in answer.states if s.number == n + 1] for n in range(len(done.passes))]
         assert [len(states) for states in by_pass] == [record.committed for record in done.passes]
@@ -272,7 +263,7 @@ def test_distributions_are_those_of_the_target_along_the_answer(target: TargetMo
         requests_of(target, decode)[:1],
         candidates=VOCAB,
     )[0]
-    text = [*answer.request.tokens, *answer.tokens]
+    text = [*answer.request.tokens, *(state.token for state in answer.states)]
     logits = random_model().float()(torch.tensor([text])).logits[0]
     for place, state in enumerate(answer.states[1:], start=1):
         expected = logits[len(answer.request.tokens) + place - 1].softmax(-1)
@@ -343,7 +334,7 @@ def figures(target: TargetModel, sort: type[Fake], decode: DecodeConfig) -> tupl
         return Totals.collect(outcomes, decode.tree().max_depth)
 
     watched = watch(target, scripted(target, decode, sort), decode, requests)
-    counts = count(watched, names, domains, decode.tree().max_depth)
+    counts = Counts.of(watched, names, domains, decode.tree().max_depth)
     nodes = decode.tree().num_nodes
     return Measured(
         totals(arm, 0.002, 0.001), totals(plain, 0.001, 0.0), 1, nodes, widening=1.5
@@ -389,7 +380,7 @@ def test_the_samples_own_rates_give_its_tau_but_for_cut_answers(
     target: TargetModel, decode: DecodeConfig
 ) -> None:
     measured, counts = figures(target, SometimesRight, decode)
-    rates = Rates.of(counts, ones(counts))
+    rates = Rates.of(counts, counts.once)
     kept = measured.arm.reached.sum(0) / measured.arm.passes.sum()
     slow, reached = 1.0, 1.0
     for depth in range(counts.depth):
@@ -414,10 +405,8 @@ def test_calibration_by_hand() -> None:
         State(1, CORRECTED, 1, 2, True, rank=-1, confidence=0.12),
     ]
     request = Request(0, (1,), 0, 9)
-    counts = count([Watched(request, states)] * 2, ["a", "b"], ["x", "x"], 2)
-    bins = calibration_bins(counts)
-    assert calibration_gap(counts, draws(counts, 0)).ece == pytest.approx(
-        (abs(0.95 + 0.91 - 1) + 0.12) / 3
-    )
+    counts = Counts.of([Watched(request, states)] * 2, ["a", "b"], ["x", "x"], 2)
+    bins = counts.calibration_bins()
+    assert counts.calibration_gap(0).ece == pytest.approx((abs(0.95 + 0.91 - 1) + 0.12) / 3)
     assert bins[9].to_dict() == {"count": 4, "confidence": pytest.approx(0.93), "accepted": 0.5}
     assert bins[1].count == 2 and bins[5].count == 0
