@@ -171,8 +171,7 @@ def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
 
 
 def require_same(snapshot: Snapshot, facts: RunFacts) -> None:
-    """Refuse to continue a state of another drafter, target or engine; warn about other settings
-    that have changed."""
+    """Raise `UserError` for a state of another training; warn of other settings that changed."""
     names = dict.fromkeys([*facts, *MUST_MATCH])
     changed = [name for name in names if snapshot.run.get(name) != facts.get(name)]
     refused = [name for name in changed if name in MUST_MATCH]

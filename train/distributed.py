@@ -44,7 +44,6 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True in the one process that writes and prints."""
         return self.rank == 0
 
     def add(self, values: Tensor) -> Tensor:
@@ -54,8 +53,7 @@ class World:
         return values
 
     def from_main(self, values: Sequence[float]) -> list[float]:
-        """The main process's numbers, in every process; the others pass as many of any value.
-        Collective."""
+        """The main process's numbers in every process, which pass as many. Collective."""
         if self.size == 1:
             return list(values)
         carried = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -95,8 +93,7 @@ def join_world(wanted: str | torch.device, *, always: bool = False) -> World:
 
 
 def _join_group(rank: int, size: int, backend: str) -> None:
-    """Start the process group unless an earlier stage of this process has; leave it at exit in
-    either case."""
+    """Start the process group unless an earlier stage has; leave it at exit in either case."""
     if not dist.is_initialized():
         if size > 1 and os.environ.get("GROUP_WORLD_SIZE") == "1":
             store = restart_store(rank, size)

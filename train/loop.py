@@ -70,7 +70,6 @@ class Progress:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Progress:
-        """Back from a stored state's record."""
         known = {item.name for item in fields(cls)}
         values = {name: value for name, value in record.items() if name in known}
         return cls(**{**values, "tau_ci95": tuple(values.get("tau_ci95", (0.0, 0.0)))})
@@ -78,8 +77,7 @@ class Progress:
 
 @dataclass
 class StepFigures:
-    """Sums of one step: loss over supervised tokens, tokens read, the metrics' (sum, count) in the
-    order of `names`."""
+    """Sums of one step: loss over supervised tokens, tokens read, the mean of every metric."""
 
     loss: float
     tokens: float
@@ -168,8 +166,7 @@ class Trainer:
         return reason or "steps"
 
     def rows(self, stop: int) -> Iterator[tuple[int, list[PackedBatch]]]:
-        """(index, micro-batches) of the steps that are left before step `stop`; waiting for them is
-        `data`."""
+        """(index, micro-batches) of the steps before `stop`; waiting for them counts as `data`."""
         dealt = self.loader.iterate(self.progress.step, stop)
         while True:
             with self.clock.part("data"):
@@ -179,7 +176,6 @@ class Trainer:
             yield item
 
     def due(self, every: int) -> bool:
-        """Whether something that happens every `every` steps happens now."""
         return every > 0 and self.progress.step % every == 0
 
     def stop_reason(self) -> str:
@@ -213,8 +209,7 @@ class Trainer:
         return bool(self.world.add(torch.tensor(float(said), device=self.world.device)))
 
     def step(self, index: int, batches: list[PackedBatch], request: StopRequest) -> bool:
-        """One update: gradients of all micro-batches, the figures of all processes, AdamW. Returns
-        whether to stop."""
+        """One update of the weights, with figures of all processes; returns whether to stop."""
         begun = time.perf_counter()
         supervised = self.loader.supervised(index)
         with self.meter.counting():
@@ -292,8 +287,7 @@ class Trainer:
         self.display.step(progress.step, loss, speed, costs)
 
     def add_up(self, outputs: list[LossOutput], tokens: int, stop: bool) -> StepFigures:
-        """The step's sums over micro-batches and processes, in one message and with one wait for
-        the device."""
+        """The step's sums over micro-batches and processes, with one message and one wait."""
         names = sorted({name for output in outputs for name in output.metrics})
         device = outputs[0].loss_sum.device
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -315,7 +309,6 @@ class Trainer:
         return StepFigures(values[0], values[-2], values[-1], metrics)
 
     def failure(self, index: int, what: str) -> UserError:
-        """The error for a step that went wrong: nothing was saved since."""
         kept = (
             f"The state of step {self.saved_step} is kept"
             if self.saved_step
@@ -339,7 +332,6 @@ class Trainer:
             self.leave(self.request)
 
     def evaluate_unless_stopped(self, weights: dict[str, Tensor]) -> Evaluation | None:
-        """The main process's measurement; None when a signal broke it off."""
         assert self.evaluate is not None, "measure without a way to"
         try:
             with (

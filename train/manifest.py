@@ -63,8 +63,7 @@ class TrainSettings(TypedDict):
 
 
 class JointFacts(TypedDict):
-    """Joint training: its settings, the original target, the folder of the new one, and the
-    drift."""
+    """Joint training: settings, original target, folder of the new one, drift."""
 
     settings: Settings
     original: dict[str, object]

@@ -192,8 +192,7 @@ def plan_cuts(packed: PackedBatch, config: OnPolicyConfig) -> list[Cut]:
 
 
 def require_possible(drafter: TrainableDrafter, engine: EngineConfig) -> None:
-    """Raise `UserError` for drafters whose loss would take their own words for the truth, and for
-    divided weights."""
+    """Raise `UserError` for drafters that would learn their own words, and for divided weights."""
     if not drafter.needs.logits:
         raise UserError(
             f"train.on_policy.share is above 0, but kind '{drafter.kind}', as configured, learns "

@@ -66,7 +66,6 @@ class ScheduleConfig:
             )
 
     def warmup_steps(self, total: int) -> int:
-        """Steps of warm-up in a run of `total` steps."""
         return round(self.warmup * total) if self.warmup < 1 else int(self.warmup)
 
 
@@ -111,8 +110,8 @@ def set_rate_scale(parameter: Tensor, scale: float) -> None:
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups: trainable matrices (two dimensions or more) with `weight_decay`, vectors
-    without any; apart by `set_rate_scale`, in order of first appearance."""
+    """AdamW's groups in order of first appearance: matrices with `weight_decay`, vectors (fewer
+    than two dimensions) without; apart by `set_rate_scale`."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = []
     for scale in dict.fromkeys(vars(p).get("rate_scale", 1.0) for p in trainable):

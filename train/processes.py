@@ -46,8 +46,7 @@ def join_processes(target: TargetConfig) -> PartialState:
 
 
 def on_main(state: PartialState, work: Callable[[], Result]) -> Result:
-    """Run `work` in the main process and return its result in all of them; a `UserError` is raised
-    in all of them too."""
+    """The result of `work` in the main process, in all of them; so is its `UserError`."""
     box: list[Any] = [None, None]
     if state.is_main_process:
         try:
@@ -74,8 +73,8 @@ def own_device(target: TargetConfig, state: PartialState) -> TargetConfig:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let a scheduler's signal (SIGTERM, or SIGUSR1 of SLURM) leave through `SystemExit` with
-    status 0, as Ctrl-C leaves through `KeyboardInterrupt`, so that answers are written first."""
+    """Let SIGTERM and SIGUSR1 leave through `SystemExit` with status 0, as Ctrl-C leaves through
+    `KeyboardInterrupt`, so that answers are written first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

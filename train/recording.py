@@ -46,8 +46,7 @@ def require_drafts(decode: DecodeConfig, drafter: str | None) -> None:
 
 
 class PartRecords:
-    """What one process records. world: processes of the generation, which share the size limit
-    evenly."""
+    """What one process records; `world` processes share the size limit evenly."""
 
     def __init__(
         self, out: Path, config: RecordsConfig, engine: Engine, drafter: str, world: int
@@ -98,8 +97,7 @@ def drop_unanswered(out: Path) -> None:
 
 
 def count_records(out: Path, answered: int) -> RecordsReport:
-    """The manifest's entry: rows of both tables, and answers that are not on record (the size
-    limit, or recording was off)."""
+    """The manifest's entry: rows of both tables, and answers that are not on record."""
     verifications, sequences = (
         sum(pq.read_metadata(path).num_rows for path in (out / RECORDS).glob(f"{table}-*.parquet"))
         for table in (VERIFICATIONS, SEQUENCES)

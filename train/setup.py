@@ -62,8 +62,7 @@ REPORTED_DOCUMENTS = 256
 
 
 class Run:
-    """One training, set up: the target, the data, the drafter, where it stands. begun: see
-    `Meter`."""
+    """One training, set up. begun: see `Meter`."""
 
     def __init__(self, job: TrainingJob, world: World, begun: float | None = None) -> None:
         self.job, self.world, self.begun = job, world, begun
@@ -99,8 +98,7 @@ class Run:
         self.requests = self.make_requests() if job.config.eval_every else []
 
     def make_requests(self) -> list[Request]:
-        """The held-out prompts of every measurement; raises `UserError` when none of them fits the
-        target."""
+        """The held-out prompts of every measurement; raises `UserError` when none fits."""
         config, info = self.job.config, self.target.info
         prompts = load_prompts(config.prompts)
         domains = len({prompt.domain for prompt in prompts})
@@ -168,7 +166,6 @@ class Run:
         return read_training(job.out)
 
     def conclude(self, progress: Progress, reason: str, display: Display) -> None:
-        """Write the summary and show it, also of a run that a signal has stopped."""
         meter = self.meter
         meter.finish()
         content = summarise(
@@ -183,7 +180,6 @@ class Run:
         display.console.print(write_summary(content, self.job.out))
 
     def introduce(self, display: Display, progress: Progress) -> None:
-        """Say what is going to be trained on what."""
         if not self.world.is_main:
             return
         if progress.step:
@@ -202,8 +198,7 @@ class Run:
             display.say(str(self.target.weights.state))
 
     def check_updates(self) -> None:
-        """Refuse weights and low-rank updates without effect, and stored logits that cannot stand
-        in for hidden states."""
+        """Refuse weights, low-rank updates and stored logits that would be without effect."""
         job, needs, device_type = self.job, self.drafter.needs, self.world.device.type
         bfloat16 = job.engine.precision == "bfloat16"
         if job.features.top_logits and job.features.mode != "online":
@@ -216,8 +211,7 @@ class Run:
             require_reached(self.drafter, trial_loss(self.drafter, batch, device_type, bfloat16))
 
     def features(self) -> Features:
-        """Where batches come from: the answers, a share of them continued by the drafter if that
-        was asked for."""
+        """Where batches come from; the drafter continues a share of the answers if asked for."""
         job, on_policy = self.job, self.job.config.on_policy
         plain = make_features(
             job.features,
@@ -243,7 +237,6 @@ class Run:
         display: Display,
         clock: Clock,
     ) -> str:
-        """Run the loop; returns why it ended."""
         job, config = self.job, self.job.config
         tracker = Tracker(
             config.tracker,
@@ -286,12 +279,10 @@ class Run:
     # With weights
 
     def serving(self, weights: Mapping[str, Tensor]) -> TrainableDrafter:
-        """The drafter as a checkpoint with these weights would load: in the target's dtype, ready
-        to decode."""
+        """The drafter as a checkpoint with these weights would load, ready to decode."""
         return self.fresh(type(self.drafter), weights)
 
     def fresh(self, cls: type[TrainableDrafter], weights: Mapping[str, Tensor]) -> TrainableDrafter:
-        """A drafter of class `cls` with these weights."""
         cuda = [self.target.device] if self.target.device.type == "cuda" else []
         with torch.random.fork_rng(cuda):  # measuring must not change what is drawn in training
             drafter = cls(self.drafter.config, self.target.info)
@@ -329,7 +320,6 @@ class Run:
         shutil.rmtree(old, ignore_errors=True)
 
     def write_checkpoint(self, weights: dict[str, Tensor], folder: Path) -> None:
-        """Write what belongs into the folder of the best checkpoint."""
         save_drafter(self.serving(weights), folder, self.target.info)
 
     def recover_best(self) -> None:
@@ -340,8 +330,7 @@ class Run:
             old.rename(best)
 
     def check(self, weights: dict[str, Tensor], display: Display) -> None:
-        """Compare the training path with the decoding path in the main process; raises
-        `ParityError`. Collective."""
+        """Compare training with decoding in the main process; raises `ParityError`. Collective."""
         if not self.job.config.parity:
             return
         with self.access.main_alone():
@@ -366,7 +355,6 @@ class Run:
         )
 
     def manifest(self, progress: Progress, reason: str) -> TrainOutcome:
-        """What the next stage reads."""
         best: BestFacts = {"step": progress.step, "tau": None, "tau_ci95": None}
         if progress.tau is not None:
             interval = list(progress.tau_ci95)
@@ -396,7 +384,6 @@ class Run:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed)  # libraries draw from the global state
     torch.manual_seed(seed)

@@ -72,8 +72,7 @@ class StateContent(TypedDict):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A readable state on disk. step: updates done; record: where the loop stands; run: what is
-    trained."""
+    """A readable state on disk; fields as in `StateContent`."""
 
     directory: Path
     step: int
@@ -83,12 +82,10 @@ class Snapshot:
     sharded: bool
 
     def weights(self) -> dict[str, Tensor]:
-        """The drafter's weights, float32 on the CPU."""
         return load_file(str(self.directory / WEIGHTS_FILE))
 
     def restore(self, engine: TrainEngine, world: World) -> None:
-        """Put AdamW's state and the random generators back. Raises `UserError` when the state is of
-        other weights."""
+        """Restore AdamW and random generators; raises `UserError` for a state of other weights."""
         ranks = range(self.processes if self.sharded else 1)
         engine.load_optimizer_state(
             [FilePart(self.directory / _optimizer_file(rank)) for rank in ranks]
@@ -130,8 +127,7 @@ class StateStore:
     def _write_own(
         self, partial: Path, weights: dict[str, Tensor], optimizer: StatePart, sharded: bool
     ) -> tuple[dict[str, FileFacts], str]:
-        """Write this process's files; returns size and SHA-256 of each, and what went wrong, if
-        anything."""
+        """Write this process's files; returns size and SHA-256 of each, and what went wrong."""
         rank = self.world.rank
         names = [f"random-{rank}.safetensors", f"random-{rank}.json"]
         try:
@@ -152,8 +148,7 @@ class StateStore:
             return {}, f"process {rank}: {error}"
 
     def _complete(self, partial: Path, final: Path, content: StateContent) -> str:
-        """Main process: write state.json and give the folder its name; returns what went wrong, if
-        anything."""
+        """Write state.json and give the folder its name; returns what went wrong."""
         if not self.world.is_main:
             return ""
         try:
@@ -169,7 +164,6 @@ class StateStore:
         return ""
 
     def _require_written(self, failures: list[str], partial: Path) -> None:
-        """Raise `UserError` in every process when any of them could not write."""
         found = [text for text in failures if text]
         if not found:
             return
@@ -250,8 +244,7 @@ def read_snapshot(folder: Path, share: int = 0, shares: int = 1) -> Snapshot:
 
 
 def save_random_state(folder: Path, rank: int) -> None:
-    """Write this process's generators: torch's (CPU and current CUDA device), Python's and numpy's
-    global ones."""
+    """Write the generators of torch (CPU and current CUDA device), Python and numpy."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -267,9 +260,8 @@ def save_random_state(folder: Path, rank: int) -> None:
 
 
 def set_random_state(folder: Path, rank: int, processes: int) -> None:
-    """Put back what `save_random_state` wrote in this process; one that was not among the
-    `processes` then seeds its own from those of process 0 and its rank.
-    """
+    """Put back what `save_random_state` wrote; a process that was not among the `processes` seeds
+    its own from those of process 0 and its rank."""
     if rank >= processes:
         known = (folder / "random-0.safetensors").read_bytes()
         seed = int.from_bytes(hashlib.sha256(f"{rank}:".encode() + known).digest()[:4], "big")

@@ -25,8 +25,7 @@ class Stopped(SystemExit):
 
 
 class Interrupted(BaseException):
-    """A signal came during work that is rather done again than waited for; see
-    `StopRequest.interrupting`."""
+    """A signal came during work that is rather repeated than waited for."""
 
 
 class StopRequest:

@@ -35,8 +35,7 @@ from train.memory import give_back_freed_memory
 
 
 class AnswerRow(TypedDict):
-    """A row of `SHARD_SCHEMA`: one answer. weights, anchors: per token, where feedback gave
-    them."""
+    """A row of `SHARD_SCHEMA`. weights, anchors: per token, where feedback gave them."""
 
     id: str
     index: int
@@ -111,8 +110,7 @@ Before = Callable[[str, list[StoredAnswer]], None]
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of a merge: manifest entries of the shards and of the failures, counts, skip or
-    failure reasons by frequency, and what was truncated (rows, tokens)."""
+    """Manifest entries, counts, reasons by frequency, and the rows and tokens truncated."""
 
     shards: list[FileEntry]
     failures: FileEntry
@@ -122,8 +120,7 @@ class Merged:
 
 
 class PartWriter:
-    """Collects answers and writes a part file every `rows` answers or `seconds`, and once more on
-    leaving the `with` block."""
+    """Writes a part file every `rows` answers or `seconds`, and once more on leaving the block."""
 
     def __init__(self, out: Path, rows: int, seconds: float, before: Before | None = None) -> None:
         """before: called with a part's name and answers just before that part is written."""
@@ -145,14 +142,12 @@ class PartWriter:
         self.flush()
 
     def add(self, answer: StoredAnswer) -> None:
-        """Take an answer; it is safe on disk after the next flush."""
         self._waiting.append(answer)
         if len(self._waiting) >= self.rows or time.monotonic() - self._last >= self.seconds:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits. Signals are held back meanwhile, so an interruption finds a row either
-        waiting or written."""
+        """Write what waits; signals are held, so an interruption finds a row waiting or written."""
         self._last = time.monotonic()
         if not self._waiting:
             return
@@ -169,8 +164,7 @@ class PartWriter:
 
 
 def read_done(out: Path) -> NDArray[np.int64]:
-    """Indices of all rows that part files hold already, sorted; half-written temporary files are
-    removed."""
+    """Sorted indices of the rows that part files hold; removes half-written temporary files."""
     for partial in (out / PARTS).glob("*.partial"):
         partial.unlink()
     found = [_read(part, columns=["index"]).column("index").to_numpy() for part in _parts(out)]
@@ -205,13 +199,11 @@ def merge_parts(out: Path, total: int, shard_rows: int, watch: Watch = ignore) -
 
 
 def remove_parts(out: Path) -> None:
-    """Remove the part files, once a manifest lists the shards made of them."""
     shutil.rmtree(out / PARTS, ignore_errors=True)
 
 
 def clear_output(out: Path) -> None:
-    """Remove everything that generation writes to `out` but the input, and nothing else; the
-    manifest first, so a kill leaves no half of it valid."""
+    """Remove all that generation writes but the input; the manifest first, in case of a kill."""
     for name in (MANIFEST_FILE, SETTINGS, FAILURES):
         (out / name).unlink(missing_ok=True)
     for name in (PARTS, SHARDS, PACKED):
@@ -247,8 +239,7 @@ Ranges = list[tuple[Path, int, int]]
 
 
 def _survey(out: Path, total: int) -> tuple[Ranges, NDArray[np.uint8], dict[str, int]]:
-    """The parts' ranges, each row's status [total] (1 + its place in STATUSES) and what was
-    truncated; checks that no row is missing or doubled."""
+    """The parts' ranges, each row's status [total] (1 + place in STATUSES), what was truncated."""
     status = np.zeros(total, dtype=np.uint8)
     ranges: Ranges = []
     rows, truncated = 0, {"rows": 0, "tokens": 0}
@@ -298,8 +289,7 @@ def _chunks(ranges: Ranges, wanted: NDArray[np.int64], size: int, done: bool) ->
 def _write_shards(
     out: Path, ranges: Ranges, done: NDArray[np.int64], shard_rows: int, watch: Watch
 ) -> tuple[list[FileEntry], int]:
-    """Manifest entries of the shards, and how many answer tokens they hold. Shards of an earlier
-    merge are replaced."""
+    """Manifest entries of the shards, which replace earlier ones, and their answer tokens."""
     shutil.rmtree(out / SHARDS, ignore_errors=True)
     entries, tokens = [], 0
     for number, chunk in enumerate(_chunks(ranges, done, shard_rows, done=True)):
@@ -355,7 +345,6 @@ def _parquet(table: pa.Table) -> bytes:
 
 @contextmanager
 def _hold_signals() -> Iterator[None]:
-    """Let the system keep SIGINT, SIGTERM and SIGUSR1 for this thread until the block ends."""
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
     )

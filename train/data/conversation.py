@@ -16,8 +16,8 @@ CUT_ATTEMPTS = 12
 
 
 def apply_reasoning(messages: Sequence[Message], policy: str) -> list[Message]:
-    """The conversation with the assistant's <think>...</think> kept, dropped, or kept in its last
-    turn only; raises `BadRowError` when a turn has nothing but reasoning that is to be dropped."""
+    """The conversation with <think>...</think> of the assistant's turns kept or dropped by
+    `policy`; raises `BadRowError` when a turn has nothing but reasoning that is to be dropped."""
     said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     dropped = {"keep": [], "drop": said, "last": said[:-1]}[policy]
     changed = list(messages)
@@ -96,8 +96,7 @@ def fit_prompt(
 def fit_document(
     tokens: Sequence[int], spans: Sequence[Span], longest: int, policy: str
 ) -> tuple[list[int], list[Span], int]:
-    """A document of at most `longest` tokens with its spans, and how many tokens were cut; raises
-    `BadRowError` when no answer is left or the policy is to skip."""
+    """The document cut to `longest` tokens, its spans, the number cut; or `BadRowError`."""
     excess = len(tokens) - longest
     if excess <= 0:
         return list(tokens), list(spans), 0
@@ -119,8 +118,7 @@ def fit_document(
 
 
 def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
-    """The conversation from its second user message on, system messages kept; None when there is
-    only one."""
+    """The conversation from its second user message on, system messages kept; None without one."""
     users = [place for place, message in enumerate(messages) if message["role"] == "user"]
     if len(users) < 2:
         return None
@@ -135,8 +133,7 @@ def _place_to_cut(messages: Sequence[Message], policy: str) -> int:
 
 
 def _cut_text(text: str, excess: int, policy: str, tokenizer: Any) -> str:
-    """The text without about `excess` of its tokens; raises `BadRowError` when nothing would be
-    left."""
+    """The text without about `excess` tokens; raises `BadRowError` when nothing would be left."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     left = len(ids) - excess
     if left < 1:

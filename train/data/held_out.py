@@ -68,7 +68,6 @@ class HeldOutIndex:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def find(self, texts: Iterable[str]) -> Repeat | None:
-        """The first held-out prompt that one of a row's texts repeats."""
         for text in texts:
             content = normalise(text)
             number = self._whole.get(whole(content))
@@ -93,8 +92,7 @@ class HeldOutIndex:
 
 
 def load_held_out(data: DataConfig) -> HeldOutIndex | None:
-    """The held-out prompts that a configuration names; None when it names none or asks for no
-    decontamination. Raises `UserError` for what cannot be read."""
+    """The held-out prompts of a configuration, None without; `UserError` for unreadable ones."""
     if data.decontaminate == "none":
         return None
     prompts: list[tuple[str, str, Sequence[str]]] = []
@@ -137,8 +135,7 @@ class Findings:
 
 
 def _content_only(hashes: list[Any], owners: list[Any], sources: list[str]) -> tuple[Any, Any]:
-    """Sorted hashes and one owner of each, without those that more than `TEMPLATE` prompts of one
-    source share."""
+    """Sorted hashes and an owner of each, without those shared by over `TEMPLATE` of a source."""
     if not hashes:
         return np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64)
     every, owner = np.concatenate(hashes), np.concatenate(owners)

@@ -79,8 +79,7 @@ class InputReport(TypedDict):
 
 
 class ReadingState(TypedDict):
-    """`input/state.json`. identity: of the rows; rows: read so far; held_out: repeats among
-    them."""
+    """`input/state.json`: what decides the rows, rows read so far, repeats among them."""
 
     identity: str
     rows: int
@@ -157,8 +156,7 @@ class Reader:
         self.keys = KeyFiles(folder / KEYS)
 
     def read(self, state: ReadingState, progress: Progress) -> tuple[int, Mixture]:
-        """Read from where `state` stands to the end; `state` is kept up to date, on disk as
-        well."""
+        """Read from where `state` stands to the end, keeping `state` up to date, on disk too."""
         self.keys.forget_from(state["rows"])
         _cut(self.folder / SIGNATURES, state["rows"] * SIGNATURE * 4)
         _cut(self.folder / HELD, state["held_out"] * 8)
@@ -274,8 +272,7 @@ def _finish(
 def read_rows(
     folder: Path, rank: int, world: int, done: NDArray[np.bool_]
 ) -> Iterator[Row | SkippedRow]:
-    """This process's rows that are not done yet (index % world == rank), in order, a block in
-    memory."""
+    """This process's rows that are not done (index % world == rank), in order, block by block."""
     verdict = np.fromfile(folder / VERDICT, dtype=np.uint8)
     for first in range(0, len(verdict), BLOCK):
         wanted = [
@@ -292,8 +289,7 @@ def read_rows(
 
 
 def require_own_input(folder: Path) -> None:
-    """Raise `UserError` where `folder` holds something that reading never writes: reading other
-    rows replaces the folder."""
+    """Raise `UserError` where `folder` holds what reading never writes, and would remove."""
     ours = {KEYS, STATE, VERDICT, SUMMARY, SIGNATURES, HELD}
     for path in folder.iterdir() if folder.is_dir() else ():
         if not (path.name in ours or path.name.startswith("rows-") or path.name.endswith(PARTIAL)):
@@ -310,8 +306,7 @@ def remove_rows(folder: Path) -> None:
 
 
 def read_input(folder: Path) -> tuple[str, Input] | None:
-    """Identity and summary of what was read completely into `folder`, None when there is no such
-    thing."""
+    """Identity and summary of what was read completely into `folder`, or None."""
     path = folder / SUMMARY
     if not path.is_file():
         return None
@@ -322,8 +317,7 @@ def read_input(folder: Path) -> tuple[str, Input] | None:
 
 
 def identity_of(data: DataConfig, held_out: HeldOutIndex | None) -> str:
-    """Hash of what decides the rows: sources with their files' sizes and times, and what is left
-    out."""
+    """Hash of what decides the rows: sources, their files' sizes and times, what is left out."""
     content: list[Any] = [
         data.deduplicate,
         data.near_share,
@@ -357,14 +351,12 @@ _SOURCE_FIELDS = frozenset(
 
 
 def _cut(path: Path, size: int) -> None:
-    """Drop what an interrupted run appended beyond its last complete block."""
     if path.is_file():
         with path.open("r+b") as file:
             file.truncate(size)
 
 
 def _state(folder: Path, identity: str) -> ReadingState | None:
-    """Where an interrupted reading of the same rows stands."""
     path = folder / STATE
     if not path.is_file():
         return None

@@ -42,16 +42,13 @@ class PackedBatch:
     anchors: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name."""
         found = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in found.items() if value is not None}
 
     def rows(self, count: int) -> PackedBatch:
-        """The first `count` rows."""
         return PackedBatch(**{name: value[:count] for name, value in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same rows on another device."""
         return PackedBatch(**{name: value.to(device) for name, value in self.tensors().items()})
 
 
@@ -103,8 +100,7 @@ class StepLoader:
         ]
 
     def row_seeds(self, index: int) -> NDArray[np.int64]:
-        """Seeds [global_batch] of global step `index`: they follow from the step and the place in
-        it alone."""
+        """Seeds [global_batch] of global step `index`, from the step and the place in it alone."""
         return (
             np.random.SeedSequence([self.seed, index])
             .generate_state(self.global_batch)
@@ -126,8 +122,7 @@ class StepLoader:
         )
 
     def iterate(self, start: int, stop: int) -> Iterator[tuple[int, list[PackedBatch]]]:
-        """(index, micro-batches) of steps start ... stop - 1, each built in a thread while the step
-        before it is used."""
+        """(index, micro-batches) of steps start ... stop - 1, each built while another is used."""
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
             ahead = pool.submit(self.step, start) if start < stop else None
             for index in range(start, stop):
@@ -139,8 +134,7 @@ class StepLoader:
                 yield index, batches
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """The epoch's permutation of rows; the last two are kept, since a step may reach over an
-        epoch's end."""
+        """The epoch's permutation of rows; two are kept, since a step may reach over an end."""
         order = self._orders.get(epoch)
         if order is None:
             order = stable_permutation(len(self.data), self.seed, epoch)

@@ -28,8 +28,7 @@ SHOWN_TOKENS = 240
 
 @dataclass(frozen=True)
 class MaskReport:
-    """What a loss mask covers. share: supervised / all tokens; sample: rich markup of one document,
-    answers coloured."""
+    """What a loss mask covers: supervised / all tokens, and rich markup of one document."""
 
     documents: int
     tokens: int
@@ -77,7 +76,6 @@ def mask_report(documents: Sequence[tuple[Tokens, Sequence[Span]]], tokenizer: A
 
 
 def require_supervised(supervised: int, tokens: int) -> None:
-    """Raise `UserError` when a loss mask of `tokens` tokens covers none of them."""
     if not supervised:
         raise UserError(
             f"0% of {tokens} tokens are supervised: no document has an answer, so there is "
@@ -87,8 +85,7 @@ def require_supervised(supervised: int, tokens: int) -> None:
 
 
 def colour(tokens: Tokens, mask: NDArray[np.bool_], tokenizer: Any) -> str:
-    """Rich markup of a document's text, supervised runs in green and context dim, at most
-    `SHOWN_TOKENS` around the first answer."""
+    """Rich markup of at most `SHOWN_TOKENS` around the first answer, supervised runs in green."""
     first = int(mask.argmax())
     begin = max(0, first - SHOWN_TOKENS // 3)
     end = min(len(tokens), begin + SHOWN_TOKENS)

@@ -57,8 +57,7 @@ BATCH_ROWS = 1024
 
 @dataclass(frozen=True)
 class PackReport:
-    """What packing did. padding_share: of all R * T positions; supervised_share: of all tokens that
-    are not padding."""
+    """What packing did. padding_share: of R * T positions; supervised_share: of real tokens."""
 
     documents: int
     truncated: int
@@ -208,14 +207,12 @@ def _check_length(sequence_length: int) -> None:
 def read_documents(
     directory: Path, info: TargetInfo
 ) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
-    """Documents (tokens, answer spans) of a finished generate stage, in shard order, after the
-    checks of `from_manifest`."""
+    """Documents (tokens, answer spans) of a finished generate stage, checked, in shard order."""
     yield from documents_of(checked_shards(directory, info), info)
 
 
 def checked_shards(directory: Path, info: TargetInfo) -> list[Path]:
-    """The unchanged shards of a finished generate stage for the vocabulary of `info`; raises
-    `UserError` otherwise."""
+    """The unchanged shards of answers for `info`'s vocabulary; raises `UserError` otherwise."""
     manifest = read_answers(directory)
     _require_target(directory, manifest.get("target"), info)
     if not manifest.get("shards"):
@@ -229,8 +226,7 @@ def checked_shards(directory: Path, info: TargetInfo) -> list[Path]:
 def documents_of(
     shards: Iterable[Path], info: TargetInfo, watch: Watch = ignore
 ) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
-    """Documents of shards, in order. A row may hold several, one after the other: see
-    `Answer.parts`."""
+    """Documents of shards, in order. A row may hold several: see `StoredAnswer.parts`."""
     for tokens, spans, _ in weighted_documents(shards, info, watch):
         yield tokens, spans
 
@@ -249,8 +245,7 @@ def extras_of(shards: Sequence[Path]) -> list[str]:
 def weighted_documents(
     shards: Iterable[Path], info: TargetInfo, watch: Watch = ignore, extras: Sequence[str] = ()
 ) -> Iterator[tuple[NDArray[np.int32], list[Span], dict[str, NDArray[np.float32]]]]:
-    """`documents_of` with the columns `extras` of every document's tokens; raises `UserError` for
-    weights that are none."""
+    """`documents_of` with the columns `extras` per token; `UserError` for invalid weights."""
     rows = 0
     for path in shards:
         for batch in _batches(path, extras):
@@ -284,8 +279,7 @@ def weighted_documents(
 def _split(
     tokens: NDArray[np.int32], spans: list[Span], parts: Sequence[int]
 ) -> Iterator[tuple[tuple[NDArray[np.int32], list[Span]], Span]]:
-    """The documents of one row, and where they lie in it: `parts` says where the second and later
-    ones begin."""
+    """The documents of one row and where they lie; `parts`: where later ones begin."""
     for begin, end in pairwise([0, *parts, len(tokens)]):
         inside = [(low - begin, high - begin) for low, high in spans if begin <= low < end]
         yield (tokens[begin:end], inside), (begin, end)

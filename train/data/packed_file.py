@@ -61,8 +61,7 @@ Flat = Mapping[str, "FlatFile"]
 
 
 class PackKey(TypedDict):
-    """What decides the packed rows. answers: SHA-256 of the manifest; windows: documents,
-    tokens."""
+    """What decides the packed rows. answers: of the manifest; windows: documents, tokens."""
 
     answers: str
     sequence_length: int
@@ -73,8 +72,7 @@ class PackKey(TypedDict):
 
 @dataclass
 class Counts:
-    """What packing met: documents kept, cut to the sequence length, dropped for having no answer;
-    their tokens."""
+    """Documents kept, cut to the sequence length, dropped for having no answer; their tokens."""
 
     documents: int = 0
     truncated: int = 0
@@ -115,8 +113,7 @@ class Packer:
         self._put("documents", [0])
 
     def add_all(self, documents: Iterable[Document]) -> None:
-        """Take every document and write what is left at the end. With `extras` each brings its
-        weights."""
+        """Take every document (with its weights where there are `extras`) and write the rest."""
         for tokens, spans, *beside in documents:
             self._add(tokens, spans, beside[0] if beside else {})
         self._pack()
@@ -173,7 +170,6 @@ class FlatFile:
         self._descriptor = -1 if isinstance(source, bytes) else os.open(source, os.O_RDONLY)
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        """Stored values [end - begin] from `begin`."""
         first, count = 4 * begin, 4 * (end - begin)
         if self._descriptor < 0:
             return np.frombuffer(self._bytes, self._dtype, end - begin, first)
@@ -194,7 +190,6 @@ class FlatFile:
 def pack_in_memory(
     documents: Iterable[Document], length: int, extras: Sequence[str] = ()
 ) -> tuple[Counts, Indexes, Flat]:
-    """Pack documents without touching the disk."""
     files = {name: BytesIO() for name in (*PARTS, *extras)}
     packer = Packer(length, files, extras=extras)
     packer.add_all(documents)
@@ -213,8 +208,7 @@ def write_packed(
     key: PackKey,
     extras: Sequence[str] = (),
 ) -> None:
-    """Pack documents into `folder`, which appears whole or not at all. Several processes may do it
-    at once: the first one wins."""
+    """Pack documents into `folder`, whole or not at all; of several processes the first wins."""
     names = (*PARTS, *extras)
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=folder.name + ".partial-", dir=folder.parent))
@@ -249,8 +243,7 @@ def write_packed(
 
 
 def is_whole(folder: Path, key: PackKey, *, thorough: bool = False) -> bool:
-    """Whether `folder` holds the packed rows of `key` and no file of them is missing or short
-    (thorough: or changed)."""
+    """Whether `folder` holds all packed rows of `key`, of full size (thorough: and unchanged)."""
     try:
         header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
         if header["format"] != FORMAT or header["key"] != dict(key):
@@ -266,7 +259,6 @@ def is_whole(folder: Path, key: PackKey, *, thorough: bool = False) -> bool:
 
 
 def read_packed(folder: Path) -> tuple[Counts, Indexes, Flat]:
-    """Open what `write_packed` wrote."""
     header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
     arrays = {
         name: np.fromfile(folder / f"{name}.bin", PARTS[name]) for name in PARTS if name != "tokens"
@@ -307,9 +299,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def signed_window(
     tokens: Tokens, spans: Sequence[Span], length: int
 ) -> tuple[NDArray[np.int32], int] | None:
-    """The tokens of a document, cut to `length`, supervised ones as ~token, and where the cut
-    begins; None when nothing is supervised.
-    """
+    """The tokens cut to `length`, supervised ones as ~token, and where the cut begins; or None."""
     mask = mask_of(spans, len(tokens))
     if not mask.any():
         return None

@@ -99,7 +99,6 @@ class Row:
 
     @property
     def content(self) -> RowContent:
-        """What the row's hash covers."""
         content: RowContent = {
             "messages": self.messages,
             "tokens": self.tokens,
@@ -119,8 +118,7 @@ class SkippedRow:
 
 
 class Source:
-    """An opened dataset. `read` yields `Row` and `SkippedRow`, one per row, from any place; it may
-    be repeated."""
+    """An opened dataset; `read` yields a `Row` or `SkippedRow` per row, from any place."""
 
     def __init__(self, config: SourceConfig, label: str = "") -> None:
         self.config, self.label = config, label
@@ -152,7 +150,6 @@ class Source:
         return max(0, -(-(self.taken - part) // parts))
 
     def place(self) -> SourcePlace:
-        """Where the last row that `read` gave ends, for `read` to continue from."""
         return {"taken": self.taken, "rows": self.rows.place()}
 
     def _open(self) -> Rows[Any]:
@@ -204,8 +201,7 @@ class Source:
         )
 
     def _find_kind(self) -> str:
-        """The configured kind, or that of the first row whose value is text, a list of ids or a
-        list of messages."""
+        """The configured kind, or that of the first row with text, ids or messages."""
         if self.config.kind != "auto":
             return self.config.kind
         for _, row in islice(self.rows.read(None), KIND_PROBE):
@@ -267,8 +263,7 @@ class Source:
 
 
 class Mixture:
-    """Several sources as one: row i comes from the source that `unit_interval(seed, i)` points at
-    among those that are left."""
+    """Several sources as one: `unit_interval(seed, i)` picks that of row i among those left."""
 
     def __init__(self, data: DataConfig) -> None:
         self.data = data
@@ -305,7 +300,6 @@ class Mixture:
             yield number, replace(row, index=self.index - 1)
 
     def place(self) -> MixturePlace:
-        """Where the last row that `read` gave ends."""
         places = [
             kept if kept is not None or not source.taken else source.place()
             for kept, source in zip(self._resumed, self.sources, strict=True)
@@ -313,8 +307,7 @@ class Mixture:
         return {"index": self.index, "ended": dict(self.ended), "sources": places}
 
     def report(self) -> list[SourceReport]:
-        """Per source: path, rows taken, its share asked for and found, and the row at which it ran
-        out (None: it had more)."""
+        """What was read of each source."""
         weights = sum(source.config.weight for source in self.sources)
         return [
             {
@@ -380,8 +373,7 @@ def from_sharegpt(messages: Any) -> Any:
 
 
 def read_tools(value: Any) -> tuple[dict[str, object], ...] | None:
-    """Descriptions of tools, given as a list or as its JSON; None for none. Raises `BadRowError`
-    for anything else."""
+    """Descriptions of tools, given as a list or its JSON, None for none; or `BadRowError`."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -395,8 +387,7 @@ def read_tools(value: Any) -> tuple[dict[str, object], ...] | None:
 
 
 def read_tokens(value: Any) -> tuple[int, ...]:
-    """A row's token ids; raises `BadRowError` unless it is a non-empty list of non-negative
-    integers."""
+    """Token ids; raises `BadRowError` unless a non-empty list of non-negative integers."""
     tokens = (
         tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
     )
@@ -408,8 +399,7 @@ def read_tokens(value: Any) -> tuple[int, ...]:
 
 
 def read_spans(value: Any, length: int) -> tuple[Span, ...] | None:
-    """Answer spans of a pre-tokenised row, None when it has none; raises `BadRowError` unless
-    ascending and inside the tokens."""
+    """Answer spans or None; raises `BadRowError` unless ascending and inside the tokens."""
     if value is None:
         return None
     try:

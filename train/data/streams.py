@@ -171,7 +171,6 @@ class ParquetStream:
             ) from error
 
     def _rows(self, file: ParquetFile) -> Iterator[NumberedRow]:
-        """What is left of one file."""
         while self.at["group"] < file.num_row_groups:
             first, place = self.at["row"], 0
             for batch in file.iter_batches(PARQUET_ROWS, row_groups=[self.at["group"]]):
@@ -267,7 +266,6 @@ class StreamedRows:
         return held
 
     def _columns(self) -> list[str]:
-        """Names in the first usable rows."""
         names: dict[str, None] = {}
         for count, (_, row) in enumerate(self._open()):
             if isinstance(row, Mapping):

@@ -34,8 +34,7 @@ later."""
 
 
 class BadRowError(Exception):
-    """A row that cannot be used; the text is the reason that is reported, without the row's
-    content."""
+    """A row that cannot be used, and the reason that is reported, without the row's content."""
 
 
 class Table(Protocol):
@@ -49,8 +48,7 @@ class Table(Protocol):
 
 
 def open_table(path: str, name: str | None, split: str, revision: str | None) -> Table:
-    """Open a local file, folder or glob when `path` is one, else the Hub dataset of that id; raises
-    `UserError` when neither is."""
+    """A local file, folder or glob, else a Hub dataset; raises `UserError` when it is neither."""
     files = local_files(path)
     if files is None:
         return _open_hub(path, name, split, revision)
@@ -65,8 +63,7 @@ def open_table(path: str, name: str | None, split: str, revision: str | None) ->
 
 
 class JsonLines:
-    """Rows of one or several .jsonl files, read and parsed when asked for; memory holds only
-    line offsets (24 bytes per row)."""
+    """Rows of .jsonl files, parsed when asked for; memory holds line offsets (24 bytes per row)."""
 
     def __init__(self, files: list[Path]) -> None:
         self.files = files
@@ -129,8 +126,7 @@ def _line_bounds(file: BinaryIO) -> Iterator[tuple[int, int]]:
 def open_stream(
     path: str, files: list[Path] | Path | None, name: str | None, split: str, revision: str | None
 ) -> Any:
-    """A `datasets.IterableDataset` of local files, a saved dataset or a Hub dataset; raises
-    `UserError` when there is none."""
+    """A `datasets.IterableDataset`; raises `UserError` when there is none."""
     if isinstance(files, Path):
         return _open_saved(files, split).dataset.to_iterable_dataset()
     if files is None:
@@ -147,8 +143,7 @@ def open_stream(
 
 
 def local_files(path: str) -> list[Path] | Path | None:
-    """Files of a local source, the folder itself when `Dataset.save_to_disk` wrote it, None when
-    `path` can only be a Hub id."""
+    """Local files; the folder that `Dataset.save_to_disk` wrote; None for what must be a Hub id."""
     expanded = Path(path).expanduser()
     known = [*BUILDERS, LINES]
     if expanded.is_dir():

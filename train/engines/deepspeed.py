@@ -91,8 +91,7 @@ def require_async_io(deepspeed: Any, path: str) -> None:
 
 
 def make_settings(config: EngineConfig, clip: float, numel: int) -> dict[str, Any]:
-    """DeepSpeed's configuration. Precision and accumulation are ours: it only ever sees float32
-    weights and our boundaries."""
+    """DeepSpeed's configuration: it only ever sees float32 weights and our boundaries."""
     bucket = min(numel + numel % 2, BUCKET_ELEMENTS)  # ZeRO 1 and 2 refuse an odd number
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
@@ -163,8 +162,7 @@ class DeepSpeedEngine:
         return LossOutput(loss.detach(), self.engine.module.metrics)
 
     def step(self, rate: float) -> float:
-        """See `TrainEngine`. ZeRO 1 to 3 clip by themselves; stage 0 has no ZeRO optimiser, so it
-        is clipped here."""
+        """Stage 0 has no ZeRO optimiser, so it is clipped here; ZeRO 1 to 3 clip by themselves."""
         set_rate(self.engine.optimizer, rate)
         norm = None
         if self.stage == 0:
@@ -178,8 +176,7 @@ class DeepSpeedEngine:
         return float(self.engine.get_global_grad_norm()) if norm is None else norm
 
     def weights(self) -> dict[str, Tensor]:
-        """See `TrainEngine`. With ZeRO-3 one weight at a time is gathered, so that only the main
-        process holds them all."""
+        """With ZeRO-3 one weight at a time is gathered: only the main process holds them all."""
         buffers = dict(self.drafter.named_buffers())
         parameters = dict(self.drafter.named_parameters(remove_duplicate=False))
         found: dict[str, Tensor] = {}
@@ -193,9 +190,7 @@ class DeepSpeedEngine:
         return found
 
     def _spans(self) -> list[list[Span]]:
-        """The runs of weights that AdamW updates in this process, by DeepSpeed's groups of weights.
-        Only here is known how it divides them.
-        """
+        """The runs of weights that AdamW updates here, by DeepSpeed's groups of weights."""
         zero, rank = self.engine.optimizer, self.world.rank
         if self.stage == 0:
             return [whole_spans(self._named())]
@@ -218,8 +213,7 @@ class DeepSpeedEngine:
 
     @contextmanager
     def _in_memory(self, group: int, *, changed: bool) -> Iterator[None]:
-        """AdamW's state of a group in memory inside the block, read from disk where it is kept
-        there, and written if `changed`."""
+        """AdamW's state of a group in memory: read from disk, and written if `changed`."""
         zero = self.engine.optimizer
         if self.stage != 3 or not zero._swappable_optimizer_subgroup(group):
             yield
@@ -232,7 +226,6 @@ class DeepSpeedEngine:
             zero._release_swap_buffers(group)
 
     def _named(self) -> dict[str, nn.Parameter]:
-        """The trained weights by name."""
         return {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
 
     def _adam(self) -> torch.optim.Optimizer:
@@ -242,7 +235,6 @@ class DeepSpeedEngine:
         return optimizer
 
     def optimizer_state(self) -> StatePart:
-        """See `TrainEngine`."""
         whole = StatePart()
         for group, spans in enumerate(self._spans()):
             with self._in_memory(group, changed=False):
@@ -252,15 +244,13 @@ class DeepSpeedEngine:
         return whole
 
     def load_optimizer_state(self, parts: Sequence[AnyPart]) -> None:
-        """See `TrainEngine`."""
         whole = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._named().items()}
         for group, spans in enumerate(self._spans()):
             with self._in_memory(group, changed=True):
                 distribute(self._adam(), spans, whole, parts)
 
     def close(self) -> None:
-        """See `TrainEngine`. The process group stays: DeepSpeed remembers its groups for as long as
-        the process lives."""
+        """The process group stays: DeepSpeed remembers its groups as long as a process lives."""
         self.engine.destroy()
         del self.engine
         gc.collect()

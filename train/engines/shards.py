@@ -56,7 +56,6 @@ class StatePart:
     runs: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def count(self, weight: str) -> int:
-        """Elements of the run of `weight`."""
         return self.tensors[f"{weight}.{MOMENTS[0]}"].numel()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -65,13 +64,11 @@ class StatePart:
         return value if value.ndim == 0 else value[start:stop]
 
     def save(self, path: Path) -> None:
-        """Write as safetensors."""
         save_file(self.tensors, str(path), metadata={"runs": json.dumps(self.runs)})
 
 
 class FilePart:
-    """The same as `StatePart`, on disk: only what is asked for is read. Raises `UserError` for a
-    file that is not one of ours."""
+    """`StatePart` on disk, read as asked for; raises `UserError` for any other file."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -92,11 +89,9 @@ class FilePart:
         return int(self._file.get_slice(name).get_shape()[0])
 
     def count(self, weight: str) -> int:
-        """See `StatePart`."""
         return self._counts[weight]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """See `StatePart`."""
         view = self._file.get_slice(name)
         value: Tensor = view[start:stop] if view.get_shape() else self._file.get_tensor(name)
         return value
@@ -164,7 +159,6 @@ def _by_weight(parts: Sequence[AnyPart]) -> dict[str, list[AnyPart]]:
 def _require_same_weights(
     found: dict[str, list[AnyPart]], whole: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Names and shapes must agree."""
     unknown, missing = sorted(set(found) - set(whole)), sorted(set(whole) - set(found))
     if unknown or missing:
         raise UserError(
@@ -183,8 +177,7 @@ def _require_same_weights(
 
 
 def _fill(target: Tensor, name: str, span: Span, parts: Sequence[AnyPart]) -> None:
-    """Copy the span's elements out of all runs that overlap it; raises `UserError` when some are
-    nowhere."""
+    """Copy the span out of the runs that overlap it; `UserError` when elements are nowhere."""
     filled = 0
     for part in parts:
         begin = part.runs[span.weight][0]
@@ -206,15 +199,13 @@ def _fill(target: Tensor, name: str, span: Span, parts: Sequence[AnyPart]) -> No
 
 
 def whole_spans(named: Mapping[str, Tensor]) -> list[Span]:
-    """Every weight, undivided."""
     return [Span(name, tuple(p.shape), 0, p.numel(), p) for name, p in named.items()]
 
 
 def slice_spans(
     named: Sequence[tuple[str, tuple[int, ...]]], offsets: Sequence[int], begin: int, tensor: Tensor
 ) -> list[Span]:
-    """ZeRO 1 and 2: weights lie one behind the other at `offsets`; this process updates `tensor`, a
-    slice of it from `begin` on."""
+    """ZeRO 1 and 2: weights lie at `offsets`; this process updates the slice from `begin` on."""
     spans = []
     for (name, shape), offset in zip(named, offsets, strict=True):
         first = max(offset, begin)
@@ -227,9 +218,8 @@ def slice_spans(
 def piece_spans(
     named: Sequence[tuple[str, tuple[int, ...]]], pieces: Sequence[int], rank: int, tensor: Tensor
 ) -> list[Span]:
-    """ZeRO 3: every weight is divided by itself into pieces of `pieces` elements, of which this
-    process updates number `rank`; they lie one behind the other in `tensor`.
-    """
+    """ZeRO 3: every weight is divided into pieces, of which this process updates number `rank`;
+    they lie one behind the other in `tensor`."""
     spans, at = [], 0
     for (name, shape), piece in zip(named, pieces, strict=True):
         start = rank * piece

@@ -81,8 +81,7 @@ class OnlineFeatures:
 
 @contextmanager
 def in_use(features: Features) -> Iterator[Features]:
-    """Features while a training uses them; their files, connections and threads are closed at the
-    end."""
+    """Close the files, connections and threads of features when a training ends."""
     try:
         yield features
     finally:

@@ -91,8 +91,7 @@ class FetchedFeatures:
         self._asked = -1
 
     def arrived(self, batches: list[PackedBatch], step: int, stopping: Callable[[], bool]) -> bool:
-        """Wait until the features of a step are there, or its failure is; False when `stopping`
-        came before that."""
+        """Wait for a step's features or their failure; False when `stopping` came before that."""
         self._look_ahead(step)
         begun = time.perf_counter()
         try:
@@ -131,7 +130,6 @@ class FetchedFeatures:
             self._asked = index
 
     def close(self) -> None:
-        """Close the source; what was asked for and not used is dropped."""
         self._coming.clear()
         self.source.close()
 
@@ -143,11 +141,9 @@ class Fetch:
     future: Future[Content]
 
     def wait(self, seconds: float) -> bool:
-        """See `Coming`."""
         return bool(wait_for([self.future], seconds).done)
 
     def result(self) -> Content:
-        """See `Coming`."""
         return self.future.result()
 
 
@@ -175,7 +171,6 @@ class ThreadedSource:
             thread.start()
 
     def ask(self, packed: PackedBatch) -> Coming:
-        """See `Source`."""
         future: Future[Content] = Future()
         self._asked.put((future, packed))
         return Fetch(future)

@@ -53,7 +53,6 @@ class Division:
 
     @property
     def trainers(self) -> int:
-        """How many processes train: ranks 0 to trainers - 1."""
         return self.size - self.targets
 
     def target_of(self, trainer: int) -> int:
@@ -61,7 +60,6 @@ class Division:
         return self.trainers + trainer % self.targets
 
     def trainers_of(self, rank: int) -> list[int]:
-        """The trainers that a target process serves."""
         return [trainer for trainer in range(self.trainers) if self.target_of(trainer) == rank]
 
 
@@ -115,8 +113,7 @@ _links: list[Link] = []
 
 
 def divide(job: TrainingJob, world: World) -> Division:
-    """The processes' roles; raises `UserError` when there are too few, or when the engine takes all
-    of them for trainers."""
+    """The processes' roles; raises `UserError` when they cannot be divided so."""
     division = Division(world.size, job.features.targets)
     if division.trainers < 1 or division.trainers < division.targets:
         raise UserError(
@@ -145,10 +142,8 @@ def divide(job: TrainingJob, world: World) -> Division:
 
 @dataclass(frozen=True)
 class Message:
-    """A `train.features.fetch.Coming` under way. gloo cannot say whether it is there; a target
-    process goes on answering until its trainers have left, so it is waited for as for a
-    computation.
-    """
+    """Features under way. gloo cannot tell whether they are there; a target process answers until
+    its trainers have left, so they are waited for as for a computation."""
 
     result: Callable[[], Content]
 
@@ -158,8 +153,7 @@ class Message:
 
 
 class GroupSource:
-    """A `train.features.fetch.Source` of this launch's target process; asks it first whether it
-    runs the same target."""
+    """Features from this launch's target process, once it says that it runs the same target."""
 
     def __init__(
         self,
@@ -228,8 +222,7 @@ class GroupSource:
 
 
 def serve(target: DescribedTarget, dtype: torch.dtype, trainers: list[int]) -> bool:
-    """Answer requests in the order in which they come until every trainer has said good-bye;
-    returns whether all were content."""
+    """Answer requests until every trainer has said good-bye; returns whether all were content."""
     group = _links[0].group
     key = key_of(target.info, precision_of(dtype, target.dtype))
     asks: dict[int, Ask] = {}
@@ -261,7 +254,6 @@ def greet(trainer: int, target: DescribedTarget, key: str) -> Ask:
 
 
 def compute(target: DescribedTarget, dtype: torch.dtype, ask: Ask, body: Tensor) -> Tensor:
-    """The answer to a request as bytes."""
     tokens, positions, segments = body
     nothing = torch.zeros_like(tokens, dtype=torch.bool)
     seeds = torch.zeros(tokens.shape[0], dtype=torch.int64)
@@ -283,8 +275,7 @@ def compute(target: DescribedTarget, dtype: torch.dtype, ask: Ask, body: Tensor)
 def answer_parts(
     taps: tuple[int, ...], last: bool, form: Form
 ) -> list[tuple[str, str, torch.dtype, int, int]]:
-    """(thing, part, dtype, values per token, bytes per token) of an answer, in the order in which
-    they follow one another."""
+    """(thing, part, dtype, values per token, bytes per token) of an answer, in order."""
     found = []
     state = parts_of(form.fmt, form.hidden)
     things = {f"tap.{tap}": state for tap in taps}
@@ -304,7 +295,6 @@ def answer_parts(
 
 
 def cut(buffer: Tensor, parts: list[tuple[str, str, torch.dtype, int, int]], count: int) -> Content:
-    """The tensors of an answer over `count` tokens."""
     content: Content = {}
     start = 0
     for thing, part, dtype, width, size in parts:
@@ -317,18 +307,15 @@ def cut(buffer: Tensor, parts: list[tuple[str, str, torch.dtype, int, int]], cou
 
 
 def send_header(operation: int, rank: int, status: int = 0) -> None:
-    """A message without a body."""
     dist.send(torch.tensor([operation, 0, 0, status]), rank, group=_links[0].group, tag=HEADER_TAG)
 
 
 def send_text(text: str, rank: int) -> None:
-    """A greeting with its text."""
     send_header(HELLO, rank)
     send_body(text, rank)
 
 
 def send_body(text: str, rank: int) -> None:
-    """A text of at most `TEXT_BYTES` bytes, filled up with zeros."""
     raw = text.encode()
     assert len(raw) <= TEXT_BYTES, f"{len(raw)} bytes of greeting"
     body = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
@@ -337,7 +324,6 @@ def send_body(text: str, rank: int) -> None:
 
 
 def receive_body(rank: int) -> str:
-    """The text that `send_body` sent."""
     body = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
     dist.recv(body, src=rank, group=_links[0].group, tag=ROWS_TAG)
     return bytes(body.tolist()).rstrip(b"\0").decode()

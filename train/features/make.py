@@ -30,8 +30,7 @@ def make_source(
     answers: Path,
     loader: StepLoader,
 ) -> Source:
-    """The source for a training of a drafter with `needs` on `answers`; raises `UserError` when it
-    does not fit or is not there."""
+    """The source of features for a training; raises `UserError` when it does not fit or exist."""
     form = config.form(target.info)
     precision = precision_of(dtype, target.dtype)
     if config.mode == "store":

@@ -89,8 +89,7 @@ def open_records(job: GenerateJob, backend: Backend) -> PartRecords | None:
 
 
 def answer_rows(job: GenerateJob, target: AnyTarget, done: NDArray[np.bool_]) -> None:
-    """Write an answer, a failure or a skip for each of this process's rows; an interruption writes
-    what is finished."""
+    """Write an answer, a failure or a skip for each of this process's rows."""
     console = console_of(quiet=not job.state.is_main_process)
     already = int(done.sum())
     if already:
@@ -126,7 +125,6 @@ class Answering:
         )
 
     def shows(self, progress: Progress, task: TaskID) -> None:
-        """Where the work is seen."""
         self.progress, self.task = progress, task
 
     @property
@@ -142,7 +140,6 @@ class Answering:
             self._records.write(name, answers)
 
     def run(self, rows: Iterator[Row | SkippedRow]) -> None:
-        """Answer all rows, a window at a time."""
         while window := list(islice(rows, self.job.config.window_rows)):
             talks = self._start(window)
             while talks:
@@ -209,8 +206,7 @@ class Answering:
 
 
 def sample_answers(engine: Engine, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
-    """Decode all requests, in finishing order. A request that the engine refuses becomes `Refused`;
-    the others go on without it."""
+    """Decode all requests, in finishing order; those that the engine refuses become `Refused`."""
     waiting = {request.index: request for request in requests}
     while waiting:
         try:

@@ -128,8 +128,7 @@ def generate(
 
 
 def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Input:
-    """Read the sources into the output folder, once; says what was left out. again: once more,
-    quietly, for missing answers."""
+    """Read the sources once and say what was left out. again: once more, quietly."""
     console = console_of(again)
     held_out = load_held_out(job.data)
 
@@ -158,8 +157,7 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
 
 
 def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> AnswerSettings:
-    """Everything an answer depends on. Batch size, drafter, processes and paths are absent: they
-    may change between resumptions."""
+    """Everything an answer depends on: batch size, drafter, processes and paths may change."""
     template = str(model.tokenizer.chat_template or "")
     settings: AnswerSettings = {
         "answers": job.config.answers,
@@ -224,8 +222,7 @@ def prepare_output(
 
 
 def finished_manifest(out: Path) -> AnswersManifest | None:
-    """The manifest of a folder whose generation is complete and undamaged, None when there is work
-    left."""
+    """The manifest of a complete and undamaged folder, None when there is work left."""
     if not (out / MANIFEST_FILE).is_file():
         return None
     manifest = read_answers(out)
@@ -237,8 +234,7 @@ def finished_manifest(out: Path) -> AnswersManifest | None:
 
 
 def _unusual(data: DataConfig) -> dict[str, object]:
-    """Settings that change what is rendered, where they are not the defaults: those that older
-    versions did not have."""
+    """Settings of rendering that are not the defaults: those that older versions did not have."""
     names = ("supervise", "reasoning", "template_arguments", "max_tokens", "truncate")
     usual = asdict(DataConfig("-"))
     chosen = asdict(data)
@@ -271,8 +267,7 @@ def finish(
     read: Input,
     provenance: Mapping[str, object] | None,
 ) -> AnswersManifest:
-    """Merge all part files into shards, write the manifest, remove the parts. Raises `UserError`
-    when nothing was answered."""
+    """Merge parts into shards and write the manifest; raises `UserError` without any answer."""
     total = read.total
     merged = merge_parts(job.out, total, job.config.shard_rows, job.watch)
     if not merged.counts[DONE]:
@@ -302,8 +297,7 @@ def finish(
 
 
 def summary(manifest: AnswersManifest, out: Path) -> str:
-    """One or two lines for people: done + failed + skipped = input, and the most frequent
-    reasons."""
+    """done + failed + skipped = input, and the most frequent reasons, for people."""
     counts = manifest["counts"]
     line = (
         f"{counts['done']} done + {counts['failed']} failed + {counts['skipped']} skipped = "

@@ -77,7 +77,6 @@ class SamplingConfig(DecodeConfig):
 
     @property
     def chosen_backend(self) -> str:
-        """Who decodes."""
         return "server" if self.servers else self.backend
 
 
@@ -87,8 +86,7 @@ def backend_of(decode: DecodeConfig) -> str:
 
 
 def sampling_of(decode: DecodeConfig) -> dict[str, object]:
-    """The part of a decode configuration that decides the text. Seeds mean something else to each
-    backend, so it is part of it."""
+    """What of a decode configuration decides the text, the backend included: seeds differ there."""
     backend = backend_of(decode)
     return {
         # as it is read back: lists, not tuples

@@ -22,8 +22,7 @@ from inference.target.loading import (
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """A target's tokenizer, description and end-of-text tokens; `info` equals that of the loaded
-    target."""
+    """A target's tokenizer, end-of-text tokens, and the description of the loaded target."""
 
     tokenizer: Any
     info: TargetInfo

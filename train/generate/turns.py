@@ -27,8 +27,7 @@ from train.data.tables import BadRowError
 
 
 class Facts(Protocol):
-    """What of a target rendering needs: the target itself, or
-    `train.generate.target_facts.TargetFacts`."""
+    """What rendering needs of a target: a `TargetModel` or `TargetFacts`."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -81,8 +80,7 @@ class Talk:
         return sum(map(len, self.documents[:-1]))
 
     def request(self) -> Request:
-        """The request for the present turn; raises `BadRowError` or `UserError` when there can be
-        none."""
+        """The present turn's request; raises `BadRowError` or `UserError` when there is none."""
         tokens, cut = self._prompt()
         if not tokens:
             raise BadRowError("there is no prompt before the answer")
@@ -121,8 +119,7 @@ class Talk:
             )[:-1]
 
     def answer(self, status: str = "done", reason: str = "") -> StoredAnswer:
-        """The row's answer; a row with at least one answered turn is done, even if later turns
-        failed."""
+        """The row's answer: done with at least one answered turn, even if later ones failed."""
         row = self.row
         seed = prompt_seed(self.decode.seed, row.id)
         if not self.documents:
@@ -135,7 +132,6 @@ class Talk:
         )
 
     def _prompt(self) -> tuple[list[int], int]:
-        """The prompt's tokens and how many were cut."""
         room = self.target.info.max_position_embeddings - self.decode.max_new_tokens
         asked = self.data.max_prompt_tokens
         longest = room if asked is None else min(room, asked)
@@ -182,8 +178,7 @@ _NEXT: Message = {"role": "assistant", "content": "."}
 
 
 def keep_answer(row: Row, target: Facts, data: DataConfig) -> StoredAnswer:
-    """A row with the dataset's own answers, tokenised; raises `BadRowError` or `UserError` when it
-    has none that can be located."""
+    """The dataset's own answers, tokenised; raises `BadRowError` or `UserError` without any."""
     if row.messages is not None:
         found = _kept_documents(apply_reasoning(row.messages, data.reasoning), row, target, data)
     else:
@@ -209,8 +204,7 @@ def keep_answer(row: Row, target: Facts, data: DataConfig) -> StoredAnswer:
 def join_documents(
     documents: Sequence[tuple[list[int], list[Span]]],
 ) -> tuple[tuple[int, ...], tuple[Span, ...], tuple[int, ...]]:
-    """Documents as one row: all tokens, the spans in them, and where the second and later documents
-    begin."""
+    """Documents as one row: tokens, spans in them, where the second and later ones begin."""
     tokens: list[int] = []
     spans: list[Span] = []
     parts: list[int] = []
@@ -223,7 +217,6 @@ def join_documents(
 
 
 def check_vocabulary(tokens: Sequence[int], info: TargetInfo) -> None:
-    """Raise `BadRowError` for ids that the target does not have."""
     if max(tokens) >= info.vocab_size:
         raise BadRowError(f"token ids reach beyond the target's vocabulary of {info.vocab_size}")
 
@@ -231,8 +224,7 @@ def check_vocabulary(tokens: Sequence[int], info: TargetInfo) -> None:
 def _kept_documents(
     messages: Sequence[Message], row: Row, target: Facts, data: DataConfig
 ) -> list[tuple[list[int], list[Span]]]:
-    """The conversation as one document, or, when its template allows no such thing, one document
-    per supervised turn."""
+    """The conversation as one document, or one per turn where its template allows no other."""
     extra = (row.tools, data.template_arguments)
     try:
         return [render_conversation(target.tokenizer, messages, data.supervise, *extra)]

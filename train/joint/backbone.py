@@ -45,7 +45,6 @@ class Backbone:
         self.parameters = self._initialise(torch.Generator().manual_seed(seed))
 
     def _choose(self) -> list[str]:
-        """Full names of the linear layers that are updated."""
         model, wanted = self.target.model, self.config.modules
         inside = {
             id(part)
@@ -97,8 +96,7 @@ class Backbone:
         self.target.model.eval()
 
     def _initialise(self, generator: torch.Generator) -> dict[str, nn.Parameter]:
-        """A like peft's own uniform one in its variance, B zero: the same for a seed on every
-        device."""
+        """A with the variance of peft's uniform one, B zero; the same on every device."""
         found: dict[str, nn.Parameter] = {}
         for name, layer in self.layers.items():
             down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
@@ -109,8 +107,7 @@ class Backbone:
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put these updates in the place of the present ones; names and shapes as in
-        `parameters`."""
+        """Replace the present updates; names and shapes as in `parameters`."""
         assert set(tensors) == set(self.parameters), "updates of another training"
         for name, value in tensors.items():
             init.copy(self.parameters[name], value)
@@ -126,8 +123,7 @@ class Backbone:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """The target as it would be saved now: its updates added to its weights, in its own
-        dtype."""
+        """The target as it would be saved now: updates added to weights, in its own dtype."""
         kept = {name: layer.base_layer.weight.data for name, layer in self.layers.items()}
         self.merge()
         try:
@@ -147,8 +143,7 @@ class Backbone:
         self._switch(False)
 
     def strip(self) -> None:
-        """Take the updates out of the model, which then is of its original structure with the
-        weights as they are."""
+        """Take the updates out of the model, which keeps its weights as they are."""
         for name, layer in self.layers.items():
             parent, _, own = name.rpartition(".")
             setattr(self.target.model.get_submodule(parent), own, layer.base_layer)

@@ -40,8 +40,7 @@ DRAFTER, UPDATES = "drafter.", "updates."
 
 @dataclass
 class PlainTokens:
-    """Batches without features: joint training computes them itself, with their graph.
-    `train.features.base.Features`."""
+    """Batches without features: joint training computes them itself, with their graph."""
 
     device: torch.device
 
@@ -96,8 +95,7 @@ class JointDrafter(TrainableDrafter):
         )
 
     def _features(self, batch: TrainBatch) -> tuple[Tensor | None, Tensor]:
-        """taps [B, T, n, H] and last_hidden [B, T, H] of the target as it is now, in the features'
-        dtype."""
+        """taps [B, T, n, H] and last_hidden [B, T, H] of the present target, as the drafter's."""
         target = self.backbone.target
         autocast = self._dtype == torch.bfloat16 and target.dtype == torch.float32
         with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
@@ -110,8 +108,7 @@ class JointDrafter(TrainableDrafter):
     def _drafter_loss(
         self, batch: TrainBatch, taps: Tensor | None, hidden: Tensor, weight: float
     ) -> LossOutput:
-        """The drafter's loss on these features, of whose gradient `weight` flows on into the
-        target."""
+        """The drafter's loss on these features; `weight` of its gradient flows into the target."""
         needs = self.needs
         return self.drafter.loss(
             replace(
@@ -127,8 +124,7 @@ class JointDrafter(TrainableDrafter):
         return self._logits(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """The target's logits [M, V] at last hidden states [M, H], in its own dtype. The LM head is
-        never updated."""
+        """The target's logits [M, V] at last hidden states [M, H]. The LM head is never updated."""
         target = self.backbone.target
         with torch.autocast(hidden.device.type, enabled=False):
             return target.weights.logits(hidden.to(target.dtype))
@@ -169,8 +165,7 @@ def _scale(states: Tensor, weight: float) -> Tensor:
 
 
 def require_trainable_features(drafter: TrainableDrafter) -> None:
-    """Raise `UserError` for a drafter that runs layers of the target in its loss: it would run them
-    without their updates."""
+    """Raise `UserError` for a drafter that runs target layers, without their updates, itself."""
     if drafter.runs_target_layers:
         raise UserError(
             f"kind '{drafter.kind}' with layers left out cannot be trained jointly: its loss runs "
@@ -180,8 +175,7 @@ def require_trainable_features(drafter: TrainableDrafter) -> None:
 
 
 def split_state(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A `JointDrafter`'s state -> the drafter's own and the updates by their names in the
-    target."""
+    """A `JointDrafter`'s state -> the drafter's own, and the updates by their target's names."""
     drafter = {
         name.removeprefix(DRAFTER): value
         for name, value in state.items()

@@ -112,8 +112,7 @@ class JointRun(Run):
             super().check(weights, display)
 
     def write_checkpoint(self, weights: dict[str, Tensor], folder: Path) -> None:
-        """The drafter and the updates that belong to it. The drafter is bound to a target that is
-        not there yet."""
+        """The drafter, bound to a target that is not there yet, and its updates."""
         promised = replace(self.original, id=str(self.job.out / TARGET), revision=UNFINISHED)
         with self.as_saved(weights):
             save_drafter(self.serving(weights), folder, promised)
@@ -122,8 +121,7 @@ class JointRun(Run):
     # The new target
 
     def manifest(self, progress: Progress, reason: str) -> TrainOutcome:
-        """See `Run`. On the way the best target is saved, its drafter bound to it, and the drift
-        measured."""
+        """Saves the best target, binds its drafter to it and measures the drift on the way."""
         folder = self.job.out / TARGET
         self.backbone.load(load_file(str(self.job.out / BEST / UPDATES_FILE)))
         self.backbone.merge()

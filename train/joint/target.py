@@ -73,7 +73,6 @@ def save_changed_target(target: TargetModel, folder: Path) -> None:
 
 
 def label(folder: Path, original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> None:
-    """Say in the folder what the model was made of, and how far it has moved."""
     write_json(
         folder / DRIFT_FILE,
         {"original": original.id, "revision": original.revision, **drift.to_dict()},
@@ -91,7 +90,6 @@ def label(folder: Path, original: TargetInfo, kind: str, joint: JointConfig, dri
 
 
 def card(original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> str:
-    """The text of the model card."""
     bounds = {
         f"{name}_{side}": getattr(drift, f"{name}_ci95")[place]
         for name in ("kl", "agreement", "identical")
@@ -114,6 +112,5 @@ def card(original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> s
 
 
 def plain(joint: JointConfig) -> Settings:
-    """The settings as JSON values."""
     found: Settings = json.loads(json.dumps(asdict(joint)))
     return found

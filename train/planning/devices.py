@@ -65,8 +65,7 @@ def gpu(name: str) -> Gpu:
 def find_peak(
     device: torch.device, dtype: torch.dtype, given_tflops: float = 0.0, *, again: bool = False
 ) -> Peak:
-    """The peak of this device in `dtype`: as given, from the table, or measured (CPU; `again`
-    measures once more)."""
+    """The peak in `dtype`: given, from the table, or measured (CPU; `again`: once more)."""
     if given_tflops > 0:
         return Peak(given_tflops * TERA, "train.peak_tflops")
     if device.type == "cuda":

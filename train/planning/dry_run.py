@@ -43,8 +43,7 @@ class DryStep:
 
 
 def plan_drafter(kind: str, head: Any, target: PlannedTarget) -> TrainableDrafter:
-    """The drafter with fake float32 weights, bound to the target's; raises `UserError` for kinds
-    that are not trained."""
+    """The drafter with fake float32 weights, bound; raises `UserError` for untrained kinds."""
     if not get_kind(kind).trainable:
         raise UserError(
             f"a drafter of kind '{kind}' has no weights of its own, so there is no training to "
@@ -144,14 +143,12 @@ def dry_batch(
 
 
 def fake(target: PlannedTarget, *shape: int, dtype: torch.dtype) -> Tensor:
-    """A tensor without memory."""
     with target.mode:
         return torch.empty(*shape, dtype=dtype)
 
 
 class _ByNumber(TorchDispatchMode):
-    """Indexing fake values by a real mask: how many are chosen is known, but fake tensors would not
-    look."""
+    """Indexes fake values by a real mask: fake tensors would not look how many are chosen."""
 
     def __torch_dispatch__(
         self,
@@ -175,6 +172,5 @@ class _ByNumber(TorchDispatchMode):
 
 @contextmanager
 def chosen_by_number() -> Iterator[None]:
-    """See `_ByNumber`."""
     with _ByNumber():
         yield

@@ -20,8 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, products: int) -> int:
-    """FLOPs of `products` products of [Q, D] with [S, D], for query [B, h, Q, D], key and value [B,
-    h, S, D]."""
+    """FLOPs of `products` products of [Q, D] with [S, D]; query [B, h, Q, D], key [B, h, S, D]."""
     batch, heads, queries, size = query.shape
     return products * 2 * batch * heads * queries * key.shape[2] * (size + value.shape[3]) // 2
 
@@ -77,7 +76,6 @@ class FlopCount(TorchDispatchMode):
         return out
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Count one operation."""
         packet = func._overloadpacket
         if packet in self._own:
             self.flops += self._own[packet](*args, **kwargs, out_val=out)

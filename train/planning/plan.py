@@ -171,8 +171,7 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOP/s that one process reaches in training; fixed: share of a run's time that measuring and
-    saving take."""
+    """FLOP/s of one process in training; fixed: share of time for measuring and saving."""
 
     flops: float
     source: str
@@ -180,7 +179,6 @@ class Speed:
 
     @classmethod
     def of(cls, config: PlanConfig) -> Speed:
-        """From a GPU's figures."""
         figures = gpu(config.gpu)
         basis = "assumed" if config.mfu == ASSUMED_MFU else "given"
         return cls(
@@ -190,7 +188,6 @@ class Speed:
 
     @classmethod
     def read(cls, summary: Summary, source: str) -> Speed:
-        """From a run's summary."""
         if not summary.mfu:
             raise UserError(
                 f"'{source}' has no utilisation to plan with. Give train.peak_tflops for that "
@@ -243,8 +240,7 @@ def memory(
     needs: FeatureSpec,
     trainers: int,
 ) -> dict[str, int]:
-    """Bytes at the peak of a step on one process that trains, by what they are for. parts: of the
-    target held in parts."""
+    """Bytes on a training process at a step's peak, by use. parts: of the target held in parts."""
     rows, length = job.config.micro_batch, job.config.sequence_length
     online, whole = job.features.mode == "online", job.features.trainer_target == "whole"
     found = {"target": target_bytes(target, job.engine, trainers) if whole else parts}
@@ -309,8 +305,7 @@ def step_seconds(
 
 
 def division_of(job: TrainingJob, config: PlanConfig) -> Division:
-    """Who trains, and who runs the target for the others; raises `UserError` where processes cannot
-    be divided so."""
+    """Who trains and who runs the target; raises `UserError` for an impossible division."""
     return (
         divide(job, World(size=config.count))
         if job.features.mode == "group"
@@ -324,8 +319,7 @@ def division_of(job: TrainingJob, config: PlanConfig) -> Division:
 def target_pass(
     job: TrainingJob, target: PlannedTarget, tokens: int, division: Division, speed: Speed
 ) -> TargetPass:
-    """Where the target runs, and what one pass of it over all tokens takes on devices of this
-    speed."""
+    """Where the target runs, and what a pass of it over all tokens takes on such devices."""
     where = {
         "online": "in every process; it is in the time",
         "store": "beforehand, once over all tokens, to make the store; that is not in the time",
@@ -341,8 +335,7 @@ def target_pass(
 def reading(
     job: TrainingJob, target: PlannedTarget, needs: FeatureSpec, trainers: int, seconds: float
 ) -> dict[str, float] | None:
-    """What features that come from elsewhere take of disks or network, when a step takes `seconds`;
-    None where there are none."""
+    """What features take of disks or network at `seconds` per step; None when none are read."""
     if job.features.mode == "online":
         return None
     per_token = bytes_per_token(needs, target.info, job.features.format, job.features.top_logits)
@@ -359,8 +352,7 @@ def reading(
 
 
 def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
-    """The whole plan as JSON values. Raises `UserError` for a batch that cannot be divided, or
-    unknown tokens."""
+    """The plan as JSON values; raises `UserError` for an undividable batch or unknown tokens."""
     refuse_parts(job)
     train, division = job.config, division_of(job, config)
     trainers = division.trainers
@@ -468,8 +460,7 @@ def count_step(
 
 
 def amount(job: TrainingJob, config: PlanConfig) -> tuple[int, float]:
-    """Tokens of the answers, and the share of them that is supervised: as given, or as the run's
-    answers were packed."""
+    """Tokens of the answers and the share supervised, as given or as they were packed."""
     if config.tokens:
         return config.tokens, config.supervised
     for header in sorted((job.data / "packed").glob("*/packed.json")):

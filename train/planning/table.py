@@ -9,7 +9,6 @@ from train.planning.plan import Plan
 
 
 def plan_table(content: Plan) -> Table:
-    """The plan for people."""
     found = Table(show_header=False, box=None, pad_edge=False)
     settings, memory, step = content["settings"], content["memory_bytes"], content["step_seconds"]
     fits = {True: "fits", False: "does NOT fit", None: ""}[content["fits"]]
@@ -50,7 +49,6 @@ def plan_table(content: Plan) -> Table:
 
 
 def add_features(found: Table, content: Plan) -> None:
-    """Add where the target runs, and what its features take of disks or network."""
     beforehand, settings, reading = content["target_pass"], content["settings"], content["reading"]
     once = (
         f"; making it: {beforehand['device_hours']:.3g} device-hours"
@@ -72,7 +70,6 @@ def add_features(found: Table, content: Plan) -> None:
 
 
 def rate(bytes_per_second: float) -> str:
-    """Bytes per second for people."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if bytes_per_second >= size:
             return f"{bytes_per_second / size:.3g} {unit}/s"

@@ -37,7 +37,6 @@ class _NoTokenizer:
     special_tokens_map: dict[str, str] = {}  # noqa: RUF012
 
     def get_vocab(self) -> dict[str, int]:
-        """Nothing."""
         return {}
 
 
@@ -60,8 +59,7 @@ class PlannedTarget:
     experts: tuple[int, int]
 
     def flops(self, rows: int, length: int) -> int:
-        """Of one forward pass over [B, T] positions: 2 per active weight and position, and
-        attention over the whole row."""
+        """Of one pass over [B, T]: 2 per active weight and position, attention over whole rows."""
         info, positions = self.info, rows * length
         attention = 4 * info.num_layers * info.num_attention_heads * info.head_dim * length
         return positions * (2 * self.active + attention)
@@ -95,8 +93,7 @@ class PlannedTarget:
 
 
 def plan_target(config: TargetConfig) -> PlannedTarget:
-    """Describe a target from its config; raises `UserError` where there is none, or where it cannot
-    be a target."""
+    """A target described by its config; raises `UserError` where it cannot be a target."""
     described = load_config(config)
     require_supported(config.path, described)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -122,8 +119,7 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
 
 
 def active_weights(layer: nn.Module, config: Any) -> int:
-    """Weights of matrix products in a decoder layer that one token meets: experts count by the
-    share that is chosen."""
+    """Weights of matrix products that one token meets; experts count by the chosen share."""
     chosen, total = _experts(config)[0], _number_of_experts(config)
     found = 0.0
     for name, parameter in layer.named_parameters():

@@ -53,13 +53,11 @@ WHOLE = "features.trainer_target=whole"
 
 
 def loader(job: TrainingJob) -> Callable[[TargetConfig], TargetModel]:
-    """What loads a target as this training holds it."""
     return load_parts if job.features.trainer_target == "parts" else TargetModel.load
 
 
 def refuse_parts(job: TrainingJob) -> None:
-    """Raise `UserError` for everything that a trainer with parts of its target cannot do, all at
-    once."""
+    """Raise one `UserError` for everything that a trainer with parts of a target cannot do."""
     if job.features.trainer_target == "whole":
         return
     config = job.config
@@ -127,8 +125,7 @@ def _cannot_run(*_: Any) -> None:
 
 
 def empty_model(config: TargetConfig, described: Any) -> Any:
-    """The target's modules, frozen, with weights that have shapes and no contents; buffers, such as
-    frequencies, are real."""
+    """The target's frozen modules: weights have shapes and no contents, buffers are real."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             described, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code
@@ -201,7 +198,6 @@ class WeightFiles:
             )
 
     def _index(self) -> dict[str, str]:
-        """Every key in the files -> the file's name."""
         single = self._fetch(SAFE_WEIGHTS_NAME)
         if single is not None:
             with self._opened(single) as file:
@@ -221,8 +217,7 @@ class WeightFiles:
             ) from error
 
     def _fetch(self, name: str) -> str | None:
-        """The path of one of the target's files, from its folder or from the Hub by way of the
-        cache; None when there is none."""
+        """The path of a file in the folder or the Hub's cache; None when there is none."""
         try:
             found: str | None = cached_file(
                 self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False
@@ -240,12 +235,10 @@ class WeightFiles:
             ) from error
 
     def apart(self, name: str) -> bool:
-        """Whether a weight that others are tied to lies in the files under its own name and under
-        another one's too."""
+        """Whether a tied weight lies in the files under its own name and another one's too."""
         return name in self._keys and sum(each in self._keys for each in self._alike[name]) > 1
 
     def read(self, name: str, device: torch.device) -> Tensor:
-        """One weight, in the model's dtype."""
         own = [name, *self._alike[name]]
         stored = next((each for each in own if each in self._keys), None)
         if stored is None:
@@ -296,8 +289,7 @@ def stored_names(model: Any, keys: Iterable[str]) -> tuple[dict[str, str], set[s
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """The named weights of a target in parts: those in memory, and any other one from its file when
-    it is asked for."""
+    """The named weights of a target in parts, from memory or, when asked for, from a file."""
 
     def __init__(self, model: nn.Module, files: WeightFiles, device: torch.device) -> None:
         self.files, self._device = files, device
@@ -334,8 +326,7 @@ class StoredWeights(Mapping[str, Tensor]):
 def trial_batch(
     job: TrainingJob, target: TargetModel, needs: FeatureSpec, packed: PackedBatch
 ) -> TrainBatch:
-    """A batch to try the loss with: `packed` with the target's features, or with random ones where
-    it cannot compute them."""
+    """`packed` with the target's features, random ones where it cannot compute them."""
     online = OnlineFeatures(target, needs, job.engine.dtype)
     if job.features.trainer_target == "whole":
         return online.batch(packed)

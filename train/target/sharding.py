@@ -56,8 +56,7 @@ class TargetAccess:
 
 
 def load_target(job: TrainingJob, world: World) -> tuple[TargetModel, TargetAccess]:
-    """The target of a training: whole, in parts or divided. Collective; raises `UserError` when it
-    cannot be loaded so."""
+    """The target whole, in parts or divided. Collective; raises `UserError` when it cannot be."""
     refuse_combinations(job)
     if job.engine.target_sharding == "none" or world.size == 1:
         return loader(job)(job.target), TargetAccess()
@@ -104,9 +103,8 @@ def refuse_combinations(job: TrainingJob) -> None:
 
 
 def share_model(config: TargetConfig, world: World) -> tuple[Any, int]:
-    """The target's modules in every process, with real weights in the main process and none in the
-    others; and the number of its parameters. Collective.
-    """
+    """The target's modules, with real weights in the main process alone, and their parameters.
+    Collective."""
     described = load_config(config)
     require_supported(config.path, described)
     facts: list[Any] = [None, None, None]
@@ -149,8 +147,7 @@ def _require_plain(model: Any, config: TargetConfig) -> None:
 
 
 def _place(model: Any, named: list[tuple[str, tuple[int, ...], torch.dtype]], world: World) -> None:
-    """Bring what stays whole to every process's device; give the layers' weights their dtype,
-    without contents in the others."""
+    """Bring what stays whole to every process; layers' weights stay in the main process."""
     inside = {id(p) for p in _layers_of(model).parameters()}
     here = dict(model.named_parameters())
     assert list(here) == [name for name, _, _ in named], (
@@ -185,8 +182,7 @@ def _layers_of(model: Any) -> nn.ModuleList:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same contiguous memory as bytes, [n] uint8: every backend carries those, whatever the
-    dtype."""
+    """The same contiguous memory as [n] uint8: every backend carries bytes."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -195,22 +191,19 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 @dataclass
 class _Group:
-    """The weights of one dtype in one layer: where each lies in their concatenation, and this
-    process's piece of that."""
+    """The weights of one dtype in one layer, and this process's piece of them all."""
 
     parameters: list[nn.Parameter]
     shapes: list[tuple[int, ...]]
     piece: Tensor
 
     def point_into(self, whole: Tensor) -> None:
-        """Let the weights be parts of `whole`."""
         at = 0
         for parameter, shape in zip(self.parameters, self.shapes, strict=True):
             parameter.data = whole[at : at + prod(shape)].view(shape)
             at += prod(shape)
 
     def release(self) -> None:
-        """Leave the weights without contents."""
         for parameter in self.parameters:
             parameter.data = self.piece.new_empty(0)
 
@@ -299,8 +292,7 @@ class DividedLayers(TargetAccess):
         self._coming = self._start(index + 1) if ahead and index + 1 < len(self.units) else None
 
     def _drop(self) -> None:
-        """Release a layer that was being gathered and is not needed: a pass ended before its last
-        layer."""
+        """Release a layer that a pass, ended before its last layer, no longer needs."""
         if self._coming is not None:
             for wait in self._coming[2]:
                 wait.wait()
@@ -323,8 +315,7 @@ class DividedLayers(TargetAccess):
 
     @contextmanager
     def main_alone(self) -> Iterator[None]:
-        """See `TargetAccess`: the others serve the main process until its block ends, then run
-        theirs."""
+        """The others serve the main process until its block ends, then run theirs."""
         self._drop()
         if not self.world.is_main:
             self._follow()
@@ -338,8 +329,7 @@ class DividedLayers(TargetAccess):
             self._announce(_DONE)
 
     def decode(self, config: DecodeConfig) -> DecodeConfig:
-        """See `TargetAccess`: a captured step would hold no messages, so every operation is
-        launched."""
+        """A captured step would hold no messages, so every operation is launched."""
         return replace(config, graph="off")
 
     def _announce(self, index: int) -> int:
@@ -349,8 +339,7 @@ class DividedLayers(TargetAccess):
         return int(message)
 
     def _collect(self, index: int) -> list[Tensor]:
-        """Put layer `index` together in the main process; the others send their pieces and get
-        nothing."""
+        """Put layer `index` together in the main process; the others only send their pieces."""
         wholes = []
         for group in self.units[index]:
             size, pieces = group.piece.numel(), None

@@ -51,8 +51,7 @@ COLLECTIVES = (
 
 
 class Timeline(Protocol):
-    """Gives marks, and the seconds between two of them; None while the device has not come
-    there."""
+    """Gives marks, and the seconds between two; None while the device has not come there."""
 
     def mark(self) -> Any: ...
 
@@ -63,11 +62,9 @@ class HostTimeline:
     """The CPU's clock."""
 
     def mark(self) -> float:
-        """Now."""
         return time.perf_counter()
 
     def between(self, first: float, second: float) -> float:
-        """Seconds; always known."""
         return second - first
 
 
@@ -75,14 +72,12 @@ class DeviceTimeline:
     """Events in the current CUDA stream."""
 
     def mark(self) -> torch.cuda.Event:
-        """An event behind what was enqueued so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float | None:
-        """Seconds of the device's time, if it has come past the second event; never waits for
-        it."""
+        """Seconds once the device has come past the second event; never waits for it."""
         return first.elapsed_time(second) / 1000.0 if second.query() else None
 
 
@@ -97,7 +92,6 @@ class Clock:
 
     @classmethod
     def of(cls, device: torch.device) -> Clock:
-        """The clock for a training on `device`."""
         return cls(DeviceTimeline() if device.type == "cuda" else HostTimeline())
 
     def restart(self) -> None:
@@ -107,7 +101,6 @@ class Clock:
 
     @property
     def current(self) -> str:
-        """The part that time is counted for now."""
         return self._stack[-1]
 
     @contextmanager
@@ -157,7 +150,6 @@ class _TimedWork:
         self._work, self._clock = work, clock
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        """See `torch.distributed.Work.wait`."""
         with self._clock.part("communication"):
             return self._work.wait(*args, **kwargs)
 

@@ -24,8 +24,7 @@ PLAIN_SECONDS = 30.0
 
 
 class Display:
-    """Live progress on a terminal, plain lines elsewhere. Use as a context manager; `active=False`
-    shows nothing."""
+    """Live progress on a terminal, plain lines elsewhere, nothing where not `active`."""
 
     def __init__(
         self,
@@ -78,8 +77,7 @@ class Display:
             self.tell(step, f"{figures}  memory {gib(int(costs.get('peak_memory', 0)))}")
 
     def tell(self, step: int, figures: str) -> None:
-        """A plain line with the time left: for the first step of a session, the last of all, and
-        every `PLAIN_SECONDS`."""
+        """A plain line: for a session's first step, the last of all, and every `PLAIN_SECONDS`."""
         now = self.now()
         first, begun = self._first = self._first or (step, now)
         if first < step < self.steps and now - self._told < PLAIN_SECONDS:
@@ -103,7 +101,6 @@ class Display:
         self._bar.update(self._task, figures=before)
 
     def show_tau(self, step: int, tau: float, ci95: tuple[float, float], best: bool) -> None:
-        """A line for an evaluation."""
         self.tau = f"  tau {tau:.2f}"
         self.say(
             f"step {step}/{self.steps}: tau {tau:.3f} [{ci95[0]:.3f}, "
@@ -111,14 +108,12 @@ class Display:
         )
 
     def say(self, text: str) -> None:
-        """A line above the progress."""
         if self.active:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def spread(costs: Mapping[str, float]) -> str:
-    """Where the time went, for people: shares of the three largest parts, waiting for data if any,
-    and the utilisation."""
+    """Shares of the three largest parts, waiting for data if any, and the utilisation."""
     total = sum(costs.get(name, 0.0) for name in PARTS)
     if total <= 0:
         return ""

@@ -39,12 +39,10 @@ class EnergyMeter:
 
     @property
     def available(self) -> bool:
-        """Whether there will be figures."""
         return self._nvml is not None
 
     def take(self) -> float | None:
-        """Joules since the last call (or since the meter was made); None where they are not
-        known."""
+        """Joules since the last call, or since the meter was made; None when unknown."""
         if self._nvml is None:
             return None
         counter, now = self._total(), time.monotonic()

@@ -62,7 +62,6 @@ class Meter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Around what a step computes."""
         due = self.main and self._since_count >= COUNT_EVERY
         if not due:
             self._since_count += 1
@@ -75,8 +74,7 @@ class Meter:
         self._flops, self._since_count = float(count.flops), 1
 
     def step(self) -> dict[str, float]:
-        """Figures of the step that has just ended, for its line in the log: seconds by part, mfu,
-        peak_memory, joules."""
+        """The finished step's line in the log: seconds by part, mfu, peak_memory, joules."""
         self.spent["flops"] = self.spent.get("flops", 0.0) + self._flops
         taken = self.take()
         figures: dict[str, float] = {name: round(seconds, 6) for name, seconds in taken.items()}
@@ -90,8 +88,7 @@ class Meter:
         return figures
 
     def take(self) -> dict[str, float]:
-        """Seconds by part since the last call, added to the sums together with memory; reads the
-        energy too."""
+        """Seconds by part since the last call, added to the sums with memory and energy."""
         taken, spent = self.clock.take(), self.spent
         for name, seconds in taken.items():
             spent[name] = spent.get(name, 0.0) + seconds
@@ -113,8 +110,7 @@ class Meter:
         self.spent["joules"] = self.spent.get("joules", 0.0) + joules
 
     def finish(self) -> None:
-        """Add what is still under way, which waits for the device once, and look at a measured peak
-        again."""
+        """Add what is under way, waiting for the device, and measure a CPU's peak again."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.take()
@@ -123,8 +119,7 @@ class Meter:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes so far: of tensors on a CUDA device; of the whole process (resident) on the
-    CPU."""
+    """Most bytes so far: of tensors on CUDA; of the whole process (resident) on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -142,8 +137,7 @@ def energy_used(spent: dict[str, float]) -> float | None:
 
 
 def utilisation(spent: dict[str, float], peak: float) -> float | None:
-    """FLOPs over what the device could have done in the time of the steps; None where the peak or
-    the FLOPs are unknown."""
+    """FLOPs over what the device could do in the steps' time; None where either is unknown."""
     seconds = total_seconds(spent) - sum(spent.get(name, 0.0) for name in ASIDE)
     flops = spent.get("flops", 0.0)
     return flops / (seconds * peak) if peak and flops and seconds > 0 else None

@@ -154,7 +154,6 @@ class Tracker:
         return int(self._file.tell())
 
     def close(self) -> None:
-        """End the log; may be called again."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -194,7 +193,6 @@ class EventFile:
         self._writer.flush()
 
     def write(self, line: LogLine) -> None:
-        """Append a line's numbers."""
         self._add(line)
         self._writer.flush()
 
@@ -208,7 +206,6 @@ class EventFile:
             )
 
     def close(self) -> None:
-        """End the file."""
         self._writer.close()
 
 

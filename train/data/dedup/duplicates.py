@@ -53,8 +53,7 @@ class KeyFiles:
                     file.write(part.tobytes())
 
     def forget_from(self, row: int) -> None:
-        """Drop everything of rows from `row` on: what an interrupted run wrote beyond its last
-        complete block."""
+        """Drop what an interrupted run wrote of rows from `row` on."""
         for path in self.folder.glob("*.keys"):
             entries = np.fromfile(path, dtype=ENTRY, count=path.stat().st_size // ENTRY.itemsize)
             kept = entries[: int(np.searchsorted(entries["row"], row))]
@@ -64,8 +63,7 @@ class KeyFiles:
     def repeats(
         self, kind: str
     ) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-        """Per partition: rows whose key an earlier row has, the first such row, and the latest such
-        row before it."""
+        """Per partition: rows whose key an earlier row has, the first and the latest such row."""
         return [self._find_repeats(self._path(kind, partition)) for partition in range(PARTITIONS)]
 
     def _find_repeats(

@@ -41,8 +41,7 @@ _powers: dict[int, Hashes] = {}
 
 
 def normalise(text: str) -> Bytes:
-    """Letters and digits of a text in one case, as UTF-8 bytes; compatible forms of a letter count
-    as one."""
+    """Letters and digits of a text in one case and one compatible form, as UTF-8 bytes."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     content = np.frombuffer(folded.encode("utf-8", "surrogatepass"), dtype=np.uint8)
     return content[_KEPT[content]]
@@ -80,8 +79,7 @@ def signature(content: Bytes) -> NDArray[np.uint32]:
 
 
 def band_keys(signatures: NDArray[np.uint32]) -> Hashes:
-    """Keys [n, BANDS] of signatures [n, SIGNATURE]: equal where a band agrees, different for
-    different bands."""
+    """Keys [n, BANDS] of signatures [n, SIGNATURE]; the same key only for the same band."""
     bands = signatures.reshape(len(signatures), BANDS, -1).astype(np.uint64)
     keys = np.broadcast_to(np.arange(BANDS, dtype=np.uint64), bands.shape[:2])
     for place in range(bands.shape[2]):

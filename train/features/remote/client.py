@@ -111,8 +111,7 @@ class RemoteClient:
                 )
 
     def fetch(self, packed: PackedBatch) -> Content:
-        """The features of a batch, tried with one server after another; raises `UserError` naming
-        those that failed."""
+        """Features of a batch from one server after another; raises `UserError` when all fail."""
         body = pack_rows(packed)
         failures: dict[str, str] = {}
         for attempt in range(self.config.retries + 1):
@@ -135,14 +134,12 @@ class RemoteClient:
         )
 
     def stop(self) -> None:
-        """Try nothing again."""
         self._stopped.set()
 
     def _request(
         self, server: tuple[str, int], method: str, path: str, body: bytes | None
     ) -> bytes:
-        """One request's answer; raises `FailureError` when it may be tried again, `UserError` when
-        that would not help."""
+        """An answer; raises `FailureError` when asking again may help, otherwise `UserError`."""
         host, port = server
         connection = http.client.HTTPConnection(host, port, timeout=self.config.timeout_seconds)
         try:
@@ -169,7 +166,6 @@ class RemoteClient:
 
 
 def error_of(content: bytes) -> str:
-    """The sentence in a refusal."""
     try:
         return str(json.loads(content)["error"])
     except (ValueError, KeyError, TypeError):

@@ -99,7 +99,6 @@ class Handler(BaseHTTPRequestHandler):
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
-        """Who we are."""
         if not self._authorise():
             return
         if self.path != "/identity":
@@ -109,7 +108,6 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(200, json.dumps(content).encode(), "application/json")
 
     def do_POST(self) -> None:
-        """Features of rows."""
         length = self.headers.get("Content-Length", "")
         if not length.isdigit() or int(length) > LARGEST_REQUEST:
             self.close_connection = True
@@ -148,7 +146,6 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, answer, "application/octet-stream")
 
     def _authorise(self) -> bool:
-        """Whether the request carries the token; answers it otherwise."""
         given = self.headers.get("Authorization", "").encode()
         if self.server.token and not hmac.compare_digest(
             given, f"Bearer {self.server.token}".encode()
@@ -172,5 +169,4 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - named by http.server
-        """Lines of single requests go to the log's lowest level."""
         logger.debug(format, *args)

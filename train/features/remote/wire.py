@@ -43,11 +43,9 @@ class Ask:
 
     @property
     def needs(self) -> FeatureSpec:
-        """The same for the target."""
         return FeatureSpec(self.taps, last_hidden=self.last_hidden)
 
     def to_json(self) -> str:
-        """One line."""
         return json.dumps(
             {
                 "taps": self.taps,
@@ -59,8 +57,7 @@ class Ask:
 
     @classmethod
     def from_json(cls, text: str, info: TargetInfo) -> Ask:
-        """Read what came over the wire; raises `UserError` for anything that this target cannot
-        give."""
+        """Raises `UserError` for anything that this target cannot give."""
         try:
             content = json.loads(text)
             ask = cls(
@@ -98,7 +95,6 @@ class ServerIdentity(TypedDict):
 
 
 def identity(info: TargetInfo, precision: str) -> ServerIdentity:
-    """What a server says of itself."""
     return {
         "format": FORMAT,
         "target": info.to_dict(),
@@ -108,7 +104,6 @@ def identity(info: TargetInfo, precision: str) -> ServerIdentity:
 
 
 def pack_rows(packed: PackedBatch) -> bytes:
-    """The rows of a request."""
     parts = {
         name: getattr(packed, name).to(torch.int32).contiguous()
         for name in ("tokens", "positions", "segments")

@@ -37,8 +37,7 @@ LOGIT_ROWS = 1024
 
 @dataclass(frozen=True)
 class Form:
-    """How features are stored or sent. hidden: H; vocab_size: V; top_logits: k, 0 for the last
-    hidden state itself."""
+    """How features are stored or sent; top_logits: k, 0 for the last hidden state itself."""
 
     fmt: str
     hidden: int
@@ -86,7 +85,6 @@ def encode_batch(batch: TrainBatch, taps: tuple[int, ...], form: Form, logits: L
 
 
 def require_finite(name: str, values: Tensor) -> None:
-    """Raise `UserError` when the target gave something that is not a number."""
     if not bool(torch.isfinite(values).all()):
         raise UserError(
             f"the target's {name} holds values that are not finite numbers, so its features "
@@ -96,8 +94,8 @@ def require_finite(name: str, values: Tensor) -> None:
 
 
 def top_of(hidden: Tensor, count: int, logits: Logits) -> dict[str, Tensor]:
-    """hidden [N, H] -> values [N, k] float16 log-probabilities in falling order, ids [N, k] int32,
-    logsumexp [N] float32."""
+    """hidden [N, H] -> values [N, k] float16 falling log-probabilities, ids [N, k] int32, logsumexp
+    [N] float32."""
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for rows in hidden.split(LOGIT_ROWS):
         found = logits(rows).float()
@@ -117,8 +115,7 @@ def decode_batch(
     dtype: torch.dtype,
     logits: Logits,
 ) -> TrainBatch:
-    """`packed` on `device` with the features in `content` (CPU or device), as
-    `OnlineFeatures.batch` gives them."""
+    """`packed` on `device` with the features in `content`, as `OnlineFeatures.batch` gives them."""
     batch = batch_on(packed, device)
     places = real_places(packed).to(device)
 
@@ -143,8 +140,7 @@ def decode_batch(
 
 
 def packed_top(parts: Mapping[str, Tensor], places: Tensor) -> Tensor:
-    """[B, T, 2 k + 1] float32: log-probabilities, ids (exact below 2^24), logsumexp, in the place
-    of the last hidden state."""
+    """[B, T, 2 k + 1] float32: log-probabilities, ids (exact below 2^24), logsumexp."""
     device = places.device
     values, ids, total = (parts[name].to(device).float() for name in ("values", "ids", "logsumexp"))
     full = torch.zeros(*places.shape, 2 * values.shape[1] + 1, device=device)

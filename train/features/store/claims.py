@@ -26,11 +26,7 @@ from inference.manifest import STALE_SECONDS, alive
 
 @dataclass(frozen=True)
 class Claim:
-    """Who says to be writing: host and process, and the seconds since its last sign of life.
-
-    A claim that was not renewed for `STALE_SECONDS` is taken over; that of a process of this
-    machine which has ended, at once.
-    """
+    """A writer, and the seconds since its last sign of life."""
 
     host: str
     pid: int
@@ -38,7 +34,6 @@ class Claim:
 
     @property
     def stale(self) -> bool:
-        """Whether the writer seems to be gone."""
         if self.host == socket.gethostname() and not alive(self.pid):
             return True
         return self.age > STALE_SECONDS
@@ -55,12 +50,10 @@ class Claims:
         self._own: dict[str, str] = {}
 
     def path(self, name: str) -> Path:
-        """The file of the claim on `name`."""
         return self.folder / f"{name}.json"
 
     def take(self, name: str) -> bool:
-        """Claim `name`; False when another writer that is alive has it. Raises `UserError` when the
-        disk refuses the claim."""
+        """Claim `name`; False when a living writer has it, `UserError` for a refused write."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with folder_lock(self.store):
             if self.path(name).exists():
@@ -71,8 +64,7 @@ class Claims:
             return self._create(name)
 
     def _create(self, name: str) -> bool:
-        """Write the claim; False when another machine was faster, where its locks do not reach this
-        one."""
+        """Write the claim; False when a machine beyond the reach of our locks was faster."""
         token = secrets.token_hex(8)
         content = json.dumps(
             {"host": socket.gethostname(), "pid": os.getpid(), "token": token}
@@ -90,7 +82,6 @@ class Claims:
         return True
 
     def renew(self, name: str) -> None:
-        """A sign of life."""
         with contextlib.suppress(OSError):
             os.utime(self.path(name))
 
@@ -103,8 +94,7 @@ class Claims:
                 self.path(name).unlink()
 
     def read(self, name: str) -> Claim | None:
-        """Who holds the claim; None when nobody does, or when it was left half written by a kill
-        long ago."""
+        """Who holds the claim; None for nobody, and for one half written by a kill long ago."""
         path = self.path(name)
         try:
             age = max(0.0, time.time() - path.stat().st_mtime)
@@ -116,15 +106,13 @@ class Claims:
             return Claim("an unknown machine", 0, age) if age < STALE_SECONDS else None
 
     def all(self) -> dict[str, Claim]:
-        """Every claim by name."""
         names = sorted(path.stem for path in self.folder.glob("*.json"))
         return {name: claim for name in names if (claim := self.read(name)) is not None}
 
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder alone for a moment; waits for whoever holds it. The system releases it when
-    the process ends."""
+    """Hold the folder alone, waiting for whoever holds it; a process's end releases it."""
     import fcntl
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +122,6 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def disk_error(folder: Path, error: Exception) -> UserError:
-    """The error for a write that the disk refused."""
     return UserError(
         f"the feature store in '{folder}' cannot be written: {error}. What was written is kept: "
         "make room, then run the same command again; it continues."

@@ -26,8 +26,7 @@ least squared error is kept."""
 
 
 def parts_of(fmt: str, hidden: int) -> dict[str, tuple[torch.dtype, int]]:
-    """The tensors of a format: dtype and values per state of each; 0 stands for one number without
-    a dimension."""
+    """dtype and values per state of a format's tensors; 0: one number without a dimension."""
     check_format(fmt)
     groups = -(-hidden // GROUP)
     return {
@@ -40,8 +39,7 @@ def parts_of(fmt: str, hidden: int) -> dict[str, tuple[torch.dtype, int]]:
 
 
 def encode(states: Tensor, fmt: str) -> dict[str, Tensor]:
-    """states [N, H] -> the tensors that are stored: `values`, and `scales` where the format has
-    them. On the states' device."""
+    """states [N, H] -> `values`, and `scales` where the format has them, on the states' device."""
     check_format(fmt)
     if fmt in ("fp32", "bf16"):
         return {
@@ -71,15 +69,13 @@ def decode(stored: Mapping[str, Tensor], fmt: str, hidden: int, dtype: torch.dty
 
 
 def _scale(values: Tensor, largest: float) -> Tensor:
-    """bfloat16 scales over the last dimension that take `largest` to the largest value; 1 where all
-    values are 0."""
+    """bfloat16 scales over the last dimension: `largest` is the largest value; 1 for zeros."""
     peak = values.abs().amax(-1)
     return torch.where(peak > 0, peak / largest, torch.ones_like(peak)).to(torch.bfloat16)
 
 
 def _encode_int4(exact: Tensor) -> dict[str, Tensor]:
-    """Two values a byte (the first in the low half), one scale per group, chosen for the least
-    squared error."""
+    """Two values a byte (first in the low half), a scale per group of the least squared error."""
     padded = fn.pad(exact, (0, -exact.shape[1] % GROUP))
     groups = padded.unflatten(1, (-1, GROUP))  # [N, G, GROUP]
     best = groups.new_full(groups.shape[:2], float("inf"))

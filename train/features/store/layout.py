@@ -69,14 +69,12 @@ class Identity:
     last_hidden: bool
 
     def things(self) -> list[str]:
-        """Names of what is stored of a token: `tap.L` in ascending order, then `last_hidden` or
-        `top`."""
+        """What is stored of a token: `tap.L` in ascending order, then `last_hidden` or `top`."""
         names = [f"tap.{tap}" for tap in self.taps]
         return names + ([TOP] if self.top_logits else [LAST] if self.last_hidden else [])
 
     def differences(self, wanted: Identity) -> list[str]:
-        """In words, how the store differs from what is wanted; features beyond those wanted are no
-        difference."""
+        """How the store differs from what is wanted, in words; more features are no difference."""
         mine, theirs = asdict(self), asdict(wanted)
         found = [
             f"it is for {words}: {brief(mine[name])}, not {brief(theirs[name])}"
@@ -129,11 +127,9 @@ class StorePlan:
 
     @property
     def shards(self) -> int:
-        """How many shards there will be."""
         return -(-self.rows // self.rows_per_shard)
 
     def write(self, folder: Path) -> None:
-        """Write store.json."""
         write_json(folder / STORE_FILE, {"format": FORMAT, "stage": "features", **asdict(self)})
 
 
@@ -170,7 +166,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def damaged_json(path: Path, error: ValueError) -> UserError:
-    """The error for a file of the store that cannot be read."""
     return UserError(
         f"'{path}' is damaged ({error}). Delete it; `headstart features` with the same settings "
         "writes what is missing."
@@ -207,12 +202,10 @@ def shard_name(shard: int) -> str:
 
 
 def shard_path(folder: Path, shard: int) -> Path:
-    """Where a shard lies."""
     return folder / "shards" / f"{shard_name(shard)}.safetensors"
 
 
 def index_path(folder: Path, shard: int) -> Path:
-    """Where a shard's index lies."""
     return folder / "index" / f"{shard_name(shard)}.json"
 
 

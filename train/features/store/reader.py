@@ -92,7 +92,6 @@ class StoreReader:
 
     @property
     def complete(self) -> bool:
-        """Whether all shards are known."""
         return len(self._indexed) == self.plan.shards
 
     def look(self) -> bool:
@@ -110,8 +109,7 @@ class StoreReader:
         return found
 
     def fetch(self, packed: PackedBatch) -> Content:
-        """The stored tensors of a batch's tokens, one row behind the other, as `encode_batch` made
-        them."""
+        """The stored tensors of a batch's tokens, row after row, as `encode_batch` made them."""
         with self._lock:
             rows = [self.read(self.find(digest)) for digest in row_digests(packed)]
         return join_rows(rows)
@@ -122,8 +120,7 @@ class StoreReader:
         return place if place is not None else self._await(digest)
 
     def _await(self, digest: str) -> RowLocation:
-        """Look until the row is there; raises `UserError` when it cannot come, or nothing has moved
-        for `wait_seconds`."""
+        """Look until the row is there; raises `UserError` when nothing moves for `wait_seconds`."""
         claims = Claims(self.folder)
         moved = noticed = time.monotonic()
         signs: dict[str, float] = {}
@@ -167,7 +164,6 @@ class StoreReader:
         )
 
     def read(self, place: RowLocation) -> Content:
-        """The stored tensors of one row."""
         handle = self._handle(place.shard)
         found: Content = {}
         try:
@@ -202,7 +198,6 @@ class StoreReader:
         return handle
 
     def stop(self) -> None:
-        """Wait for no row any more."""
         self._stopped.set()
 
 
@@ -222,19 +217,16 @@ def check_shard(path: Path, index: ShardIndex) -> None:
 
 
 def damaged(path: Path, what: str) -> UserError:
-    """The error for a shard that is not what was written."""
     return UserError(
         f"the feature shard '{path}' was changed or damaged since it was written: {what}. {REMEDY}"
     )
 
 
 def rewrite(path: Path) -> str:
-    """What to do about a shard that is missing."""
     return f"Run `headstart features` with the same settings: it writes {path.name} again."
 
 
 def join_rows(rows: Sequence[Content]) -> Content:
-    """Rows behind one another."""
     if len(rows) == 1:
         return rows[0]
     return {

@@ -63,7 +63,6 @@ class StoreJob:
 
     @property
     def folder(self) -> Path:
-        """Where the store is."""
         return self.features.folder(self.answers)
 
 
@@ -132,8 +131,7 @@ def device_of(job: StoreJob) -> str:
 
 
 def needs_of(heads: tuple[tuple[str, str, Any], ...], info: TargetInfo) -> FeatureSpec:
-    """The union of what the drafters read in training; raises `UserError` when that is nothing, or
-    cannot be had of this target."""
+    """What the drafters read in training together; raises `UserError` when that is nothing."""
     specs = [spec_of(kind, config, info) for _, kind, config in heads]
     union = FeatureSpec(
         taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
@@ -150,7 +148,6 @@ def needs_of(heads: tuple[tuple[str, str, Any], ...], info: TargetInfo) -> Featu
 
 
 def spec_of(kind: str, config: Any, info: TargetInfo) -> FeatureSpec:
-    """What one drafter reads in training."""
     found = get_kind(kind)
     if not found.trainable:
         raise UserError(
@@ -164,8 +161,7 @@ def spec_of(kind: str, config: Any, info: TargetInfo) -> FeatureSpec:
 def size_table(
     heads: tuple[tuple[str, str, Any], ...], info: TargetInfo, top_logits: int
 ) -> list[str]:
-    """Bytes per token of every head in every format, as lines of text; the union's last, where
-    there are several heads."""
+    """Bytes per token of every head, and of all together, in every format, as lines of text."""
     specs = [(name, spec_of(kind, config, info)) for name, kind, config in heads]
     if len(specs) > 1:
         specs.append(("all of them", needs_of(heads, info)))

@@ -32,8 +32,7 @@ def check_format(fmt: str) -> None:
 
 
 def slots(needs: FeatureSpec) -> int:
-    """How many states of H values one token has: its taps, and the last hidden state, from which
-    logits follow too."""
+    """States of H values per token: taps, and the last hidden state, from which logits follow."""
     return len(needs.taps) + int(needs.last_hidden or needs.logits)
 
 
@@ -51,23 +50,17 @@ def slot_bytes(hidden: int, fmt: str) -> int:
 
 
 def top_bytes(top: int) -> int:
-    """Bytes of the `top` largest logits of one token: a bfloat16 value and an int32 id each, and a
-    float32 logsumexp."""
+    """Bytes of a token's `top` largest logits: float16 values, int32 ids, a float32 logsumexp."""
     return 6 * top + 4 if top else 0
 
 
 def bytes_per_token(needs: FeatureSpec, info: TargetInfo, fmt: str, top_logits: int = 0) -> float:
-    """Bytes on disk of one token's features, files' headers excluded (see `store_bytes` for those).
-
-    top_logits: the target's k largest logits are stored in place of the last hidden state; 0: they
-    are not.
-    """
+    """Bytes on disk of one token's features, without files' headers; top_logits: see `Form`."""
     states = len(needs.taps) if top_logits else slots(needs)
     return float(states * slot_bytes(info.hidden_size, fmt) + top_bytes(top_logits))
 
 
 def store_bytes(per_token: float, tokens: int, rows: int, shards: int, tensors: int) -> int:
-    """Bytes of a whole store of `tokens` tokens (padding is not stored) in `rows` rows, with
-    `tensors` tensors in each shard."""
+    """Bytes of a store of `tokens` real tokens in `rows` rows, with `tensors` tensors a shard."""
     headers = shards * (SHARD_HEADER_BYTES + tensors * TENSOR_HEADER_BYTES)
     return round(per_token * tokens) + rows * ROW_ENTRY_BYTES + headers

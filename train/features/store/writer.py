@@ -90,8 +90,7 @@ class Writer:
         self.things = len(self.plan.identity.things())
 
     def run(self) -> int:
-        """Write until no shard is missing; returns how many this process wrote. Waits for shards
-        that others are writing."""
+        """Write, and wait for others, until no shard is missing; returns how many were written."""
         written, waiting = 0, False
         while missing := missing_shards(self.folder, self.plan):
             shard = next(
@@ -176,7 +175,6 @@ def make_plan(
 
 
 def tensor_count(identity: Identity) -> int:
-    """Tensors per shard."""
     states = len(identity.taps) + int(identity.last_hidden and not identity.top_logits)
     return states * (1 if identity.format in ("fp32", "bf16") else 2) + (
         3 if identity.top_logits else 0
@@ -216,8 +214,7 @@ def open_store(folder: Path, plan: StorePlan, quota_bytes: int) -> StorePlan:
 
 
 def check_room(folder: Path, plan: StorePlan, quota_bytes: int) -> None:
-    """Raise `UserError` when the whole store is above the quota, or the missing part above what is
-    free."""
+    """Raise `UserError` when the store exceeds its quota, or its rest what is free."""
     if quota_bytes and plan.estimated_bytes > quota_bytes:
         raise UserError(
             f"the features would take {gib(plan.estimated_bytes)}, but features.quota_gib allows "
@@ -241,8 +238,7 @@ def gib(count: float) -> str:
 
 
 def is_whole(folder: Path, shard: int) -> bool:
-    """Whether a shard and its index are there and the shard has its size. Its content is checked
-    when it is read."""
+    """Whether a shard and its index are there and of one size; content is checked when read."""
     index, path = index_path(folder, shard), shard_path(folder, shard)
     if not (index.is_file() and path.is_file()):
         return False
@@ -256,18 +252,15 @@ def _bytes_in(index: Path, _modified: int) -> int:
 
 
 def whole_shards(folder: Path, plan: StorePlan) -> list[int]:
-    """The shards that are done."""
     return [shard for shard in range(plan.shards) if is_whole(folder, shard)]
 
 
 def missing_shards(folder: Path, plan: StorePlan) -> list[int]:
-    """The shards that are not done."""
     return [shard for shard in range(plan.shards) if not is_whole(folder, shard)]
 
 
 def drop_damaged(folder: Path, plan: StorePlan) -> list[str]:
-    """Delete every shard whose content is not what its index says; returns their names. Reads the
-    whole store."""
+    """Delete the shards that are not what their index says; returns their names. Reads all."""
     dropped = []
     for shard in whole_shards(folder, plan):
         path = shard_path(folder, shard)
@@ -288,8 +281,7 @@ class ShardEntry(TypedDict):
 
 
 class StoreManifest(TypedDict):
-    """The manifest of a complete store. identity: see `Identity`; index: the shards' index
-    files."""
+    """The manifest of a complete store. index: the shards' index files."""
 
     identity: dict[str, object]
     rows: int
@@ -339,8 +331,7 @@ def finish_store(
 
 
 def packed_rows(data: PackedData, rows: NDArray[np.int64]) -> PackedBatch:
-    """These rows of the packed answers as one batch. Seeds belong to steps, not to rows: they are
-    0."""
+    """These rows as one batch, with seeds of 0: seeds belong to steps, not to rows."""
     arrays = [data.row(int(row)) for row in rows]
     tokens, positions, segments, mask = (
         torch.from_numpy(np.stack([getattr(row, name) for row in arrays]))
@@ -352,7 +343,6 @@ def packed_rows(data: PackedData, rows: NDArray[np.int64]) -> PackedBatch:
 
 
 def to_cpu(content: Content) -> Content:
-    """The same tensors on the CPU."""
     return {
         thing: {part: tensor.cpu() for part, tensor in parts.items()}
         for thing, parts in content.items()

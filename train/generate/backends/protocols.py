@@ -143,11 +143,9 @@ class SGLang:
         return {"text": text, "sampling_params": parameters, **shown}
 
     def read_probe(self, answer: Json) -> list[int]:
-        """Token ids of the probe's text; raises `BadAnswerError` when the server gives none."""
         return [token for _, token, _ in _read(_Probed, answer).prompt]
 
     def answer(self, answer: Json, request: Request) -> tuple[list[int], Ended]:
-        """Sampled token ids and how they ended."""
         found = _read(_Generated, answer)
         same = found.length in (None, len(request.tokens))
         return found.tokens, _read_end(found.finish, found.stop, same)

@@ -38,7 +38,6 @@ class VllmBackend:
         )
 
     def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
-        """Answers, lot by lot."""
         waiting = iter(requests)
         while lot := list(islice(waiting, TOGETHER)):
             prompts = [{"prompt_token_ids": list(request.tokens)} for request in lot]
