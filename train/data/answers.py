@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
@@ -50,31 +49,22 @@ class AnswerRow(TypedDict):
 
 
 SHARD_SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("index", pa.int64()),
-        ("domain", pa.string()),
-        ("tokens", pa.list_(pa.int32())),
-        ("spans", pa.list_(pa.list_(pa.int32()))),
-        ("finish", pa.string()),
-        ("seed", pa.int64()),
-        ("parts", pa.list_(pa.int32())),
-    ]
+    {
+        "id": pa.string(),
+        "index": pa.int64(),
+        "domain": pa.string(),
+        "tokens": pa.list_(pa.int32()),
+        "spans": pa.list_(pa.list_(pa.int32())),
+        "finish": pa.string(),
+        "seed": pa.int64(),
+        "parts": pa.list_(pa.int32()),
+    }
 )
-PART_SCHEMA = (
-    SHARD_SCHEMA.append(pa.field("status", pa.string()))
-    .append(pa.field("reason", pa.string()))
-    .append(pa.field("cut", pa.int32()))
-)
+_MORE = {"status": pa.string(), "reason": pa.string(), "cut": pa.int32()}
+PART_SCHEMA = pa.schema([*SHARD_SCHEMA, *pa.schema(_MORE)])
 DONE, FAILED, SKIPPED = STATUSES = ("done", "failed", "skipped")
-PARTS, SHARDS, FAILURES, SETTINGS, LOCK = (
-    "parts",
-    "shards",
-    "failures.jsonl",
-    "generate.json",
-    ".lock",
-)
-PACKED, INPUT = "packed", "input"
+PARTS, SHARDS, PACKED, INPUT = "parts", "shards", "packed", "input"
+FAILURES, SETTINGS, LOCK = "failures.jsonl", "generate.json", ".lock"
 
 
 Watch = Callable[[str, int], None]
@@ -133,12 +123,7 @@ class PartWriter:
     def __enter__(self) -> PartWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.flush()
 
     def add(self, answer: StoredAnswer) -> None:
@@ -152,13 +137,12 @@ class PartWriter:
         if not self._waiting:
             return
         with _hold_signals():
-            table = pa.Table.from_pylist(
-                [vars(answer) for answer in self._waiting], schema=PART_SCHEMA
-            )
-            name = f"{self._waiting[0].index:010d}-{len(self._waiting)}"
+            rows = [vars(answer) for answer in self._waiting]
+            name = f"{self._waiting[0].index:010d}-{len(rows)}"
             if self.before is not None:
                 self.before(name, self._waiting)
-            write_bytes(self.folder / f"{name}.parquet", _parquet(table))
+            table = pa.Table.from_pylist(rows, schema=PART_SCHEMA)
+            write_bytes(self.folder / f"{name}.parquet", parquet_bytes(table))
             self.written += len(self._waiting)
             self._waiting = []
 
@@ -179,23 +163,14 @@ def merge_parts(out: Path, total: int, shard_rows: int, watch: Watch = ignore) -
     shard in memory at a time, and one byte per row.
     """
     ranges, status, truncated = _survey(out, total)
-    done = np.flatnonzero(status == 1 + STATUSES.index(DONE))
-    shards, tokens = _write_shards(out, ranges, done, shard_rows, watch)
-    rest = np.flatnonzero(status != 1 + STATUSES.index(DONE))
-    reasons = _write_failures(out, ranges, rest, shard_rows)
-    counts = {
-        "input": total,
-        **{name: int((status == number).sum()) for number, name in enumerate(STATUSES, 1)},
-        "tokens": tokens,
-    }
-    assert counts[DONE] + counts[FAILED] + counts[SKIPPED] == total, counts
-    return Merged(
-        shards,
-        file_entry(out, FAILURES, rows=len(rest)),
-        counts,
-        dict(reasons.most_common()),
-        truncated,
-    )
+    answered = status == 1 + STATUSES.index(DONE)
+    shards, tokens = _write_shards(out, ranges, np.flatnonzero(answered), shard_rows, watch)
+    rest = np.flatnonzero(~answered)
+    reasons = dict(_write_failures(out, ranges, rest, shard_rows).most_common())
+    by_status = {name: int((status == number).sum()) for number, name in enumerate(STATUSES, 1)}
+    counts = {"input": total, **by_status, "tokens": tokens}
+    failures = file_entry(out, FAILURES, rows=len(rest))
+    return Merged(shards, failures, counts, reasons, truncated)
 
 
 def remove_parts(out: Path) -> None:
@@ -258,8 +233,8 @@ def _survey(out: Path, total: int) -> tuple[Ranges, NDArray[np.uint8], dict[str,
     if rows != total or not status.all():
         raise UserError(
             f"the part files in '{out / PARTS}' hold {rows} rows for an input of {total}, or some "
-            "twice: files were added, "
-            "removed or exchanged there. Delete the output folder and run again."
+            "twice: files were added, removed or exchanged there. Delete the output folder and "
+            "run again."
         )
     return ranges, status, truncated
 
@@ -269,18 +244,10 @@ def _chunks(ranges: Ranges, wanted: NDArray[np.int64], size: int, done: bool) ->
     for begin in range(0, len(wanted), size):
         chunk = wanted[begin : begin + size]
         first, last = int(chunk[0]), int(chunk[-1])
-        filters = [
-            ("index", ">=", first),
-            ("index", "<=", last),
-            ("status", "=" if done else "!=", DONE),
-        ]
-        near = [
-            _read(part, filters=filters)
-            for part, low, high in ranges
-            if low <= last and high >= first
-        ]
-        table = pa.concat_tables(near).sort_by("index")
-        del near
+        near = [part for part, low, high in ranges if low <= last and high >= first]
+        status = ("status", "=" if done else "!=", DONE)
+        filters = [("index", ">=", first), ("index", "<=", last), status]
+        table = pa.concat_tables(_read(part, filters=filters) for part in near).sort_by("index")
         assert np.array_equal(table.column("index").to_numpy(), chunk)
         yield table
         del table  # not held while the next one is read
@@ -294,11 +261,10 @@ def _write_shards(
     entries, tokens = [], 0
     for number, chunk in enumerate(_chunks(ranges, done, shard_rows, done=True)):
         table = chunk.select(SHARD_SCHEMA.names)
-        tokens += sum(
-            end - start for spans in table.column("spans").to_pylist() for start, end in spans
-        )
+        spans = table.column("spans").to_pylist()
+        tokens += sum(end - start for several in spans for start, end in several)
         name = f"{SHARDS}/shard-{number:05d}.parquet"
-        write_bytes(out / name, _parquet(table))
+        write_bytes(out / name, parquet_bytes(table))
         entries.append(file_entry(out, name, rows=len(table)))
         del table, chunk
         # a shard is put together from many parts, whose room Arrow would keep
@@ -336,7 +302,8 @@ def _read(part: Path, **arguments: Any) -> pa.Table:
         ) from error
 
 
-def _parquet(table: pa.Table) -> bytes:
+def parquet_bytes(table: pa.Table) -> bytes:
+    """A table as the content of a parquet file."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     content: bytes = sink.getvalue().to_pybytes()
@@ -345,9 +312,9 @@ def _parquet(table: pa.Table) -> bytes:
 
 @contextmanager
 def _hold_signals() -> Iterator[None]:
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-    )
+    """Let the system keep SIGINT, SIGTERM and SIGUSR1 for this thread until the block ends."""
+    held = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -41,9 +41,14 @@ class PackedBatch:
     weights: Tensor | None = None
     anchors: Tensor | None = None
 
+    @classmethod
+    def unsupervised(cls, tokens: Tensor, positions: Tensor, segments: Tensor) -> PackedBatch:
+        """Rows for the target alone: no mask, seeds of 0."""
+        mask, seeds = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros(len(tokens)).long()
+        return cls(tokens.long(), positions.long(), segments, mask, seeds)
+
     def tensors(self) -> dict[str, Tensor]:
-        found = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def rows(self, count: int) -> PackedBatch:
         return PackedBatch(**{name: value[:count] for name, value in self.tensors().items()})
@@ -76,13 +81,9 @@ class StepLoader:
                 f"processes in micro-batches of {micro_batch}: it must be a positive multiple of "
                 f"{micro_batch} x {world_size}. Change the batch sizes."
             )
-        self.data = data
-        self.global_batch = global_batch
-        self.micro_batch = micro_batch
-        self.world_size = world_size
-        self.rank = rank
-        self.seed = seed
-        self.wait_seconds = 0.0
+        self.data, self.seed, self.wait_seconds = data, seed, 0.0
+        self.global_batch, self.micro_batch = global_batch, micro_batch
+        self.world_size, self.rank = world_size, rank
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     @property
@@ -101,11 +102,8 @@ class StepLoader:
 
     def row_seeds(self, index: int) -> NDArray[np.int64]:
         """Seeds [global_batch] of global step `index`, from the step and the place in it alone."""
-        return (
-            np.random.SeedSequence([self.seed, index])
-            .generate_state(self.global_batch)
-            .astype(np.int64)
-        )
+        sequence = np.random.SeedSequence([self.seed, index])
+        return sequence.generate_state(self.global_batch).astype(np.int64)
 
     def supervised(self, index: int) -> int:
         """Supervised tokens of the whole global step, all processes together."""
@@ -116,10 +114,8 @@ class StepLoader:
         assert index >= 0, f"step {index}"
         places = np.arange(index * self.global_batch, (index + 1) * self.global_batch)
         epochs, within = np.divmod(places, len(self.data))
-        return np.array(
-            [self._order(int(epoch))[place] for epoch, place in zip(epochs, within, strict=True)],
-            dtype=np.int64,
-        )
+        orders = [self._order(epoch) for epoch in epochs.tolist()]
+        return np.array([o[place] for o, place in zip(orders, within, strict=True)], dtype=np.int64)
 
     def iterate(self, start: int, stop: int) -> Iterator[tuple[int, list[PackedBatch]]]:
         """(index, micro-batches) of steps start ... stop - 1, each built while another is used."""
@@ -144,18 +140,16 @@ class StepLoader:
         return order
 
     def _batch(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> PackedBatch:
-        arrays = [self.data.row(int(row)) for row in rows]
-        return PackedBatch(
-            tokens=torch.from_numpy(np.stack([row.tokens for row in arrays])).long(),
-            positions=torch.from_numpy(np.stack([row.positions for row in arrays])).long(),
-            segments=torch.from_numpy(np.stack([row.segments for row in arrays])),
-            loss_mask=torch.from_numpy(np.stack([row.loss_mask for row in arrays])),
-            seeds=torch.from_numpy(seeds),
-            weights=_beside([row.weights for row in arrays]),
-            anchors=_beside([row.anchors for row in arrays]),
-        )
+        return packed_rows(self.data, rows, torch.from_numpy(seeds))
 
 
-def _beside(columns: list[NDArray[np.float32] | None]) -> Tensor | None:
-    found = [column for column in columns if column is not None]
-    return torch.from_numpy(np.stack(found)) if found else None
+def packed_rows(data: PackedData, rows: NDArray[np.int64], seeds: Tensor) -> PackedBatch:
+    """These rows of the packed answers as one batch."""
+    arrays = [vars(data.row(int(row))) for row in rows]
+    parts = {
+        name: torch.from_numpy(np.stack([row[name] for row in arrays]))
+        for name, value in arrays[0].items()
+        if value is not None
+    }
+    tokens, positions = parts.pop("tokens").long(), parts.pop("positions").long()
+    return PackedBatch(tokens, positions, seeds=seeds, **parts)

@@ -24,6 +24,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -48,6 +49,7 @@ PARTS = {
     "documents": np.int64,
     "supervised": np.int64,
 }
+INDEXES = ("lengths", "starts", "documents", "supervised")
 EXTRAS = {"weights": np.float32, "anchors": np.float32}
 """What a token may carry besides: see `heads.api.batch.TrainBatch`."""
 HEADER = "packed.json"
@@ -56,8 +58,8 @@ FORMAT = 1
 Weights = Mapping[str, NDArray[np.float32]]
 """Some of `EXTRAS` for the tokens of one document."""
 Document = tuple[Tokens, Sequence[Span]] | tuple[Tokens, Sequence[Span], Weights]
-Flat = Mapping[str, "FlatFile"]
-"""The files that have an entry per token, by name."""
+Packed = tuple["Counts", Mapping[str, NDArray[Any]], Mapping[str, "FlatFile"]]
+"""What packing met; the small files, in memory; the files that have an entry per token."""
 
 
 class PackKey(TypedDict):
@@ -80,16 +82,6 @@ class Counts:
     tokens: int = 0
     supervised: int = 0
     rows: int = 0
-
-
-@dataclass
-class Indexes:
-    """The small files, in memory."""
-
-    lengths: NDArray[np.int32]
-    starts: NDArray[np.int64]
-    documents: NDArray[np.int64]
-    supervised: NDArray[np.int64]
 
 
 @dataclass
@@ -125,16 +117,12 @@ class Packer:
             return
         signed, begin = window
         self.counts.truncated += len(tokens) > self.length
-        if (
-            len(self._waiting) == self.window_documents
-            or self._held + len(signed) > self.window_tokens
-        ):
+        size = len(signed)
+        if len(self._waiting) == self.window_documents or self._held + size > self.window_tokens:
             self._pack()
         self._waiting.append(signed)
-        self._beside.append(
-            {name: beside[name][begin : begin + len(signed)] for name in self.extras}
-        )
-        self._held += len(signed)
+        self._beside.append({name: beside[name][begin : begin + size] for name in self.extras})
+        self._held += size
 
     def _pack(self) -> None:
         """Pack the waiting documents, best fit first, and write the rows."""
@@ -189,47 +177,31 @@ class FlatFile:
 
 def pack_in_memory(
     documents: Iterable[Document], length: int, extras: Sequence[str] = ()
-) -> tuple[Counts, Indexes, Flat]:
+) -> Packed:
     files = {name: BytesIO() for name in (*PARTS, *extras)}
     packer = Packer(length, files, extras=extras)
     packer.add_all(documents)
     contents = {name: file.getvalue() for name, file in files.items()}
-    arrays = {
-        name: np.frombuffer(contents[name], PARTS[name]) for name in PARTS if name != "tokens"
-    }
+    arrays = {name: np.frombuffer(contents[name], PARTS[name]) for name in INDEXES}
     flat = {name: FlatFile(contents[name], (PARTS | EXTRAS)[name]) for name in ("tokens", *extras)}
-    return packer.counts, Indexes(**arrays), flat
+    return packer.counts, arrays, flat
 
 
-def write_packed(
-    folder: Path,
-    documents: Iterable[Document],
-    length: int,
-    key: PackKey,
-    extras: Sequence[str] = (),
-) -> None:
+def write_packed(folder: Path, documents: Iterable[Document], key: PackKey) -> None:
     """Pack documents into `folder`, whole or not at all; of several processes the first wins."""
-    names = (*PARTS, *extras)
+    extras = key.get("extras", [])
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=folder.name + ".partial-", dir=folder.parent))
     try:
-        files = {name: (building / f"{name}.bin").open("wb") for name in names}
-        try:
-            packer = Packer(length, files, extras=extras)
+        with ExitStack() as stack:
+            paths = {name: building / f"{name}.bin" for name in (*PARTS, *extras)}
+            files = {name: stack.enter_context(path.open("wb")) for name, path in paths.items()}
+            packer = Packer(key["sequence_length"], files, extras=extras)
             packer.add_all(documents)
-        finally:
-            for file in files.values():
-                file.close()
         entries = [
-            file_entry(building, f"{name}.bin", bytes=(building / f"{name}.bin").stat().st_size)
-            for name in names
+            file_entry(building, path.name, bytes=path.stat().st_size) for path in paths.values()
         ]
-        header = {
-            "format": FORMAT,
-            "key": dict(key),
-            "counts": asdict(packer.counts),
-            "files": entries,
-        }
+        header = {"format": FORMAT, "key": key, "counts": asdict(packer.counts), "files": entries}
         write_json(building / HEADER, header)
         if is_whole(folder, key):
             return
@@ -258,14 +230,12 @@ def is_whole(folder: Path, key: PackKey, *, thorough: bool = False) -> bool:
         return False
 
 
-def read_packed(folder: Path) -> tuple[Counts, Indexes, Flat]:
+def read_packed(folder: Path) -> Packed:
     header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
-    arrays = {
-        name: np.fromfile(folder / f"{name}.bin", PARTS[name]) for name in PARTS if name != "tokens"
-    }
+    arrays = {name: np.fromfile(folder / f"{name}.bin", PARTS[name]) for name in INDEXES}
     names = ("tokens", *header["key"].get("extras", ()))
     flat = {name: FlatFile(folder / f"{name}.bin", (PARTS | EXTRAS)[name]) for name in names}
-    return Counts(**header["counts"]), Indexes(**arrays), flat
+    return Counts(**header["counts"]), arrays, flat
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -303,21 +273,12 @@ def signed_window(
     mask = mask_of(spans, len(tokens))
     if not mask.any():
         return None
-    begin = _window_start(mask, length)
+    # The beginning, where an answer reaches into it. Otherwise half of the window is the context
+    # right before the first answer and half is the answer (more when the answer ends earlier), so
+    # that at least one token is supervised.
+    first = int(mask.argmax())
+    begin = 0 if first < length else min(first + (length + 1) // 2, len(mask)) - length
     window = np.array(tokens[begin : begin + length], dtype=np.int32)
     kept = mask[begin : begin + length].copy()
     kept[:1] = False  # nothing before the window's first token could predict it
     return np.where(kept, ~window, window), begin
-
-
-def _window_start(mask: NDArray[np.bool_], length: int) -> int:
-    """Start of the window of `length` tokens to keep: the document's beginning when an answer
-    reaches into it.
-
-    Otherwise half of the window is the context right before the first answer and half is the answer
-    (more when the answer ends earlier), so that at least one token is supervised.
-    """
-    first = int(mask.argmax())
-    if first < length:
-        return 0
-    return min(first + (length + 1) // 2, len(mask)) - length

@@ -53,15 +53,14 @@ def shingles(content: Bytes, width: int) -> Hashes:
     if count <= 0:
         return np.zeros(0, dtype=np.uint64)
     sums = np.zeros(len(content) + 1, dtype=np.uint64)
-    np.cumsum(
-        (content.astype(np.uint64) + np.uint64(1)) * _powers_of(PRIME, len(content)), out=sums[1:]
-    )
+    values = content.astype(np.uint64) + np.uint64(1)
+    np.cumsum(values * _powers_of(PRIME, len(content)), out=sums[1:])
     return mix((sums[width:] - sums[:count]) * _powers_of(INVERSE, count))
 
 
-def whole(content: Bytes) -> int:
+def whole(content: Bytes | bytes) -> int:
     """One hash of all of a text, below 2^64."""
-    return int.from_bytes(hashlib.blake2b(content.tobytes(), digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(bytes(content), digest_size=8).digest(), "big")
 
 
 def signature(content: Bytes) -> NDArray[np.uint32]:
