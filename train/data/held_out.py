@@ -80,8 +80,8 @@ class HeldOutIndex:
             hits = np.flatnonzero(self._hashes[places] == hashes)
             if len(hits):
                 first = int(hits[0])
-                owner = self.names[self._owners[places[first]]]
-                return Repeat(*owner, _excerpt(content[first : first + WIDTH]))
+                owner = int(self._owners[places[first]])
+                return Repeat(*self.names[owner], _excerpt(content[first : first + WIDTH]))
         return None
 
 

@@ -319,9 +319,8 @@ def _row(index: int, stored: Mapping[str, str], verdict: int) -> Row | SkippedRo
     named = (index, stored["id"], stored["domain"])
     if stored["reason"] or verdict != KEPT:
         return SkippedRow(*named, stored["reason"] or REASONS[verdict])
-    content = {
-        name: value and tuple(value) for name, value in json.loads(stored["content"]).items()
-    }
+    content: dict[str, Any] = json.loads(stored["content"])
+    content = {name: value and tuple(value) for name, value in content.items()}
     if content["spans"] is not None:
         content["spans"] = tuple((start, end) for start, end in content["spans"])
     return Row(*named, **content)

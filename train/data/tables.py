@@ -105,15 +105,15 @@ def open_dataset(
         saved = _open_saved(files, source.split)
         return saved.to_iterable_dataset() if streaming else saved
     if files is not None:
-        given = {"path": BUILDERS[_one_kind(path, files)], "data_files": [str(f) for f in files]}
-        return _load(path, split="train", streaming=streaming, **given)
+        given: dict[str, Any] = {"path": BUILDERS[_one_kind(path, files)], "split": "train"}
+        return _load(path, streaming=streaming, data_files=[str(f) for f in files], **given)
     if not HUB_ID.fullmatch(path):
         raise UserError(
             f"'{path}' is neither a local file or folder nor a Hub dataset id like 'owner/name'. "
             "Check data.path."
         )
-    given = {"path": path, "name": source.name, "revision": source.revision}
-    return _load(path, split=source.split, streaming=streaming, **given)
+    given = {"path": path, "name": source.name, "split": source.split, "revision": source.revision}
+    return _load(path, streaming=streaming, **given)
 
 
 def local_files(path: str) -> list[Path] | Path | None:
@@ -129,7 +129,8 @@ def local_files(path: str) -> list[Path] | Path | None:
             raise UserError(f"the folder '{path}' has no files ending in {', '.join(known)}.")
         return files
     # Path.glob takes no absolute patterns.
-    found = [expanded] if expanded.is_file() else glob.glob(str(expanded), recursive=True)  # noqa: PTH207
+    pattern = str(expanded)
+    found = [pattern] if expanded.is_file() else glob.glob(pattern, recursive=True)  # noqa: PTH207
     files = [Path(match) for match in sorted(found)]
     odd = [file.name for file in files if file.suffix not in known]
     if odd:

@@ -10,7 +10,7 @@ from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Po
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from train.features.store.batches import Form
-from train.features.store.size import check_format
+from train.features.store.codec import check_format
 
 
 @config("features")

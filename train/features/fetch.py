@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -78,13 +78,8 @@ class FetchedFeatures:
         ahead: int = 0,
         last_step: int | None = None,
     ) -> None:
-        self.source, self.needs, self.logits, self.device, self.dtype = (
-            source,
-            needs,
-            logits,
-            device,
-            dtype,
-        )
+        self.source, self.needs, self.logits = source, needs, logits
+        self.device, self.dtype = device, dtype
         self.loader, self.ahead, self.last_step = loader, ahead, last_step
         self.wait_seconds = 0.0
         self._coming: dict[str, Coming] = {}
@@ -121,9 +116,8 @@ class FetchedFeatures:
         """Ask for the batches of this step and of the next `ahead` ones, each once."""
         if self.loader is None or not self.ahead or step < self._asked - self.ahead:
             return
-        end = (
-            step + self.ahead if self.last_step is None else min(step + self.ahead, self.last_step)
-        )
+        end = step + self.ahead
+        end = end if self.last_step is None else min(end, self.last_step)
         for index in range(max(step, self._asked + 1), end + 1):
             for packed in self.loader.step(index):
                 self._coming[key_of(packed)] = self.source.ask(packed)
@@ -134,17 +128,11 @@ class FetchedFeatures:
         self.source.close()
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(Future[Content]):
     """A `Coming` that a thread works on."""
 
-    future: Future[Content]
-
     def wait(self, seconds: float) -> bool:
-        return bool(wait_for([self.future], seconds).done)
-
-    def result(self) -> Content:
-        return self.future.result()
+        return bool(wait_for([self], seconds).done)
 
 
 class ThreadedSource:
@@ -162,26 +150,24 @@ class ThreadedSource:
         stop: Callable[[], None],
     ) -> None:
         self.fetch, self.form, self.stop = fetch, form, stop
-        self._asked: SimpleQueue[tuple[Future[Content], PackedBatch] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name="features", daemon=True)
-            for _ in range(threads)
-        ]
+        self._asked: SimpleQueue[tuple[Fetch, PackedBatch] | None] = SimpleQueue()
+        work = partial(threading.Thread, target=self._work, name="features", daemon=True)
+        self._threads = [work() for _ in range(threads)]
         for thread in self._threads:
             thread.start()
 
     def ask(self, packed: PackedBatch) -> Coming:
-        future: Future[Content] = Future()
-        self._asked.put((future, packed))
-        return Fetch(future)
+        coming = Fetch()
+        self._asked.put((coming, packed))
+        return coming
 
     def _work(self) -> None:
         while (asked := self._asked.get()) is not None:
-            future, packed = asked
+            coming, packed = asked
             try:
-                future.set_result(self.fetch(packed))
+                coming.set_result(self.fetch(packed))
             except Exception as error:  # noqa: BLE001 - raised where it is waited for
-                future.set_exception(error)
+                coming.set_exception(error)
 
     def close(self) -> None:
         """See `Source`. Threads that compute are waited for; those that wait for others are not."""

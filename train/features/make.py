@@ -48,9 +48,7 @@ def make_source(
     if config.mode == "remote":
         client = RemoteClient(config, target.info, precision, needs, form)
         return ThreadedSource(client.fetch, form, threads=2 * len(config.servers), stop=client.stop)
-    if config.mode == "group":
-        return GroupSource(config, target, precision, needs, form)
-    raise UserError(f"features.mode={config.mode} has no source of its own.")
+    return GroupSource(config, target, precision, needs, form)
 
 
 @torch.no_grad()
@@ -104,13 +102,5 @@ def make_features(
             "features.mode=online, remote or group."
         )
     source = make_source(config, target, needs, dtype, answers, loader)
-    return FetchedFeatures(
-        source,
-        needs,
-        online.logits,
-        target.device,
-        dtype,
-        loader,
-        config.ahead,
-        last_step=steps - 1,
-    )
+    given = (source, needs, online.logits, target.device, dtype, loader, config.ahead)
+    return FetchedFeatures(*given, last_step=steps - 1)

@@ -28,7 +28,7 @@ from train.distributed import World
 from train.engines.base import EngineConfig
 from train.engines.deepspeed import BUCKET_ELEMENTS, LIVE_BUCKETS
 from train.features.group import Division, divide
-from train.features.store.size import FORMATS, bytes_per_token, store_bytes
+from train.features.store.codec import FORMATS, bytes_per_token, store_bytes
 from train.planning.devices import GIGA, TERA, gpu
 from train.planning.dry_run import DryStep, dry_step, held_in_parts, plan_drafter
 from train.planning.target import PlannedTarget, plan_target

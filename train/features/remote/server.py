@@ -19,19 +19,9 @@ import torch
 from safetensors.torch import save
 
 from heads.api.errors import UserError
-from train.features.base import LOOPBACK, DescribedTarget, OnlineFeatures
-from train.features.remote.wire import (
-    ASK_HEADER,
-    KEY_HEADER,
-    LARGEST_REQUEST,
-    Ask,
-    identity,
-    key_of,
-    unpack_rows,
-)
-from train.features.store.batches import Form, encode_batch
+from train.features.base import LOOPBACK, DescribedTarget
+from train.features.remote import wire
 from train.features.store.layout import precision_of, tensors_of
-from train.features.store.writer import to_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +51,7 @@ class FeatureServer(ThreadingHTTPServer):
             )
         self.target, self.dtype, self.token = target, dtype, token
         self.precision = precision_of(dtype, target.dtype)
-        self.key = key_of(target.info, self.precision)
+        self.key = wire.key_of(target.info, self.precision)
         self.served = 0
         self._one_at_a_time = threading.Lock()
         try:
@@ -78,15 +68,11 @@ class FeatureServer(ThreadingHTTPServer):
         host, port = self.server_address[:2]
         return f"http://{host!s}:{port}"
 
-    def compute(self, body: bytes, ask: Ask) -> bytes:
+    def compute(self, body: bytes, ask: wire.Ask) -> bytes:
         """The answer to a request; raises `UserError` for rows that the target cannot read."""
-        packed = unpack_rows(body, self.target.info)
-        form = Form(
-            ask.format, self.target.info.hidden_size, self.target.info.vocab_size, ask.top_logits
-        )
-        online = OnlineFeatures(self.target, ask.needs, self.dtype)
+        packed = wire.unpack_rows(body, self.target.info)
         with self._one_at_a_time:
-            content = to_cpu(encode_batch(online.batch(packed), ask.taps, form, online.logits))
+            content, _ = wire.compute(self.target, self.dtype, ask, packed)
             self.served += 1
         return bytes(save(tensors_of(content)))
 
@@ -99,26 +85,24 @@ class Handler(BaseHTTPRequestHandler):
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
-        if not self._authorise():
+        server = self.server
+        if not self._authorise() or not self._is_at("/identity"):
             return
-        if self.path != "/identity":
-            self._refuse(404, f"there is no '{self.path}' here: GET /identity or POST /features.")
-            return
-        content = identity(self.server.target.info, self.server.precision)
+        facts = {"target": server.target.info.to_dict(), "precision": server.precision}
+        content = {"format": wire.FORMAT, **facts, "key": server.key}
         self._answer(200, json.dumps(content).encode(), "application/json")
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > LARGEST_REQUEST:
+        if not length.isdigit() or int(length) > wire.LARGEST_REQUEST:
             self.close_connection = True
-            self._refuse(413, f"a request has at most {LARGEST_REQUEST} bytes and says how many.")
+            limit = wire.LARGEST_REQUEST
+            self._refuse(413, f"a request has at most {limit} bytes and says how many.")
             return
         body = self.rfile.read(int(length))
-        if not self._authorise():
+        if not self._authorise() or not self._is_at("/features"):
             return
-        if self.path != "/features":
-            self._refuse(404, f"there is no '{self.path}' here: GET /identity or POST /features.")
-        elif self.headers.get(KEY_HEADER) != self.server.key:
+        if self.headers.get(wire.KEY_HEADER) != self.server.key:
             info = self.server.target.info
             self._refuse(
                 409,
@@ -128,31 +112,32 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._features(body)
 
+    def _is_at(self, path: str) -> bool:
+        """Whether the request is for `path`; refuses it otherwise."""
+        if self.path != path:
+            self._refuse(404, f"there is no '{self.path}' here: GET /identity or POST /features.")
+        return self.path == path
+
     def _features(self, body: bytes) -> None:
         try:
-            ask = Ask.from_json(self.headers.get(ASK_HEADER, ""), self.server.target.info)
-            answer = self.server.compute(body, ask)
+            header = self.headers.get(wire.ASK_HEADER, "")
+            answer = self.server.compute(body, wire.Ask.from_json(header, self.server.target.info))
         except UserError as error:
             self._refuse(400, str(error))
         # out of memory, a lost device: the next request may go well
         except (RuntimeError, MemoryError) as error:
             logger.warning("a request failed: %s", error)
-            self._refuse(
-                500,
-                f"{type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else 'no message'}",
-            )
+            reason = next(iter(str(error).splitlines()), "no message")
+            self._refuse(500, f"{type(error).__name__}: {reason}")
         else:
             self._answer(200, answer, "application/octet-stream")
 
     def _authorise(self) -> bool:
-        given = self.headers.get("Authorization", "").encode()
-        if self.server.token and not hmac.compare_digest(
-            given, f"Bearer {self.server.token}".encode()
-        ):
+        given, wanted = self.headers.get("Authorization", ""), f"Bearer {self.server.token}"
+        allowed = not self.server.token or hmac.compare_digest(given.encode(), wanted.encode())
+        if not allowed:
             self._refuse(401, "the token is missing or wrong.")
-            return False
-        return True
+        return allowed
 
     def _refuse(self, status: int, sentence: str) -> None:
         self._answer(status, json.dumps({"error": sentence}).encode(), "application/json")

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import BaseModel, TypeAdapter
 from torch import Tensor
@@ -100,16 +99,17 @@ def identity_of(
     top_logits: int,
 ) -> Identity:
     """The identity of a store that serves `needs`."""
+    last = needs.last_hidden or needs.logits
     return Identity(
-        answers=answers,
-        sequence_length=length,
-        revision=info.revision,
-        tokenizer_hash=info.tokenizer_hash,
-        precision=precision,
-        format=fmt,
-        top_logits=top_logits if needs.last_hidden or needs.logits else 0,
-        taps=needs.taps,
-        last_hidden=needs.last_hidden or needs.logits,
+        answers,
+        length,
+        info.revision,
+        info.tokenizer_hash,
+        precision,
+        fmt,
+        top_logits if last else 0,
+        needs.taps,
+        last,
     )
 
 
@@ -142,27 +142,19 @@ def read_plan(folder: Path) -> StorePlan:
             "the same settings; training can begin as soon as that has begun. Or set "
             "features.mode=online, or features.path to another folder."
         )
-    content = read_json(path)
     try:
-        if content.get("format") != FORMAT:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise damaged_json(path, error) from error
+    try:
+        if content["format"] != FORMAT:
             raise ValueError("another format")
         return TypeAdapter(StorePlan).validate_python(content)
-    except ValueError as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"'{path}' is not a store's description of format {FORMAT}. Delete '{folder}' and run "
             "`headstart features` again."
         ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from disk; raises `UserError` when it is damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("no object")
-        return content
-    except ValueError as error:
-        raise damaged_json(path, error) from error
 
 
 def damaged_json(path: Path, error: ValueError) -> UserError:
@@ -211,19 +203,9 @@ def index_path(folder: Path, shard: int) -> Path:
 
 def row_digests(packed: PackedBatch) -> list[str]:
     """Per row of a batch on the CPU, the digest of what the target reads: 32 hexadecimal digits."""
-    parts = [
-        part.to(torch.int32).numpy() for part in (packed.tokens, packed.positions, packed.segments)
-    ]
-    stacked = np.stack(parts, 1)  # [b, 3, T]
-    return [
-        hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=16).hexdigest()
-        for row in stacked
-    ]
-
-
-def real_places(packed: PackedBatch) -> Tensor:
-    """[b, T] bool: the positions whose features are stored, all but padding."""
-    return packed.segments > 0
+    rows = torch.stack([packed.tokens, packed.positions, packed.segments.long()], 1)  # [b, 3, T]
+    contents = [row.tobytes() for row in rows.int().numpy()]
+    return [hashlib.blake2b(content, digest_size=16).hexdigest() for content in contents]
 
 
 def tensors_of(content: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -242,14 +224,6 @@ def things_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         thing, part = name.rsplit(".", 1)
         found.setdefault(thing, {})[part] = tensor
     return found
-
-
-def slices(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of consecutive runs of these lengths."""
-    start = 0
-    for length in lengths:
-        yield start, start + length
-        start += length
 
 
 def brief(value: Any) -> str:

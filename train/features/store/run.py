@@ -22,22 +22,12 @@ from inference.manifest import MANIFEST_FILE, file_sha256
 from inference.target.loading import TargetConfig, pick_device
 from inference.target.model import TargetModel
 from train.data.pack import PackedData
+from train.data.permute import stable_permutation
 from train.features.base import OnlineFeatures
 from train.features.config import FeaturesConfig
+from train.features.store import writer
+from train.features.store.codec import FORMATS, bytes_per_token, states_of
 from train.features.store.layout import identity_of, precision_of
-from train.features.store.size import FORMATS, bytes_per_token, slots
-from train.features.store.writer import (
-    GIB,
-    MIB,
-    StoreManifest,
-    Writer,
-    drop_damaged,
-    finish_store,
-    gib,
-    make_plan,
-    open_store,
-    row_order,
-)
 from train.processes import terminable
 
 
@@ -70,14 +60,17 @@ def write_features(
     job: StoreJob,
     provenance: Mapping[str, object] | None = None,
     say: Callable[[str], None] = print,
-) -> StoreManifest:
+) -> writer.StoreManifest:
     """Write what is missing of the store and return its manifest; waits for what other processes
     are writing.
 
     Raises `UserError` for drafters that read nothing of the target, for another store in the
     folder, for a quota or a disk that is too small, and when the disk refuses a write.
     """
-    target = TargetModel.load(replace(job.target, device=device_of(job)))
+    device = str(pick_device(job.target.device))
+    if device == "cuda":  # among several on a machine with GPUs, its own
+        device = f"cuda:{job.local_rank}"
+    target = TargetModel.load(replace(job.target, device=device))
     needs = needs_of(job.heads, target.info)
     form = job.features.form(target.info)
     data = PackedData.from_manifest(job.answers, target.info, job.sequence_length)
@@ -91,43 +84,29 @@ def write_features(
         job.features.top_logits,
     )
     per_token = bytes_per_token(needs, target.info, job.features.format, identity.top_logits)
-    shard_bytes = int(job.features.shard_mib * MIB)
-    plan = make_plan(
-        data, identity, per_token, target.info.hidden_size, shard_bytes, target.info.to_dict()
-    )
+    shard_bytes = int(job.features.shard_mib * writer.MIB)
+    plan = writer.make_plan(data, identity, per_token, target.info, shard_bytes)
     for line in size_table(job.heads, target.info, job.features.top_logits):
         say(line)
     say(
         f"{data.report.tokens:,} tokens in {len(data)} rows x {per_token:,.0f} bytes "
-        f"({job.features.format}: {', '.join(identity.things())}) = {gib(plan.estimated_bytes)} "
-        f"in {plan.shards} shards under '{job.folder}'"
+        f"({job.features.format}: {', '.join(identity.things())}) = "
+        f"{writer.gib(plan.estimated_bytes)} in {plan.shards} shards under '{job.folder}'"
     )
-    plan = open_store(job.folder, plan, int(job.features.quota_gib * GIB))
+    plan = writer.open_store(job.folder, plan, int(job.features.quota_gib * writer.GIB))
     if job.features.verify:
-        dropped = drop_damaged(job.folder, plan)
-        say(
-            "checked every shard: "
-            f"{', '.join(dropped) + ' damaged, written again' if dropped else 'none is damaged'}"
-        )
-        plan = open_store(job.folder, plan, 0)
-    online = OnlineFeatures(
-        target, FeatureSpec(plan.identity.taps, plan.identity.last_hidden), job.dtype
-    )
-    order = row_order(len(data), job.seed)
-    writer = Writer(
-        job.folder, plan, data, order, online.batch, form, online.logits, job.batch_rows, say
-    )
+        dropped = ", ".join(writer.drop_damaged(job.folder, plan))
+        state = f"{dropped} damaged, written again" if dropped else "none is damaged"
+        say(f"checked every shard: {state}")
+        plan = writer.open_store(job.folder, plan, 0)
+    stored = FeatureSpec(plan.identity.taps, plan.identity.last_hidden)
+    online = OnlineFeatures(target, stored, job.dtype)
+    # the order of the training's first epoch (train/data/loader.py)
+    order = stable_permutation(len(data), job.seed, 0)
+    given = (plan, data, order, online.batch, form, online.logits, job.batch_rows, say)
     with terminable():
-        writer.run()
-    return finish_store(job.folder, plan, provenance)
-
-
-def device_of(job: StoreJob) -> str:
-    """The device of this process: among several on a machine with GPUs, its own."""
-    device = pick_device(job.target.device)
-    if str(device) == "cuda":
-        return f"cuda:{job.local_rank}"
-    return str(device)
+        writer.Writer(job.folder, *given).run()
+    return writer.finish_store(job.folder, plan, provenance)
 
 
 def needs_of(heads: tuple[tuple[str, str, Any], ...], info: TargetInfo) -> FeatureSpec:
@@ -139,7 +118,7 @@ def needs_of(heads: tuple[tuple[str, str, Any], ...], info: TargetInfo) -> Featu
         logits=any(spec.logits for spec in specs),
     )
     union.check(info.num_layers)
-    if not slots(union):
+    if not states_of(union):
         raise UserError(
             f"{', '.join(name for name, _, _ in heads)}: nothing of the target is read in "
             "training, so there is nothing to store."
@@ -165,10 +144,10 @@ def size_table(
     specs = [(name, spec_of(kind, config, info)) for name, kind, config in heads]
     if len(specs) > 1:
         specs.append(("all of them", needs_of(heads, info)))
-    width = max(len(name) for name, _ in specs)
-    lines = [f"{'bytes per token':<{max(width, 15)}} " + "".join(f"{fmt:>10}" for fmt in FORMATS)]
+    width = max(15, *(len(name) for name, _ in specs))
+    lines = [f"{'bytes per token':<{width}} " + "".join(f"{fmt:>10}" for fmt in FORMATS)]
     for name, spec in specs:
         top = top_logits if spec.last_hidden or spec.logits else 0
         sizes = [bytes_per_token(spec, info, fmt, top) for fmt in FORMATS]
-        lines.append(f"{name:<{max(width, 15)}} " + "".join(f"{size:>10,.0f}" for size in sizes))
+        lines.append(f"{name:<{width}} " + "".join(f"{size:>10,.0f}" for size in sizes))
     return lines

@@ -15,9 +15,9 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -26,34 +26,16 @@ from safetensors.torch import save
 
 from heads.api.batch import TrainBatch
 from heads.api.errors import UserError
-from inference.manifest import (
-    MANIFEST_FILE,
-    FileEntry,
-    file_entry,
-    file_sha256,
-    read_manifest,
-    remove_leftovers,
-    write_bytes,
-    write_manifest,
-)
-from train.data.loader import PackedBatch
+from heads.api.target_info import TargetInfo
+from inference import manifest
+from inference.manifest import MANIFEST_FILE, write_bytes
+from train.data.loader import PackedBatch, packed_rows
 from train.data.pack import PackedData
-from train.data.permute import stable_permutation
-from train.features.store.batches import Content, Form, Logits, encode_batch
+from train.features.store import layout
+from train.features.store.batches import Content, Form, Logits, encode_batch, join_rows, to_cpu
 from train.features.store.claims import Claims, disk_error, folder_lock
-from train.features.store.layout import (
-    STORE_FILE,
-    Identity,
-    ShardIndex,
-    StorePlan,
-    index_path,
-    read_plan,
-    row_digests,
-    shard_name,
-    shard_path,
-    tensors_of,
-)
-from train.features.store.size import store_bytes
+from train.features.store.codec import parts_of, store_bytes
+from train.features.store.layout import STORE_FILE, ShardIndex, index_path, shard_name, shard_path
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +58,7 @@ class Writer:
     """
 
     folder: Path
-    plan: StorePlan
+    plan: layout.StorePlan
     data: PackedData
     order: NDArray[np.int64]
     compute: Compute
@@ -87,15 +69,13 @@ class Writer:
 
     def __post_init__(self) -> None:
         self.claims = Claims(self.folder)
-        self.things = len(self.plan.identity.things())
 
     def run(self) -> int:
         """Write, and wait for others, until no shard is missing; returns how many were written."""
         written, waiting = 0, False
         while missing := missing_shards(self.folder, self.plan):
-            shard = next(
-                (number for number in missing if self.claims.take(shard_name(number))), None
-            )
+            free = (number for number in missing if self.claims.take(shard_name(number)))
+            shard = next(free, None)
             if shard is None:
                 if not waiting:
                     self.say(f"waiting for {len(missing)} shards that other processes are writing")
@@ -120,30 +100,20 @@ class Writer:
         parts: list[Content] = []
         entries: list[tuple[str, int]] = []
         for start in range(0, len(rows), self.batch_rows):
-            packed = packed_rows(self.data, rows[start : start + self.batch_rows])
-            batch = self.compute(packed)
-            parts.append(
-                to_cpu(encode_batch(batch, self.plan.identity.taps, self.form, self.logits))
-            )
+            chosen = rows[start : start + self.batch_rows]
+            # seeds belong to steps, not to rows
+            packed = packed_rows(self.data, chosen, torch.zeros(len(chosen), dtype=torch.int64))
+            batch, taps = self.compute(packed), self.plan.identity.taps
+            parts.append(to_cpu(encode_batch(batch, taps, self.form, self.logits)))
             lengths = (packed.segments > 0).sum(1).tolist()
-            entries += zip(row_digests(packed), lengths, strict=True)
+            entries += zip(layout.row_digests(packed), lengths, strict=True)
             self.claims.renew(shard_name(shard))
-        joined = {
-            thing: {
-                part: torch.cat([piece[thing][part] for piece in parts]) for part in first_parts
-            }
-            for thing, first_parts in parts[0].items()
-        }
-        content = save(tensors_of(joined), metadata={"format": "pt"})
+        content = save(layout.tensors_of(join_rows(parts)), metadata={"format": "pt"})
         path = shard_path(self.folder, shard)
         try:
             write_bytes(path, content)
-            index = ShardIndex(
-                file=str(path.relative_to(self.folder)),
-                bytes=len(content),
-                sha256=hashlib.sha256(content).hexdigest(),
-                rows=entries,
-            )
+            name, digest = str(path.relative_to(self.folder)), hashlib.sha256(content).hexdigest()
+            index = ShardIndex(file=name, bytes=len(content), sha256=digest, rows=entries)
             index.write(index_path(self.folder, shard))
         except OSError as error:
             raise disk_error(self.folder, error) from error
@@ -151,42 +121,24 @@ class Writer:
 
 def make_plan(
     data: PackedData,
-    identity: Identity,
+    identity: layout.Identity,
     per_token: float,
-    hidden: int,
+    target: TargetInfo,
     shard_bytes: int,
-    target: dict[str, object],
-) -> StorePlan:
+) -> layout.StorePlan:
     """How the rows of `data` are divided into shards of about `shard_bytes` bytes."""
-    rows, tokens = len(data), data.report.tokens
+    rows, tokens, hidden = len(data), data.report.tokens, target.hidden_size
     per_row = max(1.0, per_token * tokens / rows)
     rows_per_shard = max(1, min(rows, int(shard_bytes / per_row)))
     shards = -(-rows // rows_per_shard)
-    tensors = tensor_count(identity)
-    return StorePlan(
-        identity,
-        rows,
-        tokens,
-        rows_per_shard,
-        hidden,
-        store_bytes(per_token, tokens, rows, shards, tensors),
-        target,
-    )
-
-
-def tensor_count(identity: Identity) -> int:
     states = len(identity.taps) + int(identity.last_hidden and not identity.top_logits)
-    return states * (1 if identity.format in ("fp32", "bf16") else 2) + (
-        3 if identity.top_logits else 0
-    )
+    tensors = states * len(parts_of(identity.format, hidden)) + 3 * (identity.top_logits > 0)
+    size = store_bytes(per_token, tokens, rows, shards, tensors)
+    facts = target.to_dict()
+    return layout.StorePlan(identity, rows, tokens, rows_per_shard, hidden, size, facts)
 
 
-def row_order(rows: int, seed: int) -> NDArray[np.int64]:
-    """The order of the training's first epoch (train/data/loader.py)."""
-    return stable_permutation(rows, seed, 0)
-
-
-def open_store(folder: Path, plan: StorePlan, quota_bytes: int) -> StorePlan:
+def open_store(folder: Path, plan: layout.StorePlan, quota_bytes: int) -> layout.StorePlan:
     """Begin or continue the store of `plan` in `folder`; returns the plan that its shards follow.
 
     Raises `UserError` when the folder holds another store, or when the quota or the disk has no
@@ -194,9 +146,9 @@ def open_store(folder: Path, plan: StorePlan, quota_bytes: int) -> StorePlan:
     of the first.
     """
     with folder_lock(folder):
-        remove_leftovers(folder)  # of killed writers, before the room is counted
+        manifest.remove_leftovers(folder)  # of killed writers, before the room is counted
         if (folder / STORE_FILE).is_file():
-            stored = read_plan(folder)
+            stored = layout.read_plan(folder)
             differences = stored.identity.differences(plan.identity)
             if differences or (stored.rows, stored.tokens) != (plan.rows, plan.tokens):
                 differences = differences or [f"it is for {stored.rows} rows, not {plan.rows}"]
@@ -213,7 +165,7 @@ def open_store(folder: Path, plan: StorePlan, quota_bytes: int) -> StorePlan:
     return plan
 
 
-def check_room(folder: Path, plan: StorePlan, quota_bytes: int) -> None:
+def check_room(folder: Path, plan: layout.StorePlan, quota_bytes: int) -> None:
     """Raise `UserError` when the store exceeds its quota, or its rest what is free."""
     if quota_bytes and plan.estimated_bytes > quota_bytes:
         raise UserError(
@@ -221,7 +173,8 @@ def check_room(folder: Path, plan: StorePlan, quota_bytes: int) -> None:
             f"{gib(quota_bytes)}. Raise it, choose a smaller features.format (int8 is half of "
             "bf16, int4 less than a third), or train on fewer answers."
         )
-    there = sum(shard_path(folder, shard).stat().st_size for shard in whole_shards(folder, plan))
+    whole = filter(partial(is_whole, folder), range(plan.shards))
+    there = sum(shard_path(folder, shard).stat().st_size for shard in whole)
     missing = max(0, plan.estimated_bytes - there)
     free = shutil.disk_usage(folder).free
     if missing and missing + DISK_RESERVE > free:
@@ -251,33 +204,19 @@ def _bytes_in(index: Path, _modified: int) -> int:
     return ShardIndex.read(index).bytes
 
 
-def whole_shards(folder: Path, plan: StorePlan) -> list[int]:
-    return [shard for shard in range(plan.shards) if is_whole(folder, shard)]
-
-
-def missing_shards(folder: Path, plan: StorePlan) -> list[int]:
+def missing_shards(folder: Path, plan: layout.StorePlan) -> list[int]:
     return [shard for shard in range(plan.shards) if not is_whole(folder, shard)]
 
 
-def drop_damaged(folder: Path, plan: StorePlan) -> list[str]:
+def drop_damaged(folder: Path, plan: layout.StorePlan) -> list[str]:
     """Delete the shards that are not what their index says; returns their names. Reads all."""
     dropped = []
-    for shard in whole_shards(folder, plan):
+    for shard in filter(partial(is_whole, folder), range(plan.shards)):
         path = shard_path(folder, shard)
-        if file_sha256(path) != ShardIndex.read(index_path(folder, shard)).sha256:
+        if manifest.file_sha256(path) != ShardIndex.read(index_path(folder, shard)).sha256:
             path.unlink()
             dropped.append(path.name)
     return dropped
-
-
-class ShardEntry(TypedDict):
-    """A shard in the manifest: its file, and how many rows and tokens it holds."""
-
-    file: str
-    bytes: int
-    sha256: str
-    rows: int
-    tokens: int
 
 
 class StoreManifest(TypedDict):
@@ -290,60 +229,27 @@ class StoreManifest(TypedDict):
     estimated_bytes: int
     target: dict[str, object]
     bytes: int
-    shards: list[ShardEntry]
-    index: list[FileEntry]
+    shards: list[dict[str, Any]]
+    index: list[manifest.FileEntry]
 
 
 def finish_store(
-    folder: Path, plan: StorePlan, provenance: Mapping[str, object] | None
+    folder: Path, plan: layout.StorePlan, provenance: Mapping[str, object] | None
 ) -> StoreManifest:
     """Write the manifest of a store whose shards are all there, once; returns it."""
     with folder_lock(folder):
         if not (folder / MANIFEST_FILE).is_file():
-            shards: list[ShardEntry] = []
-            indices: list[FileEntry] = []
-            for shard in range(plan.shards):
-                index = ShardIndex.read(index_path(folder, shard))
+            paths = [index_path(folder, shard) for shard in range(plan.shards)]
+            shards: list[dict[str, Any]] = []
+            for index in map(ShardIndex.read, paths):
                 tokens = sum(length for _, length in index.rows)
-                shards.append(
-                    {
-                        "file": index.file,
-                        "bytes": index.bytes,
-                        "sha256": index.sha256,
-                        "rows": len(index.rows),
-                        "tokens": tokens,
-                    }
-                )
-                indices.append(
-                    file_entry(folder, str(index_path(folder, shard).relative_to(folder)))
-                )
+                counts = {"rows": len(index.rows), "tokens": tokens}
+                shards.append({**index.model_dump(exclude={"rows"}), **counts})
             known = asdict(plan)
             del known["rows_per_shard"]
             size = sum(entry["bytes"] for entry in shards)
-            size += sum(index_path(folder, shard).stat().st_size for shard in range(plan.shards))
-            write_manifest(
-                folder,
-                "features",
-                {**known, "bytes": size, "shards": shards, "index": indices},
-                provenance,
-            )
-    return cast(StoreManifest, read_manifest(folder, "features"))
-
-
-def packed_rows(data: PackedData, rows: NDArray[np.int64]) -> PackedBatch:
-    """These rows as one batch, with seeds of 0: seeds belong to steps, not to rows."""
-    arrays = [data.row(int(row)) for row in rows]
-    tokens, positions, segments, mask = (
-        torch.from_numpy(np.stack([getattr(row, name) for row in arrays]))
-        for name in ("tokens", "positions", "segments", "loss_mask")
-    )
-    return PackedBatch(
-        tokens.long(), positions.long(), segments, mask, torch.zeros(len(arrays), dtype=torch.int64)
-    )
-
-
-def to_cpu(content: Content) -> Content:
-    return {
-        thing: {part: tensor.cpu() for part, tensor in parts.items()}
-        for thing, parts in content.items()
-    }
+            size += sum(path.stat().st_size for path in paths)
+            indices = [manifest.file_entry(folder, str(path.relative_to(folder))) for path in paths]
+            content = {**known, "bytes": size, "shards": shards, "index": indices}
+            manifest.write_manifest(folder, "features", content, provenance)
+    return cast(StoreManifest, manifest.read_manifest(folder, "features"))
