@@ -95,17 +95,15 @@ def join_world(wanted: str | torch.device, *, always: bool = False) -> World:
 def _join_group(rank: int, size: int, backend: str) -> None:
     """Start the process group unless an earlier stage has; leave it at exit in either case."""
     if not dist.is_initialized():
+        own: dict[str, Any] = {"rank": rank, "world_size": size}
         if size > 1 and os.environ.get("GROUP_WORLD_SIZE") == "1":
-            store = restart_store(rank, size)
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=JOIN_TIMEOUT
-            )
+            own |= {"store": restart_store(rank, size), "timeout": JOIN_TIMEOUT}
         elif size > 1:
-            dist.init_process_group(backend, timeout=JOIN_TIMEOUT)
+            own = {"timeout": JOIN_TIMEOUT}
         else:
-            # A store in memory: no port to choose, nothing for another run on this machine to
-            # collide with.
-            dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=size)
+            # in memory: no port to choose, nothing for another run on this machine to collide with
+            own["store"] = dist.HashStore()
+        dist.init_process_group(backend, **own)
     leave_in_order()
 
 

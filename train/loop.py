@@ -137,11 +137,8 @@ class Trainer:
         self.world.wait()
         with StopRequest() as request:
             self.request = request
-            if (
-                progress.step
-                and self.due(config.eval_every)
-                and progress.evaluated_step != progress.step
-            ):
+            measured = progress.evaluated_step == progress.step
+            if progress.step and self.due(config.eval_every) and not measured:
                 self.measure()  # broken off when the state was saved
             reason = self.stop_reason()
             for index, batches in self.rows(self.steps if not reason else progress.step):
@@ -200,9 +197,8 @@ class Trainer:
         if self.arrived is None:
             return True
         with self.clock.part(self.feature_part):
-            return not self.any_process(
-                not self.arrived(batches, index, lambda: bool(self.request.number))
-            )
+            arrived = self.arrived(batches, index, lambda: bool(self.request.number))
+            return not self.any_process(not arrived)
 
     def any_process(self, said: bool) -> bool:
         """Whether any process says so. Collective."""
@@ -227,14 +223,9 @@ class Trainer:
         progress = self.progress
         progress.step, progress.seconds = index + 1, progress.seconds + seconds
         progress.tokens += int(figures.tokens)
-        self.note(
-            figures,
-            supervised,
-            rate,
-            norm,
-            seconds,
-            sum(packed.tokens.numel() for packed in batches),
-        )
+        positions = sum(packed.tokens.numel() for packed in batches)
+        line = {"loss": figures.loss / max(1, supervised), "lr": rate, "grad_norm": norm}
+        self.note({**line, **figures.metrics}, figures.tokens, seconds, positions)
         return figures.stop > 0
 
     def forward_backward(
@@ -250,41 +241,24 @@ class Trainer:
             batch.progress = begin + (end - begin) * share
             if batch.target_logits is not None:
                 batch.target_logits = self.clock.within("target", batch.target_logits)
+            last = place == len(batches) - 1
             with self.clock.part("drafter"):
-                outputs.append(
-                    self.engine.forward_backward(
-                        batch, max(1, supervised), place == len(batches) - 1
-                    )
-                )
+                outputs.append(self.engine.forward_backward(batch, max(1, supervised), last))
         return outputs
 
-    def note(
-        self,
-        figures: StepFigures,
-        supervised: int,
-        rate: float,
-        norm: float,
-        seconds: float,
-        positions: int,
-    ) -> None:
+    def note(self, line: dict[str, float], tokens: float, seconds: float, positions: int) -> None:
         """Log and show a finished step. positions: of this process's rows, padding included."""
-        progress, speed = self.progress, figures.tokens / seconds
-        loss = figures.loss / max(1, supervised)
-        padding = 1.0 - figures.tokens / (positions * self.world.size)
-        line = {"loss": loss, "lr": rate, "grad_norm": norm, **figures.metrics}
-        costs = self.meter.step()
-        self.tracker.write(
-            progress.step,
-            {
-                **line,
-                "tokens": progress.tokens,
-                "padding": padding,
-                "tokens_per_second": speed,
-                "seconds": seconds,
-                "cost": costs,
-            },
-        )
-        self.display.step(progress.step, loss, speed, costs)
+        progress, speed, costs = self.progress, tokens / seconds, self.meter.step()
+        figures = {
+            **line,
+            "tokens": progress.tokens,
+            "padding": 1.0 - tokens / (positions * self.world.size),
+            "tokens_per_second": speed,
+            "seconds": seconds,
+            "cost": costs,
+        }
+        self.tracker.write(progress.step, figures)
+        self.display.step(progress.step, line["loss"], speed, costs)
 
     def add_up(self, outputs: list[LossOutput], tokens: int, stop: bool) -> StepFigures:
         """The step's sums over micro-batches and processes, with one message and one wait."""
@@ -296,24 +270,17 @@ class Trainer:
             pairs = [output.metrics[name] for output in outputs if name in output.metrics]
             for place in (0, 1):
                 sums.append(sum((pair[place].to(device, torch.float64) for pair in pairs), zero))
-        host = torch.tensor(
-            [*self.meter.own_energy(), tokens, stop], dtype=torch.float64, device=device
-        )
-        values = self.world.add(torch.cat([torch.stack(sums), host])).tolist()
-        metrics = {
-            name: values[1 + 2 * place] / values[2 + 2 * place]
-            for place, name in enumerate(names)
-            if values[2 + 2 * place] > 0
-        }
+        own = [*self.meter.own_energy(), tokens, stop]
+        host = torch.tensor(own, dtype=torch.float64, device=device)
+        loss, *values = self.world.add(torch.cat([torch.stack(sums), host])).tolist()
+        means = zip(names, values[0::2], values[1::2], strict=False)
+        metrics = {name: total / count for name, total, count in means if count > 0}
         self.meter.add_energy(*values[-4:-2])
-        return StepFigures(values[0], values[-2], values[-1], metrics)
+        return StepFigures(loss, values[-2], values[-1], metrics)
 
     def failure(self, index: int, what: str) -> UserError:
-        kept = (
-            f"The state of step {self.saved_step} is kept"
-            if self.saved_step
-            else "No state was saved yet"
-        )
+        step = self.saved_step
+        kept = f"The state of step {step} is kept" if step else "No state was saved yet"
         return UserError(
             f"{what} at step {index + 1}, so training cannot go on. {kept}; running the same "
             "command again continues there. If it ends at the same step again, it is no fault of "
@@ -333,11 +300,9 @@ class Trainer:
 
     def evaluate_unless_stopped(self, weights: dict[str, Tensor]) -> Evaluation | None:
         assert self.evaluate is not None, "measure without a way to"
+        breaking = self.request.interrupting() if self.breakable else nullcontext()
         try:
-            with (
-                self.display.measuring(),
-                self.request.interrupting() if self.breakable else nullcontext(),
-            ):
+            with self.display.measuring(), breaking:
                 return self.evaluate(weights)
         except Interrupted:
             return None
@@ -358,21 +323,16 @@ class Trainer:
         progress.evaluated_step = progress.step
         rose = progress.tau is None or tau > progress.tau
         if rose:
-            progress.tau, progress.tau_ci95, progress.best_step, progress.stale = (
-                tau,
-                (low, high),
-                progress.step,
-                0,
-            )
+            progress.tau, progress.tau_ci95 = tau, (low, high)
+            progress.best_step, progress.stale = progress.step, 0
             with self.clock.part("saving"), self.main_alone():
                 if self.world.is_main:
                     self.keep_best(weights)
         else:
             progress.stale += 1
         if found is not None:
-            self.tracker.write(
-                progress.step, {"tau": tau, "tau_ci95": [low, high], "best": rose, **found.figures}
-            )
+            figures = {"tau": tau, "tau_ci95": [low, high], "best": rose, **found.figures}
+            self.tracker.write(progress.step, figures)
             self.display.show_tau(progress.step, tau, (low, high), rose)
         return True
 

@@ -28,10 +28,8 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     wishes = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_ARENA_MAX, 1))
-    results = [
-        mallopt(option, value) for option, value in wishes
-    ]  # a refusal must not keep the others from being asked
-    return all(result == 1 for result in results)
+    # a refusal must not keep the others from being asked
+    return [mallopt(option, value) for option, value in wishes] == [1, 1, 1]
 
 
 def give_back_freed_memory() -> None:

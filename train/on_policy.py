@@ -121,14 +121,8 @@ class OnPolicyFeatures:
             if ends.numel() or not config.rest:
                 mask[cut.row, cut.last + 1 + length : cut.end] = False
         rows = sorted({cut.row for cut in cuts})
-        chosen = PackedBatch(
-            tokens[rows],
-            packed.positions[rows],
-            packed.segments[rows],
-            mask[rows],
-            packed.seeds[rows],
-            None if weights is None else weights[rows],
-        )
+        changed = replace(packed, tokens=tokens, loss_mask=mask, weights=weights, anchors=None)
+        chosen = PackedBatch(**{name: part[rows] for name, part in changed.tensors().items()})
         return _replace_rows(batch, rows, self.plain.batch(chosen, step))
 
     @torch.no_grad()

@@ -84,11 +84,8 @@ def learning_rate(step: int, total: int, peak: float, schedule: ScheduleConfig) 
         return peak * (step + 1) / warmup
     if schedule.kind == "constant":
         return peak
-    begin = (
-        warmup
-        if schedule.kind != "wsd"
-        else max(warmup, total - max(1, round(schedule.decay * total)))
-    )
+    falling = max(1, round(schedule.decay * total))
+    begin = max(warmup, total - falling) if schedule.kind == "wsd" else warmup
     progress = min(1.0, max(0.0, (step - begin) / max(1, total - 1 - begin)))
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
     return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * shape)

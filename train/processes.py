@@ -35,10 +35,8 @@ def join_processes(target: TargetConfig) -> PartialState:
     if pick_device(target.device).type == "cpu":
         state = PartialState(cpu=True, timeout=JOIN_TIMEOUT)
     else:
-        launched = "LOCAL_RANK" in os.environ
-        state = PartialState(
-            backend="cpu:gloo,cuda:nccl" if launched else None, timeout=JOIN_TIMEOUT
-        )
+        backend = "cpu:gloo,cuda:nccl" if "LOCAL_RANK" in os.environ else None
+        state = PartialState(backend=backend, timeout=JOIN_TIMEOUT)
     if state.num_processes > 1:
         # gloo's threads must be done before the interpreter ends, or a finished run aborts
         leave_in_order()
@@ -62,11 +60,8 @@ def on_main(state: PartialState, work: Callable[[], Result]) -> Result:
 
 def own_device(target: TargetConfig, state: PartialState) -> TargetConfig:
     """Give every process of a launch its own GPU unless one was named."""
-    if (
-        state.num_processes > 1
-        and target.device in ("auto", "cuda")
-        and state.device.type == "cuda"
-    ):
+    several = state.num_processes > 1 and state.device.type == "cuda"
+    if several and target.device in ("auto", "cuda"):
         return replace(target, device=str(state.device))
     return target
 

@@ -72,15 +72,9 @@ class PartRecords:
             for completion, offset in turns:
                 self.log.completion(answer.id, answer.domain, completion, self.temperature, offset)
             begin = answer.spans[0][0]
-            self.log.sequence(
-                answer.id,
-                answer.domain,
-                answer.tokens[:begin],
-                answer.tokens[begin:],
-                answer.seed,
-                self.temperature,
-                answer.finish,
-            )
+            named, tokens, temperature = (answer.id, answer.domain), answer.tokens, self.temperature
+            prompt, said = tokens[:begin], tokens[begin:]
+            self.log.sequence(*named, prompt, said, answer.seed, temperature, answer.finish)
         self.log.flush(name)
 
 
@@ -88,11 +82,8 @@ def drop_unanswered(out: Path) -> None:
     """Remove records whose part file of answers was not written."""
     parts = {path.stem for path in (out / PARTS).glob("*.parquet")}
     for path in (out / RECORDS).glob("*.parquet*"):
-        name = path.name.split(".")[0]
-        if (
-            path.suffix != ".parquet"
-            or name.removeprefix(f"{VERIFICATIONS}-").removeprefix(f"{SEQUENCES}-") not in parts
-        ):
+        name = path.name.split(".")[0].removeprefix(f"{VERIFICATIONS}-")
+        if path.suffix != ".parquet" or name.removeprefix(f"{SEQUENCES}-") not in parts:
             path.unlink()
 
 

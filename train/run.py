@@ -62,20 +62,8 @@ def train(
     `train.stopping.Stopped` (a SystemExit) after a signal, with the state saved.
     """
     begun = time.perf_counter()
-    job = TrainingJob(
-        kind,
-        head,
-        target,
-        data,
-        out,
-        config,
-        features,
-        engine,
-        optim,
-        schedule,
-        decode,
-        joint or JointConfig(),
-    )
+    settings = (config, features, engine, optim, schedule, decode, joint or JointConfig())
+    job = TrainingJob(kind, head, target, data, out, *settings)
     if (out / MANIFEST_FILE).is_file():
         return read_training(out)
     refuse_senseless(job)

@@ -87,9 +87,8 @@ class Snapshot:
     def restore(self, engine: TrainEngine, world: World) -> None:
         """Restore AdamW and random generators; raises `UserError` for a state of other weights."""
         ranks = range(self.processes if self.sharded else 1)
-        engine.load_optimizer_state(
-            [FilePart(self.directory / _optimizer_file(rank)) for rank in ranks]
-        )
+        files = [self.directory / _optimizer_file(rank) for rank in ranks]
+        engine.load_optimizer_state([FilePart(file) for file in files])
         set_random_state(self.directory, world.rank, self.processes)
 
 
@@ -140,10 +139,8 @@ class StateStore:
                 _flush_file(partial / _optimizer_file(rank))
                 names.append(_optimizer_file(rank))
             save_random_state(partial, rank)
-            return {
-                name: ((partial / name).stat().st_size, file_sha256(partial / name))
-                for name in names
-            }, ""
+            paths = [partial / name for name in names]
+            return {path.name: (path.stat().st_size, file_sha256(path)) for path in paths}, ""
         except (OSError, SafetensorError) as error:
             return {}, f"process {rank}: {error}"
 
@@ -158,7 +155,8 @@ class StateStore:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             _flush_folder(self.directory)
-            self._prune()
+            for folder in self._folders()[: -self.keep]:
+                shutil.rmtree(folder)
         except OSError as error:
             return f"process 0: {error}"
         return ""
@@ -202,16 +200,8 @@ class StateStore:
         """Folders of complete states, oldest first."""
         if not self.directory.is_dir():
             return []
-        found = [
-            (int(match[1]), path)
-            for path in self.directory.iterdir()
-            if (match := _NAME.fullmatch(path.name))
-        ]
-        return [path for _, path in sorted(found)]
-
-    def _prune(self) -> None:
-        for folder in self._folders()[: -self.keep]:
-            shutil.rmtree(folder)
+        named = [(_NAME.fullmatch(path.name), path) for path in self.directory.iterdir()]
+        return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
 
 
 def read_snapshot(folder: Path, share: int = 0, shares: int = 1) -> Snapshot:
@@ -253,10 +243,8 @@ def save_random_state(folder: Path, rank: int) -> None:
     # the global generator is meant
     name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
     numpy_state = [str(name), np.asarray(keys).tolist(), int(place), int(has_gauss), float(cached)]
-    write_json(
-        folder / f"random-{rank}.json",
-        {"python": [version, list(words), gauss], "numpy": numpy_state},
-    )
+    content = {"python": [version, list(words), gauss], "numpy": numpy_state}
+    write_json(folder / f"random-{rank}.json", content)
 
 
 def set_random_state(folder: Path, rank: int, processes: int) -> None:

@@ -144,9 +144,8 @@ class Objective(nn.Module):
         self.metrics: dict[str, tuple[Tensor, Tensor]] = {}
 
     def autocast(self) -> AbstractContextManager[None]:
-        return torch.autocast(
-            self.device_type, torch.bfloat16, enabled=self.precision == "bfloat16"
-        )
+        enabled = self.precision == "bfloat16"
+        return torch.autocast(self.device_type, torch.bfloat16, enabled=enabled)
 
     def forward(self, batch: TrainBatch) -> Tensor:
         """The summed loss, a scalar with its graph."""
@@ -154,10 +153,8 @@ class Objective(nn.Module):
             # Not `self.drafter(batch)`: ZeRO-3 can follow a module's output only when it is made of
             # tensors.
             output = self.drafter.loss(batch)
-        self.metrics = {
-            name: (total.detach(), count.detach())
-            for name, (total, count) in output.metrics.items()
-        }
+        metrics = output.metrics.items()
+        self.metrics = {name: (part[0].detach(), part[1].detach()) for name, part in metrics}
         return output.loss_sum
 
 

@@ -24,24 +24,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from train.distributed import World, join_world
+from train.engines import shards
 from train.engines.base import EngineConfig, Objective, cpu_copies, fill_gradients
-from train.engines.shards import (
-    AnyPart,
-    Span,
-    StatePart,
-    collect,
-    distribute,
-    piece_spans,
-    slice_spans,
-    whole_spans,
-)
+from train.engines.shards import AnyPart, StatePart
 from train.optim import OptimConfig, make_optimizer, set_rate
 
 BUCKET_ELEMENTS = 50_000_000
@@ -65,9 +56,8 @@ def import_deepspeed(device_type: str) -> Any:
     if device_type == "cpu":
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-        deepspeed.ops.__compatible_ops__ = dict.fromkeys(
-            [*ALL_OPS, "deepspeed_not_implemented"], False
-        )
+        names = [*ALL_OPS, "deepspeed_not_implemented"]
+        deepspeed.ops.__compatible_ops__ = dict.fromkeys(names, False)
     return deepspeed
 
 
@@ -133,13 +123,8 @@ class DeepSpeedEngine:
         if config.offload_path:
             require_async_io(self.deepspeed, config.offload_path)
         join_world(world.device, always=True)
-        self.drafter, self.world, self.stage, self.clip = (
-            drafter,
-            world,
-            config.zero_stage,
-            optim.clip,
-        )
-        self.sharded = config.sharded
+        self.drafter, self.world, self.clip = drafter, world, optim.clip
+        self.stage, self.sharded = config.zero_stage, config.sharded
         self.names = list(drafter.state_dict())
         trained = [p for p in drafter.parameters() if p.requires_grad]
         settings = make_settings(config, optim.clip, sum(p.numel() for p in trained))
@@ -189,26 +174,25 @@ class DeepSpeedEngine:
                     found |= cpu_copies({name: value})
         return found
 
-    def _spans(self) -> list[list[Span]]:
+    def _spans(self) -> list[list[shards.Span]]:
         """The runs of weights that AdamW updates here, by DeepSpeed's groups of weights."""
         zero, rank = self.engine.optimizer, self.world.rank
         if self.stage == 0:
-            return [whole_spans(self._named())]
+            return [shards.whole_spans(self._named())]
         names = {id(p): name for name, p in self._named().items()}
-        groups: list[list[Span]] = []
+        groups: list[list[shards.Span]] = []
         if self.stage == 3:
-            for group, flat in zip(
-                zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True
-            ):
+            flats = zero.fp32_partitioned_groups_flat
+            for group, flat in zip(zero.fp16_groups, flats, strict=True):
                 named = [(names[id(p)], tuple(p.ds_shape)) for p in group]
-                groups.append(piece_spans(named, [p.partition_numel() for p in group], rank, flat))
+                pieces = [p.partition_numel() for p in group]
+                groups.append(shards.piece_spans(named, pieces, rank, flat))
             return groups
-        for group, flat in zip(
-            zero.round_robin_bit16_groups, zero.single_partition_of_fp32_groups, strict=True
-        ):
+        flats = zero.single_partition_of_fp32_groups
+        for group, flat in zip(zero.round_robin_bit16_groups, flats, strict=True):
             named = [(names[id(p)], tuple(p.shape)) for p in group]
             offsets = [0, *accumulate(p.numel() for p in group[:-1])]
-            groups.append(slice_spans(named, offsets, rank * flat.numel(), flat))
+            groups.append(shards.slice_spans(named, offsets, rank * flat.numel(), flat))
         return groups
 
     @contextmanager
@@ -228,17 +212,15 @@ class DeepSpeedEngine:
     def _named(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
 
-    def _adam(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = (
-            self.engine.optimizer if self.stage == 0 else self.engine.optimizer.optimizer
-        )
-        return optimizer
+    def _adam(self) -> Any:
+        own = self.engine.optimizer
+        return own if self.stage == 0 else own.optimizer
 
     def optimizer_state(self) -> StatePart:
         whole = StatePart()
         for group, spans in enumerate(self._spans()):
             with self._in_memory(group, changed=False):
-                part = collect(self._adam(), spans)
+                part = shards.collect(self._adam(), spans)
             whole.tensors |= part.tensors
             whole.runs |= part.runs
         return whole
@@ -247,7 +229,7 @@ class DeepSpeedEngine:
         whole = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._named().items()}
         for group, spans in enumerate(self._spans()):
             with self._in_memory(group, changed=True):
-                distribute(self._adam(), spans, whole, parts)
+                shards.distribute(self._adam(), spans, whole, parts)
 
     def close(self) -> None:
         """The process group stays: DeepSpeed remembers its groups as long as a process lives."""

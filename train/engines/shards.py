@@ -73,20 +73,17 @@ class FilePart:
     def __init__(self, path: Path) -> None:
         try:
             self._file: Any = safe_open(str(path), "pt")
-            runs = json.loads((self._file.metadata() or {})["runs"])
+            runs = json.loads((self._file.metadata() or {})["runs"]).items()
             self.runs = {
-                str(name): (int(start), tuple(int(n) for n in shape))
-                for name, (start, shape) in runs.items()
+                name: (int(start), tuple(map(int, shape))) for name, (start, shape) in runs
             }
-            self._counts = {name: self._length(f"{name}.{MOMENTS[0]}") for name in self.runs}
+            slices = {name: self._file.get_slice(f"{name}.{MOMENTS[0]}") for name in self.runs}
+            self._counts = {name: int(part.get_shape()[0]) for name, part in slices.items()}
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"'{path}' is no optimiser state that this version reads ({type(error).__name__}: "
                 f"{error})."
             ) from error
-
-    def _length(self, name: str) -> int:
-        return int(self._file.get_slice(name).get_shape()[0])
 
     def count(self, weight: str) -> int:
         return self._counts[weight]
@@ -111,9 +108,8 @@ def collect(optimizer: torch.optim.Optimizer, spans: Iterable[Span]) -> StatePar
         for name in MOMENTS:
             run = state[name].detach().flatten()[span.at : span.at + span.count]
             part.tensors[f"{span.weight}.{name}"] = run.to("cpu", copy=True).contiguous()
-        part.tensors[f"{span.weight}.step"] = (
-            torch.as_tensor(state["step"]).detach().to("cpu", copy=True)
-        )
+        step = torch.as_tensor(state["step"]).detach()
+        part.tensors[f"{span.weight}.step"] = step.to("cpu", copy=True)
     return part
 
 
@@ -129,7 +125,10 @@ def distribute(
     are empty (a state from before the first update). Raises `UserError` when they are of other
     weights or incomplete.
     """
-    found = _by_weight(parts)
+    found: dict[str, list[AnyPart]] = {}
+    for part in parts:
+        for weight in part.runs:
+            found.setdefault(weight, []).append(part)
     if not found:
         return
     _require_same_weights(found, whole)
@@ -148,14 +147,6 @@ def distribute(
         optimizer.state[tensor] = {"step": step.to(tensor.device, copy=True), **state}
 
 
-def _by_weight(parts: Sequence[AnyPart]) -> dict[str, list[AnyPart]]:
-    found: dict[str, list[AnyPart]] = {}
-    for part in parts:
-        for weight in part.runs:
-            found.setdefault(weight, []).append(part)
-    return found
-
-
 def _require_same_weights(
     found: dict[str, list[AnyPart]], whole: Mapping[str, tuple[int, ...]]
 ) -> None:
@@ -167,12 +158,12 @@ def _require_same_weights(
             "another folder."
         )
     for weight, shape in whole.items():
-        for part in found[weight]:
-            if part.runs[weight][1] != shape:
+        for saved in (part.runs[weight][1] for part in found[weight]):
+            if saved != shape:
                 raise UserError(
                     f"the saved optimiser state of '{weight}' is of a weight of another shape: "
-                    f"{list(part.runs[weight][1])}, here {list(shape)}. Train with the settings "
-                    "it was started with, or in another folder."
+                    f"{list(saved)}, here {list(shape)}. Train with the settings it was started "
+                    "with, or in another folder."
                 )
 
 

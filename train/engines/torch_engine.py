@@ -50,9 +50,8 @@ class TorchEngine:
             return
         gradients = [p.grad for p in self.trained.values() if p.grad is not None]
         flat = self.world.add(torch.cat([gradient.flatten() for gradient in gradients]))
-        for gradient, part in zip(
-            gradients, flat.split([g.numel() for g in gradients]), strict=True
-        ):
+        sums = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, sums, strict=True):
             gradient.copy_(part.view_as(gradient))
 
     def weights(self) -> dict[str, Tensor]:

@@ -22,8 +22,9 @@ import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
@@ -33,18 +34,8 @@ from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE, verify_file, write_json, write_manifest
 from inference.target.loading import TargetConfig
-from train.data.answers import (
-    DONE,
-    INPUT,
-    SETTINGS,
-    Watch,
-    clear_output,
-    ignore,
-    merge_parts,
-    output_lock,
-    read_done,
-    remove_parts,
-)
+from train.data import answers
+from train.data.answers import DONE, INPUT, SETTINGS, output_lock
 from train.data.config import DataConfig
 from train.data.held_out import load_held_out
 from train.data.ingest import Input, ingest, remove_rows, require_own_input
@@ -62,24 +53,6 @@ SHOWN_ROWS = 25
 """Blocks of input after which the number of rows is printed."""
 
 
-class TargetSettings(TypedDict):
-    """What of a target an answer depends on; chat_template: its SHA-256, shortened."""
-
-    revision: str
-    tokenizer_hash: str
-    chat_template: str
-    dtype: NotRequired[str]
-
-
-class AnswerSettings(TypedDict):
-    """generate.json: everything that an answer depends on."""
-
-    answers: str
-    target: TargetSettings
-    data: dict[str, object]
-    sampling: NotRequired[dict[str, object]]
-
-
 def generate(
     config: GenerateConfig,
     data: DataConfig,
@@ -89,7 +62,7 @@ def generate(
     provenance: Mapping[str, object] | None = None,
     *,
     backend: Backend | None = None,
-    watch: Watch = ignore,
+    watch: answers.Watch = answers.ignore,
 ) -> AnswersManifest:
     """Answer every row of `data` and return the manifest written to `out`; continues an interrupted
     run of the same settings.
@@ -156,10 +129,10 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
 # The input, and whether the output folder belongs to it
 
 
-def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> AnswerSettings:
+def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> dict[str, Any]:
     """Everything an answer depends on: batch size, drafter, processes and paths may change."""
     template = str(model.tokenizer.chat_template or "")
-    settings: AnswerSettings = {
+    settings: dict[str, Any] = {
         "answers": job.config.answers,
         "target": {
             "revision": model.info.revision,
@@ -191,7 +164,7 @@ def refuse_foreign(out: Path) -> None:
 
 
 def prepare_output(
-    out: Path, settings: AnswerSettings, overwrite: bool, total: int
+    out: Path, settings: dict[str, Any], overwrite: bool, total: int
 ) -> NDArray[np.bool_]:
     """Make `out` ready for `settings` and return which of the `total` rows are done already.
 
@@ -209,13 +182,13 @@ def prepare_output(
                 "overwrite=true to replace them."
             )
         if differences:
-            clear_output(out)
+            answers.clear_output(out)
             shutil.rmtree(out / RECORDS, ignore_errors=True)
     write_json(path, settings)
     if not (out / MANIFEST_FILE).is_file():
         drop_unanswered(out)
     done = np.zeros(total, dtype=bool)
-    found = read_done(out)
+    found = answers.read_done(out)
     # others are refused when all is put together
     done[found[(found >= 0) & (found < total)]] = True
     return done
@@ -228,7 +201,7 @@ def finished_manifest(out: Path) -> AnswersManifest | None:
     manifest = read_answers(out)
     for entry in manifest["shards"]:
         verify_file(out, entry)
-    remove_parts(out)
+    answers.remove_parts(out)
     remove_rows(out / INPUT)
     return manifest
 
@@ -243,13 +216,10 @@ def _unusual(data: DataConfig) -> dict[str, object]:
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        return [
-            line
-            for key in sorted({*old, *new})
-            for line in _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-        ]
-    shown = (f"{path} was {_short(old)} and is now {_short(new)}",)
-    return [] if old == new else list(shown)
+        inner = {key: f"{path}.{key}" if path else key for key in sorted({*old, *new})}
+        found = [_differences(old.get(key), new.get(key), name) for key, name in inner.items()]
+        return list(chain.from_iterable(found))
+    return [] if old == new else [f"{path} was {_short(old)} and is now {_short(new)}"]
 
 
 def _short(value: Any) -> str:
@@ -263,24 +233,20 @@ def _short(value: Any) -> str:
 def finish(
     job: GenerateJob,
     model: AnyTarget,
-    settings: AnswerSettings,
+    settings: dict[str, Any],
     read: Input,
     provenance: Mapping[str, object] | None,
 ) -> AnswersManifest:
     """Merge parts into shards and write the manifest; raises `UserError` without any answer."""
     total = read.total
-    merged = merge_parts(job.out, total, job.config.shard_rows, job.watch)
+    merged = answers.merge_parts(job.out, total, job.config.shard_rows, job.watch)
     if not merged.counts[DONE]:
         raise UserError(f"none of the {total} rows could be answered: {_reasons(merged.reasons)}.")
     content = {
         "round": job.config.round,
         "target": model.info.to_dict(),
         "sampling": settings.get("sampling", {}),
-        "data": {
-            **asdict(job.data),
-            "answers": job.config.answers,
-            "fingerprint": read.fingerprint,
-        },
+        "data": asdict(job.data) | {"answers": job.config.answers, "fingerprint": read.fingerprint},
         "input": read.report,
         "counts": merged.counts,
         "truncated": merged.truncated,
@@ -291,7 +257,7 @@ def finish(
     if (job.out / RECORDS).is_dir():
         content["records"] = count_records(job.out, merged.counts[DONE])
     write_manifest(job.out, "generate", content, provenance)
-    remove_parts(job.out)
+    answers.remove_parts(job.out)
     remove_rows(job.out / INPUT)
     return read_answers(job.out)
 
@@ -304,12 +270,10 @@ def summary(manifest: AnswersManifest, out: Path) -> str:
         f"{counts['input']} input rows; "
         f"{counts['tokens']} answer tokens in {len(manifest['shards'])} shards under '{out}'"
     )
-    cut = manifest.get("truncated", {})
+    cut, reasons = manifest.get("truncated", {}), manifest["reasons"]
     if cut.get("rows"):
         line += f"; {cut['rows']} rows were cut by {cut['tokens']} tokens"
-    return line + (
-        f"\nnot answered: {_reasons(manifest['reasons'])}" if manifest["reasons"] else ""
-    )
+    return f"{line}\nnot answered: {_reasons(reasons)}" if reasons else line
 
 
 def _reasons(reasons: Mapping[str, int]) -> str:

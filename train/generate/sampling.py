@@ -88,9 +88,10 @@ def backend_of(decode: DecodeConfig) -> str:
 def sampling_of(decode: DecodeConfig) -> dict[str, object]:
     """What of a decode configuration decides the text, the backend included: seeds differ there."""
     backend = backend_of(decode)
+    # as it is read back: lists, not tuples
+    settings = json.loads(json.dumps(asdict(decode.sampling())))
     return {
-        # as it is read back: lists, not tuples
-        **json.loads(json.dumps(asdict(decode.sampling()))),
+        **settings,
         "max_new_tokens": decode.max_new_tokens,
         "seed": decode.seed,
         **({} if backend == "own" else {"backend": backend}),

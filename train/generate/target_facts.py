@@ -10,14 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from heads.api.target_info import TargetInfo
-from inference.target.loading import (
-    TargetConfig,
-    describe,
-    end_tokens,
-    load_config,
-    load_tokenizer,
-    require_supported,
-)
+from inference.target import loading
+from inference.target.loading import TargetConfig
 
 
 @dataclass(frozen=True)
@@ -31,15 +25,13 @@ class TargetFacts:
     @classmethod
     def load(cls, config: TargetConfig) -> TargetFacts:
         """Read configuration and tokenizer; raises `UserError` for what cannot be a target."""
-        described = load_config(config)
-        require_supported(config.path, described)
-        tokenizer = load_tokenizer(config)
+        described, tokenizer = loading.checked_config(config), loading.load_tokenizer(config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 described, trust_remote_code=config.trust_remote_code
             )
-        ends = end_tokens(_generation_eos(config, model), tokenizer)
-        return cls(tokenizer, describe(model, tokenizer, config), ends)
+        ends = loading.end_tokens(_generation_eos(config, model), tokenizer)
+        return cls(tokenizer, loading.describe(model, tokenizer, config), ends)
 
 
 def _generation_eos(config: TargetConfig, model: Any) -> Any:

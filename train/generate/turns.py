@@ -11,14 +11,8 @@ from heads.api.target_info import TargetInfo
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Completion, Request
 from inference.measure.prompts import prompt_seed
-from inference.target.chat import (
-    Message,
-    Span,
-    TurnsDifferError,
-    closing_ids,
-    render_conversation,
-    render_prompt,
-)
+from inference.target import chat
+from inference.target.chat import Message, Span, closing_ids, render_prompt
 from train.data.answers import StoredAnswer
 from train.data.config import DataConfig
 from train.data.conversation import apply_reasoning, fit_document, fit_prompt, places_to_answer
@@ -103,63 +97,55 @@ class Talk:
         self.turn += 1
         if self.done:
             return
-        text = str(
-            self.target.tokenizer.decode(
-                _unclosed(said, self.target.tokenizer), skip_special_tokens=False
-            )
-        )
+        tokenizer = self.target.tokenizer
+        # without the token that ended it
+        words = said[:-1] if said and said[-1] in closing_ids(tokenizer) else said
+        text = str(tokenizer.decode(words, skip_special_tokens=False))
         if completion.finish != "stop" or not text.strip():
             # what follows would continue an answer that was not finished
             self.turn = len(self.places)
             return
         self.messages[place : place + 1] = [{"role": "assistant", "content": text}]
         if self.data.reasoning == "last":
-            self.messages[: place + 1] = apply_reasoning(
-                [*self.messages[: place + 1], _NEXT], "last"
-            )[:-1]
+            earlier = apply_reasoning([*self.messages[: place + 1], _NEXT], "last")
+            self.messages[: place + 1] = earlier[:-1]
 
     def answer(self, status: str = "done", reason: str = "") -> StoredAnswer:
         """The row's answer: done with at least one answered turn, even if later ones failed."""
-        row = self.row
-        seed = prompt_seed(self.decode.seed, row.id)
+        named = (self.row.id, self.row.index, self.row.domain)
+        seed = prompt_seed(self.decode.seed, self.row.id)
         if not self.documents:
-            return StoredAnswer(
-                row.id, row.index, row.domain, seed=seed, status=status, reason=reason
-            )
+            return StoredAnswer(*named, seed=seed, status=status, reason=reason)
         tokens, spans, parts = join_documents(list(zip(self.documents, self.spans, strict=True)))
-        return StoredAnswer(
-            row.id, row.index, row.domain, tokens, spans, self.finish, seed, parts, cut=self.cut
-        )
+        return StoredAnswer(*named, tokens, spans, self.finish, seed, parts, cut=self.cut)
 
     def _prompt(self) -> tuple[list[int], int]:
         room = self.target.info.max_position_embeddings - self.decode.max_new_tokens
         asked = self.data.max_prompt_tokens
         longest = room if asked is None else min(room, asked)
         if self.row.messages is None:
-            return self._ready_tokens(longest)
+            return self._ready_tokens(longest, room)
         messages = self.messages[: self.places[self.turn]]
 
+        tokenizer, extra = self.target.tokenizer, (self.row.tools, self.data.template_arguments)
+
         def render(kept: Sequence[Message]) -> list[int]:
-            return render_prompt(
-                self.target.tokenizer, kept, self.row.tools, self.data.template_arguments
-            )
+            return render_prompt(tokenizer, kept, *extra)
 
         if self.data.truncate == "skip":
             tokens = render(messages)
             self._require_room(len(tokens), room)
             return tokens, 0
-        return fit_prompt(messages, longest, self.data.truncate, render, self.target.tokenizer)
+        return fit_prompt(messages, longest, self.data.truncate, render, tokenizer)
 
-    def _ready_tokens(self, longest: int) -> tuple[list[int], int]:
+    def _ready_tokens(self, longest: int, room: int) -> tuple[list[int], int]:
         tokens, spans = self.row.tokens, self.row.spans
         assert tokens is not None
         check_vocabulary(tokens, self.target.info)
         end = len(tokens) if not spans else spans[0 if self.data.turn == "first" else -1][0]
         prompt = list(tokens[:end])
         if self.data.truncate == "skip":
-            self._require_room(
-                len(prompt), self.target.info.max_position_embeddings - self.decode.max_new_tokens
-            )
+            self._require_room(len(prompt), room)
             return prompt, 0
         kept, _, cut = fit_document(prompt, [(0, len(prompt))], longest, self.data.truncate)
         return kept, cut
@@ -190,15 +176,12 @@ def keep_answer(row: Row, target: Facts, data: DataConfig) -> StoredAnswer:
         found = [(list(row.tokens), list(chosen))]
     cut = 0
     if data.max_tokens is not None:
-        fitted = [
-            fit_document(tokens, spans, data.max_tokens, data.truncate) for tokens, spans in found
-        ]
+        fitted = [fit_document(*one, data.max_tokens, data.truncate) for one in found]
         cut = sum(removed for _, _, removed in fitted)
         found = [(tokens, spans) for tokens, spans, _ in fitted]
     tokens, spans, parts = join_documents(found)
-    return StoredAnswer(
-        row.id, row.index, row.domain, tokens, spans, finish="dataset", parts=parts, cut=cut
-    )
+    named = (row.id, row.index, row.domain)
+    return StoredAnswer(*named, tokens, spans, finish="dataset", parts=parts, cut=cut)
 
 
 def join_documents(
@@ -227,16 +210,11 @@ def _kept_documents(
     """The conversation as one document, or one per turn where its template allows no other."""
     extra = (row.tools, data.template_arguments)
     try:
-        return [render_conversation(target.tokenizer, messages, data.supervise, *extra)]
-    except TurnsDifferError:
+        return [chat.render_conversation(target.tokenizer, messages, data.supervise, *extra)]
+    except chat.TurnsDifferError:
         said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         chosen = {"all": said, "first": said[:1], "last": said[-1:]}[data.supervise]
         return [
-            render_conversation(target.tokenizer, messages[: place + 1], "last", *extra)
+            chat.render_conversation(target.tokenizer, messages[: place + 1], "last", *extra)
             for place in chosen
         ]
-
-
-def _unclosed(tokens: Sequence[int], tokenizer: Any) -> list[int]:
-    """An answer without the token that ended it."""
-    return list(tokens[:-1] if tokens and tokens[-1] in closing_ids(tokenizer) else tokens)

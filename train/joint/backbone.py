@@ -45,23 +45,14 @@ class Backbone:
         self.parameters = self._initialise(torch.Generator().manual_seed(seed))
 
     def _choose(self) -> list[str]:
-        model, wanted = self.target.model, self.config.modules
-        inside = {
-            id(part)
-            for part in find_layers(self.target.decoder, self.target.info.num_layers).modules()
-        }
-        linears = {
-            name: part
-            for name, part in model.named_modules()
-            if id(part) in inside and _is_linear(part)
-        }
-        chosen = {
-            name: part
-            for name, part in linears.items()
-            if not wanted or name.split(".")[-1] in wanted
-        }
+        target, wanted = self.target, self.config.modules
+        inside = {id(p) for p in find_layers(target.decoder, target.info.num_layers).modules()}
+        modules = target.model.named_modules()
+        linears = {name: p for name, p in modules if id(p) in inside and _is_linear(p)}
+        last = {name: name.split(".")[-1] for name in linears}
+        chosen = {name: p for name, p in linears.items() if not wanted or last[name] in wanted}
         if not chosen:
-            known = sorted({name.split(".")[-1] for name in linears})
+            known = sorted(set(last.values()))
             raise UserError(
                 f"joint.modules {list(wanted)} names no linear layer of the target. It has: "
                 f"{', '.join(known)}."
@@ -83,12 +74,8 @@ class Backbone:
             raise UserError(
                 f"joint=lora needs peft, which cannot be imported ({error}). Install it."
             ) from error
-        config = LoraConfig(
-            r=self.config.rank,
-            lora_alpha=self.config.alpha,
-            target_modules=names,
-            init_lora_weights=False,
-        )
+        rank, alpha = self.config.rank, self.config.alpha
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, init_lora_weights=False)
         device = self.target.device
         # nothing of it is kept
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -176,14 +176,8 @@ def require_trainable_features(drafter: TrainableDrafter) -> None:
 
 def split_state(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A `JointDrafter`'s state -> the drafter's own, and the updates by their target's names."""
-    drafter = {
-        name.removeprefix(DRAFTER): value
-        for name, value in state.items()
-        if name.startswith(DRAFTER)
-    }
-    updates = {
-        name.removeprefix(UPDATES).replace("/", "."): value
-        for name, value in state.items()
-        if name.startswith(UPDATES)
-    }
-    return drafter, updates
+    drafter, updates = (
+        {name.removeprefix(start): v for name, v in state.items() if name.startswith(start)}
+        for start in (DRAFTER, UPDATES)
+    )
+    return drafter, {name.replace("/", "."): value for name, value in updates.items()}

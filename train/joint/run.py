@@ -35,7 +35,7 @@ from train.joint.backbone import Backbone
 from train.joint.objective import JointDrafter, PlainTokens, require_trainable_features, split_state
 from train.joint.target import label, plain, save_changed_target
 from train.loop import Evaluation, Progress
-from train.manifest import JointFacts, TrainOutcome
+from train.manifest import TrainOutcome
 from train.setup import BEST, Run
 from train.tracking.display import Display
 
@@ -132,11 +132,10 @@ class JointRun(Run):
         self.rebind(info)
         self.target.model.to("cpu")  # make room for the two that are compared
         original, changed = TargetModel.load(self.job.target), TargetModel.load(config)
-        drift = measure_drift(
-            original, changed, self.requests or self.make_requests(), self.job.config.eval_batch
-        )
+        requests = self.requests or self.make_requests()
+        drift = measure_drift(original, changed, requests, self.job.config.eval_batch)
         label(folder, self.original, self.job.kind, self.job.joint, drift)
-        joint: JointFacts = {
+        joint = {
             "settings": plain(self.job.joint),
             "original": self.original.to_dict(),
             "target": TARGET,

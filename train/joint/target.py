@@ -73,10 +73,8 @@ def save_changed_target(target: TargetModel, folder: Path) -> None:
 
 
 def label(folder: Path, original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> None:
-    write_json(
-        folder / DRIFT_FILE,
-        {"original": original.id, "revision": original.revision, **drift.to_dict()},
-    )
+    facts = {"original": original.id, "revision": original.revision, **drift.to_dict()}
+    write_json(folder / DRIFT_FILE, facts)
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     config[ENTRY] = {
         "changed_from": original.id,

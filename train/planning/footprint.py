@@ -25,28 +25,21 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, products: int) -> int:
     return products * 2 * batch * heads * queries * key.shape[2] * (size + value.shape[3]) // 2
 
 
-def _attention_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return _attention(query, key, value, 2)
-
-
-def _attention_backward(
-    _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-) -> int:
-    return _attention(query, key, value, 5)
-
-
-def _packed_linear(states: Tensor, _weight: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
-    return 2 * out_val.numel() * states.shape[-1]
-
-
 def _own_formulas() -> dict[Any, Any]:
     """Formulas for what torch's own table leaves out: attention and packed products on the CPU."""
-    found = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten = torch.ops.aten
+    found: dict[Any, Any] = {
+        aten._scaled_dot_product_flash_attention_for_cpu: (
+            lambda query, key, value, *_, **__: _attention(query, key, value, 2)
+        ),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            lambda _grad, query, key, value, *_, **__: _attention(query, key, value, 5)
+        ),
     }
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        found[torch.ops.mkldnn._linear_pointwise] = _packed_linear
+        found[torch.ops.mkldnn._linear_pointwise] = lambda states, *_, out_val, **__: (
+            2 * out_val.numel() * states.shape[-1]
+        )
     return found
 
 
@@ -63,24 +56,14 @@ class FlopCount(TorchDispatchMode):
         self.flops = 0
         self._own = _own_formulas()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self.see(func, args, kwargs, out)
-        return out
-
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         packet = func._overloadpacket
-        if packet in self._own:
-            self.flops += self._own[packet](*args, **kwargs, out_val=out)
-        elif packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+        formula = self._own.get(packet) or flop_registry.get(packet)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=out)
+        return out
 
 
 class Footprint(FlopCount):
@@ -97,19 +80,11 @@ class Footprint(FlopCount):
         self._inside: set[int] = set()
         self._outside: set[int] = set()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and value.layout == torch.strided:
                 self._meet(value)
-        out = func(*args, **kwargs)
-        self.see(func, args, kwargs, out)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         for value in tree_leaves(out):
             if isinstance(value, Tensor) and value.layout == torch.strided:
                 self._add(value, func)

@@ -12,9 +12,8 @@ def plan_table(content: Plan) -> Table:
     found = Table(show_header=False, box=None, pad_edge=False)
     settings, memory, step = content["settings"], content["memory_bytes"], content["step_seconds"]
     fits = {True: "fits", False: "does NOT fit", None: ""}[content["fits"]]
-    room = (
-        f" of {gib(int(content['memory_capacity']))}: {fits}" if content["memory_capacity"] else ""
-    )
+    capacity = content["memory_capacity"]
+    room = f" of {gib(int(capacity))}: {fits}" if capacity else ""
     target, drafter = content["target"], content["drafter"]
     found.add_row(
         "target",
@@ -23,9 +22,8 @@ def plan_table(content: Plan) -> Table:
     )
     found.add_row("drafter", f"{drafter['kind']}: {drafter['trained_weights']:,} trained weights")
     beside = content["target_process_bytes"]
-    found.add_row(
-        "memory per trainer" if beside else "memory per process", f"{gib(memory['total'])}{room}"
-    )
+    who = "trainer" if beside else "process"
+    found.add_row(f"memory per {who}", f"{gib(memory['total'])}{room}")
     for name, count in memory.items():
         if name != "total" and count:
             found.add_row(f"  {name}", gib(count))
@@ -42,24 +40,20 @@ def plan_table(content: Plan) -> Table:
     found.add_row(
         "time",
         f"{content['hours']:.3g} h for {content['steps']:,} steps, {content['device_hours']:.3g} "
-        "device-hours on "
-        f"{settings['processes']} (measuring tau comes on top unless it was measured)",
+        f"device-hours on {settings['processes']} (measuring tau comes on top unless it was "
+        "measured)",
     )
     return found
 
 
 def add_features(found: Table, content: Plan) -> None:
     beforehand, settings, reading = content["target_pass"], content["settings"], content["reading"]
-    once = (
-        f"; making it: {beforehand['device_hours']:.3g} device-hours"
-        if settings["features"] == "store"
-        else ""
-    )
+    making = f"; making it: {beforehand['device_hours']:.3g} device-hours"
+    once = making if settings["features"] == "store" else ""
     found.add_row("target runs", beforehand["where"] + once)
     if reading is not None:
-        found.add_row(
-            "  a trainer holds of it", f"{settings['trainer_target']} (features.trainer_target)"
-        )
+        held = f"{settings['trainer_target']} (features.trainer_target)"
+        found.add_row("  a trainer holds of it", held)
         found.add_row(
             "features read",
             f"{rate(reading['process_bytes_per_second'])} per trainer, "

@@ -20,15 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
-from inference.target.loading import (
-    DTYPES,
-    TargetConfig,
-    describe,
-    load_config,
-    require_supported,
-    shared_weights,
-)
+from inference.target.loading import DTYPES, TargetConfig, checked_config, describe, shared_weights
 from inference.target.taps import find_decoder, find_layers
+from train.features.store.codec import states_of
 
 
 class _NoTokenizer:
@@ -72,16 +66,8 @@ class PlannedTarget:
         come on top.
         """
         info, size, positions = self.info, self.dtype.itemsize, rows * length
-        kept = (
-            positions
-            * info.hidden_size
-            * size
-            * (len(needs.taps) + int(needs.last_hidden or needs.logits))
-        )
-        heads = (
-            2 * info.num_attention_heads * info.head_dim
-            + 2 * info.num_key_value_heads * info.head_dim
-        )
+        kept = positions * info.hidden_size * size * states_of(needs)
+        heads = 2 * info.head_dim * (info.num_attention_heads + info.num_key_value_heads)
         attention = heads + 2 * info.hidden_size
         chosen, width = self.experts
         mlp = chosen * (info.hidden_size + 3 * width) if chosen else 3 * info.intermediate_size
@@ -94,8 +80,7 @@ class PlannedTarget:
 
 def plan_target(config: TargetConfig) -> PlannedTarget:
     """A target described by its config; raises `UserError` where it cannot be a target."""
-    described = load_config(config)
-    require_supported(config.path, described)
+    described = checked_config(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         model = AutoModelForCausalLM.from_config(described, dtype=DTYPES[config.dtype])
@@ -104,7 +89,6 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
     layers = find_layers(find_decoder(model), info.num_layers)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     text = described.get_text_config()
-    chosen, width = _experts(text)
     return PlannedTarget(
         info=info,
         weights=shared_weights(model),
@@ -114,7 +98,7 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
         layer_bytes=sum(sizes),
         largest_layer=max(sizes),
         active=sum(active_weights(layer, text) for layer in layers),
-        experts=(chosen, width),
+        experts=_experts(text),
     )
 
 
@@ -131,9 +115,8 @@ def active_weights(layer: nn.Module, config: Any) -> int:
 
 
 def _number_of_experts(config: Any) -> int:
-    return int(
-        getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
-    )
+    names = ("num_local_experts", "num_experts")
+    return int(next(filter(None, (getattr(config, name, None) for name in names)), 1))
 
 
 def _experts(config: Any) -> tuple[int, int]:

@@ -17,7 +17,8 @@ send their pieces of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -30,12 +31,12 @@ from torch import Tensor, nn
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
-from inference.target.loading import TargetConfig, load_config, load_model, require_supported
+from inference.target.loading import TargetConfig, checked_config, load_model
 from inference.target.model import TargetModel
 from inference.target.taps import find_decoder, find_layers
 from train.config import TrainingJob
 from train.distributed import JOIN_TIMEOUT, World
-from train.target.parts import empty_model, loader, replace_parameters
+from train.target.parts import empty_model, loader, move_buffers, replace_parameters
 
 _DONE = -1
 
@@ -61,8 +62,7 @@ def load_target(job: TrainingJob, world: World) -> tuple[TargetModel, TargetAcce
     if job.engine.target_sharding == "none" or world.size == 1:
         return loader(job)(job.target), TargetAccess()
     model, parameters = share_model(job.target, world)
-    layers = find_layers(find_decoder(model), model.config.get_text_config().num_hidden_layers)
-    divided = DividedLayers(layers, world)
+    divided = DividedLayers(_layers_of(model), world)
     target = TargetModel.load(job.target, model)
     target.info = replace(target.info, parameters=parameters)
     target.weights.state = DividedState(model, divided)
@@ -105,24 +105,15 @@ def refuse_combinations(job: TrainingJob) -> None:
 def share_model(config: TargetConfig, world: World) -> tuple[Any, int]:
     """The target's modules, with real weights in the main process alone, and their parameters.
     Collective."""
-    described = load_config(config)
-    require_supported(config.path, described)
+    described = checked_config(config)
     facts: list[Any] = [None, None, None]
     model = None
     if world.is_main:
         try:
             model = load_model(replace(config, device="cpu"))
             _require_plain(model, config)
-            ends = (
-                getattr(model.generation_config, "eos_token_id", None)
-                if model.generation_config
-                else None
-            )
-            facts = [
-                [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()],
-                ends,
-                None,
-            ]
+            named = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
+            facts = [named, getattr(model.generation_config, "eos_token_id", None), None]
         except UserError as error:
             facts[2] = str(error)
     dist.broadcast_object_list(facts, group=world.group)
@@ -150,17 +141,15 @@ def _place(model: Any, named: list[tuple[str, tuple[int, ...], torch.dtype]], wo
     """Bring what stays whole to every process; layers' weights stay in the main process."""
     inside = {id(p) for p in _layers_of(model).parameters()}
     here = dict(model.named_parameters())
-    assert list(here) == [name for name, _, _ in named], (
-        "the same class has other weights in another process"
-    )
+    names = [name for name, _, _ in named]
+    assert list(here) == names, "the same class has other weights in another process"
     fresh: dict[int, nn.Parameter] = {}
     for name, shape, dtype in named:
         old = here[name]
         if id(old) in inside:
             if not world.is_main:
-                fresh[id(old)] = nn.Parameter(
-                    torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False
-                )
+                empty = torch.empty(shape, dtype=dtype, device="meta")
+                fresh[id(old)] = nn.Parameter(empty, requires_grad=False)
             continue
         value = torch.empty(shape, dtype=dtype, device=world.device)
         if world.is_main:
@@ -168,10 +157,7 @@ def _place(model: Any, named: list[tuple[str, tuple[int, ...], torch.dtype]], wo
         dist.broadcast(as_bytes(value), src=0, group=world.group)
         fresh[id(old)] = nn.Parameter(value, requires_grad=False)
     replace_parameters(model, fresh)
-    for module in model.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[key] = buffer.to(world.device).contiguous()
+    move_buffers(model, world.device)
     for _, buffer in model.named_buffers():
         if buffer.numel():
             dist.broadcast(as_bytes(buffer), src=0, group=world.group)
@@ -222,10 +208,8 @@ class DividedLayers(TargetAccess):
     def __init__(self, layers: nn.ModuleList, world: World) -> None:
         self.world = world
         # Messages of their own: whatever else the processes say to one another cannot come between.
-        members = list(range(world.size))
-        self.processes = dist.new_group(
-            members, timeout=JOIN_TIMEOUT, use_local_synchronization=True
-        )
+        given: dict[str, Any] = {"timeout": JOIN_TIMEOUT, "use_local_synchronization": True}
+        self.processes = dist.new_group(list(range(world.size)), **given)
         self.layers = layers
         self.units = [self._divide(layer) for layer in layers]
         self._coming: tuple[int, list[Tensor], list[Any]] | None = None
@@ -249,10 +233,8 @@ class DividedLayers(TargetAccess):
             if world.is_main:
                 flat = torch.cat([p.detach().flatten() for p in chosen])
                 padded = torch.nn.functional.pad(flat, (0, size * world.size - flat.numel()))
-                pieces = [
-                    as_bytes(part)
-                    for part in padded.to(world.device).view(world.size, size).unbind()
-                ]
+                rows = padded.to(world.device).view(world.size, size)
+                pieces = [as_bytes(part) for part in rows.unbind()]
             dist.scatter(as_bytes(piece), pieces, src=0, group=self.processes)
             fresh = {id(p): nn.Parameter(piece.new_empty(0), requires_grad=False) for p in chosen}
             replace_parameters(layer, fresh)
@@ -266,11 +248,9 @@ class DividedLayers(TargetAccess):
         wholes, waits = [], []
         for group in self.units[index]:
             whole = group.piece.new_empty(group.piece.numel() * self.world.size)
-            waits.append(
-                dist.all_gather_into_tensor(
-                    as_bytes(whole), as_bytes(group.piece), group=self.processes, async_op=True
-                )
-            )
+            flat, piece = as_bytes(whole), as_bytes(group.piece)
+            work = dist.all_gather_into_tensor(flat, piece, group=self.processes, async_op=True)
+            waits.append(work)
             wholes.append(whole)
         return index, wholes, waits
 
@@ -355,7 +335,7 @@ class DividedLayers(TargetAccess):
             self._collect(index)
 
 
-class DividedState(Mapping[str, Tensor]):
+class DividedState(UserDict[str, Tensor]):
     """The named weights of a target whose layers are divided; each is put together when it is asked
     for.
 
@@ -364,8 +344,8 @@ class DividedState(Mapping[str, Tensor]):
     """
 
     def __init__(self, model: nn.Module, divided: DividedLayers) -> None:
+        super().__init__(model.named_parameters())
         self._divided = divided
-        self._parameters = dict(model.named_parameters())
         self._layer = {
             id(parameter): index
             for index, groups in enumerate(divided.units)
@@ -374,18 +354,9 @@ class DividedState(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        parameter = self._parameters[name]
+        parameter = self.data[name]
         index = self._layer.get(id(parameter))
         if index is None:
             return parameter.detach()
         with self._divided.whole(index):
             return parameter.detach().clone()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._parameters
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)

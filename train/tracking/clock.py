@@ -33,20 +33,9 @@ from torch import Tensor
 
 PARTS = ("target", "drafter", "update", "data", "communication", "evaluation", "saving", "other")
 COLLECTIVES = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "barrier",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all_single",
-    "broadcast_object_list",
-)
+    "all_reduce broadcast reduce barrier all_gather all_gather_into_tensor all_gather_object "
+    "gather scatter reduce_scatter reduce_scatter_tensor all_to_all_single broadcast_object_list"
+).split()
 """Functions of torch.distributed whose time counts as communication."""
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -39,25 +40,18 @@ class Display:
         self.console = console or Console(stderr=True, quiet=not active)
         self.active, self.steps = active, steps
         self.tau = ""
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
+        text = [
+            TextColumn(each) for each in ("{task.description}", "{task.fields[figures]}", "left")
+        ]
+        columns = (text[0], BarColumn(bar_width=24), MofNCompleteColumn(), *text[1:])
         live = active and self.console.is_terminal
         self.plain, self.now = active and not live, now
         # step and time of this session's first figures
         self._first: tuple[int, float] | None = None
         self._told = 0.0
-        self._bar = Progress(
-            *columns,
-            console=self.console,
-            refresh_per_second=REFRESHES_PER_SECOND,
-            disable=not live,
-        )
+        rate = REFRESHES_PER_SECOND
+        given: dict[str, Any] = {"refresh_per_second": rate, "disable": not live}
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=self.console, **given)
         self._task = self._bar.add_task(title, total=steps, completed=done, figures="")
 
     def __enter__(self) -> Display:
@@ -86,10 +80,8 @@ class Display:
         left = ""
         # as long per step as in this session so far, measuring and saving included
         if first < step < self.steps:
-            left = (
-                "  left "
-                f"{timedelta(seconds=round((now - begun) / (step - first) * (self.steps - step)))}"
-            )
+            seconds = (now - begun) / (step - first) * (self.steps - step)
+            left = f"  left {timedelta(seconds=round(seconds))}"
         self.say(f"step {step}/{self.steps}: {figures}{left}")
 
     @contextmanager
@@ -102,10 +94,8 @@ class Display:
 
     def show_tau(self, step: int, tau: float, ci95: tuple[float, float], best: bool) -> None:
         self.tau = f"  tau {tau:.2f}"
-        self.say(
-            f"step {step}/{self.steps}: tau {tau:.3f} [{ci95[0]:.3f}, "
-            f"{ci95[1]:.3f}]{'  best so far' if best else ''}"
-        )
+        interval, note = f"[{ci95[0]:.3f}, {ci95[1]:.3f}]", "  best so far" * best
+        self.say(f"step {step}/{self.steps}: tau {tau:.3f} {interval}{note}")
 
     def say(self, text: str) -> None:
         if self.active:

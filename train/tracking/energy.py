@@ -29,9 +29,8 @@ class EnergyMeter:
             return
         try:
             nvml.nvmlInit()
-            self._handle = nvml.nvmlDeviceGetHandleByUUID(
-                f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            )
+            uuid = torch.cuda.get_device_properties(device).uuid
+            self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         except (nvml.NVMLError, AttributeError):
             return
         self._nvml = nvml

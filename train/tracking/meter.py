@@ -18,7 +18,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -62,11 +62,9 @@ class Meter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        due = self.main and self._since_count >= COUNT_EVERY
-        if not due:
+        if not self.main or self._since_count < COUNT_EVERY:
             self._since_count += 1
-            with nullcontext():
-                yield
+            yield
             return
         # Compiled code hides its operations; the counted step runs as it is written.
         with torch.compiler.set_stance("force_eager"), FlopCount() as count:

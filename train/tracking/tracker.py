@@ -29,6 +29,7 @@ ID_FILE = "wandb-id.txt"
 TENSORBOARD = "tensorboard"
 _SECRET_WORDS = ("key", "token", "secret", "password", "credential")
 _PLAIN_WORDS = ("tokens", "tokenizer")
+Settings = Mapping[str, object]
 
 
 class LogLine(TypedDict, total=False):
@@ -81,7 +82,7 @@ class Tracker:
         out: Path,
         *,
         length: int,
-        settings: Mapping[str, object],
+        settings: Settings,
         active: bool = True,
     ) -> None:
         """length: bytes of the log that belong to what is continued (0: a new run).
@@ -103,9 +104,7 @@ class Tracker:
         if config.wandb != "disabled":
             self._start_wandb(config, out, settings)
 
-    def _start_wandb(
-        self, config: TrackerConfig, out: Path, settings: Mapping[str, object]
-    ) -> None:
+    def _start_wandb(self, config: TrackerConfig, out: Path, settings: Settings) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -113,6 +112,7 @@ class Tracker:
                 "train.tracker.wandb is on, but wandb is not installed. Install it, or set "
                 "train.tracker.wandb=disabled."
             ) from error
+        quiet = {"silent": True, "console": "off", "disable_git": True, "save_code": False}
         try:
             self._wandb = wandb.init(
                 project=config.project,
@@ -123,9 +123,7 @@ class Tracker:
                 tags=list(config.tags) or None,
                 id=run_id(out),
                 resume="allow",
-                settings=wandb.Settings(
-                    silent=True, console="off", disable_git=True, save_code=False
-                ),
+                settings=wandb.Settings(**quiet),
             )
         except wandb.errors.Error as error:
             raise UserError(
@@ -156,13 +154,11 @@ class Tracker:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-            self._file = None
         if self._events is not None:
             self._events.close()
-            self._events = None
         if self._wandb is not None:
             self._wandb.finish()
-            self._wandb = None
+        self._file = self._events = self._wandb = None
 
     def __enter__(self) -> Tracker:
         return self
@@ -232,14 +228,13 @@ def read_log(path: Path) -> list[LogLine]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def without_secrets(settings: Mapping[str, object]) -> dict[str, object]:
+def without_secrets(settings: Settings) -> dict[str, object]:
     """`settings` without entries named like a key, a password or the like, at any depth."""
     kept: dict[str, object] = {}
     for name, value in settings.items():
         lowered = str(name).lower()
-        secret = any(word in lowered for word in _SECRET_WORDS) and not any(
-            word in lowered for word in _PLAIN_WORDS
-        )
+        plain = any(word in lowered for word in _PLAIN_WORDS)
+        secret = not plain and any(word in lowered for word in _SECRET_WORDS)
         if isinstance(value, Mapping):
             kept[str(name)] = without_secrets(value)
         elif not secret:
