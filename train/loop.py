@@ -50,12 +50,10 @@ KeepBest = Callable[[dict[str, Tensor]], None]
 
 @dataclass
 class Progress:
-    """What a run remembers beside weights and generators; stored with every state.
-
-    tau, tau_ci95, best_step: of the best evaluation so far (tau None before the first). stale:
-    evaluations since then. log_bytes: length of log.jsonl. spent: time by part and other costs (see
-    `train.tracking.meter`); what a killed session did after its last saved state is not in it.
-    """
+    """What a run remembers beside weights and generators. tau, tau_ci95, best_step: of the best
+    evaluation (tau None before the first); stale: evaluations since; log_bytes: length of
+    log.jsonl; spent: time by part and other costs up to the last saved state (see
+    `train.tracking.meter`)."""
 
     step: int = 0
     tau: float | None = None
@@ -87,15 +85,10 @@ class StepFigures:
 
 @dataclass
 class Trainer:
-    """One run in one process. `run()` returns why it ended: "steps", "patience", "goal" or
-    "seconds".
-
-    steps: updates in all. schedule: its begin and end place this training in a whole one, for
-    losses that change along the way. rate: step (0-based) -> learning rate. evaluate: None trains
-    without measuring. run_facts: stored with every state. main_alone: the context of what the main
-    process alone does with the target. breakable: whether a measurement may be broken off by a
-    signal; one that other processes serve may not, since they would wait for the rest of it.
-    """
+    """One run in one process. schedule: its begin and end place this training in a whole one; rate:
+    step (0-based) -> learning rate; evaluate: None trains without measuring; run_facts: stored with
+    every state; main_alone: the context of what the main process alone does with the target;
+    breakable: a signal may break off a measurement (not where other processes serve it)."""
 
     engine: TrainEngine
     features: Features
@@ -125,12 +118,8 @@ class Trainer:
         self.feature_part = "data" if self.arrived else "target"
 
     def run(self) -> str:
-        """Train to the end, or raise `Stopped` after saving when a signal asks for it before the
-        last step.
-
-        Raises `UserError` naming the step when the loss or the gradient stops being a number;
-        states on disk stay as they are.
-        """
+        """Train to the end; returns why: "steps", "patience", "goal" or "seconds". A signal raises
+        `Stopped` after saving, a loss or gradient that is no number `UserError`."""
         config, progress = self.config, self.progress
         # a signal saves in every process or in none: the main one may still have been comparing
         # paths
@@ -189,11 +178,8 @@ class Trainer:
         return ""
 
     def wait_for_features(self, index: int, batches: list[PackedBatch]) -> bool:
-        """Wait until the features of a step are there, where they come from elsewhere; False when a
-        signal came first.
-
-        All processes decide alike: none begins a step that another one will not join.
-        """
+        """Wait for a step's features from elsewhere; False when a signal came first. All decide
+        alike: none begins a step that another one will not join."""
         if self.arrived is None:
             return True
         with self.clock.part(self.feature_part):
@@ -289,10 +275,8 @@ class Trainer:
         )
 
     def measure(self) -> None:
-        """Measure tau, and keep the weights if it is the best so far. A signal breaks it off:
-        raises `Stopped` after saving; the same measurement is then the first thing when the
-        training continues.
-        """
+        """Measure tau, and keep the weights if it is the best so far. A signal raises `Stopped`
+        after saving; the measurement then comes first when the training continues."""
         with self.clock.part("evaluation"):
             measured = self.evaluate_and_keep()
         if not measured:

@@ -64,10 +64,9 @@ class OnPolicyConfig:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a document is continued. row; first: the document's first place in it; last: the last
-    true token kept, the root; room: tokens to be written at most; end: one behind the document;
-    seed: of the sampling noise.
-    """
+    """Where a document is continued. row, first: where it begins; last: the last true token kept,
+    the root; room: most tokens to write; end: one behind the document; seed: of the sampling
+    noise."""
 
     row: int
     first: int
@@ -78,11 +77,8 @@ class Cut:
 
 
 class OnPolicyFeatures:
-    """Features of rows of which a share was rewritten by the drafter in training.
-
-    eos: end-of-text tokens, behind which nothing counts. Raises `UserError` for drafters that
-    cannot be trained like this.
-    """
+    """Features of rows of which the drafter in training has rewritten a share. eos: end-of-text
+    tokens. Raises `UserError` for drafters that cannot be trained like this."""
 
     def __init__(
         self,

@@ -71,12 +71,8 @@ class ScheduleConfig:
 
 def learning_rate(step: int, total: int, peak: float, schedule: ScheduleConfig) -> float:
     """The rate of update `step` (0-based) out of `total`: warm-up to `peak`, then down to `peak *
-    min_ratio`.
-
-    cosine: half a period. linear: a straight line. wsd: the peak until the last `decay` share, then
-    a straight line. A part of a schedule (`begin`, `end`) is the same curve, stretched to as many
-    steps as the whole would have.
-    """
+    min_ratio`, by half a cosine, a straight line, or (wsd) a line over the last `decay` share. A
+    part (`begin`, `end`) is the same curve, stretched to as many steps as the whole would have."""
     if (schedule.begin, schedule.end) != (0.0, 1.0):
         return _part(step, total, peak, schedule)
     warmup = schedule.warmup_steps(total)
@@ -122,10 +118,8 @@ def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[
 
 
 def make_optimizer(parameters: Iterable[Tensor], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over float32 parameters; raises `UserError` when none of them is trainable.
-
-    fused: one pass over the memory of each tensor, on the CPU as well as on CUDA.
-    """
+    """AdamW over float32 parameters, fused (one pass over memory); raises `UserError` without
+    any."""
     groups = parameter_groups(parameters, config.weight_decay)
     if not groups:
         raise UserError(

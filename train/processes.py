@@ -26,12 +26,8 @@ Result = TypeVar("Result")
 
 
 def join_processes(target: TargetConfig) -> PartialState:
-    """This process's place in the launch, or of one process without one. Small objects are
-    exchanged through gloo.
-
-    Where there are GPUs, nccl is joined as well, so that a later stage in the same processes can
-    train with it.
-    """
+    """This process's place in the launch; small objects are exchanged through gloo. Where there are
+    GPUs, nccl is joined too, so that a later stage in the same processes can train with it."""
     if pick_device(target.device).type == "cpu":
         state = PartialState(cpu=True, timeout=JOIN_TIMEOUT)
     else:

@@ -52,14 +52,12 @@ def train(
     joint: JointConfig | None = None,
     provenance: Mapping[str, object] | None = None,
 ) -> TrainManifest:
-    """Train a drafter of `kind` with configuration `head` on the answers in `data`; returns the
-    manifest written to `out`.
+    """Train a drafter of `kind` on the answers in `data`, in every process of a launch; returns the
+    manifest written to `out`. An interrupted training continues; a finished one is left alone.
 
-    Call it in every process of a launch. An interrupted training in `out` continues; a finished one
-    is left alone. decode: the draft's shape and the sampling under which tau is measured. joint:
-    whether the target is trained too (a new target then lies in <out>/target; see
-    train/joint/run.py). Raises `UserError` for anything that was given wrongly, and
-    `train.stopping.Stopped` (a SystemExit) after a signal, with the state saved.
+    decode: draft shape and sampling under which tau is measured; joint: whether the target is
+    trained too (see train/joint/run.py). Raises `UserError` for anything that was given wrongly,
+    and `train.stopping.Stopped` (a SystemExit) after a signal, with the state saved.
     """
     begun = time.perf_counter()
     settings = (config, features, engine, optim, schedule, decode, joint or JointConfig())

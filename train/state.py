@@ -173,12 +173,8 @@ class StateStore:
         )
 
     def newest(self) -> Snapshot | None:
-        """The newest complete state, or None; a damaged one is passed over with a warning.
-        Half-written folders are removed.
-
-        Collective: every process reads through its share of the files, and all go by what any of
-        them found.
-        """
+        """The newest complete state, or None; damaged ones are passed over with a warning,
+        half-written ones removed. Collective: every process reads its share of the files."""
         if self.world.is_main and self.directory.is_dir():
             for leftover in self.directory.glob(f"*{PARTIAL}"):
                 shutil.rmtree(leftover)
@@ -205,11 +201,8 @@ class StateStore:
 
 
 def read_snapshot(folder: Path, share: int = 0, shares: int = 1) -> Snapshot:
-    """Check a state folder and describe it; raises `UserError` saying what is damaged.
-
-    Of all sizes, and of the contents of every `shares`-th file from number `share` on: the
-    processes divide the reading.
-    """
+    """Check a state folder and describe it; raises `UserError` saying what is damaged. Of all
+    sizes, and of the contents of every `shares`-th file from number `share` on."""
     try:
         content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:

@@ -15,9 +15,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stopped(SystemExit):
-    """The run was asked to stop and has saved its state. Exit status 0 after a scheduler's signal,
-    and 130 after Ctrl-C, as shells expect.
-    """
+    """The run has saved its state as asked. Exit status 0 after a scheduler's signal, 130 after
+    Ctrl-C."""
 
     def __init__(self, name: str, step: int) -> None:
         super().__init__(130 if name == signal.SIGINT.name else 0)
@@ -29,10 +28,8 @@ class Interrupted(BaseException):
 
 
 class StopRequest:
-    """While entered, notes a signal instead of dying of it. A second Ctrl-C interrupts at once.
-
-    Outside of the main thread Python delivers no signals; nothing is changed there.
-    """
+    """Notes a signal instead of dying of it; a second Ctrl-C interrupts at once. Outside of the
+    main thread, where Python delivers no signals, nothing is changed."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -55,9 +52,8 @@ class StopRequest:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Within, a signal raises `Interrupted` at once, also one that has come before: a
-        measurement may take longer than the time that a scheduler gives.
-        """
+        """Raises `Interrupted` at once for a signal, also for an earlier one: a measurement may
+        take longer than the time that a scheduler gives."""
         self._at_once = True
         try:
             if self.number:

@@ -77,10 +77,9 @@ def ignore(phase: str, rows: int) -> None:
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """The answer to one input row, or why there is none. tokens: prompt and answer; spans: [start,
-    end) of what is supervised; parts: where in the tokens the second and later documents begin,
-    when turns had to become documents of their own; reason: if not done; cut: tokens that a
-    truncation policy took away."""
+    """One row's answer, or why there is none. tokens: prompt and answer; spans: [start, end) of
+    what is supervised; parts: where the second and later documents begin; reason: if not done; cut:
+    tokens that a truncation policy took away."""
 
     id: str
     index: int
@@ -156,12 +155,9 @@ def read_done(out: Path) -> NDArray[np.int64]:
 
 
 def merge_parts(out: Path, total: int, shard_rows: int, watch: Watch = ignore) -> Merged:
-    """Write the shards of a finished generation in index order, at most `shard_rows` each, and
-    failures.jsonl.
-
-    Raises `UserError` unless the parts hold every index of range(total) exactly once. Holds one
-    shard in memory at a time, and one byte per row.
-    """
+    """Write the shards in index order, at most `shard_rows` each, and failures.jsonl; one shard is
+    in memory at a time. Raises `UserError` unless the parts hold every index of range(total)
+    once."""
     ranges, status, truncated = _survey(out, total)
     answered = status == 1 + STATUSES.index(DONE)
     shards, tokens = _write_shards(out, ranges, np.flatnonzero(answered), shard_rows, watch)
@@ -187,13 +183,9 @@ def clear_output(out: Path) -> None:
 
 @contextmanager
 def output_lock(out: Path, exclusive: bool) -> Iterator[None]:
-    """Hold the folder's lock while generating; the system releases it when the process ends,
-    however it ends.
-
-    exclusive: taken by the main process first, to find that nobody else (an orphan of a killed run,
-    say) writes here; it is then shared with the run's other processes. Raises `UserError` when
-    another run holds it.
-    """
+    """Hold the folder's lock while generating; a process's end releases it. exclusive: the main
+    process first finds that nobody else (an orphan of a killed run, say) writes here, and shares
+    the lock then. Raises `UserError` when another run holds it."""
     import fcntl
 
     out.mkdir(parents=True, exist_ok=True)

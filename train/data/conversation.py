@@ -37,13 +37,9 @@ def without_thinking(text: str) -> str:
 
 
 def places_to_answer(messages: Sequence[Message], turn: str) -> list[int]:
-    """How many messages come before each answer: up to the first user message, up to the last user
-    or tool message, or (all) wherever the assistant speaks or is to speak. Raises `BadRowError`
-    when there is no user message.
-
-    Of all turns, those in which the assistant calls tools stay as the dataset has them: what the
-    tools returned belongs to them.
-    """
+    """How many messages come before each answer; raises `BadRowError` without a user message. Of
+    all turns, those in which the assistant calls tools stay: what the tools returned belongs to
+    them."""
     if all(message["role"] != "user" for message in messages):
         raise BadRowError("the conversation has no user message")
     asked = [place for place, message in enumerate(messages) if message["role"] in ("user", "tool")]
@@ -66,13 +62,9 @@ def fit_prompt(
     render: Callable[[Sequence[Message]], list[int]],
     tokenizer: Any,
 ) -> tuple[list[int], int]:
-    """Token ids of a prompt of at most `longest` tokens, and how many tokens were cut; raises
-    `BadRowError` when it cannot be cut to that.
-
-    left: the oldest turns go first (a system message stays), then the beginning of the only user
-    message left; right: the end of the last user message goes; middle: the middle of the longest
-    message.
-    """
+    """Token ids of a prompt of at most `longest` tokens, and how many were cut; or `BadRowError`.
+    left: the oldest turns go first (a system message stays), then the beginning of the last user
+    message; right: its end; middle: the middle of the longest message."""
     tokens = render(messages)
     before = len(tokens)
     kept = list(messages)

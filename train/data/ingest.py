@@ -101,12 +101,9 @@ def ingest(
     progress: Callable[[int], None] = lambda rows: None,
     answered: bool = False,
 ) -> Input:
-    """Read all rows into `folder`, or continue, or find them there. decode: text of token ids, for
-    pre-tokenised rows.
-
-    Raises `UserError` for sources that cannot be read. progress: called with the number of rows
-    read. answered: the rows themselves are not needed any more.
-    """
+    """Read all rows into `folder`, or continue, or find them there. decode: text of token ids;
+    progress: called with the rows read; answered: the rows themselves are not needed any more.
+    Raises `UserError` for sources that cannot be read."""
     identity = identity_of(data, held_out)
     known = read_input(folder)
     if known is not None and known[0] == identity and (answered or (folder / VERDICT).is_file()):

@@ -58,12 +58,9 @@ class PackedBatch:
 
 
 class StepLoader:
-    """Deals the rows of every global step to processes and micro-batches.
-
-    global_batch: rows per optimiser step over all processes; micro_batch: rows per forward pass of
-    one process. Raises `UserError` unless global_batch is a multiple of micro_batch * world_size.
-    `wait_seconds` adds up what `iterate` had to wait for.
-    """
+    """Deals the rows of every global step to processes and micro-batches. global_batch: rows per
+    step of all processes, a multiple of micro_batch (rows per forward pass) x world_size, else
+    `UserError`. `wait_seconds` adds up what `iterate` had to wait for."""
 
     def __init__(
         self,

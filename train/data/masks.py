@@ -45,10 +45,8 @@ class MaskReport:
 
 
 def mask_of(spans: Iterable[Span], length: int) -> NDArray[np.bool_]:
-    """Loss mask [length] bool of answer spans [start, end).
-
-    The first token is never supervised: nothing comes before it that could predict it.
-    """
+    """Loss mask [length] bool of answer spans [start, end). The first token is never supervised:
+    nothing before it could predict it."""
     mask = np.zeros(length, dtype=bool)
     for start, end in spans:
         assert 0 <= start < end <= length, (
@@ -60,12 +58,8 @@ def mask_of(spans: Iterable[Span], length: int) -> NDArray[np.bool_]:
 
 
 def mask_report(documents: Sequence[tuple[Tokens, Sequence[Span]]], tokenizer: Any) -> MaskReport:
-    """Measure and show the masks of (tokens, spans) documents; raises `UserError` when nothing at
-    all is supervised.
-
-    The sample is the first document with supervised tokens, cut to a readable length around the
-    start of its first answer.
-    """
+    """Measure and show the masks of (tokens, spans) documents, with the first that has an answer as
+    a sample; raises `UserError` when nothing is supervised."""
     masks = [mask_of(spans, len(tokens)) for tokens, spans in documents]
     tokens = sum(len(mask) for mask in masks)
     supervised = int(sum(mask.sum() for mask in masks))

@@ -101,13 +101,9 @@ class PackedData:
     def from_manifest(
         cls, directory: Path, info: TargetInfo, sequence_length: int, watch: Watch = ignore
     ) -> PackedData:
-        """Pack the answers that `headstart generate` wrote to `directory`; rows are kept beside
-        them, in `packed/`, for the next training (where that folder cannot be written: in a
-        temporary one).
-
-        Raises `UserError` when the stage is unfinished, a shard was changed, the answers were
-        tokenised for another vocabulary than that of `info`, or nothing is supervised.
-        """
+        """Pack the answers in `directory`; rows are kept beside them in `packed/` (or in a
+        temporary folder). Raises `UserError` when the stage is unfinished, a shard was changed, the
+        vocabulary is not that of `info`, or nothing is supervised."""
         _check_length(sequence_length)
         shards = checked_shards(directory, info)
         key: packed_file.PackKey = {

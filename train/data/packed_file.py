@@ -239,13 +239,9 @@ def read_packed(folder: Path) -> Packed:
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing bin packing: document numbers per row, every row's lengths summing to at
-    most `capacity`.
-
-    Each document, longest first, goes into the fullest row that still has room for it. Open rows
-    are kept by free space, and a bit set of the spaces in use finds the smallest that is large
-    enough.
-    """
+    """Best-fit decreasing bin packing: document numbers per row of at most `capacity` tokens. Each,
+    longest first, goes into the fullest row with room for it: open rows are kept by free space, and
+    a bit set of the spaces in use finds the smallest that is large enough."""
     rows: list[list[int]] = []
     by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
     in_use = 0

@@ -295,12 +295,8 @@ def content_hash(content: RowContent) -> str:
 
 
 def from_sharegpt(messages: Any) -> Any:
-    """ShareGPT {from, value} entries as {role, content}; anything else is returned as it is, for
-    `check_messages` to judge.
-
-    Columns that `datasets` stores as a mapping of lists (its older sequences of records) are turned
-    back into records first.
-    """
+    """ShareGPT {from, value} entries, also as a mapping of lists (older sequences of `datasets`),
+    as {role, content}; anything else unchanged, for `check_messages` to judge."""
     if isinstance(messages, Mapping) and messages:
         columns = list(messages.values())
         if all(isinstance(column, list) for column in columns):

@@ -73,12 +73,8 @@ class LineStream:
 
 
 class ParquetStream:
-    """The rows of .parquet files, read in order; `at`: file, row group, row in it, number of the
-    next row.
-
-    Not through `datasets`: Arrow's scanner, which it uses, decodes a file as far ahead of its
-    reader as it gets, up to the whole.
-    """
+    """The rows of .parquet files; `at`: file, row group, row in it, number of the next row. Not
+    through `datasets`, whose scanner decodes a file as far ahead of its reader as it gets."""
 
     def __init__(self, files: list[Path], shown: str) -> None:
         self.files, self.shown = files, shown

@@ -105,11 +105,9 @@ class TrainEngine(Protocol):
     """Whether `optimizer_state` differs from process to process."""
 
     def forward_backward(self, batch: TrainBatch, supervised: int, last: bool) -> LossOutput:
-        """Add the gradient of one micro-batch; returns its detached loss and metrics.
-
-        supervised: supervised tokens of the WHOLE global step (all processes and micro-batches),
-        the loss's divisor. last: whether it is this process's last micro-batch of the step.
-        """
+        """Add the gradient of one micro-batch; returns its detached loss and metrics. supervised:
+        tokens of the WHOLE global step (all processes and micro-batches), the loss's divisor. last:
+        whether it is this process's last micro-batch of the step."""
         ...
 
     def step(self, rate: float) -> float:

@@ -34,11 +34,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Span:
-    """A run of one weight's elements, row by row, that this process updates.
-
-    weight: its name; shape: of the whole weight; start, count: the run; tensor: what AdamW updates,
-    under which its state is kept; at: where the run begins in the flattened `tensor`.
-    """
+    """A run of one weight's elements that this process updates. shape: of the whole weight; start,
+    count: the run; tensor: what AdamW updates; at: where the run begins in the flattened
+    `tensor`."""
 
     weight: str
     shape: tuple[int, ...]
@@ -119,12 +117,9 @@ def distribute(
     whole: Mapping[str, tuple[int, ...]],
     parts: Sequence[AnyPart],
 ) -> None:
-    """Give AdamW the state of `spans` out of `parts`, which together hold that of every weight.
-
-    whole: name and shape of every trained weight, of all processes. Nothing changes when the parts
-    are empty (a state from before the first update). Raises `UserError` when they are of other
-    weights or incomplete.
-    """
+    """Give AdamW the state of `spans` out of `parts`; without parts nothing changes. whole: name
+    and shape of every trained weight, of all processes. Raises `UserError` when the parts are of
+    other weights or incomplete."""
     found: dict[str, list[AnyPart]] = {}
     for part in parts:
         for weight in part.runs:

@@ -43,12 +43,9 @@ class DescribedTarget(FeatureTarget, Protocol):
 
 
 class OnlineFeatures:
-    """Runs the frozen target on every micro-batch.
-
-    dtype: of the features that the drafter is given (default: the target's). Where that is
-    bfloat16, a float32 target runs under autocast: nearly twice as fast on a CPU, and closer to its
-    float32 self than a copy of it in bfloat16.
-    """
+    """Runs the frozen target on every micro-batch. dtype: of the features (default: the target's);
+    where that is bfloat16, a float32 target runs under autocast: nearly twice as fast on a CPU, and
+    closer to its float32 self than a copy of it in bfloat16."""
 
     def __init__(
         self, target: FeatureTarget, needs: FeatureSpec, dtype: torch.dtype | None = None
@@ -58,9 +55,8 @@ class OnlineFeatures:
 
     @torch.no_grad()
     def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch:
-        """`packed` on the target's device with taps [B, T, n, H] and last_hidden [B, T, H] as far
-        as they are needed; the same in every step of the training.
-        """
+        """`packed` on the target's device with taps [B, T, n, H] and last_hidden [B, T, H] as
+        needed."""
         device = self.target.device
         batch = batch_on(packed, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):

@@ -35,9 +35,7 @@ class Coming(Protocol):
     """Features that were asked for."""
 
     def wait(self, seconds: float) -> bool:
-        """Whether they are there, or cannot come, after at most so long. A source that waits no
-        longer than a step takes may say so at once.
-        """
+        """Whether they are there, or cannot come, after at most so long."""
         ...
 
     def result(self) -> Content:
@@ -60,12 +58,9 @@ class Source(Protocol):
 
 
 class FetchedFeatures:
-    """`train.features.base.Features` from a source.
-
-    loader: tells which batches come next; ahead: how many steps are asked for before they are
-    needed (0: none). device, dtype: where and as what the drafter is given the features.
-    `wait_seconds` adds up what the training had to wait for them.
-    """
+    """`Features` from a source. loader: tells which batches come next; ahead: how many steps early
+    they are asked for; device, dtype: of the features for the drafter. `wait_seconds` adds up the
+    waiting."""
 
     def __init__(
         self,
@@ -136,11 +131,8 @@ class Fetch(Future[Content]):
 
 
 class ThreadedSource:
-    """A source whose `fetch` blocks, run by threads of its own.
-
-    stop: makes a `fetch` that waits give up; called once. A fetch may be under way for minutes, and
-    an interpreter that ends waits for a pool's threads: these are daemons, which it leaves behind.
-    """
+    """A source whose `fetch` blocks, run by threads of its own: daemons, which a process that ends
+    leaves behind. stop: makes a `fetch` that waits give up; called once."""
 
     def __init__(
         self,

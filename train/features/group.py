@@ -67,12 +67,8 @@ class Division:
 def run_in_group(
     job: TrainingJob, world: World, train: Callable[[World], TrainManifest]
 ) -> TrainManifest:
-    """Train in the first processes, run the target in the last ones; returns the manifest in all of
-    them.
-
-    train: trains with the given world. Raises `UserError` where processes cannot be divided like
-    this.
-    """
+    """Train (with the given world) in the first processes, run the target in the last ones; returns
+    the manifest in all. Raises `UserError` where processes cannot be divided so."""
     division = divide(job, world)
     ranks = list(range(division.trainers))
     group = dist.new_group(ranks, timeout=JOIN_TIMEOUT)

@@ -55,10 +55,8 @@ def make_source(
 def require_logits_only(
     drafter: TrainableDrafter, config: FeaturesConfig, target: DescribedTarget, packed: PackedBatch
 ) -> None:
-    """Raise `UserError` when the drafter reads the last hidden state for more than the target's
-    distribution, so that features.top_logits cannot stand in for it: its loss is tried once on
-    states of zeros.
-    """
+    """Raise `UserError` when features.top_logits cannot stand in for the last hidden state: the
+    drafter's loss is tried once on zeros."""
     form, needs = config.form(target.info), drafter.needs
     batch = batch_on(packed, target.device)
     shape, device = batch.tokens.shape, target.device
@@ -87,11 +85,9 @@ def make_features(
     steps: int,
     on_policy: bool = False,
 ) -> Features:
-    """The configured way for a training of `steps` steps on `answers`, whose features are `dtype`.
-
-    on_policy: whether rows are rewritten on the way, which no store can know of. Raises `UserError`
-    where the way cannot be gone.
-    """
+    """The configured way for a training of `steps` steps on `answers`. on_policy: whether rows are
+    rewritten on the way, which no store can know of. Raises `UserError` for what does not go
+    together."""
     online = OnlineFeatures(target, needs, dtype)
     if config.mode == "online":
         return online

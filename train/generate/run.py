@@ -64,14 +64,10 @@ def generate(
     backend: Backend | None = None,
     watch: answers.Watch = answers.ignore,
 ) -> AnswersManifest:
-    """Answer every row of `data` and return the manifest written to `out`; continues an interrupted
-    run of the same settings.
-
-    backend: who samples, instead of what `decode` says. watch: called with the progress of each
-    phase. Call it in every process of a distributed launch. Raises `UserError` for an unusable
-    source or target, for a folder that holds another configuration's answers, or when nothing at
-    all could be answered.
-    """
+    """Answer every row of `data` and return the manifest in `out`; continues an interrupted run of
+    the same settings. Call it in every process of a launch. backend: who samples, instead of what
+    `decode` says; watch: called with the progress of each phase. Raises `UserError` for an unusable
+    source or target, for another configuration's folder, or when nothing could be answered."""
     if config.records.enabled:
         require_drafts(decode, config.drafter)
     job = GenerateJob(config, data, decode, target, out, join_processes(target), backend, watch)
@@ -166,11 +162,8 @@ def refuse_foreign(out: Path) -> None:
 def prepare_output(
     out: Path, settings: dict[str, Any], overwrite: bool, total: int
 ) -> NDArray[np.bool_]:
-    """Make `out` ready for `settings` and return which of the `total` rows are done already.
-
-    Raises `UserError` naming the differences when the folder holds another configuration's answers,
-    unless `overwrite`.
-    """
+    """Make `out` ready for `settings` and return which rows are done; raises `UserError` for
+    another configuration's answers, unless `overwrite`."""
     path = out / SETTINGS
     if path.is_file():
         stored = json.loads(path.read_text(encoding="utf-8"))

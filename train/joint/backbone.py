@@ -28,11 +28,9 @@ ADAPTER = "default"
 
 
 class Backbone:
-    """A loaded target whose layers carry trainable updates, which are zero at first.
-
-    parameters: name -> float32 weight of an update. Raises `UserError` where LoRA cannot be merged
-    again (quantised or split weights), or when `joint.modules` names no layer.
-    """
+    """A loaded target with trainable updates of its layers, zero at first. parameters: name ->
+    float32 weight of an update. Raises `UserError` where LoRA cannot be merged again (quantised or
+    split weights), or when `joint.modules` names no layer."""
 
     def __init__(self, target: TargetModel, config: JointConfig, seed: int) -> None:
         self.target, self.config = target, config

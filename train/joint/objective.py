@@ -50,11 +50,8 @@ class PlainTokens:
 
 
 class JointDrafter(TrainableDrafter):
-    """A drafter and the updates of its target, as training engines see them: one module with one
-    loss.
-
-    dtype: of the features that the drafter is given, as in `train.features.OnlineFeatures`.
-    """
+    """A drafter and the updates of its target: one module with one loss for engines. dtype: of the
+    drafter's features, as in `OnlineFeatures`."""
 
     kind: ClassVar[str] = "joint"
 

@@ -70,10 +70,8 @@ class _Asked(UserDict[str, Tensor]):
 
 
 def held_in_parts(kind: str, head: Any, target: PlannedTarget) -> int:
-    """Bytes of the target that a trainer holds which loads it in parts (train/target/parts.py):
-    embedding and LM head, and the weights of layers that the drafter goes on using (kinds that run
-    the target's own layers).
-    """
+    """Bytes of a target in parts (train/target/parts.py): embedding, LM head, and the layers'
+    weights that the drafter goes on using."""
     asked = _Asked(target.weights.state)
     plan_drafter(kind, head, replace(target, weights=replace(target.weights, state=asked)))
     # one where they are tied
@@ -89,9 +87,8 @@ def dry_step(
     length: int,
     supervised: float,
 ) -> DryStep:
-    """Count one micro-batch of B x T positions, a share `supervised` of them answers. Gradients
-    exist already, as in every micro-batch but a step's first.
-    """
+    """Count one micro-batch of B x T positions, a share `supervised` of them answers, with
+    gradients there already, as in every micro-batch but a step's first."""
     batch = dry_batch(drafter, target, engine.dtype, rows, length, supervised)
     objective = Objective(drafter, engine, "cpu")
     for parameter in drafter.parameters():

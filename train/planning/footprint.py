@@ -44,12 +44,9 @@ def _own_formulas() -> dict[Any, Any]:
 
 
 class FlopCount(TorchDispatchMode):
-    """Adds up the floating-point operations of matrix products and attention, as they are really
-    computed: `flops`.
-
-    torch's own `FlopCounterMode` keeps tensors alive in cycles until the garbage collector comes
-    by, which changes what is measured beside it.
-    """
+    """Counts the floating-point operations of matrix products and attention as they are computed.
+    torch's own `FlopCounterMode` keeps tensors alive in cycles, which changes what is measured
+    beside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,10 +64,8 @@ class FlopCount(TorchDispatchMode):
 
 
 class Footprint(FlopCount):
-    """Also follows memory. `peak`: most bytes alive at once of tensors that were made inside;
-    `largest`: bytes of the largest single one, of shape `largest_shape`, made by `largest_op`. What
-    was there before is not counted.
-    """
+    """Also follows memory of tensors made inside. `peak`: most bytes alive at once; `largest`:
+    bytes of the largest one, of shape `largest_shape`, made by `largest_op`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -139,8 +139,7 @@ class Speed:
 
 def state_bytes(weights: int, engine: EngineConfig, processes: int) -> dict[str, int]:
     """Bytes of training P weights on one process: `weights`, `gradients`, `adam` (both moments),
-    and `working` (copies and buffers that the engine keeps or needs beside them).
-    """
+    and `working` (the engine's copies and buffers)."""
     whole, part = 4 * weights, -(-4 * weights // processes)
     if engine.name == "torch" or engine.zero_stage == 0:
         message = whole if engine.name == "torch" and processes > 1 else 0
@@ -205,10 +204,8 @@ def step_seconds(
     config: PlanConfig,
     speed: Speed,
 ) -> dict[str, float]:
-    """Seconds of one step on one process that trains, by part. In features.mode=group `target` is
-    what it waits for the target's processes: what they need longer than it, as they work
-    `features.ahead` steps ahead.
-    """
+    """Seconds of one step on a training process, by part. In features.mode=group `target` is what
+    it waits for the target's processes, which work `features.ahead` steps ahead."""
     division, online = division_of(job, config), job.features.mode == "online"
     trainers = division.trainers
     micro = job.config.global_batch // (job.config.micro_batch * trainers)
@@ -363,9 +360,8 @@ def count_step(
     length: int,
     supervised: float,
 ) -> tuple[PlannedTarget, FeatureSpec, int, int, DryStep]:
-    """The target, what the drafter needs of it, its trained weights, the bytes of the target that
-    are held in parts for it, and its step. Kept: plans for several sizes share them.
-    """
+    """The target, what the drafter needs of it, its trained weights, the target's bytes held in
+    parts, and its step. Kept: plans for several sizes share them."""
     described = plan_target(target)
     drafter = plan_drafter(kind, head, described)
     weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)

@@ -36,11 +36,9 @@ class _NoTokenizer:
 
 @dataclass(frozen=True)
 class PlannedTarget:
-    """weights: what drafters share of it, as fake tensors of `mode`. weight_bytes: of all weights;
-    layer_bytes: of the decoder layers alone; largest_layer: of the largest one. active: weights of
-    matrix products that one token meets in the layers. experts: those that one token goes through
-    in each layer, and their width (0 and 0 for dense targets).
-    """
+    """weights: what drafters share of it, as fake tensors of `mode`; active: weights of matrix
+    products that one token meets in the layers; experts: those that one token goes through in each
+    layer, and their width (0 and 0 for dense targets)."""
 
     info: TargetInfo
     weights: TargetWeights
@@ -60,11 +58,9 @@ class PlannedTarget:
 
     def activations(self, rows: int, length: int, needs: FeatureSpec) -> int:
         """Bytes at the peak of one forward pass: the features that are kept, one layer at work,
-        rotary positions, and what packed documents may see of each other: as bits, and as the
-        additive mask that attention is given (`AttentionPlan.bias`), one row per query head of a
-        group, for every width of window that layers have. Scores that soft-capping or sinks need
-        come on top.
-        """
+        rotary positions, and packed documents' masks: as bits, and as the additive
+        `AttentionPlan.bias`, one row per query head of a group, for every width of window. Scores
+        for soft-capping or sinks come on top."""
         info, size, positions = self.info, self.dtype.itemsize, rows * length
         kept = positions * info.hidden_size * size * states_of(needs)
         heads = 2 * info.head_dim * (info.num_attention_heads + info.num_key_value_heads)

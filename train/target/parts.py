@@ -86,10 +86,8 @@ def refuse_parts(job: TrainingJob) -> None:
 
 
 def load_parts(config: TargetConfig) -> TargetModel:
-    """The target with embedding and LM head alone, on its device and in its dtype. It answers for
-    everything but passes through its layers. Raises `UserError` where it cannot be found or read,
-    is no target, or lies in files that cannot be read in parts.
-    """
+    """The target with embedding and LM head alone, in its dtype on its device; its layers cannot
+    run. Raises `UserError` for what cannot be found or read in parts, or is no target."""
     described = loading.checked_config(config)
     if getattr(described, "quantization_config", None) is not None:
         raise UserError(
@@ -167,12 +165,9 @@ def fill(model: Any, files: WeightFiles, device: torch.device) -> None:
 
 
 class WeightFiles:
-    """Where each named weight of a model lies in its safetensors files: one file, or several with
-    an index. A file is fetched and opened when something in it is read.
-
-    read_so_far: the weights that were read, and their bytes. Raises `UserError` when there are no
-    such files or weights are missing.
-    """
+    """Where each weight of a model lies in its safetensors files, which are fetched and opened as
+    read. read_so_far: weights and their bytes. Raises `UserError` when files or weights are
+    missing."""
 
     def __init__(self, model: Any, config: TargetConfig, revision: str | None) -> None:
         self.path, self.revision = config.path, revision
@@ -261,9 +256,8 @@ class WeightFiles:
 
 
 def stored_names(model: Any, keys: Iterable[str]) -> tuple[dict[str, str], set[str]]:
-    """How transformers names what lies in files under `keys`: weights that lie there as they are ->
-    their key; and weights that it makes of several, or of parts of one.
-    """
+    """Weights that lie in files as they are -> their key; weights that transformers makes of
+    several, or of parts of one."""
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]

@@ -198,9 +198,8 @@ class DividedLayers(TargetAccess):
     """The decoder layers of a frozen model, each divided among all processes and whole only while
     it runs.
 
-    Building it takes the weights from the main process's layers and installs the hooks. Collective,
-    as is running the model: all processes run it equally often, or the main process alone inside
-    `main_alone`.
+    Building it takes the main process's weights and installs hooks. Collective, as is running: all
+    processes run the model equally often, or the main process alone inside `main_alone`.
     """
 
     served: ClassVar[bool] = True
@@ -336,12 +335,9 @@ class DividedLayers(TargetAccess):
 
 
 class DividedState(UserDict[str, Tensor]):
-    """The named weights of a target whose layers are divided; each is put together when it is asked
-    for.
-
-    Collective: all processes ask for the same names in the same order (they build the same
-    drafter), or the main process alone inside `main_alone`.
-    """
+    """The named weights of a target whose layers are divided, put together as asked for.
+    Collective: all processes ask in the same order, or the main process alone inside
+    `main_alone`."""
 
     def __init__(self, model: nn.Module, divided: DividedLayers) -> None:
         super().__init__(model.named_parameters())

@@ -148,11 +148,8 @@ class _TimedWork:
 
 @contextmanager
 def timing_collectives(clock: Clock) -> Iterator[None]:
-    """Inside the block, time in torch.distributed's collectives is counted as communication,
-    whoever calls them (DeepSpeed too).
-
-    Put around making the engine as well: DeepSpeed keeps some of these functions when it starts.
-    """
+    """Count time in torch.distributed's collectives as communication, whoever calls them. Put it
+    around making the engine as well: DeepSpeed keeps some of these functions when it starts."""
 
     owner = threading.get_ident()
 

@@ -14,9 +14,8 @@ import torch
 
 
 class EnergyMeter:
-    """Joules of one CUDA device. Cards with an energy counter are read exactly; for others the
-    power is integrated from reading to reading.
-    """
+    """Joules of one CUDA device, by its energy counter or, without one, by its power at each
+    reading."""
 
     def __init__(self, device: torch.device) -> None:
         self._nvml: Any = None

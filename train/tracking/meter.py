@@ -33,11 +33,10 @@ ASIDE = ("evaluation", "saving")
 
 
 class Meter:
-    """Measures one process. spent: the sums of earlier sessions, which are continued: seconds by
-    part, `setup` (seconds before the loop), `flops`, `joules` (of all processes; `unmetered` where
-    one could not tell), `peak_memory` (bytes). main: only the main process counts FLOPs. begun:
-    `time.perf_counter()` when the training was asked for; the time since then is its setup.
-    """
+    """Measures one process. spent: the sums of earlier sessions: seconds by part, `setup` (before
+    the loop), `flops`, `joules` (`unmetered` where a process could not tell), `peak_memory`
+    (bytes). main: only the main process counts FLOPs. begun: `time.perf_counter()` when the
+    training was asked for."""
 
     def __init__(
         self,
@@ -95,9 +94,8 @@ class Meter:
         return taken
 
     def own_energy(self) -> list[float]:
-        """[joules of this process's GPU up to the last reading, each handed out once; 1 if it
-        cannot tell, else 0]: summed over all processes, for `add_energy`.
-        """
+        """[joules of this GPU up to the last reading, handed out once; 1 if it cannot tell, else
+        0], for `add_energy`."""
         joules, self._joules = self._joules, 0.0
         return [joules, float(not self.energy.available)]
 

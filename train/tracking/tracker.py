@@ -85,10 +85,8 @@ class Tracker:
         settings: Settings,
         active: bool = True,
     ) -> None:
-        """length: bytes of the log that belong to what is continued (0: a new run).
-
-        settings: written to Weights & Biases, secrets left out.
-        """
+        """length: bytes of the log that belong to what is continued; settings: for Weights &
+        Biases."""
         self._file: Any = None
         self._wandb: Any = None
         self._events: EventFile | None = None

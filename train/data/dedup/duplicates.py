@@ -81,13 +81,9 @@ class KeyFiles:
 def judge(
     keys: KeyFiles, signatures: Path | None, total: int, near_share: float, held_out: Numbers
 ) -> NDArray[np.uint8]:
-    """Verdict of every row [total]: kept, or why not. Of rows that repeat each other the first one
-    is kept.
-
-    signatures: the file with a MinHash signature per row, None where similar rows may stay. A
-    similar row is compared with the first and with the latest earlier row of each band that they
-    share.
-    """
+    """Verdict of every row [total]: kept, or why not; of rows that repeat each other the first
+    stays. signatures: a file with a MinHash signature per row, None where similar rows may stay. A
+    row is compared with the first and the latest earlier row of each band that they share."""
     verdict = np.zeros(total, dtype=np.uint8)
     if signatures is not None:
         for rows, *earlier in keys.repeats("band"):

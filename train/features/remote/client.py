@@ -39,12 +39,9 @@ class FailureError(Exception):
 
 
 class RemoteClient:
-    """Features from the servers of `config`, for a training with `needs`; safe to use from several
-    threads.
-
-    Asks every server who it is first. Raises `UserError` when none answers, or when one runs
-    another target, tokenizer or precision.
-    """
+    """Features from the servers of `config`, each asked first who it is; safe to use from several
+    threads. Raises `UserError` when none answers, or one runs another target, tokenizer or
+    precision."""
 
     def __init__(
         self,

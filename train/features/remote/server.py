@@ -30,13 +30,9 @@ IDLE_SECONDS = 60.0
 
 
 class FeatureServer(ThreadingHTTPServer):
-    """Serves `target` on host:port (0: any free port, see `server_address`). dtype: of the
-    features, as in engine.precision.
-
-    token: what requests must carry as `Authorization: Bearer <token>`; empty: nothing. Raises
-    `UserError` for an address that cannot be listened on, and for one that others reach without a
-    token.
-    """
+    """Serves `target` on host:port (0: any free port); dtype: of the features. token: what requests
+    must carry as `Authorization: Bearer <token>`, if any. Raises `UserError` for an address that
+    cannot be listened on, or that others reach without a token."""
 
     daemon_threads = True
 

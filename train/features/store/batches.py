@@ -56,9 +56,7 @@ def batch_on(packed: PackedBatch, device: torch.device) -> TrainBatch:
 
 def encode_batch(batch: TrainBatch, taps: tuple[int, ...], form: Form, logits: Logits) -> Content:
     """The features of a batch as they are stored; taps: the layers of `batch.taps`, in order.
-
-    Raises `UserError` when a feature is not a number: it would make the stored features useless.
-    """
+    Raises `UserError` for values that are not finite."""
     places = batch.segments > 0
     states: dict[str, Tensor] = {}
     for number, tap in enumerate(taps):

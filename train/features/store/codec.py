@@ -126,11 +126,8 @@ def slot_bytes(hidden: int, fmt: str) -> int:
 
 
 def bytes_per_token(needs: FeatureSpec, info: TargetInfo, fmt: str, top_logits: int = 0) -> float:
-    """Bytes on disk of one token's features, without files' headers.
-
-    top_logits: how many logits (float16 value, int32 id; a float32 logsumexp for all) are stored in
-    place of the last hidden state; 0: none.
-    """
+    """Bytes on disk of one token's features. top_logits: how many logits (float16 value, int32 id;
+    one float32 logsumexp) are stored in place of the last hidden state; 0: none."""
     states = len(needs.taps) if top_logits else states_of(needs)
     top = 6 * top_logits + 4 if top_logits else 0
     return float(states * slot_bytes(info.hidden_size, fmt) + top)

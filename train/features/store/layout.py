@@ -50,12 +50,9 @@ COMPARED = {
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose features a store holds, and in which form.
-
-    answers: SHA-256 of the answers' manifest. revision, tokenizer_hash: the target's. precision: in
-    which the target ran (`precision_of`). taps, last_hidden: what is stored; with top_logits the k
-    largest logits stand in for the last hidden state.
-    """
+    """Whose features a store holds. answers: SHA-256 of their manifest; precision: see
+    `precision_of`; taps, last_hidden: what is stored; top_logits: so many logits stand in for the
+    last hidden state."""
 
     answers: str
     sequence_length: int

@@ -50,13 +50,10 @@ class RowLocation:
 
 
 class StoreReader:
-    """A store opened for reading. Safe to use from several threads.
-
-    wanted: whose features are expected; things: which of them are read (`Identity.things` of the
-    training). wait_seconds: how long a row is waited for without any progress of the writers. say:
-    called with a line about waiting. Raises `UserError` when the store is of other answers, another
-    target or another form.
-    """
+    """A store opened for reading, from any thread. wanted: whose features are expected;
+    wait_seconds: how long a row is waited for without progress of the writers; say: called with a
+    line about waiting. Raises `UserError` when the store is of other answers, another target or
+    another form."""
 
     def __init__(
         self,

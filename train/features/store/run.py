@@ -33,13 +33,9 @@ from train.processes import terminable
 
 @dataclass(frozen=True)
 class StoreJob:
-    """What is to be stored.
-
-    heads: name, kind and configuration of every drafter that the store shall serve. answers: the
-    folder of generated answers. dtype, sequence_length, batch_rows, seed: the training's
-    engine.dtype, train.sequence_length, micro_batch and seed. local_rank: this process's place on
-    its machine, which picks its GPU.
-    """
+    """What is to be stored: for `heads` (name, kind, configuration) on a folder of `answers`.
+    dtype, sequence_length, batch_rows, seed: the training's engine.dtype, train.sequence_length,
+    micro_batch and seed. local_rank: picks this process's GPU."""
 
     heads: tuple[tuple[str, str, Any], ...]
     target: TargetConfig
@@ -61,12 +57,9 @@ def write_features(
     provenance: Mapping[str, object] | None = None,
     say: Callable[[str], None] = print,
 ) -> writer.StoreManifest:
-    """Write what is missing of the store and return its manifest; waits for what other processes
-    are writing.
-
-    Raises `UserError` for drafters that read nothing of the target, for another store in the
-    folder, for a quota or a disk that is too small, and when the disk refuses a write.
-    """
+    """Write what is missing of the store, wait for other writers, return its manifest. Raises
+    `UserError` for drafters that read nothing of the target, for another store in the folder, and
+    for a quota or a disk that is too small."""
     device = str(pick_device(job.target.device))
     if device == "cuda":  # among several on a machine with GPUs, its own
         device = f"cuda:{job.local_rank}"

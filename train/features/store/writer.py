@@ -50,12 +50,9 @@ Compute = Callable[[PackedBatch], TrainBatch]
 
 @dataclass
 class Writer:
-    """One process that writes a store.
-
-    order: row numbers of the answers in the order in which they are stored. batch_rows: rows per
-    forward pass, that of the training's micro-batches, since kernels may round differently at other
-    sizes. say: where progress goes.
-    """
+    """One process that writes a store. order: row numbers in the order in which they are stored;
+    batch_rows: rows per forward pass, that of the training, since kernels may round differently at
+    other sizes; say: where progress goes."""
 
     folder: Path
     plan: layout.StorePlan
@@ -139,12 +136,9 @@ def make_plan(
 
 
 def open_store(folder: Path, plan: layout.StorePlan, quota_bytes: int) -> layout.StorePlan:
-    """Begin or continue the store of `plan` in `folder`; returns the plan that its shards follow.
-
-    Raises `UserError` when the folder holds another store, or when the quota or the disk has no
-    room for what is missing. One writer at a time comes through here, so that all follow the plan
-    of the first.
-    """
+    """Begin or continue a store; returns the plan that its shards follow: that of the first writer,
+    as one at a time comes through here. Raises `UserError` for another store in the folder, or a
+    quota or a disk without room."""
     with folder_lock(folder):
         manifest.remove_leftovers(folder)  # of killed writers, before the room is counted
         if (folder / STORE_FILE).is_file():

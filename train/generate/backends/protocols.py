@@ -168,10 +168,8 @@ def _sampling(decode: DecodeConfig) -> Json:
 def completion_of(
     request: Request, tokens: Sequence[int], ended: Ended, eos: Sequence[int], vocab_size: int
 ) -> Completion:
-    """A server's answer as our decoder would have returned it, the end-of-text token included.
-
-    Raises `BadAnswerError` for an answer that our decoder could not have given.
-    """
+    """A server's answer as our decoder would have returned it, the end-of-text token included;
+    raises `BadAnswerError` for one that it could not have given."""
     found = list(tokens)
     if any(not 0 <= token < vocab_size for token in found):
         raise BadAnswerError(
