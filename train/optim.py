@@ -74,7 +74,11 @@ def learning_rate(step: int, total: int, peak: float, schedule: ScheduleConfig) 
     min_ratio`, by half a cosine, a straight line, or (wsd) a line over the last `decay` share. A
     part (`begin`, `end`) is the same curve, stretched to as many steps as the whole would have."""
     if (schedule.begin, schedule.end) != (0.0, 1.0):
-        return _part(step, total, peak, schedule)
+        whole = round(total / (schedule.end - schedule.begin))
+        place = round(schedule.begin * whole) + step
+        rate = learning_rate(place, whole, peak, replace(schedule, begin=0.0, end=1.0))
+        climb = schedule.warmup_steps(total) if schedule.begin else 0
+        return rate * min(1.0, (step + 1) / climb) if climb else rate
     warmup = schedule.warmup_steps(total)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -85,16 +89,6 @@ def learning_rate(step: int, total: int, peak: float, schedule: ScheduleConfig) 
     progress = min(1.0, max(0.0, (step - begin) / max(1, total - 1 - begin)))
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
     return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * shape)
-
-
-def _part(step: int, total: int, peak: float, schedule: ScheduleConfig) -> float:
-    """The rate of a training that is part of a schedule."""
-    whole = round(total / (schedule.end - schedule.begin))
-    rate = learning_rate(
-        round(schedule.begin * whole) + step, whole, peak, replace(schedule, begin=0.0, end=1.0)
-    )
-    climb = schedule.warmup_steps(total) if schedule.begin else 0
-    return rate * min(1.0, (step + 1) / climb) if climb else rate
 
 
 def set_rate_scale(parameter: Tensor, scale: float) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -27,7 +28,6 @@ from inference.verifications import (
     record_facts,
 )
 from train.data.answers import DONE, PARTS, StoredAnswer
-from train.data.manifest import RecordsReport
 from train.generate.sampling import backend_of
 from train.generate.turns import Talk
 
@@ -87,15 +87,11 @@ def drop_unanswered(out: Path) -> None:
             path.unlink()
 
 
-def count_records(out: Path, answered: int) -> RecordsReport:
+def count_records(out: Path, answered: int) -> dict[str, Any]:
     """The manifest's entry: rows of both tables, and answers that are not on record."""
     verifications, sequences = (
         sum(pq.read_metadata(path).num_rows for path in (out / RECORDS).glob(f"{table}-*.parquet"))
         for table in (VERIFICATIONS, SEQUENCES)
     )
-    return {
-        "folder": RECORDS,
-        "verifications": verifications,
-        "sequences": sequences,
-        "missing": answered - sequences,
-    }
+    counts = {"verifications": verifications, "sequences": sequences}
+    return {"folder": RECORDS, **counts, "missing": answered - sequences}

@@ -30,7 +30,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,21 +58,10 @@ FileFacts = tuple[int, str]
 """Size in bytes and SHA-256."""
 
 
-class StateContent(TypedDict):
-    """state.json. step: updates done; record: where the loop stands; run: what is trained."""
-
-    format: int
-    step: int
-    processes: int
-    sharded: bool
-    record: dict[str, object]
-    run: RunFacts
-    files: dict[str, FileFacts]
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """A readable state on disk; fields as in `StateContent`."""
+    """A readable state on disk. step: updates done; record: where the loop stands; run: what is
+    trained."""
 
     directory: Path
     step: int
@@ -111,7 +100,7 @@ class StateStore:
         own, failure = self._write_own(partial, weights, optimizer, engine.sharded)
         outcomes = [json.loads(text) for text in self.world.gather(json.dumps([own, failure]))]
         self._require_written([text for _, text in outcomes], partial)
-        content: StateContent = {
+        content = {
             "format": FORMAT,
             "step": step,
             "processes": self.world.size,
@@ -144,7 +133,7 @@ class StateStore:
         except (OSError, SafetensorError) as error:
             return {}, f"process {rank}: {error}"
 
-    def _complete(self, partial: Path, final: Path, content: StateContent) -> str:
+    def _complete(self, partial: Path, final: Path, content: dict[str, Any]) -> str:
         """Write state.json and give the folder its name; returns what went wrong."""
         if not self.world.is_main:
             return ""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError
-from inference.manifest import MANIFEST_FILE, FileEntry, file_entry, write_bytes
+from inference.manifest import MANIFEST_FILE, FileEntry, file_entry, read_manifest, write_bytes
 from inference.target.chat import Span
 from train.memory import give_back_freed_memory
 
@@ -65,6 +65,36 @@ PART_SCHEMA = pa.schema([*SHARD_SCHEMA, *pa.schema(_MORE)])
 DONE, FAILED, SKIPPED = STATUSES = ("done", "failed", "skipped")
 PARTS, SHARDS, PACKED, INPUT = "parts", "shards", "packed", "input"
 FAILURES, SETTINGS, LOCK = "failures.jsonl", "generate.json", ".lock"
+
+
+class AnswersManifest(TypedDict):
+    """A finished folder of answers, as generation and feedback write it (docs/formats.md); fields
+    that earlier versions did not write are `NotRequired`."""
+
+    format: int
+    stage: str
+    round: NotRequired[int]
+    target: dict[str, object]
+    sampling: NotRequired[dict[str, object]]
+    """Settings of the decoder."""
+    data: NotRequired[dict[str, object]]
+    """Settings of the sources."""
+    input: NotRequired[dict[str, Any]]
+    counts: dict[str, int]
+    truncated: NotRequired[dict[str, int]]
+    """Rows and tokens."""
+    reasons: NotRequired[dict[str, int]]
+    """Rows without an answer."""
+    shards: list[FileEntry]
+    failures: NotRequired[FileEntry]
+    records: NotRequired[dict[str, Any]]
+    """Folder, rows of both tables, answers without a record."""
+    provenance: NotRequired[dict[str, object]]
+
+
+def read_answers(folder: Path) -> AnswersManifest:
+    """The manifest of a folder of answers; raises `UserError` where there is none."""
+    return cast(AnswersManifest, read_manifest(folder, "generate"))
 
 
 Watch = Callable[[str, int], None]

@@ -47,11 +47,11 @@ def places_to_answer(messages: Sequence[Message], turn: str) -> list[int]:
         return [next(place for place in asked if messages[place]["role"] == "user") + 1]
     if turn == "last":
         return [asked[-1] + 1]
+    following = [(place, messages[place : place + 1]) for place in (at + 1 for at in asked)]
     return [
-        place + 1
-        for place in asked
-        if place + 1 == len(messages)
-        or (messages[place + 1]["role"] == "assistant" and "tool_calls" not in messages[place + 1])
+        place
+        for place, after in following
+        if not after or (after[0]["role"] == "assistant" and "tool_calls" not in after[0])
     ]
 
 
@@ -65,20 +65,20 @@ def fit_prompt(
     """Token ids of a prompt of at most `longest` tokens, and how many were cut; or `BadRowError`.
     left: the oldest turns go first (a system message stays), then the beginning of the last user
     message; right: its end; middle: the middle of the longest message."""
-    tokens = render(messages)
+    kept, tokens = list(messages), render(messages)
     before = len(tokens)
-    kept = list(messages)
-    while (
-        policy == "left"
-        and len(tokens) > longest
-        and (shorter := _without_oldest(kept)) is not None
-    ):
-        kept = shorter
-        tokens = render(kept)
+    while policy == "left" and len(tokens) > longest:
+        shorter = _without_oldest(kept)
+        if shorter is None:
+            break
+        kept, tokens = shorter, render(shorter)
     for _ in range(CUT_ATTEMPTS):
         if len(tokens) <= longest:
             return tokens, before - len(tokens)
-        place = _place_to_cut(kept, policy)
+        if policy == "middle":
+            place = max(range(len(kept)), key=lambda place: len(kept[place]["content"]))
+        else:
+            place = max(place for place, message in enumerate(kept) if message["role"] == "user")
         text = _cut_text(kept[place]["content"], len(tokens) - longest, policy, tokenizer)
         kept[place] = {**kept[place], "content": text}
         tokens = render(kept)
@@ -116,12 +116,6 @@ def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
         return None
     system = [message for message in messages[: users[0]] if message["role"] == "system"]
     return [*system, *messages[users[1] :]]
-
-
-def _place_to_cut(messages: Sequence[Message], policy: str) -> int:
-    if policy == "middle":
-        return max(range(len(messages)), key=lambda place: len(messages[place]["content"]))
-    return max(place for place, message in enumerate(messages) if message["role"] == "user")
 
 
 def _cut_text(text: str, excess: int, policy: str, tokenizer: Any) -> str:

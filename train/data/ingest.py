@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -37,8 +37,7 @@ from train.data.config import DataConfig, SourceConfig
 from train.data.dedup.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
 from train.data.dedup.shingles import SIGNATURE, band_keys, normalise, signature, whole
 from train.data.held_out import Findings, HeldOutIndex, add_finding
-from train.data.sources import Mixture, Row, RowContent, SkippedRow, SourceReport, content_hash
-from train.data.streams import Place
+from train.data.sources import Mixture, Row, RowContent, SkippedRow, content_hash
 from train.data.tables import local_files
 
 _SOURCE_FIELDS = [field.name for field in fields(SourceConfig)]
@@ -50,25 +49,6 @@ VERDICT, SUMMARY, SIGNATURES, HELD = "verdict.bin", "input.json", "signatures.bi
 SCHEMA = pa.schema([(name, pa.string()) for name in ("id", "domain", "reason", "hash", "content")])
 
 
-class InputReport(TypedDict):
-    """What manifests say of the rows read. left_out: rows by reason; held_out: repeated prompts."""
-
-    rows: int
-    sources: list[SourceReport]
-    left_out: dict[str, int]
-    held_out: NotRequired[Findings | None]
-
-
-class ReadingState(TypedDict):
-    """`input/state.json`: what decides the rows, rows read so far, repeats among them."""
-
-    identity: str
-    rows: int
-    place: Place | None
-    findings: Findings | None
-    held_out: int
-
-
 @dataclass(frozen=True)
 class Input:
     """What was read: number of rows, fingerprint of all, hash of those that were left out ("" for
@@ -77,7 +57,8 @@ class Input:
     total: int
     fingerprint: str
     left_out: str
-    report: InputReport
+    report: dict[str, Any]
+    """For manifests: rows, sources (`Mixture.report`), left_out by reason, held_out repeats."""
 
 
 @dataclass
@@ -108,7 +89,7 @@ def ingest(
     known = read_input(folder)
     if known is not None and known[0] == identity and (answered or (folder / VERDICT).is_file()):
         return known[1]
-    state: ReadingState | None = None
+    state: dict[str, Any] | None = None
     if (folder / STATE).is_file():
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     if state is None or state["identity"] != identity:
@@ -131,13 +112,13 @@ class Reader:
         self.data, self.folder, self.held_out, self.decode = data, folder, held_out, decode
         self.keys = KeyFiles(folder / KEYS)
 
-    def read(self, state: ReadingState, progress: Callable[[int], None]) -> Mixture:
-        """Read from where `state` stands to the end, keeping `state` up to date, on disk too."""
+    def read(self, state: dict[str, Any], progress: Callable[[int], None]) -> Mixture:
+        """Read from where `state` (input/state.json) stands to the end, keeping it up to date."""
         self.keys.forget_from(state["rows"])
         _cut(self.folder / SIGNATURES, state["rows"] * SIGNATURE * 4)
         _cut(self.folder / HELD, state["held_out"] * 8)
         mixture = Mixture(self.data)
-        findings: Findings = state["findings"] or {"counts": {}, "examples": []}
+        findings: Findings = state["findings"] or Findings(counts={}, examples=[])
         rows = mixture.read(state["place"])
         while block := list(islice(rows, BLOCK)):
             made = self._block([row for _, row in block], findings)
@@ -214,7 +195,7 @@ def _append(path: Path, values: NDArray[Any]) -> None:
         file.write(values.tobytes())
 
 
-def _finish(data: DataConfig, folder: Path, mixture: Mixture, state: ReadingState) -> Input:
+def _finish(data: DataConfig, folder: Path, mixture: Mixture, state: dict[str, Any]) -> Input:
     """Judge the rows, write the summary, remove what is not needed any more."""
     signatures, total = folder / SIGNATURES, state["rows"]
     near = signatures if data.deduplicate == "near" and signatures.is_file() else None
@@ -223,7 +204,7 @@ def _finish(data: DataConfig, folder: Path, mixture: Mixture, state: ReadingStat
     write_bytes(folder / VERDICT, verdict.tobytes())
     counts = Counter(verdict[verdict != KEPT].tolist())
     left_out = hashlib.sha256(verdict.tobytes()).hexdigest()[:32] if counts else ""
-    report: InputReport = {
+    report = {
         "rows": total,
         "sources": mixture.report(),
         "left_out": {REASONS[code]: count for code, count in sorted(counts.items())},

@@ -89,18 +89,16 @@ class StepLoader:
         return -(-len(self.data) // self.global_batch)
 
     def step(self, index: int) -> list[PackedBatch]:
-        """This process's micro-batches of global step `index` (from 0)."""
-        shape = (-1, self.world_size, self.micro_batch)
-        rows, seeds = self.rows(index).reshape(shape), self.row_seeds(index).reshape(shape)
-        return [
-            self._batch(micro[self.rank], seed[self.rank])
-            for micro, seed in zip(rows, seeds, strict=True)
-        ]
-
-    def row_seeds(self, index: int) -> NDArray[np.int64]:
-        """Seeds [global_batch] of global step `index`, from the step and the place in it alone."""
+        """This process's micro-batches of global step `index` (from 0); the rows' seeds follow from
+        the step and the place in it alone."""
         sequence = np.random.SeedSequence([self.seed, index])
-        return sequence.generate_state(self.global_batch).astype(np.int64)
+        seeds = sequence.generate_state(self.global_batch).astype(np.int64)
+        shape = (-1, self.world_size, self.micro_batch)
+        own = zip(self.rows(index).reshape(shape), seeds.reshape(shape), strict=True)
+        return [
+            packed_rows(self.data, rows[self.rank], torch.from_numpy(seed[self.rank]))
+            for rows, seed in own
+        ]
 
     def supervised(self, index: int) -> int:
         """Supervised tokens of the whole global step, all processes together."""
@@ -135,9 +133,6 @@ class StepLoader:
             for old in [kept for kept in list(self._orders) if abs(kept - epoch) > 1]:
                 self._orders.pop(old, None)
         return order
-
-    def _batch(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> PackedBatch:
-        return packed_rows(self.data, rows, torch.from_numpy(seeds))
 
 
 def packed_rows(data: PackedData, rows: NDArray[np.int64], seeds: Tensor) -> PackedBatch:

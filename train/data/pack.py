@@ -32,9 +32,9 @@ from heads.api.target_info import TargetInfo
 from inference.manifest import MANIFEST_FILE, file_sha256, verify_file
 from inference.target.chat import Span
 from train.data import packed_file
-from train.data.answers import PACKED, SHARD_SCHEMA, Watch, ignore
-from train.data.manifest import read_answers
+from train.data.answers import PACKED, SHARD_SCHEMA, Watch, ignore, read_answers
 from train.data.masks import require_supervised
+from train.data.packed_file import Document
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +89,7 @@ class PackedData:
     _temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def __init__(
-        self,
-        documents: Iterable[packed_file.Document],
-        sequence_length: int,
-        extras: Sequence[str] = (),
+        self, documents: Iterable[Document], sequence_length: int, extras: Sequence[str] = ()
     ) -> None:
         _check_length(sequence_length)
         self._open(sequence_length, packed_file.pack_in_memory(documents, sequence_length, extras))

@@ -51,17 +51,6 @@ class RowContent(TypedDict, total=False):
     tools: tuple[dict[str, object], ...] | None
 
 
-class SourceReport(TypedDict):
-    """What was read of one source. ran_out_at: the row at which it ended, None: it had more."""
-
-    name: str
-    path: str
-    rows: int
-    share_asked: float
-    share: float
-    ran_out_at: int | None
-
-
 @dataclass(frozen=True)
 class Row:
     """One usable row. `messages` or `tokens` is set; `spans` only for pre-tokenised rows that bring
@@ -252,8 +241,8 @@ class Mixture:
         ]
         return {"index": self.index, "ended": dict(self.ended), "sources": places}
 
-    def report(self) -> list[SourceReport]:
-        """What was read of each source."""
+    def report(self) -> list[dict[str, Any]]:
+        """What was read of each source. ran_out_at: the row at which it ended, if it did."""
         weights = sum(source.config.weight for source in self.sources)
         return [
             {

@@ -26,13 +26,12 @@ from train.data.answers import FAILED, INPUT, SKIPPED, PartWriter, StoredAnswer
 from train.data.ingest import read_rows
 from train.data.sources import Row, SkippedRow
 from train.data.tables import BadRowError
-from train.generate.backends.base import Backend
 from train.generate.backends.servers import ServerPool
 from train.generate.backends.vllm import VllmBackend
 from train.generate.config import GenerateJob
 from train.generate.sampling import SamplingConfig, backend_of
 from train.generate.target_facts import TargetFacts
-from train.generate.turns import Refused, Talk, keep_answer
+from train.generate.turns import Backend, Refused, Talk, keep_answer
 from train.processes import own_device, terminable
 from train.recording import PartRecords
 

@@ -35,15 +35,14 @@ from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE, verify_file, write_json, write_manifest
 from inference.target.loading import TargetConfig
 from train.data import answers
-from train.data.answers import DONE, INPUT, SETTINGS, output_lock
+from train.data.answers import DONE, INPUT, SETTINGS, AnswersManifest, output_lock, read_answers
 from train.data.config import DataConfig
 from train.data.held_out import load_held_out
 from train.data.ingest import Input, ingest, remove_rows, require_own_input
-from train.data.manifest import AnswersManifest, read_answers
-from train.generate.backends.base import Backend
 from train.generate.config import GenerateConfig, GenerateJob
 from train.generate.loop import AnyTarget, answer_rows, console_of, load_target
 from train.generate.sampling import sampling_of
+from train.generate.turns import Backend
 from train.memory import give_back_freed_memory
 from train.processes import join_processes, on_main
 from train.recording import RECORDS, count_records, drop_unanswered, require_drafts

@@ -3,7 +3,7 @@ the dataset brings itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,6 +36,13 @@ class Refused:
 
     request: Request
     reason: str
+
+
+class Backend(Protocol):
+    """Whoever samples answers: the bundled decoder, servers over HTTP, or vLLM in this process."""
+
+    def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
+        """An answer or a refusal per request, in finishing order."""
 
 
 class Talk:

@@ -111,7 +111,12 @@ def share_model(config: TargetConfig, world: World) -> tuple[Any, int]:
     if world.is_main:
         try:
             model = load_model(replace(config, device="cpu"))
-            _require_plain(model, config)
+            if getattr(model.config, "quantization_config", None) is not None:
+                raise UserError(
+                    f"target '{config.path}' has packed (quantised) weights, which "
+                    "engine.target_sharding cannot divide. Use its unquantised checkpoint, or "
+                    "engine.target_sharding=none."
+                )
             named = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
             facts = [named, getattr(model.generation_config, "eos_token_id", None), None]
         except UserError as error:
@@ -126,15 +131,6 @@ def share_model(config: TargetConfig, world: World) -> tuple[Any, int]:
             model.generation_config.eos_token_id = ends
     _place(model, named, world)
     return model, sum(prod(shape) for _, shape, _ in named)
-
-
-def _require_plain(model: Any, config: TargetConfig) -> None:
-    """Packed weights have parts that are no parameters."""
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise UserError(
-            f"target '{config.path}' has packed (quantised) weights, which engine.target_sharding "
-            "cannot divide. Use its unquantised checkpoint, or engine.target_sharding=none."
-        )
 
 
 def _place(model: Any, named: list[tuple[str, tuple[int, ...], torch.dtype]], world: World) -> None:
@@ -297,7 +293,8 @@ class DividedLayers(TargetAccess):
         """The others serve the main process until its block ends, then run theirs."""
         self._drop()
         if not self.world.is_main:
-            self._follow()
+            while (index := self._announce(_DONE)) != _DONE:
+                self._collect(index)
             yield
             return
         self._leading = True
@@ -328,10 +325,6 @@ class DividedLayers(TargetAccess):
                 wholes.append(whole)
             dist.gather(as_bytes(group.piece), pieces, dst=0, group=self.processes)
         return wholes
-
-    def _follow(self) -> None:
-        while (index := self._announce(_DONE)) != _DONE:
-            self._collect(index)
 
 
 class DividedState(UserDict[str, Tensor]):

@@ -61,25 +61,19 @@ class Claims:
                 if found is not None and not found.stale:
                     return False
                 self.path(name).unlink(missing_ok=True)
-            return self._create(name)
-
-    def _create(self, name: str) -> bool:
-        """Write the claim; False when a machine beyond the reach of our locks was faster."""
-        token = secrets.token_hex(8)
-        content = json.dumps(
-            {"host": socket.gethostname(), "pid": os.getpid(), "token": token}
-        ).encode()
-        try:
-            with self.path(name).open("xb") as file:
-                file.write(content)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            # half of a claim would be respected as a living writer's
-            self.path(name).unlink(missing_ok=True)
-            raise disk_error(self.store, error) from error
-        self._own[name] = token
-        return True
+            token = secrets.token_hex(8)
+            content = {"host": socket.gethostname(), "pid": os.getpid(), "token": token}
+            try:
+                with self.path(name).open("xb") as file:
+                    file.write(json.dumps(content).encode())
+            except FileExistsError:
+                return False  # a machine beyond the reach of our locks was faster
+            except OSError as error:
+                # half of a claim would be respected as a living writer's
+                self.path(name).unlink(missing_ok=True)
+                raise disk_error(self.store, error) from error
+            self._own[name] = token
+            return True
 
     def renew(self, name: str) -> None:
         with contextlib.suppress(OSError):

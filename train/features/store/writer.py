@@ -14,10 +14,10 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,16 +26,32 @@ from safetensors.torch import save
 
 from heads.api.batch import TrainBatch
 from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo
 from inference import manifest
-from inference.manifest import MANIFEST_FILE, write_bytes
+from inference.manifest import MANIFEST_FILE, file_sha256, write_bytes
+from inference.target.loading import TargetConfig, pick_device
+from inference.target.model import TargetModel
 from train.data.loader import PackedBatch, packed_rows
 from train.data.pack import PackedData
+from train.data.permute import stable_permutation
+from train.features.base import OnlineFeatures
+from train.features.config import FeaturesConfig
 from train.features.store import layout
 from train.features.store.batches import Content, Form, Logits, encode_batch, join_rows, to_cpu
 from train.features.store.claims import Claims, disk_error, folder_lock
-from train.features.store.codec import parts_of, store_bytes
-from train.features.store.layout import STORE_FILE, ShardIndex, index_path, shard_name, shard_path
+from train.features.store.codec import FORMATS, bytes_per_token, parts_of, states_of, store_bytes
+from train.features.store.layout import (
+    STORE_FILE,
+    ShardIndex,
+    identity_of,
+    index_path,
+    precision_of,
+    shard_name,
+    shard_path,
+)
+from train.processes import terminable
 
 logger = logging.getLogger(__name__)
 
@@ -213,23 +229,9 @@ def drop_damaged(folder: Path, plan: layout.StorePlan) -> list[str]:
     return dropped
 
 
-class StoreManifest(TypedDict):
-    """The manifest of a complete store. index: the shards' index files."""
-
-    identity: dict[str, object]
-    rows: int
-    tokens: int
-    hidden: int
-    estimated_bytes: int
-    target: dict[str, object]
-    bytes: int
-    shards: list[dict[str, Any]]
-    index: list[manifest.FileEntry]
-
-
 def finish_store(
     folder: Path, plan: layout.StorePlan, provenance: Mapping[str, object] | None
-) -> StoreManifest:
+) -> dict[str, Any]:
     """Write the manifest of a store whose shards are all there, once; returns it."""
     with folder_lock(folder):
         if not (folder / MANIFEST_FILE).is_file():
@@ -246,4 +248,122 @@ def finish_store(
             indices = [manifest.file_entry(folder, str(path.relative_to(folder))) for path in paths]
             content = {**known, "bytes": size, "shards": shards, "index": indices}
             manifest.write_manifest(folder, "features", content, provenance)
-    return cast(StoreManifest, manifest.read_manifest(folder, "features"))
+    return manifest.read_manifest(folder, "features")
+
+
+# From answers to a store
+
+
+@dataclass(frozen=True)
+class StoreJob:
+    """What is to be stored: for `heads` (name, kind, configuration) on a folder of `answers`.
+    dtype, sequence_length, batch_rows, seed: the training's engine.dtype, train.sequence_length,
+    micro_batch and seed. local_rank: picks this process's GPU."""
+
+    heads: tuple[tuple[str, str, Any], ...]
+    target: TargetConfig
+    answers: Path
+    features: FeaturesConfig
+    dtype: torch.dtype
+    sequence_length: int
+    batch_rows: int
+    seed: int
+    local_rank: int = 0
+
+    @property
+    def folder(self) -> Path:
+        return self.features.folder(self.answers)
+
+
+def write_features(
+    job: StoreJob,
+    provenance: Mapping[str, object] | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Write what is missing of the store, wait for other writers, return its manifest. Raises
+    `UserError` for drafters that read nothing of the target, for another store in the folder, and
+    for a quota or a disk that is too small."""
+    device = str(pick_device(job.target.device))
+    if device == "cuda":  # among several on a machine with GPUs, its own
+        device = f"cuda:{job.local_rank}"
+    target = TargetModel.load(replace(job.target, device=device))
+    needs = needs_of(job.heads, target.info)
+    form = job.features.form(target.info)
+    data = PackedData.from_manifest(job.answers, target.info, job.sequence_length)
+    identity = identity_of(
+        needs,
+        target.info,
+        file_sha256(job.answers / MANIFEST_FILE),
+        job.sequence_length,
+        precision_of(job.dtype, target.dtype),
+        job.features.format,
+        job.features.top_logits,
+    )
+    per_token = bytes_per_token(needs, target.info, job.features.format, identity.top_logits)
+    shard_bytes = int(job.features.shard_mib * MIB)
+    plan = make_plan(data, identity, per_token, target.info, shard_bytes)
+    for line in size_table(job.heads, target.info, job.features.top_logits):
+        say(line)
+    say(
+        f"{data.report.tokens:,} tokens in {len(data)} rows x {per_token:,.0f} bytes "
+        f"({job.features.format}: {', '.join(identity.things())}) = "
+        f"{gib(plan.estimated_bytes)} in {plan.shards} shards under '{job.folder}'"
+    )
+    plan = open_store(job.folder, plan, int(job.features.quota_gib * GIB))
+    if job.features.verify:
+        dropped = ", ".join(drop_damaged(job.folder, plan))
+        state = f"{dropped} damaged, written again" if dropped else "none is damaged"
+        say(f"checked every shard: {state}")
+        plan = open_store(job.folder, plan, 0)
+    stored = FeatureSpec(plan.identity.taps, plan.identity.last_hidden)
+    online = OnlineFeatures(target, stored, job.dtype)
+    # the order of the training's first epoch (train/data/loader.py)
+    order = stable_permutation(len(data), job.seed, 0)
+    given = (plan, data, order, online.batch, form, online.logits, job.batch_rows, say)
+    with terminable():
+        Writer(job.folder, *given).run()
+    return finish_store(job.folder, plan, provenance)
+
+
+def needs_of(heads: tuple[tuple[str, str, Any], ...], info: TargetInfo) -> FeatureSpec:
+    """What the drafters read in training together; raises `UserError` when that is nothing."""
+    specs = [spec_of(kind, config, info) for _, kind, config in heads]
+    union = FeatureSpec(
+        taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
+        last_hidden=any(spec.last_hidden for spec in specs),
+        logits=any(spec.logits for spec in specs),
+    )
+    union.check(info.num_layers)
+    if not states_of(union):
+        raise UserError(
+            f"{', '.join(name for name, _, _ in heads)}: nothing of the target is read in "
+            "training, so there is nothing to store."
+        )
+    return union
+
+
+def spec_of(kind: str, config: Any, info: TargetInfo) -> FeatureSpec:
+    found = get_kind(kind)
+    if not found.trainable:
+        raise UserError(
+            f"head '{kind}' has no weights to train, so there is nothing to store for it."
+        )
+    with torch.device("meta"):
+        needs: FeatureSpec = found.drafter_class(config, info).needs
+    return needs
+
+
+def size_table(
+    heads: tuple[tuple[str, str, Any], ...], info: TargetInfo, top_logits: int
+) -> list[str]:
+    """Bytes per token of every head, and of all together, in every format, as lines of text."""
+    specs = [(name, spec_of(kind, config, info)) for name, kind, config in heads]
+    if len(specs) > 1:
+        specs.append(("all of them", needs_of(heads, info)))
+    width = max(15, *(len(name) for name, _ in specs))
+    lines = [f"{'bytes per token':<{width}} " + "".join(f"{fmt:>10}" for fmt in FORMATS)]
+    for name, spec in specs:
+        top = top_logits if spec.last_hidden or spec.logits else 0
+        sizes = [bytes_per_token(spec, info, fmt, top) for fmt in FORMATS]
+        lines.append(f"{name:<{width}} " + "".join(f"{size:>10,.0f}" for size in sizes))
+    return lines
