@@ -1,5 +1,4 @@
-"""The settings of a training, which of them contradict each other, and what identifies it on
-resumption."""
+"""The settings of a training, which contradict each other, and what identifies it on resumption."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The training loop itself: steps, figures, evaluations, saves, and the reasons to stop.
-`train.run` sets it up.
+"""The training loop: steps, figures, evaluations, saves, and the reasons to stop.
 
 It knows an engine, features, a loader and a way to measure; nothing of targets, kinds or files of
-drafters.
+drafters (`train.setup`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""How this process treats memory that it has freed: kept for training on the CPU, given back
-between phases of work on data."""
+"""Freed memory: kept for training on the CPU, given back between phases of work on data."""
 
 from __future__ import annotations
 

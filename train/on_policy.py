@@ -1,5 +1,4 @@
-"""Training on the drafter's own words: answers are continued by the drafter for a window, and the
-target judges what it wrote.
+"""Training on the drafter's own words: it continues answers, and the target judges what it wrote.
 
 Answers of the target show a drafter only text that the target wrote; its own drafts lead elsewhere.
 Generalised knowledge distillation (GKD, 2306.13649) and DistillSpec (2310.08461) mix both. Here a

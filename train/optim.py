@@ -1,5 +1,4 @@
-"""AdamW and the learning rate's schedule. The rate is a pure function of the step, so resuming
-needs no scheduler state."""
+"""AdamW, and the learning rate as a function of the step: resuming needs no scheduler state."""
 
 from __future__ import annotations
 

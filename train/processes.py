@@ -1,5 +1,4 @@
-"""Several processes working as one, for stages that only need to agree on small things, and leaving
-in good order when a scheduler asks for it."""
+"""Several processes working as one, and leaving in good order when a scheduler asks for it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Records of a generation's verifications: written part by part beside the answers, so that both
-stay whole together.
+"""Records of a generation's verifications, written part by part beside the answers.
 
 Every part file of answers (train/data/answers.py) has its records in files of the same name below
 <out>/records/, written just before it. A kill leaves at most records without a part; they are
 removed before the generation continues, because their rows are answered again. So no verification
-is lost or doubled, whatever happened in between. A sequence's name is its row's id.
+is lost or doubled. A sequence's name is its row's id.
 """
 
 from __future__ import annotations

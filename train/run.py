@@ -1,14 +1,12 @@
 """`train(...)`: from a folder of answers to a drafter, chosen by measured tau.
 
-    <out>/best/            the drafter with the best tau, in the target's dtype: exactly the weights
-                           that were measured
+    <out>/best/            the drafter with the best tau, in the target's dtype, as measured
     <out>/checkpoints/     the newest full states, from which the same call continues bit for bit
     <out>/log.jsonl        one line per step and per evaluation
     <out>/summary.json     what it cost and what came out; tau.png
     <out>/manifest.json    written last
 
-Before the first step and after the last the training path is compared with the decoding path
-(`inference.parity`).
+Before the first step and after the last training is compared with decoding (`inference.parity`).
 """
 
 from __future__ import annotations

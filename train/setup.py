@@ -1,5 +1,4 @@
-"""One training, set up: the target, the data, the drafter, and what the training loop asks for on
-the way (tau, parity, checkpoints)."""
+"""One training, set up: target, data, drafter, and what the loop asks for on the way."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
 """The whole state of a training run on disk, so that a killed run continues bit for bit.
 
     checkpoints/step_00000120/
-      state.json                  step, best tau and early-stop counters, who wrote it, size and
-                                  SHA-256 of all files
-      model.safetensors           the drafter's weights, whole, float32
+      state.json                     step, best tau, counters, size and SHA-256 of all files
+      model.safetensors              the drafter's weights, whole, float32
       optimizer-<rank>.safetensors   AdamW's state by weight (train/engines/shards.py); one file, or
                                      one per process where it is divided
-      random-<rank>.safetensors, random-<rank>.json   generators of torch (CPU, CUDA), Python and
-                                                      numpy
+      random-<rank>.safetensors, random-<rank>.json   generators of torch, Python and numpy
 
 A folder is written under another name, flushed to the disk and then renamed: what bears the name is
 complete. Nothing is pickled.

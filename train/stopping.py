@@ -1,6 +1,5 @@
-"""Stopping a run from outside: SIGTERM (a scheduler), SIGUSR1 (SLURM before it takes nodes away,
-with --signal=USR1@seconds) and SIGINT (Ctrl-C) let the step end, save, and leave in good order.
-"""
+"""Stopping a run from outside: SIGTERM (a scheduler), SIGUSR1 (SLURM, --signal=USR1@seconds) and
+SIGINT (Ctrl-C) let the step end, save, and leave in good order."""
 
 from __future__ import annotations
 

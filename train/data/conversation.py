@@ -1,5 +1,4 @@
-"""What of a conversation is rendered, answered and supervised: turns, reasoning, and what to do
-with too long ones."""
+"""What of a conversation is rendered, answered and supervised, and how long ones are cut."""
 
 from __future__ import annotations
 

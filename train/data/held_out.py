@@ -1,5 +1,4 @@
-"""Keeps held-out prompts out of the training data: those of the benchmarks, and those that tau is
-watched on during training.
+"""Keeps held-out prompts, of benchmarks and of tau's measurements, out of the training data.
 
 A row repeats a held-out prompt when one of its messages contains a run of 50 letters and digits of
 it (case, signs and spaces do not count; about eight words), or is the whole of it. Runs that many

@@ -1,13 +1,10 @@
-"""Reads all sources once and leaves their rows on disk: judged, in order, ready for any number of
-processes.
+"""Reads all sources once and leaves their rows on disk, judged and in order, for any process.
 
     input/rows-00000.parquet ...   `BLOCK` rows each, while answers are being made
     input/keys/, *.bin             what judging the rows needs, until it is done
-    input/state.json               where reading stands: an interrupted reading continues after its
-                                   last complete block
+    input/state.json               where an interrupted reading continues: after a whole block
     input/verdict.bin              uint8 per row: kept, or why not (`duplicates.REASONS`)
-    input/input.json               what was read and what was left out; stays when the rows are
-                                   removed
+    input/input.json               what was read and left out; stays when the rows are removed
 
 Memory: one block, one partition of keys, one byte per row. The fingerprint covers id, domain and
 content of every row, in order.

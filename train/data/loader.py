@@ -1,5 +1,4 @@
-"""Which rows each optimiser step reads: a pure function of the step's index, the same for any
-number of processes.
+"""Which rows each optimiser step reads: a pure function of its index, for any number of processes.
 
 Rows form one endless stream: epoch 0 in its own random order, then epoch 1 in another, and so on.
 Step k reads rows k * global_batch ... (k + 1) * global_batch - 1 of it, so an epoch's incomplete

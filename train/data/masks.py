@@ -1,5 +1,4 @@
-"""The one owner of loss masks: from answer spans to a mask, and a report that lets a person look at
-it.
+"""From answer spans to loss masks, and a report that lets a person look at them.
 
 The mask is True where the token AT a position belongs to an answer; a drafter's loss looks ahead
 from the position before.

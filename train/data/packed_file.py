@@ -1,18 +1,16 @@
 """Packed rows on disk: one flat file of tokens in row order, and small indexes beside it.
 
-    tokens.bin      int32 per token, row after row; a supervised token t is stored as ~t (its sign
-                    says so)
+    tokens.bin      int32 per token, row after row; a supervised token t is stored as ~t
     lengths.bin     int32 per document, in the same order
     starts.bin      int64 [R + 1]: where each row's tokens begin
     documents.bin   int64 [R + 1]: where each row's documents begin in lengths.bin
     supervised.bin  int64 [R]
-    weights.bin, anchors.bin   float32 per token, beside tokens.bin; only where the answers have
-                               them (train/feedback)
+    weights.bin, anchors.bin   float32 per token, only where the answers have them (train/feedback)
     packed.json     what was packed, the report, and size and SHA-256 of each file; written last
 
-Rows are read with positional reads, not through a map: what the kernel caches is then not counted
-as this process's memory. Held in memory: 24 bytes per row and 4 per document. Documents are packed
-in windows, so packing holds no more than one window's tokens.
+Rows are read with positional reads: what the kernel caches is not counted as this process's memory,
+which holds 24 bytes per row and 4 per document. Documents are packed in windows, so packing holds
+no more than one window's tokens.
 
 Legend: R rows, T positions (sequence_length).
 """

@@ -1,5 +1,4 @@
-"""Opens any dataset source as a table with random access to rows: Hub datasets and local parquet,
-arrow, json and jsonl.
+"""Opens any dataset, on the Hub or local, as a table with random access to rows.
 
 Local jsonl is read line by line here rather than through `datasets`, which infers one schema for
 the whole file: there, one odd row would refuse the file, and here it is one skipped row with a

@@ -108,27 +108,21 @@ class TrainEngine(Protocol):
         """Add the gradient of one micro-batch; returns its detached loss and metrics. supervised:
         tokens of the WHOLE global step (all processes and micro-batches), the loss's divisor. last:
         whether it is this process's last micro-batch of the step."""
-        ...
 
     def step(self, rate: float) -> float:
         """Clip, update, clear the gradient; returns the whole norm before clipping."""
-        ...
 
     def weights(self) -> dict[str, Tensor]:
         """The drafter's `state_dict`, float32 on the CPU; empty but in the main process."""
-        ...
 
     def optimizer_state(self) -> StatePart:
         """AdamW's state by weight, this process's part; empty before the first step."""
-        ...
 
     def load_optimizer_state(self, parts: Sequence[AnyPart]) -> None:
         """Take over the `optimizer_state` of all processes, of any engine and number."""
-        ...
 
     def close(self) -> None:
         """Release what the engine holds; the drafter's unsharded weights stay valid."""
-        ...
 
 
 class Objective(nn.Module):

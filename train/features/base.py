@@ -1,9 +1,7 @@
-"""Where a drafter's training features come from: the same target, through the same taps, as in
-decoding.
+"""The target's features for training: through the same taps as in decoding.
 
-Four ways, the same numbers: online (here), from a store on disk (train/store), from feature servers
-(train/features/remote/client.py), from other processes of the same launch
-(train/features/group.py).
+Four ways, the same numbers: online (here), from a store on disk (store/), from feature servers
+(remote/client.py), from other processes of the same launch (group.py).
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class FeatureTarget(Protocol):
     """What is asked of a target here; `inference.target.model.TargetModel` has it."""
 
+    info: TargetInfo
     weights: TargetWeights
     device: torch.device
     dtype: torch.dtype
@@ -34,12 +33,6 @@ class FeatureTarget(Protocol):
     def features(
         self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec
     ) -> tuple[Tensor | None, Tensor | None]: ...
-
-
-class DescribedTarget(FeatureTarget, Protocol):
-    """A target that also knows its facts."""
-
-    info: TargetInfo
 
 
 class OnlineFeatures:

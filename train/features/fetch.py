@@ -1,9 +1,7 @@
-"""Features that come from somewhere else: fetched some steps ahead, put together on the trainer's
-device.
+"""Features from elsewhere: fetched some steps ahead, put together on the trainer's device.
 
-Where from is a `Source`: a store on disk, a feature server, another process of the launch. All of
-them give the same tensors (`train.features.store.batches`), so that a training cannot tell them
-apart, but for the rounding of the form they were asked for in.
+All sources (a store on disk, feature servers, other processes of the launch) give the same tensors
+(`train.features.store.batches`), but for the rounding of the form they were asked for in.
 """
 
 from __future__ import annotations
@@ -36,11 +34,9 @@ class Coming(Protocol):
 
     def wait(self, seconds: float) -> bool:
         """Whether they are there, or cannot come, after at most so long."""
-        ...
 
     def result(self) -> Content:
         """The features; waits for them, and raises `UserError` when they cannot be had."""
-        ...
 
 
 class Source(Protocol):
@@ -50,11 +46,9 @@ class Source(Protocol):
 
     def ask(self, packed: PackedBatch) -> Coming:
         """Begin to get the features of a batch. Called in the order of use."""
-        ...
 
     def close(self) -> None:
         """Close files, connections and threads."""
-        ...
 
 
 class FetchedFeatures:

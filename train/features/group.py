@@ -1,9 +1,8 @@
-"""Features from other processes of the same launch: of W processes the last ones run the target,
-the others train.
+"""Features from other processes of the same launch: the last ones run the target, the others train.
 
 The trainers form a group of their own for gradients. Between them and the target processes tensors
-go point to point over gloo, so from CPU memory to CPU memory also where there are GPUs: no kernel
-of one side ever waits for the other, and steps are asked for ahead.
+go point to point over gloo, from CPU memory to CPU memory also where there are GPUs: no kernel of
+one side ever waits for the other, and steps are asked for ahead.
 
 Each trainer talks to one target process. A message is a header [4] int64 (operation, rows,
 positions, status), for a request followed by tokens, positions and segments [3, b, T] int32; the
@@ -29,7 +28,7 @@ from inference.target.model import TargetModel
 from train.config import TrainingJob
 from train.data.loader import PackedBatch
 from train.distributed import JOIN_TIMEOUT, World
-from train.features.base import DescribedTarget
+from train.features.base import FeatureTarget
 from train.features.config import FeaturesConfig
 from train.features.fetch import Coming
 from train.features.remote import wire
@@ -146,7 +145,7 @@ class GroupSource:
     def __init__(
         self,
         config: FeaturesConfig,
-        target: DescribedTarget,
+        target: FeatureTarget,
         precision: str,
         needs: FeatureSpec,
         form: Form,
@@ -206,7 +205,7 @@ class GroupSource:
 # The target's end
 
 
-def serve(target: DescribedTarget, dtype: torch.dtype, trainers: list[int]) -> bool:
+def serve(target: FeatureTarget, dtype: torch.dtype, trainers: list[int]) -> bool:
     """Answer requests until every trainer has said good-bye; returns whether all were content."""
     group, _ = _links[0]
     key = key_of(target.info, precision_of(dtype, target.dtype))
@@ -234,7 +233,7 @@ def serve(target: DescribedTarget, dtype: torch.dtype, trainers: list[int]) -> b
     return not any(ends.values())
 
 
-def greet(trainer: int, target: DescribedTarget, key: str) -> Ask:
+def greet(trainer: int, target: FeatureTarget, key: str) -> Ask:
     """Compare a trainer's target with ours and tell it; returns what it wants."""
     theirs, wish = receive_body(trainer).split(" ", 1)
     refusal = "it runs another target, tokenizer or precision than the trainer."

@@ -1,5 +1,4 @@
-"""Opens the configured source of features: a store, feature servers, or other processes of the
-launch."""
+"""Opens the configured source of features."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.manifest import MANIFEST_FILE, file_sha256
 from train.data.loader import PackedBatch, StepLoader
-from train.features.base import DescribedTarget, Features, OnlineFeatures
+from train.features.base import Features, FeatureTarget, OnlineFeatures
 from train.features.config import FeaturesConfig
 from train.features.fetch import FetchedFeatures, Source, ThreadedSource
 from train.features.group import GroupSource
@@ -24,7 +23,7 @@ from train.features.store.reader import StoreReader
 
 def make_source(
     config: FeaturesConfig,
-    target: DescribedTarget,
+    target: FeatureTarget,
     needs: FeatureSpec,
     dtype: torch.dtype,
     answers: Path,
@@ -53,7 +52,7 @@ def make_source(
 
 @torch.no_grad()
 def require_logits_only(
-    drafter: TrainableDrafter, config: FeaturesConfig, target: DescribedTarget, packed: PackedBatch
+    drafter: TrainableDrafter, config: FeaturesConfig, target: FeatureTarget, packed: PackedBatch
 ) -> None:
     """Raise `UserError` when features.top_logits cannot stand in for the last hidden state: the
     drafter's loss is tried once on zeros."""
@@ -76,7 +75,7 @@ def require_logits_only(
 
 def make_features(
     config: FeaturesConfig,
-    target: DescribedTarget,
+    target: FeatureTarget,
     needs: FeatureSpec,
     dtype: torch.dtype,
     *,

@@ -1,9 +1,7 @@
-"""Answers all rows of a generation: a window of them at a time, so that memory does not grow with
-their number.
+"""Answers all rows of a generation, a window of them in memory at a time.
 
 In a window, prompts of similar length are decoded together (longest first). Conversations of which
-all turns are answered go round after round: what the target said last is context of what it is
-asked next.
+all turns are answered go round after round: each answer is context of the next.
 """
 
 from __future__ import annotations

@@ -2,16 +2,14 @@
 
 Rows come from one dataset or a mixture; they are read once, and what repeats an earlier row or a
 held-out prompt is left out (`train/data/ingest.py`). Answers are sampled by our own decoder,
-optionally sped up by a drafter, which changes nothing in them; by servers that return token ids; or
-by vLLM in this process. With our decoder an answer depends on its prompt, the sampling settings and
-the prompt's own seed: not on the number of processes, nor on the order or the batch. (The last
-holds as far as the target's arithmetic does: in float32 a batch may round differently by some 1e-6,
-which can turn a near-tie; in bfloat16 near-ties are common. Continuing after a kill repeats nothing
-that was written, so a finished folder is consistent.)
+optionally sped up by a drafter, by servers that return token ids, or by vLLM in this process. With
+our decoder an answer depends on its prompt, the sampling settings and the prompt's own seed, not on
+processes, order or batch, as far as the target's arithmetic allows: in float32 a batch may round
+differently by some 1e-6, which can turn a near-tie; in bfloat16 near-ties are common.
 
 Several processes (`accelerate launch`, `torchrun`) share the rows; each writes its own part files,
-see `train/data/answers.py`. Running the same command again continues; another configuration in the
-same folder is refused.
+see `train/data/answers.py`. Running the same command again continues, and repeats nothing that was
+written; another configuration in the same folder is refused.
 """
 
 from __future__ import annotations

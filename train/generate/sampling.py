@@ -1,5 +1,4 @@
-"""How answers are sampled, and by whom: our decoder, servers that speak vLLM's or SGLang's
-protocol, or vLLM in this process."""
+"""How answers are sampled, and by whom: our decoder, servers, or vLLM in this process."""
 
 from __future__ import annotations
 

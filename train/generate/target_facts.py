@@ -1,5 +1,4 @@
-"""What rendering prompts needs of a target, without its weights: for answers that come from
-elsewhere."""
+"""What rendering prompts needs of a target, without its weights."""
 
 from __future__ import annotations
 

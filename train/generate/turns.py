@@ -1,5 +1,4 @@
-"""From rows to answers: the requests of a row, turn by turn, the answers they get, and answers that
-the dataset brings itself."""
+"""From rows to answers, turn by turn, sampled or brought by the dataset."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""The target's layers with low-rank updates (peft's LoRA): trained, switched off, or merged for as
-long as one measures.
+"""The target's layers with low-rank updates (LoRA): trained, switched off, or merged to measure.
 
 Merging replaces the weights' memory and puts the former memory back, so that a training goes on bit
-for bit after a measurement; whoever reads the target's named tensors in between sees the merged
-ones.
-
-Legend: none needed; weights are [out, in] as `nn.Linear` holds them.
+for bit; whoever reads the target's named tensors in between sees the merged ones. Weights are [out,
+in] as `nn.Linear` holds them.
 """
 
 from __future__ import annotations
@@ -44,9 +41,13 @@ class Backbone:
 
     def _choose(self) -> list[str]:
         target, wanted = self.target, self.config.modules
-        inside = {id(p) for p in find_layers(target.decoder, target.info.num_layers).modules()}
-        modules = target.model.named_modules()
-        linears = {name: p for name, p in modules if id(p) in inside and _is_linear(p)}
+        inside = {
+            id(part)
+            for part in find_layers(target.decoder, target.info.num_layers).modules()
+            # quantised ones too, and GPT-2's transposed one
+            if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
+        }
+        linears = {name: p for name, p in target.model.named_modules() if id(p) in inside}
         last = {name: name.split(".")[-1] for name in linears}
         chosen = {name: p for name, p in linears.items() if not wanted or last[name] in wanted}
         if not chosen:
@@ -136,8 +137,3 @@ class Backbone:
     def _switch(self, on: bool) -> None:
         for layer in self.layers.values():
             layer.enable_adapters(on)
-
-
-def _is_linear(part: nn.Module) -> bool:
-    """nn.Linear and its kin (quantised ones too), and GPT-2's transposed one."""
-    return isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"

@@ -5,11 +5,10 @@
     target's features)
 
 The original is the same model with its updates switched off, so nothing but the answers is needed
-to stay close to it (self-distillation). The drafter comes first: while the updates are still zero
-only it is trained (two stages), then lambda rises to its value. lambda stands at the features, on
-what flows back into the target; the drafter's gradient is whole at all times. With `early_exit`,
-whose loss reads the tap at its exit, the same objective is LayerSkip's finetuning: the middle of
-the target learns to predict what its end does.
+to stay close to it (self-distillation). While the updates are still zero only the drafter is
+trained, then lambda rises to its value. lambda stands at the features, on what flows back into the
+target; the drafter's gradient is whole at all times. With `early_exit`, whose loss reads the tap at
+its exit, this is LayerSkip's finetuning.
 
 Legend: B rows, T positions, M selected positions, H hidden, V vocabulary, n taps.
 """

@@ -1,9 +1,7 @@
 """`train(..., joint=...)`: a drafter and its target trained together, and what comes out of it.
 
-    <out>/best/            the drafter, bound to the NEW target; updates.safetensors: the LoRA
-                           updates it was measured with
-    <out>/target/          the new target: updates merged, a Hugging Face folder that says what it
-                           is and how far it has moved
+    <out>/best/            the drafter, bound to the NEW target; updates.safetensors: its updates
+    <out>/target/          the new target: a Hugging Face folder that says how far it has moved
     <out>/manifest.json    names both targets and the drift
 
 tau is measured on the target as it would be saved at that moment: merged, in its own dtype. Until

@@ -1,9 +1,8 @@
-"""A jointly trained target on disk: a Hugging Face folder that says what it is and how far it has
-moved.
+"""A jointly trained target on disk: a Hugging Face folder that says how far it has moved.
 
-<out>/target/config.json      with an entry "headstart": the original, its revision, the LoRA
-settings, the drift <out>/target/README.md        the same for people <out>/target/drift.json
-the measured drift alone (`inference.measure.drift`)
+config.json   with an entry "headstart": original, revision, LoRA settings, drift
+README.md     the same for people
+drift.json    the measured drift alone (`inference.measure.drift`)
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A drafter's step without its memory: the real loss on fake floating-point tensors of the real
-sizes, forward and backward.
+"""A drafter's step without its memory: the real loss on fake tensors, forward and backward.
 
 Token ids, segments and masks are real, because the losses choose positions by them; whatever is a
-float has a shape and a dtype only. So every kind is counted by the code that will train it, and no
-kind needs a formula. Fake tensors say they are on the CPU; where a kind has another path on CUDA
-(flex attention of block drafters), that path needs less.
+float has a shape and a dtype only. So every kind is counted by the code that will train it. Fake
+tensors say they are on the CPU; where a kind has another path on CUDA (flex attention of block
+drafters), that path needs less.
 
 Legend: B rows, T positions.
 """

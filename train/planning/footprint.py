@@ -1,10 +1,9 @@
-"""What a piece of computation takes: floating-point operations, bytes alive at once, the largest
-tensor. Counted, not estimated.
+"""What a piece of computation takes: operations, bytes alive at once, the largest tensor; counted.
 
-A dispatch mode sees every operation below autograd, backward passes and recomputations included. It
-works on real tensors and on fake ones (`torch._subclasses.fake_tensor`), so that a step of any size
-can be counted without the memory for it (`train.planning.dry_run`). Not seen: what kernels take for
-themselves while they run, and products inside kernels that torch has no formula for.
+A dispatch mode sees every operation below autograd, backward passes and recomputations included, on
+real tensors and on fake ones (`torch._subclasses.fake_tensor`), so that a step of any size can be
+counted (`train.planning.dry_run`). Not seen: what kernels take for themselves, and products inside
+kernels that torch has no formula for.
 """
 
 from __future__ import annotations

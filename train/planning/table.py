@@ -33,7 +33,19 @@ def plan_table(content: Plan) -> Table:
     found.add_row("disk", f"states {gib(disk['states'])}, best {gib(disk['best'])}")
     stores = ", ".join(f"{fmt} {gib(count)}" for fmt, count in disk["feature_store"].items())
     found.add_row("  feature store, if any", stores)
-    add_features(found, content)
+    beforehand, reading = content["target_pass"], content["reading"]
+    making = f"; making it: {beforehand['device_hours']:.3g} device-hours"
+    once = making if settings["features"] == "store" else ""
+    found.add_row("target runs", beforehand["where"] + once)
+    if reading is not None:
+        held = f"{settings['trainer_target']} (features.trainer_target)"
+        found.add_row("  a trainer holds of it", held)
+        rates = [rate(reading[f"{name}_bytes_per_second"]) for name in ("process", "total")]
+        found.add_row(
+            "features read",
+            f"{rates[0]} per trainer, {rates[1]} in all ({reading['bytes_per_token']:,.0f} bytes a "
+            "token); the time assumes that they arrive as fast",
+        )
     parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in step.items() if name != "total")
     found.add_row("seconds per step", f"{step['total']:.3g} ({parts})")
     found.add_row("speed", content["speed"]["source"])
@@ -44,23 +56,6 @@ def plan_table(content: Plan) -> Table:
         "measured)",
     )
     return found
-
-
-def add_features(found: Table, content: Plan) -> None:
-    beforehand, settings, reading = content["target_pass"], content["settings"], content["reading"]
-    making = f"; making it: {beforehand['device_hours']:.3g} device-hours"
-    once = making if settings["features"] == "store" else ""
-    found.add_row("target runs", beforehand["where"] + once)
-    if reading is not None:
-        held = f"{settings['trainer_target']} (features.trainer_target)"
-        found.add_row("  a trainer holds of it", held)
-        found.add_row(
-            "features read",
-            f"{rate(reading['process_bytes_per_second'])} per trainer, "
-            f"{rate(reading['total_bytes_per_second'])} in all "
-            f"({reading['bytes_per_token']:,.0f} bytes a token); the time assumes that they arrive "
-            "as fast",
-        )
 
 
 def rate(bytes_per_second: float) -> str:

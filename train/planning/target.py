@@ -1,9 +1,7 @@
-"""A target known by its config alone: how many weights, how many of them a token meets, what its
-forward pass takes.
+"""A target known by its config alone: how many weights, and what its forward pass takes.
 
 The model is built from transformers' own classes without memory (fake tensors), so that counts are
-those of the real thing; only its config is read. Products with the LM head are not part of making
-features.
+those of the real thing. Products with the LM head are not part of making features.
 
 Legend: B rows, T positions, H hidden, I MLP width, h query heads, g key/value heads, D head size.
 """

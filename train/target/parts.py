@@ -1,11 +1,9 @@
-"""A target of which only that is in memory what training a drafter takes: for trainers whose
-features come from elsewhere.
+"""A target of which only what trainers need is in memory, where features come from elsewhere.
 
 Embedding and LM head are there, since drafters share them and losses turn hidden states into
 logits. All else has a shape and no contents: a head that starts from a layer has that layer's
 weights read from their file when it asks for them. Only safetensors files are read, tensor by
-tensor, and of a Hub repository only those files are fetched that hold what is asked for. Facts
-(`TargetInfo`) are those of the whole target.
+tensor, and only those files of a Hub repository are fetched that hold what is asked for.
 
 What would run the target is refused beforehand (`refuse_parts`); its self-check at loading is left
 to whoever makes the features.

@@ -1,18 +1,13 @@
-"""A frozen target that is too large for one device, divided among the processes of a training
-(ZeRO-3 without gradients).
+"""A frozen target divided among the processes of a training (ZeRO-3 without gradients).
 
 Every process keeps 1/N of each decoder layer. A layer is gathered just before it runs and released
 right after it; meanwhile the next one is being gathered. Each process runs its own rows through the
-whole target, so data parallelism, features and taps are what they are with a whole target, to the
-last bit. What lies outside of the layers (embeddings, final norm, LM head) is whole everywhere,
-since drafters share it. Memory per device: layers / N + two layers + the rest.
+whole target, so features are what they are with a whole target, to the last bit. What lies outside
+of the layers is whole everywhere, since drafters share it. Memory per device: layers / N + two
+layers + the rest. Only the main process reads the target from disk, into CPU memory.
 
-Only the main process reads the target from disk, into CPU memory; the others are handed their
-pieces layer by layer.
-
-Putting a layer together takes all processes. Where the main process alone runs the target
-(measuring tau, the parity check), it announces each layer, and the others, waiting in `main_alone`,
-send their pieces of it.
+Where the main process alone runs the target (measuring tau, the parity check), it announces each
+layer, and the others, waiting in `main_alone`, send their pieces of it.
 """
 
 from __future__ import annotations

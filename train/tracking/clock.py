@@ -1,17 +1,15 @@
 """Where a training's time goes, by part, without slowing it down.
 
 A `Clock` is a row of marks: whenever the work changes its kind, the time since the last mark is
-counted for the kind before. So the parts are exclusive and add up to the whole. On the CPU a mark
-is a reading of `perf_counter`; on CUDA it is an event in the stream, which is read when the device
-has come past it anyhow: nothing waits for a clock. Readings therefore come late by as much as the
-host runs ahead, which shifts time between two lines of the log and loses none.
+counted for the kind before, so the parts add up to the whole. On CUDA a mark is an event in the
+stream, read when the device has come past it anyhow: nothing waits for a clock, and readings come
+late by as much as the host runs ahead.
 
     target          the frozen target's forward pass, and its logits where a loss asks for them
     drafter         the drafter's forward and backward pass
     update          clipping and AdamW
     data            waiting for rows, or for features that come from elsewhere
-    communication   inside collectives, waiting for slower processes included (what overlaps with
-                    computing counts as that)
+    communication   inside collectives, waiting for slower processes included
     evaluation      measuring tau, and the last comparison of training with decoding
     saving          states and best checkpoints
     other           everything else of the loop

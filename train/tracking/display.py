@@ -1,8 +1,6 @@
-"""What a person sees while a drafter trains: progress with loss, tau, tokens/s and the time left,
-and a line per evaluation.
+"""What a person sees while a drafter trains: live progress, and a line per evaluation.
 
-Where there is no terminal (a log file, a scheduler), the same figures come as a plain line every
-half minute.
+Where there is no terminal, the same figures come as a plain line every half minute.
 """
 
 from __future__ import annotations

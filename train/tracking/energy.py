@@ -33,7 +33,7 @@ class EnergyMeter:
         except (nvml.NVMLError, AttributeError):
             return
         self._nvml = nvml
-        self._counter, self._read_at = self._total(), time.monotonic()
+        self._counter, self._read_at = self._read("TotalEnergyConsumption"), time.monotonic()
 
     @property
     def available(self) -> bool:
@@ -43,19 +43,17 @@ class EnergyMeter:
         """Joules since the last call, or since the meter was made; None when unknown."""
         if self._nvml is None:
             return None
-        counter, now = self._total(), time.monotonic()
+        counter, now = self._read("TotalEnergyConsumption"), time.monotonic()
         before, since = self._counter, now - self._read_at
         self._counter, self._read_at = counter, now
         if counter is not None and before is not None:
             return counter - before
-        try:
-            return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) / 1000.0 * since
-        except self._nvml.NVMLError:
-            return None
+        power = self._read("PowerUsage")
+        return None if power is None else power * since
 
-    def _total(self) -> float | None:
-        """The card's counter in joules, where it has one."""
+    def _read(self, figure: str) -> float | None:
+        """Joules (TotalEnergyConsumption) or watts (PowerUsage), where the card tells."""
         try:
-            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000.0
+            return float(getattr(self._nvml, f"nvmlDeviceGet{figure}")(self._handle)) / 1000.0
         except self._nvml.NVMLError:
             return None

@@ -1,15 +1,13 @@
-"""The cost of a training as it goes: time by part, model FLOPs utilisation, peak memory, energy;
-per step and in all.
+"""The cost of a training: time by part, model FLOPs utilisation, peak memory, energy.
 
 FLOPs are counted (train/planning/footprint.py) in the first step of a session and in every
-hundredth; in between the last count stands: rows have one length, and only the share of supervised
-tokens varies. Counted are the matrix products and attention that this process really computes: the
-target's forward pass over all positions, the drafter's forward and backward pass, what is computed
-a second time included. Utilisation is their number over (the device's peak x the time of the steps,
-waiting included, measuring tau and saving excluded).
+hundredth; in between the last count stands, as only the share of supervised tokens varies. Counted
+are the matrix products and attention that this process computes, recomputations included.
+Utilisation is their number over (the device's peak x the time of the steps, waiting included,
+measuring tau and saving excluded).
 
-Energy is read by every process for its own GPU. What was used since goes along with the sums of the
-next step, and of a save, so that the main process puts down what all of them used.
+Energy is read by every process for its own GPU and goes along with the sums of the next step or
+save, so that the main process puts down what all of them used.
 """
 
 from __future__ import annotations

@@ -110,6 +110,9 @@ class Tracker:
                 "train.tracker.wandb is on, but wandb is not installed. Install it, or set "
                 "train.tracker.wandb=disabled."
             ) from error
+        identity = out / ID_FILE
+        if not identity.is_file():
+            write_bytes(identity, f"{secrets.token_hex(4)}\n".encode())
         quiet = {"silent": True, "console": "off", "disable_git": True, "save_code": False}
         try:
             self._wandb = wandb.init(
@@ -119,7 +122,7 @@ class Tracker:
                 mode="online" if config.wandb == "online" else "offline",
                 config=without_secrets(settings),
                 tags=list(config.tags) or None,
-                id=run_id(out),
+                id=identity.read_text(encoding="utf-8").strip(),
                 resume="allow",
                 settings=wandb.Settings(**quiet),
             )
@@ -194,10 +197,8 @@ class EventFile:
         value = self._summary.Value
         values = [value(tag=name, simple_value=number) for name, number in scalars(line)]
         if values:
-            summary = self._summary(value=values)
-            self._writer.add_event(
-                self._event(wall_time=time.time(), step=line["step"], summary=summary)
-            )
+            given = {"step": line["step"], "summary": self._summary(value=values)}
+            self._writer.add_event(self._event(wall_time=time.time(), **given))
 
     def close(self) -> None:
         self._writer.close()
@@ -210,14 +211,6 @@ def scalars(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[s
             yield from scalars(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and (prefix or name != "step"):
             yield prefix + name, float(value)
-
-
-def run_id(out: Path) -> str:
-    """The id of the folder's Weights & Biases run; a new one is written down first."""
-    path = out / ID_FILE
-    if not path.is_file():
-        write_bytes(path, f"{secrets.token_hex(4)}\n".encode())
-    return path.read_text(encoding="utf-8").strip()
 
 
 def read_log(path: Path) -> list[LogLine]:

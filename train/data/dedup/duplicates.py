@@ -1,5 +1,4 @@
-"""Finds repeated and similar rows among any number of them, with memory for one part of the keys at
-a time.
+"""Finds repeated and similar rows with memory for one part of the keys at a time.
 
 Keys (of ids, of whole texts, of MinHash bands) are appended to one of `PARTITIONS` files each,
 chosen by the key's highest bits; equal keys so meet in one file, which is sorted alone. Signatures

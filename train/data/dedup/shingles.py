@@ -1,9 +1,8 @@
-"""Texts as sets of hashed shingles: runs of letters and digits, whatever the case, signs and spaces
-between them.
+"""Texts as sets of hashed shingles: runs of letters and digits.
 
 All hashes of a text are computed together, with wrapping 64-bit arithmetic: with prefix sums S of
-byte_i * p^i, the run of w bytes from i has the hash (S[i+w] - S[i]) * p^-i, for p is odd and so has
-an inverse. They are the same on every machine.
+byte_i * p^i, the run of w bytes from i has the hash (S[i+w] - S[i]) * p^-i (p is odd, so has an
+inverse). They are the same on every machine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The trainer's end of feature servers: requests in turn to each, tried again elsewhere when one
-fails."""
+"""The trainer's end of feature servers: requests in turn to each, tried again elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -97,7 +96,7 @@ class RemoteClient:
 
     def fetch(self, packed: PackedBatch) -> Content:
         """Features of a batch from one server after another; raises `UserError` when all fail."""
-        body = wire.pack_rows(packed)
+        body = save({name: getattr(packed, name).int().contiguous() for name in wire.ROWS})
         failures: dict[str, str] = {}
         for attempt in range(self.config.retries + 1):
             with self._lock:

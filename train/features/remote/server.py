@@ -1,9 +1,7 @@
-"""A feature server: the frozen target behind HTTP, for trainings that run elsewhere (`headstart
-features features.serve=true`).
+"""A feature server: the frozen target behind HTTP (`headstart features features.serve=true`).
 
-It listens on this machine alone unless told otherwise, and then insists on a token. Requests queue
-for the one target; a request that cannot be served is answered with a sentence, and the server goes
-on.
+It listens on this machine alone unless configured otherwise, and then insists on a token. Requests
+queue for the one target; one that cannot be served is answered with a sentence.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 from safetensors.torch import save
 
 from heads.api.errors import UserError
-from train.features.base import LOOPBACK, DescribedTarget
+from train.features.base import LOOPBACK, FeatureTarget
 from train.features.remote import wire
 from train.features.store.layout import precision_of, tensors_of
 
@@ -37,7 +35,7 @@ class FeatureServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(
-        self, target: DescribedTarget, dtype: torch.dtype, host: str, port: int, token: str = ""
+        self, target: FeatureTarget, dtype: torch.dtype, host: str, port: int, token: str = ""
     ) -> None:
         if host not in LOOPBACK and not token:
             raise UserError(

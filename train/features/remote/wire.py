@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from train.data.loader import PackedBatch
-from train.features.base import DescribedTarget, OnlineFeatures
+from train.features.base import FeatureTarget, OnlineFeatures
 from train.features.store.batches import Content, Form, encode_batch, to_cpu
 from train.features.store.codec import check_format
 
@@ -86,18 +86,13 @@ def key_of(info: TargetInfo, precision: str) -> str:
 
 
 def compute(
-    target: DescribedTarget, dtype: torch.dtype, ask: Ask, packed: PackedBatch
+    target: FeatureTarget, dtype: torch.dtype, ask: Ask, packed: PackedBatch
 ) -> tuple[Content, Form]:
     """The features that are asked for, as `dtype` before they are encoded, and their form."""
     info = target.info
     form = Form(ask.format, info.hidden_size, info.vocab_size, ask.top_logits)
     online = OnlineFeatures(target, ask.needs, dtype)
     return to_cpu(encode_batch(online.batch(packed), ask.taps, form, online.logits)), form
-
-
-def pack_rows(packed: PackedBatch) -> bytes:
-    parts = {name: getattr(packed, name).to(torch.int32).contiguous() for name in ROWS}
-    return save(parts)
 
 
 def unpack_rows(body: bytes, info: TargetInfo) -> PackedBatch:

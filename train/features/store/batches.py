@@ -1,14 +1,11 @@
-"""A training batch taken apart into what is stored or sent, and put together again on the trainer's
-device.
+"""A training batch taken apart into what is stored or sent, and put together again.
 
-What is stored or sent is `{thing: {part: tensor}}` over the N tokens of the rows that are not
-padding. Padding's features are zeros, which nothing reads.
+What is stored or sent is `{thing: {part: tensor}}` over the N tokens that are not padding.
 
 Teacher logits (`top`): the k largest log-probabilities, their ids, and the logsumexp of all logits.
 They take the place of the last hidden state, for kinds that read it only to compute the target's
 distribution: what such a kind picks out of `TrainBatch.last_hidden` and hands to `target_logits` is
-then a row of 2 k + 1 numbers instead of H. The mass outside the k tokens is spread evenly over the
-rest.
+then a row of 2 k + 1 numbers instead of H. The mass outside the k tokens is spread evenly.
 
 Legend: B rows, T positions, N real tokens, n taps, H hidden, V vocabulary, k stored logits, M
 selected positions.

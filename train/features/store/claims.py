@@ -1,11 +1,9 @@
-"""Several writers, one store: each says in a file which shard it is writing, so that the others
-take another one.
+"""Several writers, one store: each names in a file the shard it is writing; others take another.
 
-A claim without a sign of life is taken over; its writer's process may be gone, or its machine.
-Claims are taken, taken over and given up by one writer at a time, so that of many that find the
-same dead claim one gets it. A claim is a courtesy all the same: if two writers ever do the same
-shard (a machine that was thought gone comes back, a file system whose locks end at the machine),
-both write the same bytes, whole, under the same name.
+A claim without a sign of life is taken over. Claims change hands under a lock, so that of many that
+find the same dead claim one gets it. A claim is a courtesy all the same: two writers of one shard
+(a machine that was thought gone comes back, locks that end at the machine) write the same bytes,
+whole, under the same name.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """What lies in a store's folder, and whose features these are.
 
-    store.json                    what is stored, for which answers and target, and how many shards
-                                  there will be
-    shards/rows-00012.safetensors one tensor per stored thing: `tap.3.values`, `tap.3.scales`,
-    `last_hidden.values`, ..., over the
-                                  tokens of its rows, one after another, padding left out
-    index/rows-00012.json         written after its shard: size, SHA-256, and per row its digest and
-                                  how many tokens it has
+    store.json                    what is stored, for which answers and target, in how many shards
+    shards/rows-00012.safetensors a tensor per stored thing (`tap.3.values`, `tap.3.scales`,
+                                  `last_hidden.values`, ...) over its rows' tokens without padding
+    index/rows-00012.json         written after its shard: size, SHA-256, digest and tokens per row
     claims/rows-00012.json        who is writing a shard now
     manifest.json                 written last
 
-A row is found by the digest of what the target reads (tokens, positions, segments), not by its
-number: a store can never hand out the features of another text, and training may deal rows in any
-order.
+A row is found by the digest of what the target reads (tokens, positions, segments): a store can
+never hand out the features of another text, and training may deal rows in any order.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Reading a store: rows by what the target read, checked on first sight, also while the store is
-still being written.
+"""Reading a store: rows by what the target read, also while the store is being written.
 
-Shards are memory-mapped and a row's tokens are cut out of them: no shard is ever held whole. Of a
-shard that serves several kinds only the tensors that this training needs are touched. Each shard's
-SHA-256 is compared once per process, when it is first opened.
-
-A row that is not there yet is waited for, as long as the writers make progress; the error at the
-end names them.
+Shards are memory-mapped and a row's tokens are cut out of them; of a shard that serves several
+kinds only the needed tensors are touched. Each shard's SHA-256 is compared once per process. A row
+that is not there yet is waited for as long as the writers, named in the error, make progress.
 """
 
 from __future__ import annotations
@@ -79,10 +75,6 @@ class StoreReader:
         self._checked: set[int] = set()
         self.look()
 
-    @property
-    def complete(self) -> bool:
-        return len(self._indexed) == self.plan.shards
-
     def look(self) -> bool:
         """Take in the shards that have appeared since; returns whether there were any."""
         before = len(self._indexed)
@@ -116,7 +108,7 @@ class StoreReader:
             progress = self.look()
             if digest in self._places:
                 return self._places[digest]
-            if self.complete:
+            if len(self._indexed) == self.plan.shards:
                 raise UserError(
                     f"a row of this training is not in the feature store '{self.folder}': its "
                     "documents were packed differently. Delete the folder and run `headstart "

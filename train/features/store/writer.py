@@ -1,10 +1,9 @@
 """Writing a store: the frozen target runs once over the packed answers.
 
-Rows are written in the order in which the first epoch of the training reads them, so that a
-training that starts while the store is still being written finds each row as soon as it can. Any
-number of processes write at once, of one launch or started by hand: each claims the first shard
-that is missing. A shard is written whole or not at all, then its index; a rerun writes what is
-missing.
+Rows are written in the order in which the first epoch reads them, so that a training that starts
+meanwhile finds each as soon as it can. Any number of processes write at once: each claims the first
+shard that is missing. A shard is written whole or not at all, then its index; a rerun writes what
+is missing.
 """
 
 from __future__ import annotations
@@ -42,15 +41,7 @@ from train.features.store import layout
 from train.features.store.batches import Content, Form, Logits, encode_batch, join_rows, to_cpu
 from train.features.store.claims import Claims, disk_error, folder_lock
 from train.features.store.codec import FORMATS, bytes_per_token, parts_of, states_of, store_bytes
-from train.features.store.layout import (
-    STORE_FILE,
-    ShardIndex,
-    identity_of,
-    index_path,
-    precision_of,
-    shard_name,
-    shard_path,
-)
+from train.features.store.layout import ShardIndex, index_path, shard_name, shard_path
 from train.processes import terminable
 
 logger = logging.getLogger(__name__)
@@ -157,7 +148,7 @@ def open_store(folder: Path, plan: layout.StorePlan, quota_bytes: int) -> layout
     quota or a disk without room."""
     with folder_lock(folder):
         manifest.remove_leftovers(folder)  # of killed writers, before the room is counted
-        if (folder / STORE_FILE).is_file():
+        if (folder / layout.STORE_FILE).is_file():
             stored = layout.read_plan(folder)
             differences = stored.identity.differences(plan.identity)
             if differences or (stored.rows, stored.tokens) != (plan.rows, plan.tokens):
@@ -170,7 +161,7 @@ def open_store(folder: Path, plan: layout.StorePlan, quota_bytes: int) -> layout
         if missing_shards(folder, plan):
             (folder / MANIFEST_FILE).unlink(missing_ok=True)
         check_room(folder, plan, quota_bytes)
-        if not (folder / STORE_FILE).is_file():
+        if not (folder / layout.STORE_FILE).is_file():
             plan.write(folder)
     return plan
 
@@ -290,12 +281,12 @@ def write_features(
     needs = needs_of(job.heads, target.info)
     form = job.features.form(target.info)
     data = PackedData.from_manifest(job.answers, target.info, job.sequence_length)
-    identity = identity_of(
+    identity = layout.identity_of(
         needs,
         target.info,
         file_sha256(job.answers / MANIFEST_FILE),
         job.sequence_length,
-        precision_of(job.dtype, target.dtype),
+        layout.precision_of(job.dtype, target.dtype),
         job.features.format,
         job.features.top_logits,
     )
