@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -51,26 +52,23 @@ class Source(Protocol):
         """Close files, connections and threads."""
 
 
+@dataclass
 class FetchedFeatures:
     """`Features` from a source. loader: tells which batches come next; ahead: how many steps early
     they are asked for; device, dtype: of the features for the drafter. `wait_seconds` adds up the
     waiting."""
 
-    def __init__(
-        self,
-        source: Source,
-        needs: FeatureSpec,
-        logits: Logits,
-        device: torch.device,
-        dtype: torch.dtype,
-        loader: StepLoader | None = None,
-        ahead: int = 0,
-        last_step: int | None = None,
-    ) -> None:
-        self.source, self.needs, self.logits = source, needs, logits
-        self.device, self.dtype = device, dtype
-        self.loader, self.ahead, self.last_step = loader, ahead, last_step
-        self.wait_seconds = 0.0
+    source: Source
+    needs: FeatureSpec
+    logits: Logits
+    device: torch.device
+    dtype: torch.dtype
+    loader: StepLoader
+    ahead: int
+    last_step: int
+    wait_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
         self._coming: dict[str, Coming] = {}
         self._asked = -1
 
@@ -103,10 +101,9 @@ class FetchedFeatures:
 
     def _look_ahead(self, step: int) -> None:
         """Ask for the batches of this step and of the next `ahead` ones, each once."""
-        if self.loader is None or not self.ahead or step < self._asked - self.ahead:
+        if not self.ahead or step < self._asked - self.ahead:
             return
-        end = step + self.ahead
-        end = end if self.last_step is None else min(end, self.last_step)
+        end = min(step + self.ahead, self.last_step)
         for index in range(max(step, self._asked + 1), end + 1):
             for packed in self.loader.step(index):
                 self._coming[key_of(packed)] = self.source.ask(packed)

@@ -143,21 +143,19 @@ class GroupSource:
     """Features from this launch's target process, once it says that it runs the same target."""
 
     def __init__(
-        self,
-        config: FeaturesConfig,
-        target: FeatureTarget,
-        precision: str,
-        needs: FeatureSpec,
-        form: Form,
+        self, config: FeaturesConfig, target: FeatureTarget, precision: str, needs: FeatureSpec
     ) -> None:
         if not _links:
             raise UserError(
                 "features.mode=group works within `headstart train` under torchrun only."
             )
-        self.form, self.timeout = form, timedelta(seconds=config.timeout_seconds)
+        self.form, self.timeout = (
+            config.form(target.info),
+            timedelta(seconds=config.timeout_seconds),
+        )
         self.group, division = _links[0]
         self.target = division.target_of(dist.get_rank())
-        self.wish = Ask.of(needs, form)
+        self.wish = Ask.of(needs, self.form)
         self._sent: list[tuple[Any, Tensor]] = []
         self._coming: list[Any] = []
         send_header(HELLO, self.target)

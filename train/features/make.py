@@ -9,7 +9,6 @@ import torch
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
-from inference.manifest import MANIFEST_FILE, file_sha256
 from train.data.loader import PackedBatch, StepLoader
 from train.features.base import Features, FeatureTarget, OnlineFeatures
 from train.features.config import FeaturesConfig
@@ -17,37 +16,8 @@ from train.features.fetch import FetchedFeatures, Source, ThreadedSource
 from train.features.group import GroupSource
 from train.features.remote.client import RemoteClient
 from train.features.store.batches import batch_on, top_word
-from train.features.store.layout import identity_of, precision_of
+from train.features.store.layout import precision_of
 from train.features.store.reader import StoreReader
-
-
-def make_source(
-    config: FeaturesConfig,
-    target: FeatureTarget,
-    needs: FeatureSpec,
-    dtype: torch.dtype,
-    answers: Path,
-    loader: StepLoader,
-) -> Source:
-    """The source of features for a training; raises `UserError` when it does not fit or exist."""
-    form = config.form(target.info)
-    precision = precision_of(dtype, target.dtype)
-    if config.mode == "store":
-        wanted = identity_of(
-            needs,
-            target.info,
-            file_sha256(answers / MANIFEST_FILE),
-            loader.data.sequence_length,
-            precision,
-            config.format,
-            config.top_logits,
-        )
-        reader = StoreReader(config.folder(answers), wanted, config.wait_seconds)
-        return ThreadedSource(reader.fetch, form, threads=1, stop=reader.stop)
-    if config.mode == "remote":
-        client = RemoteClient(config, target.info, precision, needs, form)
-        return ThreadedSource(client.fetch, form, threads=2 * len(config.servers), stop=client.stop)
-    return GroupSource(config, target, precision, needs, form)
 
 
 @torch.no_grad()
@@ -96,6 +66,17 @@ def make_features(
             f"features.mode={config.mode} deals features of rows that were known beforehand. Use "
             "features.mode=online, remote or group."
         )
-    source = make_source(config, target, needs, dtype, answers, loader)
-    given = (source, needs, online.logits, target.device, dtype, loader, config.ahead)
-    return FetchedFeatures(*given, last_step=steps - 1)
+    form, precision = config.form(target.info), precision_of(dtype, target.dtype)
+    source: Source
+    if config.mode == "store":
+        length = loader.data.sequence_length
+        wanted = config.identity(needs, target.info, answers, length, precision)
+        reader = StoreReader(config.folder(answers), wanted, config.wait_seconds)
+        source = ThreadedSource(reader.fetch, form, threads=1, stop=reader.stop)
+    elif config.mode == "remote":
+        client, threads = RemoteClient(config, target.info, precision, needs), len(config.servers)
+        source = ThreadedSource(client.fetch, form, threads=2 * threads, stop=client.stop)
+    else:
+        source = GroupSource(config, target, precision, needs)
+    given = (online.logits, target.device, dtype, loader, config.ahead)
+    return FetchedFeatures(source, needs, *given, last_step=steps - 1)

@@ -22,7 +22,7 @@ from heads.api.target_info import TargetInfo
 from train.data.loader import PackedBatch
 from train.features.config import FeaturesConfig
 from train.features.remote import wire
-from train.features.store.batches import Content, Form
+from train.features.store.batches import Content
 from train.features.store.layout import things_of
 
 logger = logging.getLogger(__name__)
@@ -43,16 +43,11 @@ class RemoteClient:
     precision."""
 
     def __init__(
-        self,
-        config: FeaturesConfig,
-        info: TargetInfo,
-        precision: str,
-        needs: FeatureSpec,
-        form: Form,
+        self, config: FeaturesConfig, info: TargetInfo, precision: str, needs: FeatureSpec
     ) -> None:
         self.config, self.info, self.precision = config, info, precision
         self.servers = [split_address(text) for text in config.servers]
-        ask = wire.Ask.of(needs, form).to_json()
+        ask = wire.Ask.of(needs, config.form(info)).to_json()
         self.headers = {wire.KEY_HEADER: wire.key_of(info, precision), wire.ASK_HEADER: ask}
         token = os.environ.get(config.token_variable, "")
         if token:

@@ -25,8 +25,6 @@ from pydantic import BaseModel, TypeAdapter
 from torch import Tensor
 
 from heads.api.errors import UserError
-from heads.api.features import FeatureSpec
-from heads.api.target_info import TargetInfo
 from inference.manifest import FORMAT, write_bytes, write_json
 from train.data.loader import PackedBatch
 
@@ -80,30 +78,6 @@ class Identity:
 def precision_of(features: torch.dtype, target: torch.dtype) -> str:
     """How the target was run: its own dtype, and that of the features that a training is given."""
     return f"{str(features).removeprefix('torch.')} of {str(target).removeprefix('torch.')}"
-
-
-def identity_of(
-    needs: FeatureSpec,
-    info: TargetInfo,
-    answers: str,
-    length: int,
-    precision: str,
-    fmt: str,
-    top_logits: int,
-) -> Identity:
-    """The identity of a store that serves `needs`."""
-    last = needs.last_hidden or needs.logits
-    return Identity(
-        answers,
-        length,
-        info.revision,
-        info.tokenizer_hash,
-        precision,
-        fmt,
-        top_logits if last else 0,
-        needs.taps,
-        last,
-    )
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from heads.api.features import FeatureSpec
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo
 from inference import manifest
-from inference.manifest import MANIFEST_FILE, file_sha256, write_bytes
+from inference.manifest import MANIFEST_FILE, write_bytes
 from inference.target.loading import TargetConfig, pick_device
 from inference.target.model import TargetModel
 from train.data.loader import PackedBatch, packed_rows
@@ -281,14 +281,9 @@ def write_features(
     needs = needs_of(job.heads, target.info)
     form = job.features.form(target.info)
     data = PackedData.from_manifest(job.answers, target.info, job.sequence_length)
-    identity = layout.identity_of(
-        needs,
-        target.info,
-        file_sha256(job.answers / MANIFEST_FILE),
-        job.sequence_length,
-        layout.precision_of(job.dtype, target.dtype),
-        job.features.format,
-        job.features.top_logits,
+    precision = layout.precision_of(job.dtype, target.dtype)
+    identity = job.features.identity(
+        needs, target.info, job.answers, job.sequence_length, precision
     )
     per_token = bytes_per_token(needs, target.info, job.features.format, identity.top_logits)
     shard_bytes = int(job.features.shard_mib * MIB)
