@@ -96,18 +96,17 @@ def ingest(
     return _finish(data, folder, mixture, state)
 
 
+@dataclass
 class Reader:
     """Turns rows into blocks on disk."""
 
-    def __init__(
-        self,
-        data: DataConfig,
-        folder: Path,
-        held_out: HeldOutIndex | None,
-        decode: Callable[[tuple[int, ...]], str],
-    ) -> None:
-        self.data, self.folder, self.held_out, self.decode = data, folder, held_out, decode
-        self.keys = KeyFiles(folder / KEYS)
+    data: DataConfig
+    folder: Path
+    held_out: HeldOutIndex | None
+    decode: Callable[[tuple[int, ...]], str]
+
+    def __post_init__(self) -> None:
+        self.keys = KeyFiles(self.folder / KEYS)
 
     def read(self, state: dict[str, Any], progress: Callable[[int], None]) -> Mixture:
         """Read from where `state` (input/state.json) stands to the end, keeping it up to date."""

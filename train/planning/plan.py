@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from heads.api.config import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, config
 from heads.api.errors import UserError
@@ -163,20 +163,24 @@ def target_bytes(target: PlannedTarget, engine: EngineConfig, processes: int) ->
     return rest + -(-target.layer_bytes // processes) + 2 * target.largest_layer
 
 
-def memory(
-    job: TrainingJob,
-    target: PlannedTarget,
-    parts: int,
-    drafter_weights: int,
-    dry: DryStep,
-    needs: FeatureSpec,
-    trainers: int,
-) -> dict[str, int]:
-    """Bytes on a training process at a step's peak, by use. parts: of the target held in parts."""
+class Counted(NamedTuple):
+    """The target, what the drafter needs of it, its trained weights, the target's bytes held in
+    parts, and one micro-batch."""
+
+    target: PlannedTarget
+    needs: FeatureSpec
+    weights: int
+    parts: int
+    dry: DryStep
+
+
+def memory(job: TrainingJob, counted: Counted, trainers: int) -> dict[str, int]:
+    """Bytes on a training process at a step's peak, by use."""
+    target, needs, weights, parts, dry = counted
     rows, length = job.config.micro_batch, job.config.sequence_length
     online, whole = job.features.mode == "online", job.features.trainer_target == "whole"
     found = {"target": target_bytes(target, job.engine, trainers) if whole else parts}
-    state = state_bytes(drafter_weights, job.engine, trainers)
+    state = state_bytes(weights, job.engine, trainers)
     found |= {f"drafter {name}": count for name, count in state.items()}
     # The target's own pass and the drafter's follow each other; the features are there in both.
     token_bytes = (len(needs.taps) + 1) * target.info.hidden_size * job.engine.dtype.itemsize
@@ -197,16 +201,12 @@ def bandwidth(config: PlanConfig) -> float:
 
 
 def step_seconds(
-    job: TrainingJob,
-    target: PlannedTarget,
-    weights: int,
-    dry: DryStep,
-    config: PlanConfig,
-    speed: Speed,
+    job: TrainingJob, counted: Counted, config: PlanConfig, speed: Speed
 ) -> dict[str, float]:
     """Seconds of one step on a training process, by part. In features.mode=group `target` is what
     it waits for the target's processes, which work `features.ahead` steps ahead."""
     division, online = division_of(job, config), job.features.mode == "online"
+    target, _, weights, _, dry = counted
     trainers = division.trainers
     micro = job.config.global_batch // (job.config.micro_batch * trainers)
     forward = micro * target.flops(job.config.micro_batch, job.config.sequence_length) / speed.flops
@@ -283,17 +283,16 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
         )
     tokens, supervised = amount(job, config)
     shape, settings = (train.micro_batch, train.sequence_length), (job.target, job.engine)
-    target, needs, weights, parts_held, dry = count_step(
-        job.kind, job.head, *settings, *shape, round(supervised, 2)
-    )
-    held = with_total(memory(job, target, parts_held, weights, dry, needs, trainers))
+    counted = count_step(job.kind, job.head, *settings, *shape, round(supervised, 2))
+    target, needs, weights, _, dry = counted
+    held = with_total(memory(job, counted, trainers))
     beside = None
     if division.targets:  # processes that run the target for others
         working = target.activations(*shape, needs)
         beside = with_total({"target": target.weight_bytes, "activations": working})
     largest = max(held["total"], beside["total"] if beside else 0)
     steps = train.steps(-(-tokens // (train.global_batch * train.sequence_length)))
-    seconds = with_total(step_seconds(job, target, weights, dry, config, speed))
+    seconds = with_total(step_seconds(job, counted, config, speed))
     hours = steps * seconds["total"] / (1.0 - speed.fixed) / 3600
     capacity = gpu(config.gpu).memory - RUNTIME_BYTES if config.gpu else None
     rows = -(-tokens // train.sequence_length)
@@ -359,15 +358,14 @@ def count_step(
     rows: int,
     length: int,
     supervised: float,
-) -> tuple[PlannedTarget, FeatureSpec, int, int, DryStep]:
-    """The target, what the drafter needs of it, its trained weights, the target's bytes held in
-    parts, and its step. Kept: plans for several sizes share them."""
+) -> Counted:
+    """Kept: plans for several sizes share them."""
     described = plan_target(target)
     drafter = plan_drafter(kind, head, described)
     weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     parts = held_in_parts(kind, head, described)
     step = dry_step(drafter, described, engine, rows, length, supervised)
-    return described, drafter.needs, weights, parts, step
+    return Counted(described, drafter.needs, weights, parts, step)
 
 
 def amount(job: TrainingJob, config: PlanConfig) -> tuple[int, float]:
