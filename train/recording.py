@@ -15,17 +15,12 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from heads.api.errors import UserError
+from inference import verifications
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion
 from inference.manifest import checkpoint_hash
-from inference.verifications import (
-    SEQUENCES,
-    VERIFICATIONS,
-    RecordsConfig,
-    VerificationLog,
-    record_facts,
-)
+from inference.verifications import SEQUENCES, VERIFICATIONS, RecordsConfig
 from train.data.answers import DONE, PARTS, StoredAnswer
 from train.generate.sampling import backend_of
 from train.generate.turns import Talk
@@ -51,10 +46,9 @@ class PartRecords:
         self, out: Path, config: RecordsConfig, engine: Engine, drafter: str, world: int
     ) -> None:
         self.temperature = engine.decode.temperature
-        facts = record_facts(engine, drafter, checkpoint_hash(drafter))
-        self.log = VerificationLog(
-            out / RECORDS, facts, config.max_bytes // world, config.redact, held=None
-        )
+        facts = verifications.record_facts(engine, drafter, checkpoint_hash(drafter))
+        limits = (config.max_bytes // world, config.redact)
+        self.log = verifications.VerificationLog(out / RECORDS, facts, *limits, held=None)
         self.log.bytes //= world
         self._turns: dict[int, list[tuple[Completion, int]]] = {}
 
@@ -88,9 +82,10 @@ def drop_unanswered(out: Path) -> None:
 
 def count_records(out: Path, answered: int) -> dict[str, Any]:
     """The manifest's entry: rows of both tables, and answers that are not on record."""
-    verifications, sequences = (
-        sum(pq.read_metadata(path).num_rows for path in (out / RECORDS).glob(f"{table}-*.parquet"))
-        for table in (VERIFICATIONS, SEQUENCES)
-    )
-    counts = {"verifications": verifications, "sequences": sequences}
-    return {"folder": RECORDS, **counts, "missing": answered - sequences}
+    tables = {"verifications": VERIFICATIONS, "sequences": SEQUENCES}
+    files = {name: (out / RECORDS).glob(f"{table}-*.parquet") for name, table in tables.items()}
+    counts = {
+        name: sum(pq.read_metadata(path).num_rows for path in paths)
+        for name, paths in files.items()
+    }
+    return {"folder": RECORDS, **counts, "missing": answered - counts["sequences"]}

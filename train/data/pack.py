@@ -215,7 +215,7 @@ def weighted_documents(
             # Shards of older versions have no column `parts`: one document per row.
             known = "parts" in batch.schema.names
             parts = batch.column("parts").to_pylist() if known else [None] * len(spans)
-            values, bounds = tokens.values.to_numpy(), tokens.offsets.to_numpy()
+            values, bounds = tokens.values.to_numpy(), tokens.offsets.to_pylist()
             if len(values) and not 0 <= values.min() <= values.max() < info.vocab_size:
                 raise UserError(
                     f"'{path}' holds token ids outside 0..{info.vocab_size - 1}, the vocabulary "

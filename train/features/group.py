@@ -216,7 +216,10 @@ def serve(target: FeatureTarget, dtype: torch.dtype, trainers: list[int]) -> boo
         if operation == BYE:
             ends[trainer] = status
         elif operation == HELLO:
-            asks[trainer] = greet(trainer, target, key)
+            theirs, wish = receive_body(trainer).split(" ", 1)
+            refusal = "it runs another target, tokenizer or precision than the trainer."
+            send_body("" if theirs == key else refusal, trainer)
+            asks[trainer] = Ask.from_json(wish, target.info)
         else:
             body = torch.empty(3, rows, length, dtype=torch.int32)
             dist.recv(body, src=trainer, group=group, tag=ROWS_TAG)
@@ -229,14 +232,6 @@ def serve(target: FeatureTarget, dtype: torch.dtype, trainers: list[int]) -> boo
             answer = torch.cat([each.flatten() for each in flat])
             dist.send(answer, trainer, group=group, tag=ANSWER_TAG)
     return not any(ends.values())
-
-
-def greet(trainer: int, target: FeatureTarget, key: str) -> Ask:
-    """Compare a trainer's target with ours and tell it; returns what it wants."""
-    theirs, wish = receive_body(trainer).split(" ", 1)
-    refusal = "it runs another target, tokenizer or precision than the trainer."
-    send_body("" if theirs == key else refusal, trainer)
-    return Ask.from_json(wish, target.info)
 
 
 # Bytes

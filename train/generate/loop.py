@@ -28,12 +28,10 @@ from train.generate.backends.servers import ServerPool
 from train.generate.backends.vllm import VllmBackend
 from train.generate.config import GenerateJob
 from train.generate.sampling import SamplingConfig, backend_of
-from train.generate.target_facts import TargetFacts
+from train.generate.target_facts import AnyTarget, TargetFacts
 from train.generate.turns import Backend, Refused, Talk, keep_answer
 from train.processes import own_device, terminable
 from train.recording import PartRecords
-
-AnyTarget = TargetModel | TargetFacts
 
 
 class OwnDecoder:

@@ -38,8 +38,9 @@ from train.data.config import DataConfig
 from train.data.held_out import load_held_out
 from train.data.ingest import Input, ingest, remove_rows, require_own_input
 from train.generate.config import GenerateConfig, GenerateJob
-from train.generate.loop import AnyTarget, answer_rows, console_of, load_target
+from train.generate.loop import answer_rows, console_of, load_target
 from train.generate.sampling import sampling_of
+from train.generate.target_facts import AnyTarget
 from train.generate.turns import Backend
 from train.memory import give_back_freed_memory
 from train.processes import join_processes, on_main

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from heads.api.target_info import TargetInfo
 from inference.target import loading
 from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class TargetFacts:
             )
         ends = loading.end_tokens(_generation_eos(config, model), tokenizer)
         return cls(tokenizer, loading.describe(model, tokenizer, config), ends)
+
+
+AnyTarget = TargetModel | TargetFacts
 
 
 def _generation_eos(config: TargetConfig, model: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from heads.api.target_info import TargetInfo
 from inference.decoding.config import DecodeConfig
@@ -17,16 +17,7 @@ from train.data.config import DataConfig
 from train.data.conversation import apply_reasoning, fit_document, fit_prompt, places_to_answer
 from train.data.sources import Row
 from train.data.tables import BadRowError
-
-
-class Facts(Protocol):
-    """What rendering needs of a target: a `TargetModel` or `TargetFacts`."""
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    @property
-    def info(self) -> TargetInfo: ...
+from train.generate.target_facts import AnyTarget
 
 
 @dataclass(frozen=True)
@@ -54,7 +45,7 @@ class Talk:
     sampled after exactly the tokens before it; no text is tokenised again.
     """
 
-    def __init__(self, row: Row, target: Facts, data: DataConfig, decode: DecodeConfig) -> None:
+    def __init__(self, row: Row, target: AnyTarget, data: DataConfig, decode: DecodeConfig) -> None:
         """Raises `BadRowError` or `UserError` with the reason why the row cannot be answered."""
         self.row, self.target, self.data, self.decode = row, target, data, decode
         self.messages: list[Message] = []
@@ -169,7 +160,7 @@ _NEXT: Message = {"role": "assistant", "content": "."}
 """Stands for the answer that comes next, before which the reasoning of earlier ones is dropped."""
 
 
-def keep_answer(row: Row, target: Facts, data: DataConfig) -> StoredAnswer:
+def keep_answer(row: Row, target: AnyTarget, data: DataConfig) -> StoredAnswer:
     """The dataset's own answers, tokenised; raises `BadRowError` or `UserError` without any."""
     if row.messages is not None:
         found = _kept_documents(apply_reasoning(row.messages, data.reasoning), row, target, data)
@@ -211,7 +202,7 @@ def check_vocabulary(tokens: Sequence[int], info: TargetInfo) -> None:
 
 
 def _kept_documents(
-    messages: Sequence[Message], row: Row, target: Facts, data: DataConfig
+    messages: Sequence[Message], row: Row, target: AnyTarget, data: DataConfig
 ) -> list[tuple[list[int], list[Span]]]:
     """The conversation as one document, or one per turn where its template allows no other."""
     extra = (row.tools, data.template_arguments)

@@ -26,7 +26,14 @@ class VllmBackend:
     def __init__(self, sampling: SamplingConfig, facts: TargetFacts, target: TargetConfig) -> None:
         """Raises `UserError` where vLLM is not installed."""
         self.sampling, self.facts = sampling, facts
-        self.vllm = _vllm()
+        try:
+            self.vllm: Any = importlib.import_module("vllm")
+        except ImportError as error:
+            raise UserError(
+                f"sampling.backend is 'vllm', but vLLM cannot be imported here ({error}). Install "
+                "it in this environment, or start `vllm serve` in one of its own and give its "
+                "address: sampling.server=http://host:8000."
+            ) from error
         names = ("revision", "dtype", "trust_remote_code")
         given = {"model": target.path, **{name: getattr(target, name) for name in names}}
         self.engine = self.vllm.LLM(**given | dict(sampling.vllm_arguments))
@@ -58,14 +65,3 @@ class VllmBackend:
             return completion_of(request, list(output.token_ids), ended, *known)
         except BadAnswerError as error:
             return Refused(request, f"vLLM: {error}")
-
-
-def _vllm() -> Any:
-    try:
-        return importlib.import_module("vllm")
-    except ImportError as error:
-        raise UserError(
-            f"sampling.backend is 'vllm', but vLLM cannot be imported here ({error}). Install it "
-            "in this environment, or start `vllm serve` in one of its own and give its address: "
-            "sampling.server=http://host:8000."
-        ) from error
