@@ -231,8 +231,6 @@ class Run:
                 meter=self.meter,
             ).run()
 
-    # With weights
-
     def serving(self, weights: Mapping[str, Tensor]) -> TrainableDrafter:
         """The drafter as a checkpoint with these weights would load, ready to decode."""
         return self.fresh(type(self.drafter), weights)

@@ -210,9 +210,6 @@ def read_snapshot(folder: Path, share: int = 0, shares: int = 1) -> Snapshot:
     return Snapshot(folder, **fields)
 
 
-# Random generators
-
-
 def save_random_state(folder: Path, rank: int) -> None:
     """Write the generators of torch (CPU and current CUDA device), Python and numpy."""
     states = {"cpu": torch.get_rng_state()}
@@ -247,9 +244,6 @@ def set_random_state(folder: Path, rank: int, processes: int) -> None:
     name, keys, place, has_gauss, cached = plain["numpy"]
     # as above
     np.random.set_state((name, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
-
-
-# Files
 
 
 def _optimizer_file(rank: int) -> str:

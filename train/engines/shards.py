@@ -181,9 +181,6 @@ def _fill(target: Tensor, name: str, span: Span, parts: Sequence[AnyPart]) -> No
         )
 
 
-# Which runs a process updates
-
-
 def whole_spans(named: Mapping[str, Tensor]) -> list[Span]:
     return [Span(name, tuple(p.shape), 0, p.numel(), p) for name, p in named.items()]
 

@@ -234,9 +234,6 @@ def serve(target: FeatureTarget, dtype: torch.dtype, trainers: list[int]) -> boo
     return not any(ends.values())
 
 
-# Bytes
-
-
 def answer_parts(
     taps: tuple[int, ...], last: bool, form: Form
 ) -> list[tuple[str, str, torch.dtype, int, int]]:

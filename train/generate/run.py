@@ -120,9 +120,6 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
     return read
 
 
-# The input, and whether the output folder belongs to it
-
-
 def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> dict[str, Any]:
     """Everything an answer depends on: batch size, drafter, processes and paths may change."""
     template = str(model.tokenizer.chat_template or "")
@@ -216,9 +213,6 @@ def _differences(old: Any, new: Any, path: str = "") -> list[str]:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 20 else text[:14] + '..."'
-
-
-# The end
 
 
 def finish(

@@ -84,8 +84,6 @@ class JointRun(Run):
         """Tokens alone: the features are part of what is trained."""
         return PlainTokens(self.target.device)
 
-    # With weights
-
     def as_saved(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """The target with these weights' updates merged for as long as the context lasts."""
         present = {name: value.detach() for name, value in self.backbone.parameters.items()}
@@ -115,8 +113,6 @@ class JointRun(Run):
         with self.as_saved(weights):
             save_drafter(self.serving(weights), folder, promised)
         save_file(split_state(weights)[1], str(folder / UPDATES_FILE))
-
-    # The new target
 
     def manifest(self, progress: Progress, reason: str) -> TrainOutcome:
         """Saves the best target, binds its drafter to it and measures the drift on the way."""

@@ -134,9 +134,6 @@ class Speed:
         return cls(summary.mfu * peak.tflops * TERA, about, fixed)
 
 
-# Memory
-
-
 def state_bytes(weights: int, engine: EngineConfig, processes: int) -> dict[str, int]:
     """Bytes of training P weights on one process: `weights`, `gradients`, `adam` (both moments),
     and `working` (the engine's copies and buffers)."""
@@ -189,9 +186,6 @@ def memory(job: TrainingJob, counted: Counted, trainers: int) -> dict[str, int]:
     return {**found, "activations": max(drafting, running)}
 
 
-# Time
-
-
 def bandwidth(config: PlanConfig) -> float:
     """Bytes/s that a ring over all processes carries past each of them."""
     link = gpu(config.gpu).link
@@ -232,9 +226,6 @@ def division_of(job: TrainingJob, config: PlanConfig) -> Division:
     return Division(config.count, 0)
 
 
-# Features
-
-
 def target_pass(
     job: TrainingJob, target: PlannedTarget, tokens: int, division: Division, speed: Speed
 ) -> dict[str, Any]:
@@ -265,9 +256,6 @@ def reading(
         "process_bytes_per_second": step / seconds / trainers,
         "total_bytes_per_second": step / seconds,
     }
-
-
-# The plan
 
 
 def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:

@@ -159,9 +159,6 @@ def fill(model: Any, files: WeightFiles, device: torch.device) -> None:
             head.weight = nn.Parameter(value, requires_grad=False)
 
 
-# Files
-
-
 class WeightFiles:
     """Where each weight of a model lies in its safetensors files, which are fetched and opened as
     read. read_so_far: weights and their bytes. Raises `UserError` when files or weights are
@@ -293,9 +290,6 @@ class StoredWeights(UserDict[str, Tensor]):
             f"target held in parts: {gib(sum(self.files.read_so_far.values()))} of {gib(whole)} "
             "were read; tau and parity are not checked in this training"
         )
-
-
-# What is tried before the first step
 
 
 def trial_batch(

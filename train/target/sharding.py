@@ -94,9 +94,6 @@ def refuse_combinations(job: TrainingJob) -> None:
             )
 
 
-# From the main process to all
-
-
 def share_model(config: TargetConfig, world: World) -> tuple[Any, int]:
     """The target's modules, with real weights in the main process alone, and their parameters.
     Collective."""
@@ -161,9 +158,6 @@ def _layers_of(model: Any) -> nn.ModuleList:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The same contiguous memory as [n] uint8: every backend carries bytes."""
     return tensor.view(-1).view(torch.uint8)
-
-
-# Divided layers
 
 
 @dataclass

@@ -112,9 +112,6 @@ def _encode_int4(exact: Tensor) -> dict[str, Tensor]:
     return {"values": whole[:, 0::2] | (whole[:, 1::2] << 4), "scales": scales}
 
 
-# Sizes
-
-
 def states_of(needs: FeatureSpec) -> int:
     """States per token: taps, and the last hidden state, from which logits follow."""
     return len(needs.taps) + int(needs.last_hidden or needs.logits)

@@ -242,9 +242,6 @@ def finish_store(
     return manifest.read_manifest(folder, "features")
 
 
-# From answers to a store
-
-
 @dataclass(frozen=True)
 class StoreJob:
     """What is to be stored: for `heads` (name, kind, configuration) on a folder of `answers`.

@@ -37,9 +37,6 @@ class Ended:
     token: int | None
 
 
-# Answers
-
-
 class _Completions(BaseModel):
     """What is read of vLLM's answer."""
 
@@ -86,9 +83,6 @@ def _read_end(finish: Any, stop: Any, same_prompt: bool) -> Ended:
     if not same_prompt:
         raise BadAnswerError("the server read another prompt than the token ids that were sent")
     return Ended(str(finish), stop if isinstance(stop, int) else None)
-
-
-# Protocols
 
 
 class OpenAI:
@@ -160,9 +154,6 @@ def _sampling(decode: DecodeConfig) -> Json:
     biases = {str(token): bias for token, bias in decode.logit_bias}
     given = {name: getattr(decode, name) for name in names}
     return {**given, "logit_bias": biases} if biases else given
-
-
-# Checks
 
 
 def completion_of(

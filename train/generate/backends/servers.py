@@ -202,8 +202,6 @@ class ServerPool:
             request, tokens, ended, facts.eos_token_ids, facts.info.vocab_size
         )
 
-    # The check before the start
-
     def _connect(self, address: str) -> Server:
         """The server at an address, after a look at its protocol, its model and its tokenizer."""
         protocol = self._protocol(address)
@@ -253,8 +251,6 @@ class ServerPool:
                     raise UserError(f"{url} does not answer: {error}. Is the server up?") from error
                 time.sleep(self._backoff(attempt) if error.wait is None else error.wait)
         raise AssertionError("unreachable")
-
-    # HTTP
 
     def _ask(self, url: str, body: Json | None = None) -> Json:
         """POST JSON, or GET without a body; raises `ServerError`, `UserError` for a wrong key."""
