@@ -75,6 +75,10 @@ class StoreReader:
         self._checked: set[int] = set()
         self.look()
 
+    @property
+    def complete(self) -> bool:
+        return len(self._indexed) == self.plan.shards
+
     def look(self) -> bool:
         """Take in the shards that have appeared since; returns whether there were any."""
         before = len(self._indexed)
@@ -108,7 +112,7 @@ class StoreReader:
             progress = self.look()
             if digest in self._places:
                 return self._places[digest]
-            if len(self._indexed) == self.plan.shards:
+            if self.complete:
                 raise UserError(
                     f"a row of this training is not in the feature store '{self.folder}': its "
                     "documents were packed differently. Delete the folder and run `headstart "
