@@ -1,5 +1,4 @@
-"""The settings of a training, which of them contradict each other, and what identifies it on
-resumption."""
+"""The settings of a training, which contradict each other, and what identifies it on resumption."""
 
 from __future__ import annotations
 
@@ -146,23 +145,20 @@ def refuse_senseless(job: TrainingJob) -> None:
 
 def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
     """What a run is: stored with every state, compared when it continues. Plain JSON values."""
-    config = job.config
+    config, answers = job.config, job.data / MANIFEST_FILE
+    refresh = {"refresh": asdict(config.refresh)} if config.refresh.init_from else {}
+    names = ("global_batch", "sequence_length", "seed")
+    train = {name: getattr(config, name) for name in names}
     facts = {
         "kind": job.kind,
-        "head": asdict(job.head)
-        | ({"refresh": asdict(config.refresh)} if config.refresh.init_from else {}),
+        "head": asdict(job.head) | refresh,
         "target": {"revision": target.revision, "tokenizer_hash": target.tokenizer_hash},
         "engine": asdict(job.engine),
         "precision": job.engine.precision,
-        "data": file_sha256(job.data / MANIFEST_FILE)
-        if (job.data / MANIFEST_FILE).is_file()
-        else "",
+        "data": file_sha256(answers) if answers.is_file() else "",
         "optim": asdict(job.optim),
         "schedule": asdict(job.schedule),
-        "train": {
-            name: getattr(config, name) for name in ("global_batch", "sequence_length", "seed")
-        }
-        | {"steps": steps, "on_policy": asdict(config.on_policy)},
+        "train": train | {"steps": steps, "on_policy": asdict(config.on_policy)},
     }
     if job.joint.on:
         facts["joint"] = asdict(job.joint)
@@ -171,23 +167,19 @@ def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
 
 
 def require_same(snapshot: Snapshot, facts: RunFacts) -> None:
-    """Refuse to continue a state of another drafter, target or engine; warn about other settings
-    that have changed."""
+    """Raise `UserError` for a state of another training; warn of other settings that changed."""
     names = dict.fromkeys([*facts, *MUST_MATCH])
-    changed = [name for name in names if snapshot.run.get(name) != facts.get(name)]
-    refused = [name for name in changed if name in MUST_MATCH]
+    pairs = {name: (snapshot.run.get(name), facts.get(name)) for name in names}
+    changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    refused = [
+        f"{name} was {changed[name][0]}, is {changed[name][1]}"
+        for name in changed
+        if name in MUST_MATCH
+    ]
     if refused:
-        details = "; ".join(
-            f"{name} was {snapshot.run.get(name)}, is {facts.get(name)}" for name in refused
-        )
         raise UserError(
-            f"'{snapshot.directory}' is the state of another training: {details}. Continue with "
-            "the settings it was started with, or train in another folder."
+            f"'{snapshot.directory}' is the state of another training: {'; '.join(refused)}. "
+            "Continue with the settings it was started with, or train in another folder."
         )
-    for name in changed:
-        logger.warning(
-            "continuing although '%s' has changed: it was %s, is %s",
-            name,
-            snapshot.run.get(name),
-            facts.get(name),
-        )
+    for name, pair in changed.items():
+        logger.warning("continuing although '%s' has changed: it was %s, is %s", name, *pair)

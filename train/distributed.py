@@ -29,12 +29,9 @@ _HANDOVER_SECONDS, _HANDOVERS = 0.02, 5
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of the run. A plain value: the group itself is process-wide.
-
-    group: where only some processes of the launch train (train/features/group.py), theirs; None:
-    all of them. helpers: how many of the launch do not train but run the target for those that do;
-    `size` does not count them.
-    """
+    """This process among all of the run. group: of the processes that train, None where all do (see
+    train/features/group.py); helpers: processes of the launch, not part of `size`, that run the
+    target for those."""
 
     rank: int = 0
     size: int = 1
@@ -44,7 +41,6 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True in the one process that writes and prints."""
         return self.rank == 0
 
     def add(self, values: Tensor) -> Tensor:
@@ -54,8 +50,7 @@ class World:
         return values
 
     def from_main(self, values: Sequence[float]) -> list[float]:
-        """The main process's numbers, in every process; the others pass as many of any value.
-        Collective."""
+        """The main process's numbers in every process, which pass as many. Collective."""
         if self.size == 1:
             return list(values)
         carried = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -77,12 +72,9 @@ class World:
 
 
 def join_world(wanted: str | torch.device, *, always: bool = False) -> World:
-    """This process's `World`, with the process group started when there are several processes or
-    `always` is set.
-
-    wanted: cpu, cuda or cuda:N. Among several processes each takes the CUDA device of its
-    LOCAL_RANK. The group is left at exit.
-    """
+    """This process's `World`, with a process group when there are several or `always` is set.
+    wanted: cpu, cuda or cuda:N; among several processes each takes the CUDA device of its
+    LOCAL_RANK."""
     rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     device = torch.device(wanted)
     if device.type == "cuda":
@@ -95,31 +87,25 @@ def join_world(wanted: str | torch.device, *, always: bool = False) -> World:
 
 
 def _join_group(rank: int, size: int, backend: str) -> None:
-    """Start the process group unless an earlier stage of this process has; leave it at exit in
-    either case."""
+    """Start the process group unless an earlier stage has; leave it at exit in either case."""
     if not dist.is_initialized():
+        own: dict[str, Any] = {"rank": rank, "world_size": size}
         if size > 1 and os.environ.get("GROUP_WORLD_SIZE") == "1":
-            store = restart_store(rank, size)
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=JOIN_TIMEOUT
-            )
+            own |= {"store": restart_store(rank, size), "timeout": JOIN_TIMEOUT}
         elif size > 1:
-            dist.init_process_group(backend, timeout=JOIN_TIMEOUT)
+            own = {"timeout": JOIN_TIMEOUT}
         else:
-            # A store in memory: no port to choose, nothing for another run on this machine to
-            # collide with.
-            dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=size)
+            # in memory: no port to choose, nothing for another run on this machine to collide with
+            own["store"] = dist.HashStore()
+        dist.init_process_group(backend, **own)
     leave_in_order()
 
 
 def restart_store(rank: int, size: int) -> dist.Store:
-    """The launch's store, with keys of their own for every restart by torchrun on one machine.
-
-    torchrun (2.13) keeps one store over all restarts, so that a process would find, and wait for,
-    the addresses of those that died. Agents of several machines may count restarts differently;
-    there the launch scripts set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives every attempt a
-    store of its own.
-    """
+    """The launch's store, with keys of its own for every restart by torchrun on one machine:
+    torchrun (2.13) keeps one store over all restarts, with the addresses of processes that died.
+    Agents of several machines may count restarts differently; there the launch scripts set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives every attempt a store of its own."""
     store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=JOIN_TIMEOUT))
     return dist.PrefixStore(f"attempt_{_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 

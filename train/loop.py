@@ -1,8 +1,7 @@
-"""The training loop itself: steps, figures, evaluations, saves, and the reasons to stop.
-`train.run` sets it up.
+"""The training loop: steps, figures, evaluations, saves, and the reasons to stop.
 
 It knows an engine, features, a loader and a way to measure; nothing of targets, kinds or files of
-drafters.
+drafters (`train.setup`).
 """
 
 from __future__ import annotations
@@ -50,12 +49,10 @@ KeepBest = Callable[[dict[str, Tensor]], None]
 
 @dataclass
 class Progress:
-    """What a run remembers beside weights and generators; stored with every state.
-
-    tau, tau_ci95, best_step: of the best evaluation so far (tau None before the first). stale:
-    evaluations since then. log_bytes: length of log.jsonl. spent: time by part and other costs (see
-    `train.tracking.meter`); what a killed session did after its last saved state is not in it.
-    """
+    """What a run remembers beside weights and generators. tau, tau_ci95, best_step: of the best
+    evaluation (tau None before the first); stale: evaluations since; log_bytes: length of
+    log.jsonl; spent: time by part and other costs up to the last saved state (see
+    `train.tracking.meter`)."""
 
     step: int = 0
     tau: float | None = None
@@ -70,7 +67,6 @@ class Progress:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Progress:
-        """Back from a stored state's record."""
         known = {item.name for item in fields(cls)}
         values = {name: value for name, value in record.items() if name in known}
         return cls(**{**values, "tau_ci95": tuple(values.get("tau_ci95", (0.0, 0.0)))})
@@ -78,8 +74,7 @@ class Progress:
 
 @dataclass
 class StepFigures:
-    """Sums of one step: loss over supervised tokens, tokens read, the metrics' (sum, count) in the
-    order of `names`."""
+    """Sums of one step: loss over supervised tokens, tokens read, the mean of every metric."""
 
     loss: float
     tokens: float
@@ -89,15 +84,10 @@ class StepFigures:
 
 @dataclass
 class Trainer:
-    """One run in one process. `run()` returns why it ended: "steps", "patience", "goal" or
-    "seconds".
-
-    steps: updates in all. schedule: its begin and end place this training in a whole one, for
-    losses that change along the way. rate: step (0-based) -> learning rate. evaluate: None trains
-    without measuring. run_facts: stored with every state. main_alone: the context of what the main
-    process alone does with the target. breakable: whether a measurement may be broken off by a
-    signal; one that other processes serve may not, since they would wait for the rest of it.
-    """
+    """One run in one process. schedule: its begin and end place this training in a whole one; rate:
+    step (0-based) -> learning rate; evaluate: None trains without measuring; run_facts: stored with
+    every state; main_alone: the context of what the main process alone does with the target;
+    breakable: a signal may break off a measurement (not where other processes serve it)."""
 
     engine: TrainEngine
     features: Features
@@ -127,23 +117,16 @@ class Trainer:
         self.feature_part = "data" if self.arrived else "target"
 
     def run(self) -> str:
-        """Train to the end, or raise `Stopped` after saving when a signal asks for it before the
-        last step.
-
-        Raises `UserError` naming the step when the loss or the gradient stops being a number;
-        states on disk stay as they are.
-        """
+        """Train to the end; returns why: "steps", "patience", "goal" or "seconds". A signal raises
+        `Stopped` after saving, a loss or gradient that is no number `UserError`."""
         config, progress = self.config, self.progress
         # a signal saves in every process or in none: the main one may still have been comparing
         # paths
         self.world.wait()
         with StopRequest() as request:
             self.request = request
-            if (
-                progress.step
-                and self.due(config.eval_every)
-                and progress.evaluated_step != progress.step
-            ):
+            measured = progress.evaluated_step == progress.step
+            if progress.step and self.due(config.eval_every) and not measured:
                 self.measure()  # broken off when the state was saved
             reason = self.stop_reason()
             for index, batches in self.rows(self.steps if not reason else progress.step):
@@ -168,8 +151,7 @@ class Trainer:
         return reason or "steps"
 
     def rows(self, stop: int) -> Iterator[tuple[int, list[PackedBatch]]]:
-        """(index, micro-batches) of the steps that are left before step `stop`; waiting for them is
-        `data`."""
+        """(index, micro-batches) of the steps before `stop`; waiting for them counts as `data`."""
         dealt = self.loader.iterate(self.progress.step, stop)
         while True:
             with self.clock.part("data"):
@@ -179,7 +161,6 @@ class Trainer:
             yield item
 
     def due(self, every: int) -> bool:
-        """Whether something that happens every `every` steps happens now."""
         return every > 0 and self.progress.step % every == 0
 
     def stop_reason(self) -> str:
@@ -196,25 +177,20 @@ class Trainer:
         return ""
 
     def wait_for_features(self, index: int, batches: list[PackedBatch]) -> bool:
-        """Wait until the features of a step are there, where they come from elsewhere; False when a
-        signal came first.
-
-        All processes decide alike: none begins a step that another one will not join.
-        """
+        """Wait for a step's features from elsewhere; False when a signal came first. All decide
+        alike: none begins a step that another one will not join."""
         if self.arrived is None:
             return True
         with self.clock.part(self.feature_part):
-            return not self.any_process(
-                not self.arrived(batches, index, lambda: bool(self.request.number))
-            )
+            arrived = self.arrived(batches, index, lambda: bool(self.request.number))
+            return not self.any_process(not arrived)
 
     def any_process(self, said: bool) -> bool:
         """Whether any process says so. Collective."""
         return bool(self.world.add(torch.tensor(float(said), device=self.world.device)))
 
     def step(self, index: int, batches: list[PackedBatch], request: StopRequest) -> bool:
-        """One update: gradients of all micro-batches, the figures of all processes, AdamW. Returns
-        whether to stop."""
+        """One update of the weights, with figures of all processes; returns whether to stop."""
         begun = time.perf_counter()
         supervised = self.loader.supervised(index)
         with self.meter.counting():
@@ -232,14 +208,9 @@ class Trainer:
         progress = self.progress
         progress.step, progress.seconds = index + 1, progress.seconds + seconds
         progress.tokens += int(figures.tokens)
-        self.note(
-            figures,
-            supervised,
-            rate,
-            norm,
-            seconds,
-            sum(packed.tokens.numel() for packed in batches),
-        )
+        positions = sum(packed.tokens.numel() for packed in batches)
+        line = {"loss": figures.loss / max(1, supervised), "lr": rate, "grad_norm": norm}
+        self.note({**line, **figures.metrics}, figures.tokens, seconds, positions)
         return figures.stop > 0
 
     def forward_backward(
@@ -255,45 +226,27 @@ class Trainer:
             batch.progress = begin + (end - begin) * share
             if batch.target_logits is not None:
                 batch.target_logits = self.clock.within("target", batch.target_logits)
+            last = place == len(batches) - 1
             with self.clock.part("drafter"):
-                outputs.append(
-                    self.engine.forward_backward(
-                        batch, max(1, supervised), place == len(batches) - 1
-                    )
-                )
+                outputs.append(self.engine.forward_backward(batch, max(1, supervised), last))
         return outputs
 
-    def note(
-        self,
-        figures: StepFigures,
-        supervised: int,
-        rate: float,
-        norm: float,
-        seconds: float,
-        positions: int,
-    ) -> None:
+    def note(self, line: dict[str, float], tokens: float, seconds: float, positions: int) -> None:
         """Log and show a finished step. positions: of this process's rows, padding included."""
-        progress, speed = self.progress, figures.tokens / seconds
-        loss = figures.loss / max(1, supervised)
-        padding = 1.0 - figures.tokens / (positions * self.world.size)
-        line = {"loss": loss, "lr": rate, "grad_norm": norm, **figures.metrics}
-        costs = self.meter.step()
-        self.tracker.write(
-            progress.step,
-            {
-                **line,
-                "tokens": progress.tokens,
-                "padding": padding,
-                "tokens_per_second": speed,
-                "seconds": seconds,
-                "cost": costs,
-            },
-        )
-        self.display.step(progress.step, loss, speed, costs)
+        progress, speed, costs = self.progress, tokens / seconds, self.meter.step()
+        figures = {
+            **line,
+            "tokens": progress.tokens,
+            "padding": 1.0 - tokens / (positions * self.world.size),
+            "tokens_per_second": speed,
+            "seconds": seconds,
+            "cost": costs,
+        }
+        self.tracker.write(progress.step, figures)
+        self.display.step(progress.step, line["loss"], speed, costs)
 
     def add_up(self, outputs: list[LossOutput], tokens: int, stop: bool) -> StepFigures:
-        """The step's sums over micro-batches and processes, in one message and with one wait for
-        the device."""
+        """The step's sums over micro-batches and processes, with one message and one wait."""
         names = sorted({name for output in outputs for name in output.metrics})
         device = outputs[0].loss_sum.device
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -302,25 +255,17 @@ class Trainer:
             pairs = [output.metrics[name] for output in outputs if name in output.metrics]
             for place in (0, 1):
                 sums.append(sum((pair[place].to(device, torch.float64) for pair in pairs), zero))
-        host = torch.tensor(
-            [*self.meter.own_energy(), tokens, stop], dtype=torch.float64, device=device
-        )
-        values = self.world.add(torch.cat([torch.stack(sums), host])).tolist()
-        metrics = {
-            name: values[1 + 2 * place] / values[2 + 2 * place]
-            for place, name in enumerate(names)
-            if values[2 + 2 * place] > 0
-        }
+        own = [*self.meter.own_energy(), tokens, stop]
+        host = torch.tensor(own, dtype=torch.float64, device=device)
+        loss, *values = self.world.add(torch.cat([torch.stack(sums), host])).tolist()
+        means = zip(names, values[0::2], values[1::2], strict=False)
+        metrics = {name: total / count for name, total, count in means if count > 0}
         self.meter.add_energy(*values[-4:-2])
-        return StepFigures(values[0], values[-2], values[-1], metrics)
+        return StepFigures(loss, values[-2], values[-1], metrics)
 
     def failure(self, index: int, what: str) -> UserError:
-        """The error for a step that went wrong: nothing was saved since."""
-        kept = (
-            f"The state of step {self.saved_step} is kept"
-            if self.saved_step
-            else "No state was saved yet"
-        )
+        step = self.saved_step
+        kept = f"The state of step {step} is kept" if step else "No state was saved yet"
         return UserError(
             f"{what} at step {index + 1}, so training cannot go on. {kept}; running the same "
             "command again continues there. If it ends at the same step again, it is no fault of "
@@ -329,23 +274,18 @@ class Trainer:
         )
 
     def measure(self) -> None:
-        """Measure tau, and keep the weights if it is the best so far. A signal breaks it off:
-        raises `Stopped` after saving; the same measurement is then the first thing when the
-        training continues.
-        """
+        """Measure tau, and keep the weights if it is the best so far. A signal raises `Stopped`
+        after saving; the measurement then comes first when the training continues."""
         with self.clock.part("evaluation"):
             measured = self.evaluate_and_keep()
         if not measured:
             self.leave(self.request)
 
     def evaluate_unless_stopped(self, weights: dict[str, Tensor]) -> Evaluation | None:
-        """The main process's measurement; None when a signal broke it off."""
         assert self.evaluate is not None, "measure without a way to"
+        breaking = self.request.interrupting() if self.breakable else nullcontext()
         try:
-            with (
-                self.display.measuring(),
-                self.request.interrupting() if self.breakable else nullcontext(),
-            ):
+            with self.display.measuring(), breaking:
                 return self.evaluate(weights)
         except Interrupted:
             return None
@@ -366,21 +306,16 @@ class Trainer:
         progress.evaluated_step = progress.step
         rose = progress.tau is None or tau > progress.tau
         if rose:
-            progress.tau, progress.tau_ci95, progress.best_step, progress.stale = (
-                tau,
-                (low, high),
-                progress.step,
-                0,
-            )
+            progress.tau, progress.tau_ci95 = tau, (low, high)
+            progress.best_step, progress.stale = progress.step, 0
             with self.clock.part("saving"), self.main_alone():
                 if self.world.is_main:
                     self.keep_best(weights)
         else:
             progress.stale += 1
         if found is not None:
-            self.tracker.write(
-                progress.step, {"tau": tau, "tau_ci95": [low, high], "best": rose, **found.figures}
-            )
+            figures = {"tau": tau, "tau_ci95": [low, high], "best": rose, **found.figures}
+            self.tracker.write(progress.step, figures)
             self.display.show_tau(progress.step, tau, (low, high), rose)
         return True
 

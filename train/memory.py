@@ -1,5 +1,4 @@
-"""How this process treats memory that it has freed: kept for training on the CPU, given back
-between phases of work on data."""
+"""Freed memory: kept for training on the CPU, given back between phases of work on data."""
 
 from __future__ import annotations
 
@@ -13,14 +12,10 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep what is freed instead of giving it back to the system; returns whether it
-    could be asked to.
-
-    A step frees and takes tensors of [tokens, vocabulary] again and again; by default each one is
-    mapped anew, and the system fills it with zeros page by page. On two cores that was a third of a
-    step (Medusa 0.72 -> 0.45 s, EAGLE-3 1.06 -> 0.66 s). The process holds on to its peak of memory
-    until it ends. Nothing happens with another C library.
-    """
+    """Let glibc keep what is freed; returns whether it could be asked to. A step frees and takes
+    tensors of [tokens, vocabulary] again and again; mapping each anew, filled with zeros page by
+    page, was a third of a step on two cores (Medusa 0.72 -> 0.45 s, EAGLE-3 1.06 -> 0.66 s). The
+    process holds on to its peak of memory until it ends."""
     if sys.platform != "linux":
         return False
     try:
@@ -28,18 +23,13 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     wishes = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_ARENA_MAX, 1))
-    results = [
-        mallopt(option, value) for option, value in wishes
-    ]  # a refusal must not keep the others from being asked
-    return all(result == 1 for result in results)
+    # a refusal must not keep the others from being asked
+    return [mallopt(option, value) for option, value in wishes] == [1, 1, 1]
 
 
 def give_back_freed_memory() -> None:
-    """Return what was freed to the system: Arrow's pool, and glibc's heap, which keeps the room of
-    a phase's largest moment.
-
-    Between phases that use memory differently; what one needed is then not held through the next.
-    """
+    """Return freed memory of Arrow's pool and glibc's heap to the system: what one phase needed is
+    then not held through the next."""
     pa.default_memory_pool().release_unused()
     if sys.platform != "linux":
         return

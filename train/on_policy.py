@@ -1,5 +1,4 @@
-"""Training on the drafter's own words: answers are continued by the drafter for a window, and the
-target judges what it wrote.
+"""Training on the drafter's own words: it continues answers, and the target judges what it wrote.
 
 Answers of the target show a drafter only text that the target wrote; its own drafts lead elsewhere.
 Generalised knowledge distillation (GKD, 2306.13649) and DistillSpec (2310.08461) mix both. Here a
@@ -64,10 +63,9 @@ class OnPolicyConfig:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a document is continued. row; first: the document's first place in it; last: the last
-    true token kept, the root; room: tokens to be written at most; end: one behind the document;
-    seed: of the sampling noise.
-    """
+    """Where a document is continued. row, first: where it begins; last: the last true token kept,
+    the root; room: most tokens to write; end: one behind the document; seed: of the sampling
+    noise."""
 
     row: int
     first: int
@@ -78,11 +76,8 @@ class Cut:
 
 
 class OnPolicyFeatures:
-    """Features of rows of which a share was rewritten by the drafter in training.
-
-    eos: end-of-text tokens, behind which nothing counts. Raises `UserError` for drafters that
-    cannot be trained like this.
-    """
+    """Features of rows of which the drafter in training has rewritten a share. eos: end-of-text
+    tokens. Raises `UserError` for drafters that cannot be trained like this."""
 
     def __init__(
         self,
@@ -121,14 +116,8 @@ class OnPolicyFeatures:
             if ends.numel() or not config.rest:
                 mask[cut.row, cut.last + 1 + length : cut.end] = False
         rows = sorted({cut.row for cut in cuts})
-        chosen = PackedBatch(
-            tokens[rows],
-            packed.positions[rows],
-            packed.segments[rows],
-            mask[rows],
-            packed.seeds[rows],
-            None if weights is None else weights[rows],
-        )
+        changed = replace(packed, tokens=tokens, loss_mask=mask, weights=weights, anchors=None)
+        chosen = PackedBatch(**{name: part[rows] for name, part in changed.tensors().items()})
         return _replace_rows(batch, rows, self.plain.batch(chosen, step))
 
     @torch.no_grad()
@@ -192,8 +181,7 @@ def plan_cuts(packed: PackedBatch, config: OnPolicyConfig) -> list[Cut]:
 
 
 def require_possible(drafter: TrainableDrafter, engine: EngineConfig) -> None:
-    """Raise `UserError` for drafters whose loss would take their own words for the truth, and for
-    divided weights."""
+    """Raise `UserError` for drafters that would learn their own words, and for divided weights."""
     if not drafter.needs.logits:
         raise UserError(
             f"train.on_policy.share is above 0, but kind '{drafter.kind}', as configured, learns "

@@ -1,5 +1,4 @@
-"""AdamW and the learning rate's schedule. The rate is a pure function of the step, so resuming
-needs no scheduler state."""
+"""AdamW, and the learning rate as a function of the step: resuming needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -66,43 +65,29 @@ class ScheduleConfig:
             )
 
     def warmup_steps(self, total: int) -> int:
-        """Steps of warm-up in a run of `total` steps."""
         return round(self.warmup * total) if self.warmup < 1 else int(self.warmup)
 
 
 def learning_rate(step: int, total: int, peak: float, schedule: ScheduleConfig) -> float:
     """The rate of update `step` (0-based) out of `total`: warm-up to `peak`, then down to `peak *
-    min_ratio`.
-
-    cosine: half a period. linear: a straight line. wsd: the peak until the last `decay` share, then
-    a straight line. A part of a schedule (`begin`, `end`) is the same curve, stretched to as many
-    steps as the whole would have.
-    """
+    min_ratio`, by half a cosine, a straight line, or (wsd) a line over the last `decay` share. A
+    part (`begin`, `end`) is the same curve, stretched to as many steps as the whole would have."""
     if (schedule.begin, schedule.end) != (0.0, 1.0):
-        return _part(step, total, peak, schedule)
+        whole = round(total / (schedule.end - schedule.begin))
+        place = round(schedule.begin * whole) + step
+        rate = learning_rate(place, whole, peak, replace(schedule, begin=0.0, end=1.0))
+        climb = schedule.warmup_steps(total) if schedule.begin else 0
+        return rate * min(1.0, (step + 1) / climb) if climb else rate
     warmup = schedule.warmup_steps(total)
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule.kind == "constant":
         return peak
-    begin = (
-        warmup
-        if schedule.kind != "wsd"
-        else max(warmup, total - max(1, round(schedule.decay * total)))
-    )
+    falling = max(1, round(schedule.decay * total))
+    begin = max(warmup, total - falling) if schedule.kind == "wsd" else warmup
     progress = min(1.0, max(0.0, (step - begin) / max(1, total - 1 - begin)))
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
     return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * shape)
-
-
-def _part(step: int, total: int, peak: float, schedule: ScheduleConfig) -> float:
-    """The rate of a training that is part of a schedule."""
-    whole = round(total / (schedule.end - schedule.begin))
-    rate = learning_rate(
-        round(schedule.begin * whole) + step, whole, peak, replace(schedule, begin=0.0, end=1.0)
-    )
-    climb = schedule.warmup_steps(total) if schedule.begin else 0
-    return rate * min(1.0, (step + 1) / climb) if climb else rate
 
 
 def set_rate_scale(parameter: Tensor, scale: float) -> None:
@@ -111,8 +96,8 @@ def set_rate_scale(parameter: Tensor, scale: float) -> None:
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups: trainable matrices (two dimensions or more) with `weight_decay`, vectors
-    without any; apart by `set_rate_scale`, in order of first appearance."""
+    """AdamW's groups in order of first appearance: matrices with `weight_decay`, vectors (fewer
+    than two dimensions) without; apart by `set_rate_scale`."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = []
     for scale in dict.fromkeys(vars(p).get("rate_scale", 1.0) for p in trainable):
@@ -126,10 +111,8 @@ def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[
 
 
 def make_optimizer(parameters: Iterable[Tensor], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over float32 parameters; raises `UserError` when none of them is trainable.
-
-    fused: one pass over the memory of each tensor, on the CPU as well as on CUDA.
-    """
+    """AdamW over float32 parameters, fused (one pass over memory); raises `UserError` without
+    any."""
     groups = parameter_groups(parameters, config.weight_decay)
     if not groups:
         raise UserError(

@@ -1,5 +1,4 @@
-"""Several processes working as one, for stages that only need to agree on small things, and leaving
-in good order when a scheduler asks for it."""
+"""Several processes working as one, and leaving in good order when a scheduler asks for it."""
 
 from __future__ import annotations
 
@@ -26,19 +25,13 @@ Result = TypeVar("Result")
 
 
 def join_processes(target: TargetConfig) -> PartialState:
-    """This process's place in the launch, or of one process without one. Small objects are
-    exchanged through gloo.
-
-    Where there are GPUs, nccl is joined as well, so that a later stage in the same processes can
-    train with it.
-    """
+    """This process's place in the launch; small objects are exchanged through gloo. Where there are
+    GPUs, nccl is joined too, so that a later stage in the same processes can train with it."""
     if pick_device(target.device).type == "cpu":
         state = PartialState(cpu=True, timeout=JOIN_TIMEOUT)
     else:
-        launched = "LOCAL_RANK" in os.environ
-        state = PartialState(
-            backend="cpu:gloo,cuda:nccl" if launched else None, timeout=JOIN_TIMEOUT
-        )
+        backend = "cpu:gloo,cuda:nccl" if "LOCAL_RANK" in os.environ else None
+        state = PartialState(backend=backend, timeout=JOIN_TIMEOUT)
     if state.num_processes > 1:
         # gloo's threads must be done before the interpreter ends, or a finished run aborts
         leave_in_order()
@@ -46,8 +39,7 @@ def join_processes(target: TargetConfig) -> PartialState:
 
 
 def on_main(state: PartialState, work: Callable[[], Result]) -> Result:
-    """Run `work` in the main process and return its result in all of them; a `UserError` is raised
-    in all of them too."""
+    """The result of `work` in the main process, in all of them; so is its `UserError`."""
     box: list[Any] = [None, None]
     if state.is_main_process:
         try:
@@ -63,19 +55,16 @@ def on_main(state: PartialState, work: Callable[[], Result]) -> Result:
 
 def own_device(target: TargetConfig, state: PartialState) -> TargetConfig:
     """Give every process of a launch its own GPU unless one was named."""
-    if (
-        state.num_processes > 1
-        and target.device in ("auto", "cuda")
-        and state.device.type == "cuda"
-    ):
+    several = state.num_processes > 1 and state.device.type == "cuda"
+    if several and target.device in ("auto", "cuda"):
         return replace(target, device=str(state.device))
     return target
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let a scheduler's signal (SIGTERM, or SIGUSR1 of SLURM) leave through `SystemExit` with
-    status 0, as Ctrl-C leaves through `KeyboardInterrupt`, so that answers are written first."""
+    """Let SIGTERM and SIGUSR1 leave through `SystemExit` with status 0, as Ctrl-C leaves through
+    `KeyboardInterrupt`, so that answers are written first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

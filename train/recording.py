@@ -1,33 +1,27 @@
-"""Records of a generation's verifications: written part by part beside the answers, so that both
-stay whole together.
+"""Records of a generation's verifications, written part by part beside the answers.
 
 Every part file of answers (train/data/answers.py) has its records in files of the same name below
 <out>/records/, written just before it. A kill leaves at most records without a part; they are
 removed before the generation continues, because their rows are answered again. So no verification
-is lost or doubled, whatever happened in between. A sequence's name is its row's id.
+is lost or doubled. A sequence's name is its row's id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
 from heads.api.errors import UserError
+from inference import verifications
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion
 from inference.manifest import checkpoint_hash
-from inference.verifications import (
-    SEQUENCES,
-    VERIFICATIONS,
-    RecordsConfig,
-    VerificationLog,
-    record_facts,
-)
+from inference.verifications import SEQUENCES, VERIFICATIONS, RecordsConfig
 from train.data.answers import DONE, PARTS, StoredAnswer
-from train.data.manifest import RecordsReport
 from train.generate.sampling import backend_of
 from train.generate.turns import Talk
 
@@ -46,17 +40,15 @@ def require_drafts(decode: DecodeConfig, drafter: str | None) -> None:
 
 
 class PartRecords:
-    """What one process records. world: processes of the generation, which share the size limit
-    evenly."""
+    """What one process records; `world` processes share the size limit evenly."""
 
     def __init__(
         self, out: Path, config: RecordsConfig, engine: Engine, drafter: str, world: int
     ) -> None:
         self.temperature = engine.decode.temperature
-        facts = record_facts(engine, drafter, checkpoint_hash(drafter))
-        self.log = VerificationLog(
-            out / RECORDS, facts, config.max_bytes // world, config.redact, held=None
-        )
+        facts = verifications.record_facts(engine, drafter, checkpoint_hash(drafter))
+        limits = (config.max_bytes // world, config.redact)
+        self.log = verifications.VerificationLog(out / RECORDS, facts, *limits, held=None)
         self.log.bytes //= world
         self._turns: dict[int, list[tuple[Completion, int]]] = {}
 
@@ -73,15 +65,9 @@ class PartRecords:
             for completion, offset in turns:
                 self.log.completion(answer.id, answer.domain, completion, self.temperature, offset)
             begin = answer.spans[0][0]
-            self.log.sequence(
-                answer.id,
-                answer.domain,
-                answer.tokens[:begin],
-                answer.tokens[begin:],
-                answer.seed,
-                self.temperature,
-                answer.finish,
-            )
+            named, tokens, temperature = (answer.id, answer.domain), answer.tokens, self.temperature
+            prompt, said = tokens[:begin], tokens[begin:]
+            self.log.sequence(*named, prompt, said, answer.seed, temperature, answer.finish)
         self.log.flush(name)
 
 
@@ -89,24 +75,17 @@ def drop_unanswered(out: Path) -> None:
     """Remove records whose part file of answers was not written."""
     parts = {path.stem for path in (out / PARTS).glob("*.parquet")}
     for path in (out / RECORDS).glob("*.parquet*"):
-        name = path.name.split(".")[0]
-        if (
-            path.suffix != ".parquet"
-            or name.removeprefix(f"{VERIFICATIONS}-").removeprefix(f"{SEQUENCES}-") not in parts
-        ):
+        name = path.name.split(".")[0].removeprefix(f"{VERIFICATIONS}-")
+        if path.suffix != ".parquet" or name.removeprefix(f"{SEQUENCES}-") not in parts:
             path.unlink()
 
 
-def count_records(out: Path, answered: int) -> RecordsReport:
-    """The manifest's entry: rows of both tables, and answers that are not on record (the size
-    limit, or recording was off)."""
-    verifications, sequences = (
-        sum(pq.read_metadata(path).num_rows for path in (out / RECORDS).glob(f"{table}-*.parquet"))
-        for table in (VERIFICATIONS, SEQUENCES)
-    )
-    return {
-        "folder": RECORDS,
-        "verifications": verifications,
-        "sequences": sequences,
-        "missing": answered - sequences,
+def count_records(out: Path, answered: int) -> dict[str, Any]:
+    """The manifest's entry: rows of both tables, and answers that are not on record."""
+    tables = {"verifications": VERIFICATIONS, "sequences": SEQUENCES}
+    files = {name: (out / RECORDS).glob(f"{table}-*.parquet") for name, table in tables.items()}
+    counts = {
+        name: sum(pq.read_metadata(path).num_rows for path in paths)
+        for name, paths in files.items()
     }
+    return {"folder": RECORDS, **counts, "missing": answered - counts["sequences"]}

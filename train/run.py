@@ -1,14 +1,12 @@
 """`train(...)`: from a folder of answers to a drafter, chosen by measured tau.
 
-    <out>/best/            the drafter with the best tau, in the target's dtype: exactly the weights
-                           that were measured
+    <out>/best/            the drafter with the best tau, in the target's dtype, as measured
     <out>/checkpoints/     the newest full states, from which the same call continues bit for bit
     <out>/log.jsonl        one line per step and per evaluation
     <out>/summary.json     what it cost and what came out; tau.png
     <out>/manifest.json    written last
 
-Before the first step and after the last the training path is compared with the decoding path
-(`inference.parity`).
+Before the first step and after the last training is compared with decoding (`inference.parity`).
 """
 
 from __future__ import annotations
@@ -52,30 +50,16 @@ def train(
     joint: JointConfig | None = None,
     provenance: Mapping[str, object] | None = None,
 ) -> TrainManifest:
-    """Train a drafter of `kind` with configuration `head` on the answers in `data`; returns the
-    manifest written to `out`.
+    """Train a drafter of `kind` on the answers in `data`, in every process of a launch; returns the
+    manifest written to `out`. An interrupted training continues; a finished one is left alone.
 
-    Call it in every process of a launch. An interrupted training in `out` continues; a finished one
-    is left alone. decode: the draft's shape and the sampling under which tau is measured. joint:
-    whether the target is trained too (a new target then lies in <out>/target; see
-    train/joint/run.py). Raises `UserError` for anything that was given wrongly, and
-    `train.stopping.Stopped` (a SystemExit) after a signal, with the state saved.
+    decode: draft shape and sampling under which tau is measured; joint: whether the target is
+    trained too (see train/joint/run.py). Raises `UserError` for anything that was given wrongly,
+    and `train.stopping.Stopped` (a SystemExit) after a signal, with the state saved.
     """
     begun = time.perf_counter()
-    job = TrainingJob(
-        kind,
-        head,
-        target,
-        data,
-        out,
-        config,
-        features,
-        engine,
-        optim,
-        schedule,
-        decode,
-        joint or JointConfig(),
-    )
+    settings = (config, features, engine, optim, schedule, decode, joint or JointConfig())
+    job = TrainingJob(kind, head, target, data, out, *settings)
     if (out / MANIFEST_FILE).is_file():
         return read_training(out)
     refuse_senseless(job)

@@ -1,5 +1,4 @@
-"""One training, set up: the target, the data, the drafter, and what the training loop asks for on
-the way (tau, parity, checkpoints)."""
+"""One training, set up: target, data, drafter, and what the loop asks for on the way."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from train.features.base import Features, in_use
 from train.features.make import make_features, require_logits_only
 from train.feedback.check import require_weighed
 from train.loop import Evaluation, Progress, Trainer
-from train.manifest import BestFacts, TrainManifest, TrainOutcome, read_training
+from train.manifest import TrainManifest, TrainOutcome, read_training
 from train.on_policy import OnPolicyFeatures
 from train.optim import learning_rate
 from train.refresh import merge_updates, prepare_start, require_reached, trial_loss
@@ -51,75 +51,47 @@ from train.tracking.tracker import LOG_FILE, Tracker
 
 logger = logging.getLogger(__name__)
 
-
 BEST, CHECKPOINTS = "best", "checkpoints"
-
-
-PARITY_DOCUMENTS = 2
-
-
-REPORTED_DOCUMENTS = 256
+PARITY_DOCUMENTS, REPORTED_DOCUMENTS = 2, 256
 
 
 class Run:
-    """One training, set up: the target, the data, the drafter, where it stands. begun: see
-    `Meter`."""
+    """One training, set up. begun: see `Meter`."""
 
     def __init__(self, job: TrainingJob, world: World, begun: float | None = None) -> None:
         self.job, self.world, self.begun = job, world, begun
-        seed_everything(job.config.seed + world.rank)
+        config, seed = job.config, job.config.seed
+        random.seed(seed + world.rank)
+        np.random.seed(seed + world.rank)  # libraries draw from the global state
+        torch.manual_seed(seed + world.rank)
         self.target, self.access = load_target(job, world)
-        self.data = PackedData.from_manifest(job.data, self.target.info, job.config.sequence_length)
-        self.loader = StepLoader(
-            self.data,
-            job.config.global_batch,
-            job.config.micro_batch,
-            world.size,
-            world.rank,
-            job.config.seed,
-        )
-        self.steps = job.config.steps(self.loader.steps_per_epoch)
-        self.facts = run_facts(job, self.target.info, self.steps)
+        info, weights = self.target.info, self.target.weights
+        self.data = PackedData.from_manifest(job.data, info, config.sequence_length)
+        shape = (config.global_batch, config.micro_batch, world.size, world.rank)
+        self.loader = StepLoader(self.data, *shape, seed)
+        self.steps = config.steps(self.loader.steps_per_epoch)
+        self.facts = run_facts(job, info, self.steps)
+        counts = token_counts(self.data, info.vocab_size)
         self.drafter: TrainableDrafter = new_drafter(
-            job.kind,
-            job.head,
-            self.target.info,
-            self.target.weights,
-            job.config.seed,
-            token_counts(self.data, self.target.info.vocab_size),
+            job.kind, job.head, info, weights, seed, counts
         ).float()
-        prepare_start(
-            self.drafter,
-            job.config.refresh,
-            self.target.info,
-            job.config.seed,
-            job.target,
-            loader(job),
-        )
-        self.requests = self.make_requests() if job.config.eval_every else []
+        prepare_start(self.drafter, config.refresh, info, seed, job.target, loader(job))
+        self.requests = self.make_requests() if config.eval_every else []
 
     def make_requests(self) -> list[Request]:
-        """The held-out prompts of every measurement; raises `UserError` when none of them fits the
-        target."""
-        config, info = self.job.config, self.target.info
+        """The held-out prompts of every measurement; raises `UserError` when none fits."""
+        config, capacity = self.job.config, self.target.info.max_position_embeddings
         prompts = load_prompts(config.prompts)
-        domains = len({prompt.domain for prompt in prompts})
-        chosen = select_prompts(prompts, max(1, config.eval_prompts // domains), seed=config.seed)[
-            : config.eval_prompts
-        ]
+        each = max(1, config.eval_prompts // len({prompt.domain for prompt in prompts}))
+        chosen = select_prompts(prompts, each, seed=config.seed)[: config.eval_prompts]
         decode = replace(self.job.decode, max_new_tokens=config.eval_tokens)
-        requests = to_requests(
-            chosen,
-            self.target.tokenizer,
-            decode,
-            capacity=info.max_position_embeddings,
-            overlong="skip",
-        )
+        given = (chosen, self.target.tokenizer, decode)
+        requests = to_requests(*given, capacity=capacity, overlong="skip")
         if not requests:
             raise UserError(
                 f"none of the prompts in {', '.join(config.prompts)} fits into the target's "
-                f"{info.max_position_embeddings} positions together with its answer. Give shorter "
-                "prompts, or lower train.eval_tokens."
+                f"{capacity} positions together with its answer. Give shorter prompts, or lower "
+                "train.eval_tokens."
             )
         return requests
 
@@ -132,11 +104,12 @@ class Run:
             require_same(snapshot, self.facts)
             self.drafter.load_state_dict(snapshot.weights())
         progress = Progress.from_record(snapshot.record) if snapshot is not None else Progress()
-        if world.is_main:
-            self.recover_best()
-        with Display(
-            f"training {job.kind}", self.steps, progress.step, active=world.is_main
-        ) as display:
+        best = job.out / BEST
+        old = best.with_name(f"{BEST}.old")
+        if world.is_main and old.exists() and not best.exists():
+            old.rename(best)  # a kill came between the two renames of `keep_best`
+        title = f"training {job.kind}"
+        with Display(title, self.steps, progress.step, active=world.is_main) as display:
             self.introduce(display, progress)
             self.check_updates()
             clock = Clock.of(world.device)
@@ -168,22 +141,12 @@ class Run:
         return read_training(job.out)
 
     def conclude(self, progress: Progress, reason: str, display: Display) -> None:
-        """Write the summary and show it, also of a run that a signal has stopped."""
-        meter = self.meter
-        meter.finish()
-        content = summarise(
-            self.job,
-            progress,
-            reason,
-            self.world,
-            self.data.report,
-            meter.peak,
-            self.job.out / LOG_FILE,
-        )
-        display.console.print(write_summary(content, self.job.out))
+        self.meter.finish()
+        out, packing, peak = self.job.out, self.data.report, self.meter.peak
+        content = summarise(self.job, progress, reason, self.world, packing, peak, out / LOG_FILE)
+        display.console.print(write_summary(content, out))
 
     def introduce(self, display: Display, progress: Progress) -> None:
-        """Say what is going to be trained on what."""
         if not self.world.is_main:
             return
         if progress.step:
@@ -202,8 +165,7 @@ class Run:
             display.say(str(self.target.weights.state))
 
     def check_updates(self) -> None:
-        """Refuse weights and low-rank updates without effect, and stored logits that cannot stand
-        in for hidden states."""
+        """Refuse weights, low-rank updates and stored logits that would be without effect."""
         job, needs, device_type = self.job, self.drafter.needs, self.world.device.type
         bfloat16 = job.engine.precision == "bfloat16"
         if job.features.top_logits and job.features.mode != "online":
@@ -216,8 +178,7 @@ class Run:
             require_reached(self.drafter, trial_loss(self.drafter, batch, device_type, bfloat16))
 
     def features(self) -> Features:
-        """Where batches come from: the answers, a share of them continued by the drafter if that
-        was asked for."""
+        """Where batches come from; the drafter continues a share of the answers if asked for."""
         job, on_policy = self.job, self.job.config.on_policy
         plain = make_features(
             job.features,
@@ -231,9 +192,8 @@ class Run:
         )
         if on_policy.share == 0:
             return plain
-        return OnPolicyFeatures(
-            plain, self.drafter, self.target.eos_token_ids, on_policy, job.engine
-        )
+        eos = self.target.eos_token_ids
+        return OnPolicyFeatures(plain, self.drafter, eos, on_policy, job.engine)
 
     def fit(
         self,
@@ -243,25 +203,13 @@ class Run:
         display: Display,
         clock: Clock,
     ) -> str:
-        """Run the loop; returns why it ended."""
-        job, config = self.job, self.job.config
-        tracker = Tracker(
-            config.tracker,
-            job.out,
-            length=progress.log_bytes,
-            settings=self.facts,
-            active=self.world.is_main,
-        )
+        job, config, main = self.job, self.job.config, self.world.is_main
+        given: dict[str, Any] = {"length": progress.log_bytes, "settings": self.facts}
+        tracker = Tracker(config.tracker, job.out, active=main, **given)
         with tracker, in_use(self.features()) as features:
-            self.meter = Meter(
-                self.world.device,
-                job.engine.dtype,
-                progress.spent,
-                peak_tflops=config.peak_tflops,
-                clock=clock,
-                main=self.world.is_main,
-                begun=self.begun,
-            )
+            given = {"peak_tflops": config.peak_tflops, "clock": clock, "begun": self.begun}
+            device, dtype = self.world.device, job.engine.dtype
+            self.meter = Meter(device, dtype, progress.spent, main=main, **given)
             return Trainer(
                 engine=engine,
                 features=features,
@@ -283,15 +231,11 @@ class Run:
                 meter=self.meter,
             ).run()
 
-    # With weights
-
     def serving(self, weights: Mapping[str, Tensor]) -> TrainableDrafter:
-        """The drafter as a checkpoint with these weights would load: in the target's dtype, ready
-        to decode."""
+        """The drafter as a checkpoint with these weights would load, ready to decode."""
         return self.fresh(type(self.drafter), weights)
 
     def fresh(self, cls: type[TrainableDrafter], weights: Mapping[str, Tensor]) -> TrainableDrafter:
-        """A drafter of class `cls` with these weights."""
         cuda = [self.target.device] if self.target.device.type == "cuda" else []
         with torch.random.fork_rng(cuda):  # measuring must not change what is drawn in training
             drafter = cls(self.drafter.config, self.target.info)
@@ -307,14 +251,9 @@ class Run:
         own = self.access.decode(self.job.decode)
         decode = replace(own, batch_size=config.eval_batch, max_new_tokens=config.eval_tokens)
         found = quick_tau(self.target, self.serving(weights), self.requests, decode)
-        depths = {
-            f"acceptance/depth{depth}": value for depth, value in enumerate(found.unconditional, 1)
-        }
-        return Evaluation(
-            found.tau,
-            found.ci95,
-            {"tar": found.tar, "verify_passes": found.verify_passes, **depths},
-        )
+        depths = {f"acceptance/depth{n}": rate for n, rate in enumerate(found.unconditional, 1)}
+        figures = {"tar": found.tar, "verify_passes": found.verify_passes, **depths}
+        return Evaluation(found.tau, found.ci95, figures)
 
     def keep_best(self, weights: dict[str, Tensor]) -> None:
         """Replace <out>/best by a checkpoint with these weights, whole."""
@@ -329,19 +268,10 @@ class Run:
         shutil.rmtree(old, ignore_errors=True)
 
     def write_checkpoint(self, weights: dict[str, Tensor], folder: Path) -> None:
-        """Write what belongs into the folder of the best checkpoint."""
         save_drafter(self.serving(weights), folder, self.target.info)
 
-    def recover_best(self) -> None:
-        """Put the former best back if a kill came between the two renames of `keep_best`."""
-        best = self.job.out / BEST
-        old = best.with_name(f"{BEST}.old")
-        if old.exists() and not best.exists():
-            old.rename(best)
-
     def check(self, weights: dict[str, Tensor], display: Display) -> None:
-        """Compare the training path with the decoding path in the main process; raises
-        `ParityError`. Collective."""
+        """Compare training with decoding in the main process; raises `ParityError`. Collective."""
         if not self.job.config.parity:
             return
         with self.access.main_alone():
@@ -353,10 +283,8 @@ class Run:
         depth = self.job.decode.tree().max_depth
         documents = list(islice(parity_documents(self.data, depth + 4), PARITY_DOCUMENTS))
         if not documents:
-            logger.warning(
-                "no document is long enough (%d tokens) for the parity check; it is left out",
-                depth + 4,
-            )
+            message = "no document is long enough (%d tokens) for the parity check; it is left out"
+            logger.warning(message, depth + 4)
             return
         report = check_parity(self.target, self.serving(weights), documents, depth)
         display.say(
@@ -366,8 +294,7 @@ class Run:
         )
 
     def manifest(self, progress: Progress, reason: str) -> TrainOutcome:
-        """What the next stage reads."""
-        best: BestFacts = {"step": progress.step, "tau": None, "tau_ci95": None}
+        best: dict[str, Any] = {"step": progress.step, "tau": None, "tau_ci95": None}
         if progress.tau is not None:
             interval = list(progress.tau_ci95)
             best = {"step": progress.best_step, "tau": progress.tau, "tau_ci95": interval}
@@ -393,10 +320,3 @@ class Run:
                 "train": facts["train"],
             },
         }
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch."""
-    random.seed(seed)
-    np.random.seed(seed)  # libraries draw from the global state
-    torch.manual_seed(seed)

@@ -1,13 +1,11 @@
 """The whole state of a training run on disk, so that a killed run continues bit for bit.
 
     checkpoints/step_00000120/
-      state.json                  step, best tau and early-stop counters, who wrote it, size and
-                                  SHA-256 of all files
-      model.safetensors           the drafter's weights, whole, float32
+      state.json                     step, best tau, counters, size and SHA-256 of all files
+      model.safetensors              the drafter's weights, whole, float32
       optimizer-<rank>.safetensors   AdamW's state by weight (train/engines/shards.py); one file, or
                                      one per process where it is divided
-      random-<rank>.safetensors, random-<rank>.json   generators of torch (CPU, CUDA), Python and
-                                                      numpy
+      random-<rank>.safetensors, random-<rank>.json   generators of torch, Python and numpy
 
 A folder is written under another name, flushed to the disk and then renamed: what bears the name is
 complete. Nothing is pickled.
@@ -30,7 +28,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,18 +56,6 @@ FileFacts = tuple[int, str]
 """Size in bytes and SHA-256."""
 
 
-class StateContent(TypedDict):
-    """state.json. step: updates done; record: where the loop stands; run: what is trained."""
-
-    format: int
-    step: int
-    processes: int
-    sharded: bool
-    record: dict[str, object]
-    run: RunFacts
-    files: dict[str, FileFacts]
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """A readable state on disk. step: updates done; record: where the loop stands; run: what is
@@ -83,16 +69,13 @@ class Snapshot:
     sharded: bool
 
     def weights(self) -> dict[str, Tensor]:
-        """The drafter's weights, float32 on the CPU."""
         return load_file(str(self.directory / WEIGHTS_FILE))
 
     def restore(self, engine: TrainEngine, world: World) -> None:
-        """Put AdamW's state and the random generators back. Raises `UserError` when the state is of
-        other weights."""
+        """Restore AdamW and random generators; raises `UserError` for a state of other weights."""
         ranks = range(self.processes if self.sharded else 1)
-        engine.load_optimizer_state(
-            [FilePart(self.directory / _optimizer_file(rank)) for rank in ranks]
-        )
+        files = [self.directory / _optimizer_file(rank) for rank in ranks]
+        engine.load_optimizer_state([FilePart(file) for file in files])
         set_random_state(self.directory, world.rank, self.processes)
 
 
@@ -115,7 +98,7 @@ class StateStore:
         own, failure = self._write_own(partial, weights, optimizer, engine.sharded)
         outcomes = [json.loads(text) for text in self.world.gather(json.dumps([own, failure]))]
         self._require_written([text for _, text in outcomes], partial)
-        content: StateContent = {
+        content = {
             "format": FORMAT,
             "step": step,
             "processes": self.world.size,
@@ -130,8 +113,7 @@ class StateStore:
     def _write_own(
         self, partial: Path, weights: dict[str, Tensor], optimizer: StatePart, sharded: bool
     ) -> tuple[dict[str, FileFacts], str]:
-        """Write this process's files; returns size and SHA-256 of each, and what went wrong, if
-        anything."""
+        """Write this process's files; returns size and SHA-256 of each, and what went wrong."""
         rank = self.world.rank
         names = [f"random-{rank}.safetensors", f"random-{rank}.json"]
         try:
@@ -144,16 +126,13 @@ class StateStore:
                 _flush_file(partial / _optimizer_file(rank))
                 names.append(_optimizer_file(rank))
             save_random_state(partial, rank)
-            return {
-                name: ((partial / name).stat().st_size, file_sha256(partial / name))
-                for name in names
-            }, ""
+            paths = [partial / name for name in names]
+            return {path.name: (path.stat().st_size, file_sha256(path)) for path in paths}, ""
         except (OSError, SafetensorError) as error:
             return {}, f"process {rank}: {error}"
 
-    def _complete(self, partial: Path, final: Path, content: StateContent) -> str:
-        """Main process: write state.json and give the folder its name; returns what went wrong, if
-        anything."""
+    def _complete(self, partial: Path, final: Path, content: dict[str, Any]) -> str:
+        """Write state.json and give the folder its name; returns what went wrong."""
         if not self.world.is_main:
             return ""
         try:
@@ -163,13 +142,13 @@ class StateStore:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             _flush_folder(self.directory)
-            self._prune()
+            for folder in self._folders()[: -self.keep]:
+                shutil.rmtree(folder)
         except OSError as error:
             return f"process 0: {error}"
         return ""
 
     def _require_written(self, failures: list[str], partial: Path) -> None:
-        """Raise `UserError` in every process when any of them could not write."""
         found = [text for text in failures if text]
         if not found:
             return
@@ -181,12 +160,8 @@ class StateStore:
         )
 
     def newest(self) -> Snapshot | None:
-        """The newest complete state, or None; a damaged one is passed over with a warning.
-        Half-written folders are removed.
-
-        Collective: every process reads through its share of the files, and all go by what any of
-        them found.
-        """
+        """The newest complete state, or None; damaged ones are passed over with a warning,
+        half-written ones removed. Collective: every process reads its share of the files."""
         if self.world.is_main and self.directory.is_dir():
             for leftover in self.directory.glob(f"*{PARTIAL}"):
                 shutil.rmtree(leftover)
@@ -208,24 +183,13 @@ class StateStore:
         """Folders of complete states, oldest first."""
         if not self.directory.is_dir():
             return []
-        found = [
-            (int(match[1]), path)
-            for path in self.directory.iterdir()
-            if (match := _NAME.fullmatch(path.name))
-        ]
-        return [path for _, path in sorted(found)]
-
-    def _prune(self) -> None:
-        for folder in self._folders()[: -self.keep]:
-            shutil.rmtree(folder)
+        named = [(_NAME.fullmatch(path.name), path) for path in self.directory.iterdir()]
+        return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
 
 
 def read_snapshot(folder: Path, share: int = 0, shares: int = 1) -> Snapshot:
-    """Check a state folder and describe it; raises `UserError` saying what is damaged.
-
-    Of all sizes, and of the contents of every `shares`-th file from number `share` on: the
-    processes divide the reading.
-    """
+    """Check a state folder and describe it; raises `UserError` saying what is damaged. Of all
+    sizes, and of the contents of every `shares`-th file from number `share` on."""
     try:
         content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
@@ -246,12 +210,8 @@ def read_snapshot(folder: Path, share: int = 0, shares: int = 1) -> Snapshot:
     return Snapshot(folder, **fields)
 
 
-# Random generators
-
-
 def save_random_state(folder: Path, rank: int) -> None:
-    """Write this process's generators: torch's (CPU and current CUDA device), Python's and numpy's
-    global ones."""
+    """Write the generators of torch (CPU and current CUDA device), Python and numpy."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -260,16 +220,13 @@ def save_random_state(folder: Path, rank: int) -> None:
     # the global generator is meant
     name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
     numpy_state = [str(name), np.asarray(keys).tolist(), int(place), int(has_gauss), float(cached)]
-    write_json(
-        folder / f"random-{rank}.json",
-        {"python": [version, list(words), gauss], "numpy": numpy_state},
-    )
+    content = {"python": [version, list(words), gauss], "numpy": numpy_state}
+    write_json(folder / f"random-{rank}.json", content)
 
 
 def set_random_state(folder: Path, rank: int, processes: int) -> None:
-    """Put back what `save_random_state` wrote in this process; one that was not among the
-    `processes` then seeds its own from those of process 0 and its rank.
-    """
+    """Put back what `save_random_state` wrote; a process that was not among the `processes` seeds
+    its own from those of process 0 and its rank."""
     if rank >= processes:
         known = (folder / "random-0.safetensors").read_bytes()
         seed = int.from_bytes(hashlib.sha256(f"{rank}:".encode() + known).digest()[:4], "big")
@@ -287,9 +244,6 @@ def set_random_state(folder: Path, rank: int, processes: int) -> None:
     name, keys, place, has_gauss, cached = plain["numpy"]
     # as above
     np.random.set_state((name, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
-
-
-# Files
 
 
 def _optimizer_file(rank: int) -> str:

@@ -1,6 +1,5 @@
-"""Stopping a run from outside: SIGTERM (a scheduler), SIGUSR1 (SLURM before it takes nodes away,
-with --signal=USR1@seconds) and SIGINT (Ctrl-C) let the step end, save, and leave in good order.
-"""
+"""Stopping a run from outside: SIGTERM (a scheduler), SIGUSR1 (SLURM, --signal=USR1@seconds) and
+SIGINT (Ctrl-C) let the step end, save, and leave in good order."""
 
 from __future__ import annotations
 
@@ -15,9 +14,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stopped(SystemExit):
-    """The run was asked to stop and has saved its state. Exit status 0 after a scheduler's signal,
-    and 130 after Ctrl-C, as shells expect.
-    """
+    """The run has saved its state as asked. Exit status 0 after a scheduler's signal, 130 after
+    Ctrl-C."""
 
     def __init__(self, name: str, step: int) -> None:
         super().__init__(130 if name == signal.SIGINT.name else 0)
@@ -25,15 +23,12 @@ class Stopped(SystemExit):
 
 
 class Interrupted(BaseException):
-    """A signal came during work that is rather done again than waited for; see
-    `StopRequest.interrupting`."""
+    """A signal came during work that is rather repeated than waited for."""
 
 
 class StopRequest:
-    """While entered, notes a signal instead of dying of it. A second Ctrl-C interrupts at once.
-
-    Outside of the main thread Python delivers no signals; nothing is changed there.
-    """
+    """Notes a signal instead of dying of it; a second Ctrl-C interrupts at once. Outside of the
+    main thread, where Python delivers no signals, nothing is changed."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -56,9 +51,8 @@ class StopRequest:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Within, a signal raises `Interrupted` at once, also one that has come before: a
-        measurement may take longer than the time that a scheduler gives.
-        """
+        """Raises `Interrupted` at once for a signal, also for an earlier one: a measurement may
+        take longer than the time that a scheduler gives."""
         self._at_once = True
         try:
             if self.number:

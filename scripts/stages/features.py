@@ -21,8 +21,7 @@ from scripts.run.folder import answers_folder, open_folder
 from scripts.run.process import prepare_process, shown
 from train.features.remote.server import FeatureServer
 from train.features.store.claims import folder_lock
-from train.features.store.run import StoreJob, write_features
-from train.features.store.writer import gib
+from train.features.store.writer import StoreJob, gib, write_features
 from train.processes import terminable
 
 

@@ -35,7 +35,7 @@ from scripts.run.folder import read_config as read_stage_config
 from scripts.run.process import is_main_process, prepare_process, shown
 from scripts.stages.generate import with_benches
 from scripts.stages.measure import prompts
-from train.data.manifest import AnswersManifest
+from train.data.answers import AnswersManifest
 from train.generate.loop import OwnDecoder
 from train.generate.run import generate
 from train.manifest import TrainManifest

@@ -21,7 +21,7 @@ LINE = "nothing is lost; the same command continues where this one stopped."
 TRAIN = [
     "scripts.run.runner:load_settings",
     "train.setup:load_target",
-    "train.data.pack:write_packed",
+    "train.data.packed_file:write_packed",
     "train.setup:make_engine",
     "train.setup:Run.compare_paths",
     "train.setup:summarise",

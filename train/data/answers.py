@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
@@ -29,14 +28,13 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError
-from inference.manifest import MANIFEST_FILE, FileEntry, file_entry, write_bytes
+from inference.manifest import MANIFEST_FILE, FileEntry, file_entry, read_manifest, write_bytes
 from inference.target.chat import Span
 from train.memory import give_back_freed_memory
 
 
 class AnswerRow(TypedDict):
-    """A row of `SHARD_SCHEMA`: one answer. weights, anchors: per token, where feedback gave
-    them."""
+    """A row of `SHARD_SCHEMA`. weights, anchors: per token, where feedback gave them."""
 
     id: str
     index: int
@@ -51,31 +49,52 @@ class AnswerRow(TypedDict):
 
 
 SHARD_SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("index", pa.int64()),
-        ("domain", pa.string()),
-        ("tokens", pa.list_(pa.int32())),
-        ("spans", pa.list_(pa.list_(pa.int32()))),
-        ("finish", pa.string()),
-        ("seed", pa.int64()),
-        ("parts", pa.list_(pa.int32())),
-    ]
+    {
+        "id": pa.string(),
+        "index": pa.int64(),
+        "domain": pa.string(),
+        "tokens": pa.list_(pa.int32()),
+        "spans": pa.list_(pa.list_(pa.int32())),
+        "finish": pa.string(),
+        "seed": pa.int64(),
+        "parts": pa.list_(pa.int32()),
+    }
 )
-PART_SCHEMA = (
-    SHARD_SCHEMA.append(pa.field("status", pa.string()))
-    .append(pa.field("reason", pa.string()))
-    .append(pa.field("cut", pa.int32()))
-)
+_MORE = {"status": pa.string(), "reason": pa.string(), "cut": pa.int32()}
+PART_SCHEMA = pa.schema([*SHARD_SCHEMA, *pa.schema(_MORE)])
 DONE, FAILED, SKIPPED = STATUSES = ("done", "failed", "skipped")
-PARTS, SHARDS, FAILURES, SETTINGS, LOCK = (
-    "parts",
-    "shards",
-    "failures.jsonl",
-    "generate.json",
-    ".lock",
-)
-PACKED, INPUT = "packed", "input"
+PARTS, SHARDS, PACKED, INPUT = "parts", "shards", "packed", "input"
+FAILURES, SETTINGS, LOCK = "failures.jsonl", "generate.json", ".lock"
+
+
+class AnswersManifest(TypedDict):
+    """A finished folder of answers, as generation and feedback write it (docs/formats.md); fields
+    that earlier versions did not write are `NotRequired`."""
+
+    format: int
+    stage: str
+    round: NotRequired[int]
+    target: dict[str, object]
+    sampling: NotRequired[dict[str, object]]
+    """Settings of the decoder."""
+    data: NotRequired[dict[str, object]]
+    """Settings of the sources."""
+    input: NotRequired[dict[str, Any]]
+    counts: dict[str, int]
+    truncated: NotRequired[dict[str, int]]
+    """Rows and tokens."""
+    reasons: NotRequired[dict[str, int]]
+    """Rows without an answer."""
+    shards: list[FileEntry]
+    failures: NotRequired[FileEntry]
+    records: NotRequired[dict[str, Any]]
+    """Folder, rows of both tables, answers without a record."""
+    provenance: NotRequired[dict[str, object]]
+
+
+def read_answers(folder: Path) -> AnswersManifest:
+    """The manifest of a folder of answers; raises `UserError` where there is none."""
+    return cast(AnswersManifest, read_manifest(folder, "generate"))
 
 
 Watch = Callable[[str, int], None]
@@ -88,10 +107,9 @@ def ignore(phase: str, rows: int) -> None:
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """The answer to one input row, or why there is none. tokens: prompt and answer; spans: [start,
-    end) of what is supervised; parts: where in the tokens the second and later documents begin,
-    when turns had to become documents of their own; reason: if not done; cut: tokens that a
-    truncation policy took away."""
+    """One row's answer, or why there is none. tokens: prompt and answer; spans: [start, end) of
+    what is supervised; parts: where the second and later documents begin; reason: if not done; cut:
+    tokens that a truncation policy took away."""
 
     id: str
     index: int
@@ -111,8 +129,7 @@ Before = Callable[[str, list[StoredAnswer]], None]
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of a merge: manifest entries of the shards and of the failures, counts, skip or
-    failure reasons by frequency, and what was truncated (rows, tokens)."""
+    """Manifest entries, counts, reasons by frequency, and the rows and tokens truncated."""
 
     shards: list[FileEntry]
     failures: FileEntry
@@ -122,8 +139,7 @@ class Merged:
 
 
 class PartWriter:
-    """Collects answers and writes a part file every `rows` answers or `seconds`, and once more on
-    leaving the `with` block."""
+    """Writes a part file every `rows` answers or `seconds`, and once more on leaving the block."""
 
     def __init__(self, out: Path, rows: int, seconds: float, before: Before | None = None) -> None:
         """before: called with a part's name and answers just before that part is written."""
@@ -136,41 +152,32 @@ class PartWriter:
     def __enter__(self) -> PartWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.flush()
 
     def add(self, answer: StoredAnswer) -> None:
-        """Take an answer; it is safe on disk after the next flush."""
         self._waiting.append(answer)
         if len(self._waiting) >= self.rows or time.monotonic() - self._last >= self.seconds:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits. Signals are held back meanwhile, so an interruption finds a row either
-        waiting or written."""
+        """Write what waits; signals are held, so an interruption finds a row waiting or written."""
         self._last = time.monotonic()
         if not self._waiting:
             return
         with _hold_signals():
-            table = pa.Table.from_pylist(
-                [vars(answer) for answer in self._waiting], schema=PART_SCHEMA
-            )
-            name = f"{self._waiting[0].index:010d}-{len(self._waiting)}"
+            rows = [vars(answer) for answer in self._waiting]
+            name = f"{self._waiting[0].index:010d}-{len(rows)}"
             if self.before is not None:
                 self.before(name, self._waiting)
-            write_bytes(self.folder / f"{name}.parquet", _parquet(table))
+            table = pa.Table.from_pylist(rows, schema=PART_SCHEMA)
+            write_bytes(self.folder / f"{name}.parquet", parquet_bytes(table))
             self.written += len(self._waiting)
             self._waiting = []
 
 
 def read_done(out: Path) -> NDArray[np.int64]:
-    """Indices of all rows that part files hold already, sorted; half-written temporary files are
-    removed."""
+    """Sorted indices of the rows that part files hold; removes half-written temporary files."""
     for partial in (out / PARTS).glob("*.partial"):
         partial.unlink()
     found = [_read(part, columns=["index"]).column("index").to_numpy() for part in _parts(out)]
@@ -178,40 +185,26 @@ def read_done(out: Path) -> NDArray[np.int64]:
 
 
 def merge_parts(out: Path, total: int, shard_rows: int, watch: Watch = ignore) -> Merged:
-    """Write the shards of a finished generation in index order, at most `shard_rows` each, and
-    failures.jsonl.
-
-    Raises `UserError` unless the parts hold every index of range(total) exactly once. Holds one
-    shard in memory at a time, and one byte per row.
-    """
+    """Write the shards in index order, at most `shard_rows` each, and failures.jsonl; one shard is
+    in memory at a time. Raises `UserError` unless the parts hold every index of range(total)
+    once."""
     ranges, status, truncated = _survey(out, total)
-    done = np.flatnonzero(status == 1 + STATUSES.index(DONE))
-    shards, tokens = _write_shards(out, ranges, done, shard_rows, watch)
-    rest = np.flatnonzero(status != 1 + STATUSES.index(DONE))
-    reasons = _write_failures(out, ranges, rest, shard_rows)
-    counts = {
-        "input": total,
-        **{name: int((status == number).sum()) for number, name in enumerate(STATUSES, 1)},
-        "tokens": tokens,
-    }
-    assert counts[DONE] + counts[FAILED] + counts[SKIPPED] == total, counts
-    return Merged(
-        shards,
-        file_entry(out, FAILURES, rows=len(rest)),
-        counts,
-        dict(reasons.most_common()),
-        truncated,
-    )
+    answered = status == 1 + STATUSES.index(DONE)
+    shards, tokens = _write_shards(out, ranges, np.flatnonzero(answered), shard_rows, watch)
+    rest = np.flatnonzero(~answered)
+    reasons = dict(_write_failures(out, ranges, rest, shard_rows).most_common())
+    by_status = {name: int((status == number).sum()) for number, name in enumerate(STATUSES, 1)}
+    counts = {"input": total, **by_status, "tokens": tokens}
+    failures = file_entry(out, FAILURES, rows=len(rest))
+    return Merged(shards, failures, counts, reasons, truncated)
 
 
 def remove_parts(out: Path) -> None:
-    """Remove the part files, once a manifest lists the shards made of them."""
     shutil.rmtree(out / PARTS, ignore_errors=True)
 
 
 def clear_output(out: Path) -> None:
-    """Remove everything that generation writes to `out` but the input, and nothing else; the
-    manifest first, so a kill leaves no half of it valid."""
+    """Remove all that generation writes but the input; the manifest first, in case of a kill."""
     for name in (MANIFEST_FILE, SETTINGS, FAILURES):
         (out / name).unlink(missing_ok=True)
     for name in (PARTS, SHARDS, PACKED):
@@ -220,13 +213,9 @@ def clear_output(out: Path) -> None:
 
 @contextmanager
 def output_lock(out: Path, exclusive: bool) -> Iterator[None]:
-    """Hold the folder's lock while generating; the system releases it when the process ends,
-    however it ends.
-
-    exclusive: taken by the main process first, to find that nobody else (an orphan of a killed run,
-    say) writes here; it is then shared with the run's other processes. Raises `UserError` when
-    another run holds it.
-    """
+    """Hold the folder's lock while generating; a process's end releases it. exclusive: the main
+    process first finds that nobody else (an orphan of a killed run, say) writes here, and shares
+    the lock then. Raises `UserError` when another run holds it."""
     import fcntl
 
     out.mkdir(parents=True, exist_ok=True)
@@ -247,8 +236,7 @@ Ranges = list[tuple[Path, int, int]]
 
 
 def _survey(out: Path, total: int) -> tuple[Ranges, NDArray[np.uint8], dict[str, int]]:
-    """The parts' ranges, each row's status [total] (1 + its place in STATUSES) and what was
-    truncated; checks that no row is missing or doubled."""
+    """The parts' ranges, each row's status [total] (1 + place in STATUSES), what was truncated."""
     status = np.zeros(total, dtype=np.uint8)
     ranges: Ranges = []
     rows, truncated = 0, {"rows": 0, "tokens": 0}
@@ -267,8 +255,8 @@ def _survey(out: Path, total: int) -> tuple[Ranges, NDArray[np.uint8], dict[str,
     if rows != total or not status.all():
         raise UserError(
             f"the part files in '{out / PARTS}' hold {rows} rows for an input of {total}, or some "
-            "twice: files were added, "
-            "removed or exchanged there. Delete the output folder and run again."
+            "twice: files were added, removed or exchanged there. Delete the output folder and "
+            "run again."
         )
     return ranges, status, truncated
 
@@ -278,18 +266,10 @@ def _chunks(ranges: Ranges, wanted: NDArray[np.int64], size: int, done: bool) ->
     for begin in range(0, len(wanted), size):
         chunk = wanted[begin : begin + size]
         first, last = int(chunk[0]), int(chunk[-1])
-        filters = [
-            ("index", ">=", first),
-            ("index", "<=", last),
-            ("status", "=" if done else "!=", DONE),
-        ]
-        near = [
-            _read(part, filters=filters)
-            for part, low, high in ranges
-            if low <= last and high >= first
-        ]
-        table = pa.concat_tables(near).sort_by("index")
-        del near
+        near = [part for part, low, high in ranges if low <= last and high >= first]
+        status = ("status", "=" if done else "!=", DONE)
+        filters = [("index", ">=", first), ("index", "<=", last), status]
+        table = pa.concat_tables(_read(part, filters=filters) for part in near).sort_by("index")
         assert np.array_equal(table.column("index").to_numpy(), chunk)
         yield table
         del table  # not held while the next one is read
@@ -298,17 +278,15 @@ def _chunks(ranges: Ranges, wanted: NDArray[np.int64], size: int, done: bool) ->
 def _write_shards(
     out: Path, ranges: Ranges, done: NDArray[np.int64], shard_rows: int, watch: Watch
 ) -> tuple[list[FileEntry], int]:
-    """Manifest entries of the shards, and how many answer tokens they hold. Shards of an earlier
-    merge are replaced."""
+    """Manifest entries of the shards, which replace earlier ones, and their answer tokens."""
     shutil.rmtree(out / SHARDS, ignore_errors=True)
     entries, tokens = [], 0
     for number, chunk in enumerate(_chunks(ranges, done, shard_rows, done=True)):
         table = chunk.select(SHARD_SCHEMA.names)
-        tokens += sum(
-            end - start for spans in table.column("spans").to_pylist() for start, end in spans
-        )
+        spans = table.column("spans").to_pylist()
+        tokens += sum(end - start for several in spans for start, end in several)
         name = f"{SHARDS}/shard-{number:05d}.parquet"
-        write_bytes(out / name, _parquet(table))
+        write_bytes(out / name, parquet_bytes(table))
         entries.append(file_entry(out, name, rows=len(table)))
         del table, chunk
         # a shard is put together from many parts, whose room Arrow would keep
@@ -346,7 +324,8 @@ def _read(part: Path, **arguments: Any) -> pa.Table:
         ) from error
 
 
-def _parquet(table: pa.Table) -> bytes:
+def parquet_bytes(table: pa.Table) -> bytes:
+    """A table as the content of a parquet file."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     content: bytes = sink.getvalue().to_pybytes()
@@ -356,9 +335,8 @@ def _parquet(table: pa.Table) -> bytes:
 @contextmanager
 def _hold_signals() -> Iterator[None]:
     """Let the system keep SIGINT, SIGTERM and SIGUSR1 for this thread until the block ends."""
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-    )
+    held = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
         yield
     finally:

@@ -1,5 +1,4 @@
-"""What of a conversation is rendered, answered and supervised: turns, reasoning, and what to do
-with too long ones."""
+"""What of a conversation is rendered, answered and supervised, and how long ones are cut."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ CUT_ATTEMPTS = 12
 
 
 def apply_reasoning(messages: Sequence[Message], policy: str) -> list[Message]:
-    """The conversation with the assistant's <think>...</think> kept, dropped, or kept in its last
-    turn only; raises `BadRowError` when a turn has nothing but reasoning that is to be dropped."""
+    """The conversation with <think>...</think> of the assistant's turns kept or dropped by
+    `policy`; raises `BadRowError` when a turn has nothing but reasoning that is to be dropped."""
     said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     dropped = {"keep": [], "drop": said, "last": said[:-1]}[policy]
     changed = list(messages)
@@ -37,13 +36,9 @@ def without_thinking(text: str) -> str:
 
 
 def places_to_answer(messages: Sequence[Message], turn: str) -> list[int]:
-    """How many messages come before each answer: up to the first user message, up to the last user
-    or tool message, or (all) wherever the assistant speaks or is to speak. Raises `BadRowError`
-    when there is no user message.
-
-    Of all turns, those in which the assistant calls tools stay as the dataset has them: what the
-    tools returned belongs to them.
-    """
+    """How many messages come before each answer; raises `BadRowError` without a user message. Of
+    all turns, those in which the assistant calls tools stay: what the tools returned belongs to
+    them."""
     if all(message["role"] != "user" for message in messages):
         raise BadRowError("the conversation has no user message")
     asked = [place for place, message in enumerate(messages) if message["role"] in ("user", "tool")]
@@ -51,11 +46,11 @@ def places_to_answer(messages: Sequence[Message], turn: str) -> list[int]:
         return [next(place for place in asked if messages[place]["role"] == "user") + 1]
     if turn == "last":
         return [asked[-1] + 1]
+    following = [(place, messages[place : place + 1]) for place in (at + 1 for at in asked)]
     return [
-        place + 1
-        for place in asked
-        if place + 1 == len(messages)
-        or (messages[place + 1]["role"] == "assistant" and "tool_calls" not in messages[place + 1])
+        place
+        for place, after in following
+        if not after or (after[0]["role"] == "assistant" and "tool_calls" not in after[0])
     ]
 
 
@@ -66,27 +61,23 @@ def fit_prompt(
     render: Callable[[Sequence[Message]], list[int]],
     tokenizer: Any,
 ) -> tuple[list[int], int]:
-    """Token ids of a prompt of at most `longest` tokens, and how many tokens were cut; raises
-    `BadRowError` when it cannot be cut to that.
-
-    left: the oldest turns go first (a system message stays), then the beginning of the only user
-    message left; right: the end of the last user message goes; middle: the middle of the longest
-    message.
-    """
-    tokens = render(messages)
+    """Token ids of a prompt of at most `longest` tokens, and how many were cut; or `BadRowError`.
+    left: the oldest turns go first (a system message stays), then the beginning of the last user
+    message; right: its end; middle: the middle of the longest message."""
+    kept, tokens = list(messages), render(messages)
     before = len(tokens)
-    kept = list(messages)
-    while (
-        policy == "left"
-        and len(tokens) > longest
-        and (shorter := _without_oldest(kept)) is not None
-    ):
-        kept = shorter
-        tokens = render(kept)
+    while policy == "left" and len(tokens) > longest:
+        shorter = _without_oldest(kept)
+        if shorter is None:
+            break
+        kept, tokens = shorter, render(shorter)
     for _ in range(CUT_ATTEMPTS):
         if len(tokens) <= longest:
             return tokens, before - len(tokens)
-        place = _place_to_cut(kept, policy)
+        if policy == "middle":
+            place = max(range(len(kept)), key=lambda place: len(kept[place]["content"]))
+        else:
+            place = max(place for place, message in enumerate(kept) if message["role"] == "user")
         text = _cut_text(kept[place]["content"], len(tokens) - longest, policy, tokenizer)
         kept[place] = {**kept[place], "content": text}
         tokens = render(kept)
@@ -96,8 +87,7 @@ def fit_prompt(
 def fit_document(
     tokens: Sequence[int], spans: Sequence[Span], longest: int, policy: str
 ) -> tuple[list[int], list[Span], int]:
-    """A document of at most `longest` tokens with its spans, and how many tokens were cut; raises
-    `BadRowError` when no answer is left or the policy is to skip."""
+    """The document cut to `longest` tokens, its spans, the number cut; or `BadRowError`."""
     excess = len(tokens) - longest
     if excess <= 0:
         return list(tokens), list(spans), 0
@@ -119,8 +109,7 @@ def fit_document(
 
 
 def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
-    """The conversation from its second user message on, system messages kept; None when there is
-    only one."""
+    """The conversation from its second user message on, system messages kept; None without one."""
     users = [place for place, message in enumerate(messages) if message["role"] == "user"]
     if len(users) < 2:
         return None
@@ -128,15 +117,8 @@ def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
     return [*system, *messages[users[1] :]]
 
 
-def _place_to_cut(messages: Sequence[Message], policy: str) -> int:
-    if policy == "middle":
-        return max(range(len(messages)), key=lambda place: len(messages[place]["content"]))
-    return max(place for place, message in enumerate(messages) if message["role"] == "user")
-
-
 def _cut_text(text: str, excess: int, policy: str, tokenizer: Any) -> str:
-    """The text without about `excess` of its tokens; raises `BadRowError` when nothing would be
-    left."""
+    """The text without about `excess` tokens; raises `BadRowError` when nothing would be left."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     left = len(ids) - excess
     if left < 1:

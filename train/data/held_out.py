@@ -1,5 +1,4 @@
-"""Keeps held-out prompts out of the training data: those of the benchmarks, and those that tau is
-watched on during training.
+"""Keeps held-out prompts, of benchmarks and of tau's measurements, out of the training data.
 
 A row repeats a held-out prompt when one of its messages contains a run of 50 letters and digits of
 it (case, signs and spaces do not count; about eight words), or is the whole of it. Runs that many
@@ -69,40 +68,31 @@ class HeldOutIndex:
 
     def find(self, texts: Iterable[str]) -> Repeat | None:
         """The first held-out prompt that one of a row's texts repeats."""
-        for text in texts:
-            content = normalise(text)
+        for content in map(normalise, texts):
             number = self._whole.get(whole(content))
             if number is not None:
-                source, prompt = self.names[number]
-                return Repeat(source, prompt, _excerpt(content))
-            if not self.exact and len(self._hashes):
-                found = self._run(content)
-                if found is not None:
-                    return found
+                return Repeat(*self.names[number], _excerpt(content))
+            if self.exact or not len(self._hashes):
+                continue
+            hashes = shingles(content, WIDTH)
+            places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+            hits = np.flatnonzero(self._hashes[places] == hashes)
+            if len(hits):
+                first = int(hits[0])
+                owner = int(self._owners[places[first]])
+                return Repeat(*self.names[owner], _excerpt(content[first : first + WIDTH]))
         return None
-
-    def _run(self, content: Bytes) -> Repeat | None:
-        hashes = shingles(content, WIDTH)
-        places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
-        hits = np.flatnonzero(self._hashes[places] == hashes)
-        if not len(hits):
-            return None
-        first = int(hits[0])
-        source, prompt = self.names[self._owners[places[first]]]
-        return Repeat(source, prompt, _excerpt(content[first : first + WIDTH]))
 
 
 def load_held_out(data: DataConfig) -> HeldOutIndex | None:
-    """The held-out prompts that a configuration names; None when it names none or asks for no
-    decontamination. Raises `UserError` for what cannot be read."""
+    """The held-out prompts of a configuration, None without; `UserError` for unreadable ones."""
     if data.decontaminate == "none":
         return None
-    prompts: list[tuple[str, str, Sequence[str]]] = []
-    for path in data.held_out:
-        prompts += [(path, prompt.id, texts_of(prompt)) for prompt in load_prompts(path)]
+    loaded = [(path, load_prompts(path)) for path in data.held_out]
     for bench in data.held_out_prompts:
-        loaded = load_bench_prompts(bench.path, bench.dataset, bench.domains)
-        prompts += [(bench.path, prompt.id, texts_of(prompt)) for prompt in loaded.prompts]
+        found = load_bench_prompts(bench.path, bench.dataset, bench.domains)
+        loaded.append((bench.path, found.prompts))
+    prompts = [(path, one.id, texts_of(one)) for path, several in loaded for one in several]
     return HeldOutIndex(prompts, exact=data.decontaminate == "exact") if prompts else None
 
 
@@ -111,34 +101,22 @@ def texts_of(prompt: Prompt) -> list[str]:
     return [message["content"] for message in prompt.messages or () if message["role"] == "user"]
 
 
-class FindingsState(TypedDict):
+class Findings(TypedDict):
     """Repeats as `input/state.json` and the report hold them: counts by source, and examples."""
 
     counts: dict[str, int]
     examples: list[dict[str, str]]
 
 
-class Findings:
-    """Counts of repeats by source, and some of them with their text."""
-
-    def __init__(self, state: FindingsState | None = None) -> None:
-        self.counts: dict[str, int] = dict(state["counts"]) if state else {}
-        self.examples: list[dict[str, str]] = list(state["examples"]) if state else []
-
-    def add(self, row: str, repeat: Repeat) -> None:
-        self.counts[repeat.source] = self.counts.get(repeat.source, 0) + 1
-        if len(self.examples) < EXAMPLES:
-            self.examples.append(
-                {"row": row, "source": repeat.source, "prompt": repeat.prompt, "text": repeat.text}
-            )
-
-    def state(self) -> FindingsState:
-        return {"counts": self.counts, "examples": self.examples}
+def add_finding(findings: Findings, row: str, repeat: Repeat) -> None:
+    """Count a repeat; keep it as an example while there are few."""
+    findings["counts"][repeat.source] = findings["counts"].get(repeat.source, 0) + 1
+    if len(findings["examples"]) < EXAMPLES:
+        findings["examples"].append({"row": row, **vars(repeat)})
 
 
 def _content_only(hashes: list[Any], owners: list[Any], sources: list[str]) -> tuple[Any, Any]:
-    """Sorted hashes and one owner of each, without those that more than `TEMPLATE` prompts of one
-    source share."""
+    """Sorted hashes and an owner of each, without those shared by over `TEMPLATE` of a source."""
     if not hashes:
         return np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64)
     every, owner = np.concatenate(hashes), np.concatenate(owners)

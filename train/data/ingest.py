@@ -1,13 +1,10 @@
-"""Reads all sources once and leaves their rows on disk: judged, in order, ready for any number of
-processes.
+"""Reads all sources once and leaves their rows on disk, judged and in order, for any process.
 
     input/rows-00000.parquet ...   `BLOCK` rows each, while answers are being made
     input/keys/, *.bin             what judging the rows needs, until it is done
-    input/state.json               where reading stands: an interrupted reading continues after its
-                                   last complete block
+    input/state.json               where an interrupted reading continues: after a whole block
     input/verdict.bin              uint8 per row: kept, or why not (`duplicates.REASONS`)
-    input/input.json               what was read and what was left out; stays when the rows are
-                                   removed
+    input/input.json               what was read and left out; stays when the rows are removed
 
 Memory: one block, one partition of keys, one byte per row. The fingerprint covers id, domain and
 content of every row, in order.
@@ -20,10 +17,10 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,61 +29,21 @@ from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from inference.manifest import PARTIAL, write_bytes, write_json
-from train.data.config import DataConfig
+from train.data.answers import parquet_bytes
+from train.data.config import DataConfig, SourceConfig
 from train.data.dedup.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
 from train.data.dedup.shingles import SIGNATURE, band_keys, normalise, signature, whole
-from train.data.held_out import Findings, FindingsState, HeldOutIndex
-from train.data.sources import (
-    Mixture,
-    MixturePlace,
-    Row,
-    RowContent,
-    SkippedRow,
-    SourceReport,
-    content_hash,
-)
+from train.data.held_out import Findings, HeldOutIndex, add_finding
+from train.data.sources import Mixture, Row, RowContent, SkippedRow, content_hash
 from train.data.tables import local_files
 
+_SOURCE_FIELDS = [field.name for field in fields(SourceConfig)]
 BLOCK = 4096
 """Rows that are read and written together."""
 FORMAT = 1
-ROWS, KEYS, STATE, VERDICT, SUMMARY = (
-    "rows-{:05d}.parquet",
-    "keys",
-    "state.json",
-    "verdict.bin",
-    "input.json",
-)
-SIGNATURES, HELD = "signatures.bin", "held_out.bin"
-SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("domain", pa.string()),
-        ("reason", pa.string()),
-        ("hash", pa.string()),
-        ("content", pa.string()),
-    ]
-)
-
-
-class InputReport(TypedDict):
-    """What manifests say of the rows read. left_out: rows by reason; held_out: repeated prompts."""
-
-    rows: int
-    sources: list[SourceReport]
-    left_out: dict[str, int]
-    held_out: NotRequired[FindingsState | None]
-
-
-class ReadingState(TypedDict):
-    """`input/state.json`. identity: of the rows; rows: read so far; held_out: repeats among
-    them."""
-
-    identity: str
-    rows: int
-    place: MixturePlace | None
-    findings: FindingsState | None
-    held_out: int
+ROWS, KEYS, STATE = "rows-{:05d}.parquet", "keys", "state.json"
+VERDICT, SUMMARY, SIGNATURES, HELD = "verdict.bin", "input.json", "signatures.bin", "held_out.bin"
+SCHEMA = pa.schema([(name, pa.string()) for name in ("id", "domain", "reason", "hash", "content")])
 
 
 @dataclass(frozen=True)
@@ -97,7 +54,8 @@ class Input:
     total: int
     fingerprint: str
     left_out: str
-    report: InputReport
+    report: dict[str, Any]
+    """For manifests: rows, sources (`Mixture.report`), left_out by reason, held_out repeats."""
 
 
 @dataclass
@@ -112,76 +70,68 @@ class InputBlock:
     held_out: list[int] = field(default_factory=list)
 
 
-Progress = Callable[[int], None]
-
-
 def ingest(
     data: DataConfig,
     folder: Path,
     held_out: HeldOutIndex | None,
     decode: Callable[[tuple[int, ...]], str],
     *,
-    progress: Progress = lambda rows: None,
+    progress: Callable[[int], None] = lambda rows: None,
     answered: bool = False,
 ) -> Input:
-    """Read all rows into `folder`, or continue, or find them there. decode: text of token ids, for
-    pre-tokenised rows.
-
-    Raises `UserError` for sources that cannot be read. progress: called with the number of rows
-    read. answered: the rows themselves are not needed any more.
-    """
+    """Read all rows into `folder`, or continue, or find them there. decode: text of token ids;
+    progress: called with the rows read; answered: the rows themselves are not needed any more.
+    Raises `UserError` for sources that cannot be read."""
     identity = identity_of(data, held_out)
     known = read_input(folder)
     if known is not None and known[0] == identity and (answered or (folder / VERDICT).is_file()):
         return known[1]
-    state = _state(folder, identity)
-    if state is None:
+    state: dict[str, Any] | None = None
+    if (folder / STATE).is_file():
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    if state is None or state["identity"] != identity:
         shutil.rmtree(folder, ignore_errors=True)
         state = {"identity": identity, "rows": 0, "place": None, "findings": None, "held_out": 0}
-    reader = Reader(data, folder, held_out, decode)
-    total, mixture = reader.read(state, progress)
-    return _finish(data, folder, identity, total, mixture, state)
+    mixture = Reader(data, folder, held_out, decode).read(state, progress)
+    return _finish(data, folder, mixture, state)
 
 
+@dataclass
 class Reader:
     """Turns rows into blocks on disk."""
 
-    def __init__(
-        self,
-        data: DataConfig,
-        folder: Path,
-        held_out: HeldOutIndex | None,
-        decode: Callable[[tuple[int, ...]], str],
-    ) -> None:
-        self.data, self.folder, self.held_out, self.decode = data, folder, held_out, decode
-        self.keys = KeyFiles(folder / KEYS)
+    data: DataConfig
+    folder: Path
+    held_out: HeldOutIndex | None
+    decode: Callable[[tuple[int, ...]], str]
 
-    def read(self, state: ReadingState, progress: Progress) -> tuple[int, Mixture]:
-        """Read from where `state` stands to the end; `state` is kept up to date, on disk as
-        well."""
+    def __post_init__(self) -> None:
+        self.keys = KeyFiles(self.folder / KEYS)
+
+    def read(self, state: dict[str, Any], progress: Callable[[int], None]) -> Mixture:
+        """Read from where `state` (input/state.json) stands to the end, keeping it up to date."""
         self.keys.forget_from(state["rows"])
         _cut(self.folder / SIGNATURES, state["rows"] * SIGNATURE * 4)
         _cut(self.folder / HELD, state["held_out"] * 8)
         mixture = Mixture(self.data)
-        findings = Findings(state["findings"])
+        findings: Findings = state["findings"] or Findings(counts={}, examples=[])
         rows = mixture.read(state["place"])
         while block := list(islice(rows, BLOCK)):
             made = self._block([row for _, row in block], findings)
-            number = state["rows"] // BLOCK
             table = pa.Table.from_pylist(made.table, schema=SCHEMA)
-            write_bytes(self.folder / ROWS.format(number), _parquet(table))
+            name = ROWS.format(state["rows"] // BLOCK)
+            write_bytes(self.folder / name, parquet_bytes(table))
             self._write_keys(made, len(block))
-            with (self.folder / HELD).open("ab") as file:
-                file.write(np.array(made.held_out, dtype=np.int64).tobytes())
+            _append(self.folder / HELD, np.array(made.held_out, dtype=np.int64))
             state |= {
                 "rows": state["rows"] + len(block),
                 "place": mixture.place(),
-                "findings": findings.state(),
+                "findings": findings,
                 "held_out": state["held_out"] + len(made.held_out),
             }
             write_json(self.folder / STATE, state)
             progress(state["rows"])
-        return state["rows"], mixture
+        return mixture
 
     def _block(self, rows: list[Row | SkippedRow], findings: Findings) -> InputBlock:
         made = InputBlock()
@@ -201,30 +151,25 @@ class Reader:
             texts = self._texts(row)
             repeat = self.held_out.find(texts) if self.held_out is not None else None
             if repeat is not None:
-                findings.add(row.id, repeat)
+                add_finding(findings, row.id, repeat)
                 made.held_out.append(row.index)
                 continue
-            self._add_keys(made, row, texts)
+            made.numbers.append(row.index)
+            made.ids.append(whole(_utf8(row.id)))
+            if self.data.deduplicate != "none":
+                text = "\n".join(texts)
+                letters = normalise(text)
+                # A text of signs alone has no letters to compare.
+                made.texts.append(whole(letters if len(letters) else _utf8(text)))
+                if self.data.deduplicate == "near":
+                    made.signatures.append(signature(letters))
         return made
 
     def _texts(self, row: Row) -> list[str]:
         if row.messages is not None:
             return [message["content"] for message in row.messages]
-        return [self.decode(row.tokens or ())] if self._needs_text() else []
-
-    def _needs_text(self) -> bool:
-        return self.held_out is not None or self.data.deduplicate != "none"
-
-    def _add_keys(self, made: InputBlock, row: Row, texts: list[str]) -> None:
-        made.numbers.append(row.index)
-        made.ids.append(_hash(row.id))
-        if self.data.deduplicate == "none":
-            return
-        content = normalise("\n".join(texts))
-        # A text of signs alone has no letters to compare.
-        made.texts.append(whole(content) if len(content) else _hash("\n".join(texts)))
-        if self.data.deduplicate == "near":
-            made.signatures.append(signature(content))
+        needed = self.held_out is not None or self.data.deduplicate != "none"
+        return [self.decode(row.tokens or ())] if needed else []
 
     def _write_keys(self, made: InputBlock, rows: int) -> None:
         numbers = np.array(made.numbers, dtype=np.int64)
@@ -238,25 +183,24 @@ class Reader:
                 table[numbers % BLOCK] = found
                 bands = band_keys(found)
                 self.keys.add("band", bands.reshape(-1), np.repeat(numbers, bands.shape[1]))
-            with (self.folder / SIGNATURES).open("ab") as file:
-                file.write(table.tobytes())
+            _append(self.folder / SIGNATURES, table)
 
 
-def _finish(
-    data: DataConfig, folder: Path, identity: str, total: int, mixture: Mixture, state: ReadingState
-) -> Input:
+def _append(path: Path, values: NDArray[Any]) -> None:
+    with path.open("ab") as file:
+        file.write(values.tobytes())
+
+
+def _finish(data: DataConfig, folder: Path, mixture: Mixture, state: dict[str, Any]) -> Input:
     """Judge the rows, write the summary, remove what is not needed any more."""
-    signatures = (
-        folder / SIGNATURES
-        if data.deduplicate == "near" and (folder / SIGNATURES).is_file()
-        else None
-    )
+    signatures, total = folder / SIGNATURES, state["rows"]
+    near = signatures if data.deduplicate == "near" and signatures.is_file() else None
     held = np.fromfile(folder / HELD, dtype=np.int64) if total else np.zeros(0, dtype=np.int64)
-    verdict = judge(KeyFiles(folder / KEYS), signatures, total, data.near_share, held)
+    verdict = judge(KeyFiles(folder / KEYS), near, total, data.near_share, held)
     write_bytes(folder / VERDICT, verdict.tobytes())
     counts = Counter(verdict[verdict != KEPT].tolist())
     left_out = hashlib.sha256(verdict.tobytes()).hexdigest()[:32] if counts else ""
-    report: InputReport = {
+    report = {
         "rows": total,
         "sources": mixture.report(),
         "left_out": {REASONS[code]: count for code, count in sorted(counts.items())},
@@ -264,7 +208,8 @@ def _finish(
     if counts[HELD_OUT]:
         report["held_out"] = state["findings"]
     result = Input(total, _fingerprint(folder), left_out, report)
-    write_json(folder / SUMMARY, {"format": FORMAT, "identity": identity, **asdict(result)})
+    summary = {"format": FORMAT, "identity": state["identity"], **asdict(result)}
+    write_json(folder / SUMMARY, summary)
     shutil.rmtree(folder / KEYS)
     for name in (STATE, SIGNATURES, HELD):
         (folder / name).unlink(missing_ok=True)
@@ -274,26 +219,21 @@ def _finish(
 def read_rows(
     folder: Path, rank: int, world: int, done: NDArray[np.bool_]
 ) -> Iterator[Row | SkippedRow]:
-    """This process's rows that are not done yet (index % world == rank), in order, a block in
-    memory."""
+    """This process's rows that are not done (index % world == rank), in order, block by block."""
     verdict = np.fromfile(folder / VERDICT, dtype=np.uint8)
     for first in range(0, len(verdict), BLOCK):
-        wanted = [
-            index
-            for index in range(first, min(first + BLOCK, len(verdict)))
-            if index % world == rank and not done[index]
-        ]
+        block = range(first, min(first + BLOCK, len(verdict)))
+        wanted = [index for index in block if index % world == rank and not done[index]]
         if not wanted:
             continue
         table = pq.read_table(folder / ROWS.format(first // BLOCK))
-        for row in table.take([index - first for index in wanted]).to_pylist():
-            index = wanted.pop(0)
+        rows = table.take([index - first for index in wanted]).to_pylist()
+        for index, row in zip(wanted, rows, strict=True):
             yield _row(index, row, int(verdict[index]))
 
 
 def require_own_input(folder: Path) -> None:
-    """Raise `UserError` where `folder` holds something that reading never writes: reading other
-    rows replaces the folder."""
+    """Raise `UserError` where `folder` holds what reading never writes, and would remove."""
     ours = {KEYS, STATE, VERDICT, SUMMARY, SIGNATURES, HELD}
     for path in folder.iterdir() if folder.is_dir() else ():
         if not (path.name in ours or path.name.startswith("rows-") or path.name.endswith(PARTIAL)):
@@ -310,103 +250,55 @@ def remove_rows(folder: Path) -> None:
 
 
 def read_input(folder: Path) -> tuple[str, Input] | None:
-    """Identity and summary of what was read completely into `folder`, None when there is no such
-    thing."""
+    """Identity and summary of what was read completely into `folder`, or None."""
     path = folder / SUMMARY
-    if not path.is_file():
-        return None
-    stored = json.loads(path.read_text(encoding="utf-8"))
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if stored.pop("format", None) != FORMAT:
         return None
     return stored.pop("identity"), Input(**stored)
 
 
 def identity_of(data: DataConfig, held_out: HeldOutIndex | None) -> str:
-    """Hash of what decides the rows: sources with their files' sizes and times, and what is left
-    out."""
-    content: list[Any] = [
-        data.deduplicate,
-        data.near_share,
-        data.decontaminate,
-        data.seed,
-        data.limit,
-    ]
+    """Hash of what decides the rows: sources, their files' sizes and times, what is left out."""
+    names = ("deduplicate", "near_share", "decontaminate", "seed", "limit")
+    content: list[Any] = [getattr(data, name) for name in names]
     for source in data.sources:
-        own = {
-            name: getattr(source, name)
-            for name in source.__dataclass_fields__
-            if name in _SOURCE_FIELDS
-        }
+        own = {name: getattr(source, name) for name in _SOURCE_FIELDS if name != "share"}
         if source.share != (0, 1):  # folders of before there were shares stay what they are
             own["share"] = source.share
         files = local_files(source.path)
         paths = sorted(files.rglob("*")) if isinstance(files, Path) else files or []
-        content += [
-            own,
-            [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths],
-        ]
+        stats = [(str(path), path.stat()) for path in paths]
+        content += [own, [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]]
     if held_out is not None:
         content.append(held_out.digest())
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-_SOURCE_FIELDS = frozenset(
-    "path name split revision kind column spans_column tools_column id_column domain_column "
-    "domain weight limit shuffle seed streaming buffer".split()
-)
-
-
 def _cut(path: Path, size: int) -> None:
-    """Drop what an interrupted run appended beyond its last complete block."""
     if path.is_file():
         with path.open("r+b") as file:
             file.truncate(size)
-
-
-def _state(folder: Path, identity: str) -> ReadingState | None:
-    """Where an interrupted reading of the same rows stands."""
-    path = folder / STATE
-    if not path.is_file():
-        return None
-    state: ReadingState = json.loads(path.read_text(encoding="utf-8"))
-    return state if state["identity"] == identity else None
 
 
 def _fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(folder.glob("rows-*.parquet")):
         for row in pq.read_table(path, columns=["id", "domain", "hash"]).to_pylist():
-            line = f"{row['id']}\0{row['domain']}\0{row['hash']}\n"
-            digest.update(line.encode("utf-8", "surrogatepass"))
+            digest.update(_utf8(f"{row['id']}\0{row['domain']}\0{row['hash']}\n"))
     return digest.hexdigest()
 
 
 def _row(index: int, stored: Mapping[str, str], verdict: int) -> Row | SkippedRow:
+    named = (index, stored["id"], stored["domain"])
     if stored["reason"] or verdict != KEPT:
-        return SkippedRow(
-            index, stored["id"], stored["domain"], stored["reason"] or REASONS[verdict]
-        )
-    content = json.loads(stored["content"])
-    spans = content["spans"]
-    return Row(
-        index,
-        stored["id"],
-        stored["domain"],
-        messages=None if content["messages"] is None else tuple(content["messages"]),
-        tokens=None if content["tokens"] is None else tuple(content["tokens"]),
-        spans=None if spans is None else tuple((start, end) for start, end in spans),
-        tools=tuple(content["tools"]) if content.get("tools") else None,
-    )
+        return SkippedRow(*named, stored["reason"] or REASONS[verdict])
+    content: dict[str, Any] = json.loads(stored["content"])
+    content = {name: value and tuple(value) for name, value in content.items()}
+    if content["spans"] is not None:
+        content["spans"] = tuple((start, end) for start, end in content["spans"])
+    return Row(*named, **content)
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
-    )
-
-
-def _parquet(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")

@@ -1,5 +1,4 @@
-"""Which rows each optimiser step reads: a pure function of the step's index, the same for any
-number of processes.
+"""Which rows each optimiser step reads: a pure function of its index, for any number of processes.
 
 Rows form one endless stream: epoch 0 in its own random order, then epoch 1 in another, and so on.
 Step k reads rows k * global_batch ... (k + 1) * global_batch - 1 of it, so an epoch's incomplete
@@ -11,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -41,27 +40,26 @@ class PackedBatch:
     weights: Tensor | None = None
     anchors: Tensor | None = None
 
+    @classmethod
+    def unsupervised(cls, tokens: Tensor, positions: Tensor, segments: Tensor) -> PackedBatch:
+        """Rows for the target alone: no mask, seeds of 0."""
+        mask, seeds = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros(len(tokens)).long()
+        return cls(tokens.long(), positions.long(), segments, mask, seeds)
+
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name."""
-        found = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def rows(self, count: int) -> PackedBatch:
-        """The first `count` rows."""
         return PackedBatch(**{name: value[:count] for name, value in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same rows on another device."""
         return PackedBatch(**{name: value.to(device) for name, value in self.tensors().items()})
 
 
 class StepLoader:
-    """Deals the rows of every global step to processes and micro-batches.
-
-    global_batch: rows per optimiser step over all processes; micro_batch: rows per forward pass of
-    one process. Raises `UserError` unless global_batch is a multiple of micro_batch * world_size.
-    `wait_seconds` adds up what `iterate` had to wait for.
-    """
+    """Deals the rows of every global step to processes and micro-batches. global_batch: rows per
+    step of all processes, a multiple of micro_batch (rows per forward pass) x world_size, else
+    `UserError`. `wait_seconds` adds up what `iterate` had to wait for."""
 
     def __init__(
         self,
@@ -79,13 +77,9 @@ class StepLoader:
                 f"processes in micro-batches of {micro_batch}: it must be a positive multiple of "
                 f"{micro_batch} x {world_size}. Change the batch sizes."
             )
-        self.data = data
-        self.global_batch = global_batch
-        self.micro_batch = micro_batch
-        self.world_size = world_size
-        self.rank = rank
-        self.seed = seed
-        self.wait_seconds = 0.0
+        self.data, self.seed, self.wait_seconds = data, seed, 0.0
+        self.global_batch, self.micro_batch = global_batch, micro_batch
+        self.world_size, self.rank = world_size, rank
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     @property
@@ -94,22 +88,16 @@ class StepLoader:
         return -(-len(self.data) // self.global_batch)
 
     def step(self, index: int) -> list[PackedBatch]:
-        """This process's micro-batches of global step `index` (from 0)."""
+        """This process's micro-batches of global step `index` (from 0); the rows' seeds follow from
+        the step and the place in it alone."""
+        sequence = np.random.SeedSequence([self.seed, index])
+        seeds = sequence.generate_state(self.global_batch).astype(np.int64)
         shape = (-1, self.world_size, self.micro_batch)
-        rows, seeds = self.rows(index).reshape(shape), self.row_seeds(index).reshape(shape)
+        own = zip(self.rows(index).reshape(shape), seeds.reshape(shape), strict=True)
         return [
-            self._batch(micro[self.rank], seed[self.rank])
-            for micro, seed in zip(rows, seeds, strict=True)
+            packed_rows(self.data, rows[self.rank], torch.from_numpy(seed[self.rank]))
+            for rows, seed in own
         ]
-
-    def row_seeds(self, index: int) -> NDArray[np.int64]:
-        """Seeds [global_batch] of global step `index`: they follow from the step and the place in
-        it alone."""
-        return (
-            np.random.SeedSequence([self.seed, index])
-            .generate_state(self.global_batch)
-            .astype(np.int64)
-        )
 
     def supervised(self, index: int) -> int:
         """Supervised tokens of the whole global step, all processes together."""
@@ -120,14 +108,11 @@ class StepLoader:
         assert index >= 0, f"step {index}"
         places = np.arange(index * self.global_batch, (index + 1) * self.global_batch)
         epochs, within = np.divmod(places, len(self.data))
-        return np.array(
-            [self._order(int(epoch))[place] for epoch, place in zip(epochs, within, strict=True)],
-            dtype=np.int64,
-        )
+        orders = [self._order(epoch) for epoch in epochs.tolist()]
+        return np.array([o[place] for o, place in zip(orders, within, strict=True)], dtype=np.int64)
 
     def iterate(self, start: int, stop: int) -> Iterator[tuple[int, list[PackedBatch]]]:
-        """(index, micro-batches) of steps start ... stop - 1, each built in a thread while the step
-        before it is used."""
+        """(index, micro-batches) of steps start ... stop - 1, each built while another is used."""
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
             ahead = pool.submit(self.step, start) if start < stop else None
             for index in range(start, stop):
@@ -139,8 +124,7 @@ class StepLoader:
                 yield index, batches
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """The epoch's permutation of rows; the last two are kept, since a step may reach over an
-        epoch's end."""
+        """The epoch's permutation of rows; two are kept, since a step may reach over an end."""
         order = self._orders.get(epoch)
         if order is None:
             order = stable_permutation(len(self.data), self.seed, epoch)
@@ -149,19 +133,14 @@ class StepLoader:
                 self._orders.pop(old, None)
         return order
 
-    def _batch(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> PackedBatch:
-        arrays = [self.data.row(int(row)) for row in rows]
-        return PackedBatch(
-            tokens=torch.from_numpy(np.stack([row.tokens for row in arrays])).long(),
-            positions=torch.from_numpy(np.stack([row.positions for row in arrays])).long(),
-            segments=torch.from_numpy(np.stack([row.segments for row in arrays])),
-            loss_mask=torch.from_numpy(np.stack([row.loss_mask for row in arrays])),
-            seeds=torch.from_numpy(seeds),
-            weights=_beside([row.weights for row in arrays]),
-            anchors=_beside([row.anchors for row in arrays]),
-        )
 
-
-def _beside(columns: list[NDArray[np.float32] | None]) -> Tensor | None:
-    found = [column for column in columns if column is not None]
-    return torch.from_numpy(np.stack(found)) if found else None
+def packed_rows(data: PackedData, rows: NDArray[np.int64], seeds: Tensor) -> PackedBatch:
+    """These rows of the packed answers as one batch."""
+    arrays = [vars(data.row(int(row))) for row in rows]
+    parts = {
+        name: torch.from_numpy(np.stack([row[name] for row in arrays]))
+        for name, value in arrays[0].items()
+        if value is not None
+    }
+    tokens, positions = parts.pop("tokens").long(), parts.pop("positions").long()
+    return PackedBatch(tokens, positions, seeds=seeds, **parts)

@@ -1,5 +1,4 @@
-"""The one owner of loss masks: from answer spans to a mask, and a report that lets a person look at
-it.
+"""From answer spans to loss masks, and a report that lets a person look at them.
 
 The mask is True where the token AT a position belongs to an answer; a drafter's loss looks ahead
 from the position before.
@@ -28,8 +27,7 @@ SHOWN_TOKENS = 240
 
 @dataclass(frozen=True)
 class MaskReport:
-    """What a loss mask covers. share: supervised / all tokens; sample: rich markup of one document,
-    answers coloured."""
+    """What a loss mask covers: supervised / all tokens, and rich markup of one document."""
 
     documents: int
     tokens: int
@@ -46,10 +44,8 @@ class MaskReport:
 
 
 def mask_of(spans: Iterable[Span], length: int) -> NDArray[np.bool_]:
-    """Loss mask [length] bool of answer spans [start, end).
-
-    The first token is never supervised: nothing comes before it that could predict it.
-    """
+    """Loss mask [length] bool of answer spans [start, end). The first token is never supervised:
+    nothing before it could predict it."""
     mask = np.zeros(length, dtype=bool)
     for start, end in spans:
         assert 0 <= start < end <= length, (
@@ -61,12 +57,8 @@ def mask_of(spans: Iterable[Span], length: int) -> NDArray[np.bool_]:
 
 
 def mask_report(documents: Sequence[tuple[Tokens, Sequence[Span]]], tokenizer: Any) -> MaskReport:
-    """Measure and show the masks of (tokens, spans) documents; raises `UserError` when nothing at
-    all is supervised.
-
-    The sample is the first document with supervised tokens, cut to a readable length around the
-    start of its first answer.
-    """
+    """Measure and show the masks of (tokens, spans) documents, with the first that has an answer as
+    a sample; raises `UserError` when nothing is supervised."""
     masks = [mask_of(spans, len(tokens)) for tokens, spans in documents]
     tokens = sum(len(mask) for mask in masks)
     supervised = int(sum(mask.sum() for mask in masks))
@@ -77,7 +69,6 @@ def mask_report(documents: Sequence[tuple[Tokens, Sequence[Span]]], tokenizer: A
 
 
 def require_supervised(supervised: int, tokens: int) -> None:
-    """Raise `UserError` when a loss mask of `tokens` tokens covers none of them."""
     if not supervised:
         raise UserError(
             f"0% of {tokens} tokens are supervised: no document has an answer, so there is "
@@ -87,8 +78,7 @@ def require_supervised(supervised: int, tokens: int) -> None:
 
 
 def colour(tokens: Tokens, mask: NDArray[np.bool_], tokenizer: Any) -> str:
-    """Rich markup of a document's text, supervised runs in green and context dim, at most
-    `SHOWN_TOKENS` around the first answer."""
+    """Rich markup of at most `SHOWN_TOKENS` around the first answer, supervised runs in green."""
     first = int(mask.argmax())
     begin = max(0, first - SHOWN_TOKENS // 3)
     end = min(len(tokens), begin + SHOWN_TOKENS)

@@ -31,42 +31,33 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from inference.manifest import MANIFEST_FILE, file_sha256, verify_file
 from inference.target.chat import Span
-from train.data.answers import PACKED, SHARD_SCHEMA, Watch, ignore
-from train.data.manifest import read_answers
+from train.data import packed_file
+from train.data.answers import PACKED, SHARD_SCHEMA, Watch, ignore, read_answers
 from train.data.masks import require_supervised
-from train.data.packed_file import (
-    EXTRAS,
-    WINDOW_DOCUMENTS,
-    WINDOW_TOKENS,
-    Counts,
-    Document,
-    Flat,
-    Indexes,
-    PackKey,
-    is_whole,
-    pack_in_memory,
-    read_packed,
-    write_packed,
-)
+from train.data.packed_file import Document
 
 logger = logging.getLogger(__name__)
 
 BATCH_ROWS = 1024
 """Rows of a shard that are read together."""
+PARITY_TOKENS = 48
 
 
-@dataclass(frozen=True)
-class PackReport:
-    """What packing did. padding_share: of all R * T positions; supervised_share: of all tokens that
-    are not padding."""
+@dataclass
+class PackReport(packed_file.Counts):
+    """What packing did to rows of T positions."""
 
-    documents: int
-    truncated: int
-    dropped: int
-    rows: int
-    tokens: int
-    padding_share: float
-    supervised_share: float
+    sequence_length: int = 0
+
+    @property
+    def padding_share(self) -> float:
+        """Of all R * T positions."""
+        return 1 - self.tokens / (self.rows * self.sequence_length)
+
+    @property
+    def supervised_share(self) -> float:
+        """Of all tokens that are not padding."""
+        return self.supervised / self.tokens
 
     def __str__(self) -> str:
         return (
@@ -101,92 +92,67 @@ class PackedData:
         self, documents: Iterable[Document], sequence_length: int, extras: Sequence[str] = ()
     ) -> None:
         _check_length(sequence_length)
-        self._open(sequence_length, *pack_in_memory(documents, sequence_length, extras))
+        self._open(sequence_length, packed_file.pack_in_memory(documents, sequence_length, extras))
 
     @classmethod
     def from_manifest(
         cls, directory: Path, info: TargetInfo, sequence_length: int, watch: Watch = ignore
     ) -> PackedData:
-        """Pack the answers that `headstart generate` wrote to `directory`; rows are kept beside
-        them, in `packed/`, for the next training (where that folder cannot be written: in a
-        temporary one).
-
-        Raises `UserError` when the stage is unfinished, a shard was changed, the answers were
-        tokenised for another vocabulary than that of `info`, or nothing is supervised.
-        """
+        """Pack the answers in `directory`; rows are kept beside them in `packed/` (or in a
+        temporary folder). Raises `UserError` when the stage is unfinished, a shard was changed, the
+        vocabulary is not that of `info`, or nothing is supervised."""
         _check_length(sequence_length)
         shards = checked_shards(directory, info)
-        key: PackKey = {
+        key: packed_file.PackKey = {
             "answers": file_sha256(directory / MANIFEST_FILE),
             "sequence_length": sequence_length,
             "vocab_size": info.vocab_size,
-            "windows": [WINDOW_DOCUMENTS, WINDOW_TOKENS],
+            "windows": [packed_file.WINDOW_DOCUMENTS, packed_file.WINDOW_TOKENS],
         }
         extras = extras_of(shards)
         if extras:
             key["extras"] = extras
+
+        def write(folder: Path, watch: Watch) -> None:
+            packed_file.write_packed(folder, weighted_documents(shards, info, watch, extras), key)
+
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         folder = directory / PACKED / name
-        if is_whole(folder, key) and not is_whole(folder, key, thorough=True):
-            logger.warning("the packed rows in '%s' were damaged; they are built again", folder)
-            shutil.rmtree(folder, ignore_errors=True)
         data = cls.__new__(cls)
-        if not is_whole(folder, key):
+        if not packed_file.is_whole(folder, key, thorough=True):
+            if packed_file.is_whole(folder, key):
+                logger.warning("the packed rows in '%s' were damaged; they are built again", folder)
+                shutil.rmtree(folder, ignore_errors=True)
             try:
-                write_packed(
-                    folder,
-                    weighted_documents(shards, info, watch, extras),
-                    sequence_length,
-                    key,
-                    extras,
-                )
+                write(folder, watch)
             except OSError as error:
-                logger.warning(
-                    "packed rows cannot be kept in '%s' (%s); a temporary folder is used",
-                    folder,
-                    error,
-                )
+                message = "packed rows cannot be kept in '%s' (%s); a temporary folder is used"
+                logger.warning(message, folder, error)
                 data._temporary = tempfile.TemporaryDirectory(prefix="headstart-packed-")
                 folder = Path(data._temporary.name) / name
-                write_packed(
-                    folder,
-                    weighted_documents(shards, info, extras=extras),
-                    sequence_length,
-                    key,
-                    extras,
-                )
-        data._open(sequence_length, *read_packed(folder))
+                write(folder, ignore)
+        data._open(sequence_length, packed_file.read_packed(folder))
         return data
 
-    def _open(self, sequence_length: int, counts: Counts, indexes: Indexes, flat: Flat) -> None:
+    def _open(self, sequence_length: int, packed: packed_file.Packed) -> None:
+        counts, self._indexes, self._flat = packed
         require_supervised(counts.supervised, counts.tokens)
         self.sequence_length = sequence_length
-        self._indexes, self._flat = indexes, flat
-        self.extras = [name for name in EXTRAS if name in flat]
-        self.supervised: NDArray[np.int64] = indexes.supervised
-        self.report = PackReport(
-            documents=counts.documents,
-            truncated=counts.truncated,
-            dropped=counts.dropped,
-            rows=counts.rows,
-            tokens=counts.tokens,
-            padding_share=1 - counts.tokens / (counts.rows * sequence_length),
-            supervised_share=counts.supervised / counts.tokens,
-        )
+        self.extras = [name for name in packed_file.EXTRAS if name in self._flat]
+        self.supervised = self._indexes["supervised"]
+        self.report = PackReport(**vars(counts), sequence_length=sequence_length)
 
     def __len__(self) -> int:
         return len(self.supervised)
 
     def row(self, index: int) -> RowArrays:
         """Row `index` as arrays of T entries."""
-        at = self._indexes
-        begin, end = int(at.starts[index]), int(at.starts[index + 1])
+        at, length = self._indexes, self.sequence_length
+        begin, end = at["starts"][index : index + 2].tolist()
         stored = self._flat["tokens"].read(begin, end)
-        lengths = at.lengths[at.documents[index] : at.documents[index + 1]]
-        tokens, positions, segments = (
-            np.zeros(self.sequence_length, dtype=np.int32) for _ in range(3)
-        )
-        loss_mask = np.zeros(self.sequence_length, dtype=bool)
+        lengths = at["lengths"][slice(*at["documents"][index : index + 2])]
+        tokens, positions, segments = np.zeros((3, length), dtype=np.int32)
+        loss_mask = np.zeros(length, dtype=bool)
         used = len(stored)
         loss_mask[:used] = stored < 0
         tokens[:used] = np.where(stored < 0, ~stored, stored)
@@ -195,7 +161,7 @@ class PackedData:
         segments[:used] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
         beside = {}
         for name in self.extras:
-            beside[name] = np.ones(self.sequence_length, dtype=np.float32)
+            beside[name] = np.ones(length, dtype=np.float32)
             beside[name][:used] = self._flat[name].read(begin, end)
         return RowArrays(tokens, positions, segments, loss_mask, **beside)
 
@@ -208,14 +174,13 @@ def _check_length(sequence_length: int) -> None:
 def read_documents(
     directory: Path, info: TargetInfo
 ) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
-    """Documents (tokens, answer spans) of a finished generate stage, in shard order, after the
-    checks of `from_manifest`."""
-    yield from documents_of(checked_shards(directory, info), info)
+    """Documents (tokens, answer spans) of a finished generate stage, checked, in shard order."""
+    for tokens, spans, _ in weighted_documents(checked_shards(directory, info), info):
+        yield tokens, spans
 
 
 def checked_shards(directory: Path, info: TargetInfo) -> list[Path]:
-    """The unchanged shards of a finished generate stage for the vocabulary of `info`; raises
-    `UserError` otherwise."""
+    """The unchanged shards of answers for `info`'s vocabulary; raises `UserError` otherwise."""
     manifest = read_answers(directory)
     _require_target(directory, manifest.get("target"), info)
     if not manifest.get("shards"):
@@ -226,21 +191,13 @@ def checked_shards(directory: Path, info: TargetInfo) -> list[Path]:
     return [verify_file(directory, entry) for entry in manifest["shards"]]
 
 
-def documents_of(
-    shards: Iterable[Path], info: TargetInfo, watch: Watch = ignore
-) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
-    """Documents of shards, in order. A row may hold several, one after the other: see
-    `Answer.parts`."""
-    for tokens, spans, _ in weighted_documents(shards, info, watch):
-        yield tokens, spans
-
-
 def extras_of(shards: Sequence[Path]) -> list[str]:
     """Which of `EXTRAS` the shards have; raises `UserError` unless all have the same."""
-    found = [[name for name in EXTRAS if name in pq.read_schema(path).names] for path in shards]
+    known = list(packed_file.EXTRAS)
+    found = [[name for name in known if name in pq.read_schema(path).names] for path in shards]
     if any(names != found[0] for names in found):
         raise UserError(
-            f"the shards beside '{shards[0]}' differ in their columns {list(EXTRAS)}. Run "
+            f"the shards beside '{shards[0]}' differ in their columns {known}. Run "
             "`headstart feedback` again."
         )
     return found[0]
@@ -249,46 +206,29 @@ def extras_of(shards: Sequence[Path]) -> list[str]:
 def weighted_documents(
     shards: Iterable[Path], info: TargetInfo, watch: Watch = ignore, extras: Sequence[str] = ()
 ) -> Iterator[tuple[NDArray[np.int32], list[Span], dict[str, NDArray[np.float32]]]]:
-    """`documents_of` with the columns `extras` of every document's tokens; raises `UserError` for
-    weights that are none."""
+    """`documents_of` with the columns `extras` per token; `UserError` for invalid weights."""
     rows = 0
     for path in shards:
         for batch in _batches(path, extras):
             rows += len(batch)
             tokens, spans = batch.column("tokens"), batch.column("spans").to_pylist()
-            parts = (
-                batch.column("parts").to_pylist()
-                if "parts" in batch.schema.names
-                else [None] * len(spans)
-            )
-            values, bounds = tokens.values.to_numpy(), tokens.offsets.to_numpy()
+            # Shards of older versions have no column `parts`: one document per row.
+            known = "parts" in batch.schema.names
+            parts = batch.column("parts").to_pylist() if known else [None] * len(spans)
+            values, bounds = tokens.values.to_numpy(), tokens.offsets.to_pylist()
             if len(values) and not 0 <= values.min() <= values.max() < info.vocab_size:
                 raise UserError(
                     f"'{path}' holds token ids outside 0..{info.vocab_size - 1}, the vocabulary "
                     f"of target '{info.id}'."
                 )
             beside = {name: _weights(path, name, batch.column(name), tokens) for name in extras}
-            for number, answer in enumerate(spans):
-                whole = values[bounds[number] : bounds[number + 1]]
-                own = {
-                    name: column[bounds[number] : bounds[number + 1]]
-                    for name, column in beside.items()
-                }
-                for part, (low, high) in _split(
-                    whole, [(start, end) for start, end in answer], parts[number] or ()
-                ):
-                    yield *part, {name: column[low:high] for name, column in own.items()}
+            for (first, last), answer, later in zip(pairwise(bounds), spans, parts, strict=True):
+                for low, high in pairwise([first, *(first + at for at in later or ()), last]):
+                    begin, end = low - first, high - first
+                    inside = [(a - begin, b - begin) for a, b in answer if begin <= a < end]
+                    weights = {name: column[low:high] for name, column in beside.items()}
+                    yield values[low:high], inside, weights
             watch("pack", rows)
-
-
-def _split(
-    tokens: NDArray[np.int32], spans: list[Span], parts: Sequence[int]
-) -> Iterator[tuple[tuple[NDArray[np.int32], list[Span]], Span]]:
-    """The documents of one row, and where they lie in it: `parts` says where the second and later
-    ones begin."""
-    for begin, end in pairwise([0, *parts, len(tokens)]):
-        inside = [(low - begin, high - begin) for low, high in spans if begin <= low < end]
-        yield (tokens[begin:end], inside), (begin, end)
 
 
 def _weights(
@@ -312,19 +252,14 @@ def _batches(path: Path, extras: Sequence[str] = ()) -> Iterator[pa.RecordBatch]
         file = pq.ParquetFile(path)
     except pa.ArrowInvalid as error:
         raise UserError(f"'{path}' is not a shard of `headstart generate`: {error}") from error
+    schema = file.schema_arrow
     for name in ("tokens", "spans"):
-        if (
-            name not in file.schema_arrow.names
-            or file.schema_arrow.field(name).type != SHARD_SCHEMA.field(name).type
-        ):
+        if name not in schema.names or schema.field(name).type != SHARD_SCHEMA.field(name).type:
             raise UserError(
                 f"'{path}' is not a shard of `headstart generate`: it has no column '{name}' of "
                 "token numbers."
             )
-    # Shards of older versions have no column `parts`: one document per row.
-    columns = [
-        name for name in ("tokens", "spans", "parts", *extras) if name in file.schema_arrow.names
-    ]
+    columns = [name for name in ("tokens", "spans", "parts", *extras) if name in schema.names]
     yield from file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
 
 
@@ -341,14 +276,8 @@ def _require_target(directory: Path, stored: Any, info: TargetInfo) -> None:
             "train for the target that wrote these."
         )
     if stored.get("revision") != info.revision:
-        logger.warning(
-            "the answers in '%s' are from another revision of the target (%s)",
-            directory,
-            stored.get("revision"),
-        )
-
-
-PARITY_TOKENS = 48
+        message = "the answers in '%s' are from another revision of the target (%s)"
+        logger.warning(message, directory, stored.get("revision"))
 
 
 def token_counts(data: PackedData, vocab_size: int) -> Tensor:

@@ -1,18 +1,16 @@
 """Packed rows on disk: one flat file of tokens in row order, and small indexes beside it.
 
-    tokens.bin      int32 per token, row after row; a supervised token t is stored as ~t (its sign
-                    says so)
+    tokens.bin      int32 per token, row after row; a supervised token t is stored as ~t
     lengths.bin     int32 per document, in the same order
     starts.bin      int64 [R + 1]: where each row's tokens begin
     documents.bin   int64 [R + 1]: where each row's documents begin in lengths.bin
     supervised.bin  int64 [R]
-    weights.bin, anchors.bin   float32 per token, beside tokens.bin; only where the answers have
-                               them (train/feedback)
+    weights.bin, anchors.bin   float32 per token, only where the answers have them (train/feedback)
     packed.json     what was packed, the report, and size and SHA-256 of each file; written last
 
-Rows are read with positional reads, not through a map: what the kernel caches is then not counted
-as this process's memory. Held in memory: 24 bytes per row and 4 per document. Documents are packed
-in windows, so packing holds no more than one window's tokens.
+Rows are read with positional reads: what the kernel caches is not counted as this process's memory,
+which holds 24 bytes per row and 4 per document. Documents are packed in windows, so packing holds
+no more than one window's tokens.
 
 Legend: R rows, T positions (sequence_length).
 """
@@ -24,6 +22,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -48,6 +47,7 @@ PARTS = {
     "documents": np.int64,
     "supervised": np.int64,
 }
+INDEXES = ("lengths", "starts", "documents", "supervised")
 EXTRAS = {"weights": np.float32, "anchors": np.float32}
 """What a token may carry besides: see `heads.api.batch.TrainBatch`."""
 HEADER = "packed.json"
@@ -56,13 +56,12 @@ FORMAT = 1
 Weights = Mapping[str, NDArray[np.float32]]
 """Some of `EXTRAS` for the tokens of one document."""
 Document = tuple[Tokens, Sequence[Span]] | tuple[Tokens, Sequence[Span], Weights]
-Flat = Mapping[str, "FlatFile"]
-"""The files that have an entry per token, by name."""
+Packed = tuple["Counts", Mapping[str, NDArray[Any]], Mapping[str, "FlatFile"]]
+"""What packing met; the small files, in memory; the files that have an entry per token."""
 
 
 class PackKey(TypedDict):
-    """What decides the packed rows. answers: SHA-256 of the manifest; windows: documents,
-    tokens."""
+    """What decides the packed rows. answers: of the manifest; windows: documents, tokens."""
 
     answers: str
     sequence_length: int
@@ -73,8 +72,7 @@ class PackKey(TypedDict):
 
 @dataclass
 class Counts:
-    """What packing met: documents kept, cut to the sequence length, dropped for having no answer;
-    their tokens."""
+    """Documents kept, cut to the sequence length, dropped for having no answer; their tokens."""
 
     documents: int = 0
     truncated: int = 0
@@ -82,16 +80,6 @@ class Counts:
     tokens: int = 0
     supervised: int = 0
     rows: int = 0
-
-
-@dataclass
-class Indexes:
-    """The small files, in memory."""
-
-    lengths: NDArray[np.int32]
-    starts: NDArray[np.int64]
-    documents: NDArray[np.int64]
-    supervised: NDArray[np.int64]
 
 
 @dataclass
@@ -115,8 +103,7 @@ class Packer:
         self._put("documents", [0])
 
     def add_all(self, documents: Iterable[Document]) -> None:
-        """Take every document and write what is left at the end. With `extras` each brings its
-        weights."""
+        """Take every document (with its weights where there are `extras`) and write the rest."""
         for tokens, spans, *beside in documents:
             self._add(tokens, spans, beside[0] if beside else {})
         self._pack()
@@ -128,16 +115,12 @@ class Packer:
             return
         signed, begin = window
         self.counts.truncated += len(tokens) > self.length
-        if (
-            len(self._waiting) == self.window_documents
-            or self._held + len(signed) > self.window_tokens
-        ):
+        size = len(signed)
+        if len(self._waiting) == self.window_documents or self._held + size > self.window_tokens:
             self._pack()
         self._waiting.append(signed)
-        self._beside.append(
-            {name: beside[name][begin : begin + len(signed)] for name in self.extras}
-        )
-        self._held += len(signed)
+        self._beside.append({name: beside[name][begin : begin + size] for name in self.extras})
+        self._held += size
 
     def _pack(self) -> None:
         """Pack the waiting documents, best fit first, and write the rows."""
@@ -173,7 +156,6 @@ class FlatFile:
         self._descriptor = -1 if isinstance(source, bytes) else os.open(source, os.O_RDONLY)
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        """Stored values [end - begin] from `begin`."""
         first, count = 4 * begin, 4 * (end - begin)
         if self._descriptor < 0:
             return np.frombuffer(self._bytes, self._dtype, end - begin, first)
@@ -193,49 +175,31 @@ class FlatFile:
 
 def pack_in_memory(
     documents: Iterable[Document], length: int, extras: Sequence[str] = ()
-) -> tuple[Counts, Indexes, Flat]:
-    """Pack documents without touching the disk."""
+) -> Packed:
     files = {name: BytesIO() for name in (*PARTS, *extras)}
     packer = Packer(length, files, extras=extras)
     packer.add_all(documents)
     contents = {name: file.getvalue() for name, file in files.items()}
-    arrays = {
-        name: np.frombuffer(contents[name], PARTS[name]) for name in PARTS if name != "tokens"
-    }
+    arrays = {name: np.frombuffer(contents[name], PARTS[name]) for name in INDEXES}
     flat = {name: FlatFile(contents[name], (PARTS | EXTRAS)[name]) for name in ("tokens", *extras)}
-    return packer.counts, Indexes(**arrays), flat
+    return packer.counts, arrays, flat
 
 
-def write_packed(
-    folder: Path,
-    documents: Iterable[Document],
-    length: int,
-    key: PackKey,
-    extras: Sequence[str] = (),
-) -> None:
-    """Pack documents into `folder`, which appears whole or not at all. Several processes may do it
-    at once: the first one wins."""
-    names = (*PARTS, *extras)
+def write_packed(folder: Path, documents: Iterable[Document], key: PackKey) -> None:
+    """Pack documents into `folder`, whole or not at all; of several processes the first wins."""
+    extras = key.get("extras", [])
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=folder.name + ".partial-", dir=folder.parent))
     try:
-        files = {name: (building / f"{name}.bin").open("wb") for name in names}
-        try:
-            packer = Packer(length, files, extras=extras)
+        with ExitStack() as stack:
+            paths = {name: building / f"{name}.bin" for name in (*PARTS, *extras)}
+            files = {name: stack.enter_context(path.open("wb")) for name, path in paths.items()}
+            packer = Packer(key["sequence_length"], files, extras=extras)
             packer.add_all(documents)
-        finally:
-            for file in files.values():
-                file.close()
         entries = [
-            file_entry(building, f"{name}.bin", bytes=(building / f"{name}.bin").stat().st_size)
-            for name in names
+            file_entry(building, path.name, bytes=path.stat().st_size) for path in paths.values()
         ]
-        header = {
-            "format": FORMAT,
-            "key": dict(key),
-            "counts": asdict(packer.counts),
-            "files": entries,
-        }
+        header = {"format": FORMAT, "key": key, "counts": asdict(packer.counts), "files": entries}
         write_json(building / HEADER, header)
         if is_whole(folder, key):
             return
@@ -249,8 +213,7 @@ def write_packed(
 
 
 def is_whole(folder: Path, key: PackKey, *, thorough: bool = False) -> bool:
-    """Whether `folder` holds the packed rows of `key` and no file of them is missing or short
-    (thorough: or changed)."""
+    """Whether `folder` holds all packed rows of `key`, of full size (thorough: and unchanged)."""
     try:
         header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
         if header["format"] != FORMAT or header["key"] != dict(key):
@@ -265,25 +228,18 @@ def is_whole(folder: Path, key: PackKey, *, thorough: bool = False) -> bool:
         return False
 
 
-def read_packed(folder: Path) -> tuple[Counts, Indexes, Flat]:
-    """Open what `write_packed` wrote."""
+def read_packed(folder: Path) -> Packed:
     header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
-    arrays = {
-        name: np.fromfile(folder / f"{name}.bin", PARTS[name]) for name in PARTS if name != "tokens"
-    }
+    arrays = {name: np.fromfile(folder / f"{name}.bin", PARTS[name]) for name in INDEXES}
     names = ("tokens", *header["key"].get("extras", ()))
     flat = {name: FlatFile(folder / f"{name}.bin", (PARTS | EXTRAS)[name]) for name in names}
-    return Counts(**header["counts"]), Indexes(**arrays), flat
+    return Counts(**header["counts"]), arrays, flat
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing bin packing: document numbers per row, every row's lengths summing to at
-    most `capacity`.
-
-    Each document, longest first, goes into the fullest row that still has room for it. Open rows
-    are kept by free space, and a bit set of the spaces in use finds the smallest that is large
-    enough.
-    """
+    """Best-fit decreasing bin packing: document numbers per row of at most `capacity` tokens. Each,
+    longest first, goes into the fullest row with room for it: open rows are kept by free space, and
+    a bit set of the spaces in use finds the smallest that is large enough."""
     rows: list[list[int]] = []
     by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
     in_use = 0
@@ -307,27 +263,16 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def signed_window(
     tokens: Tokens, spans: Sequence[Span], length: int
 ) -> tuple[NDArray[np.int32], int] | None:
-    """The tokens of a document, cut to `length`, supervised ones as ~token, and where the cut
-    begins; None when nothing is supervised.
-    """
+    """The tokens cut to `length`, supervised ones as ~token, and where the cut begins; or None."""
     mask = mask_of(spans, len(tokens))
     if not mask.any():
         return None
-    begin = _window_start(mask, length)
+    # The beginning, where an answer reaches into it. Otherwise half of the window is the context
+    # right before the first answer and half is the answer (more when the answer ends earlier), so
+    # that at least one token is supervised.
+    first = int(mask.argmax())
+    begin = 0 if first < length else min(first + (length + 1) // 2, len(mask)) - length
     window = np.array(tokens[begin : begin + length], dtype=np.int32)
     kept = mask[begin : begin + length].copy()
     kept[:1] = False  # nothing before the window's first token could predict it
     return np.where(kept, ~window, window), begin
-
-
-def _window_start(mask: NDArray[np.bool_], length: int) -> int:
-    """Start of the window of `length` tokens to keep: the document's beginning when an answer
-    reaches into it.
-
-    Otherwise half of the window is the context right before the first answer and half is the answer
-    (more when the answer ends earlier), so that at least one token is supervised.
-    """
-    first = int(mask.argmax())
-    if first < length:
-        return 0
-    return min(first + (length + 1) // 2, len(mask)) - length

@@ -11,23 +11,18 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def stable_permutation(count: int, seed: int, stream: int = 0) -> NDArray[np.int64]:
-    """A permutation of range(count) [count] int64, different for every (seed, stream).
-
-    Numbers are ordered by their splitmix64 hash (Steele, Lea and Flood, 2014), which library
-    generators do not promise to keep.
-    """
+    """A permutation of range(count) [count] int64 for (seed, stream): numbers in the order of their
+    splitmix64 hash (Steele, Lea and Flood, 2014), which library generators do not promise to
+    keep."""
     offset = _mix_int(_mix_int(seed & MASK) ^ (stream & MASK))
     state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(offset)
     return np.argsort(mix(state), kind="stable").astype(np.int64)
 
 
 def unit_interval(seed: int, index: int) -> float:
-    """A number in [0, 1) for (seed, index), evenly spread over every run of indices: multiples of
-    the golden ratio.
-
-    Of any n successive ones, an interval of length w holds w n of them up to a deviation that grows
-    like log n, where random numbers deviate by the root of n.
-    """
+    """A number in [0, 1) for (seed, index): multiples of the golden ratio. Of any n successive ones
+    an interval of length w holds w n up to a deviation like log n; of random numbers, like the root
+    of n."""
     start = _mix_int(seed & MASK)
     return ((start + (index + 1) * GOLDEN) & MASK) / 2**64
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from heads.api.errors import UserError, suggest
 from inference.target.chat import Message, Span, check_messages, check_unicode
 from train.data.config import DataConfig, SourceConfig
 from train.data.permute import stable_permutation, unit_interval
-from train.data.streams import Rows, TableRows, open_rows_streaming
+from train.data.streams import Place, StreamedRows, TableRows
 from train.data.tables import BadRowError, RawRow, open_table
 
 __all__ = ["DataConfig", "Mixture", "Row", "SkippedRow", "Source", "content_hash"]
@@ -34,17 +34,10 @@ COLUMN_NAMES = {
 }
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "bing", "bard"), "assistant"),
     "tool": "tool",
 }
-
-
 KIND_PROBE = 1000
 """Rows that are looked at to find what a column holds."""
 
@@ -56,32 +49,6 @@ class RowContent(TypedDict, total=False):
     tokens: tuple[int, ...] | None
     spans: tuple[Span, ...] | None
     tools: tuple[dict[str, object], ...] | None
-
-
-class SourcePlace(TypedDict):
-    """A position in a source: rows taken, and the position in its dataset."""
-
-    taken: int
-    rows: Any
-
-
-class MixturePlace(TypedDict):
-    """A position in a mixture: rows given, where sources ran out, the position in each source."""
-
-    index: int
-    ended: dict[int, int]
-    sources: list[SourcePlace | None]
-
-
-class SourceReport(TypedDict):
-    """What was read of one source. ran_out_at: the row at which it ended, None: it had more."""
-
-    name: str
-    path: str
-    rows: int
-    share_asked: float
-    share: float
-    ran_out_at: int | None
 
 
 @dataclass(frozen=True)
@@ -99,13 +66,8 @@ class Row:
 
     @property
     def content(self) -> RowContent:
-        """What the row's hash covers."""
-        content: RowContent = {
-            "messages": self.messages,
-            "tokens": self.tokens,
-            "spans": self.spans,
-        }
-        return {**content, "tools": self.tools} if self.tools else content
+        names = ("messages", "tokens", "spans", *(("tools",) if self.tools else ()))
+        return cast(RowContent, {name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -119,21 +81,19 @@ class SkippedRow:
 
 
 class Source:
-    """An opened dataset. `read` yields `Row` and `SkippedRow`, one per row, from any place; it may
-    be repeated."""
+    """An opened dataset; `read` yields a `Row` or `SkippedRow` per row, from any place."""
 
     def __init__(self, config: SourceConfig, label: str = "") -> None:
-        self.config, self.label = config, label
-        self.rows: Rows[Any] = self._open()
+        self.config, self.label, self.taken = config, label, 0
+        self.rows = StreamedRows(config) if config.streaming else open_rows(config)
         self.column = self._find_column()
         self.kind = self._find_kind()
-        self.taken = 0
 
     def __iter__(self) -> Iterator[Row | SkippedRow]:
         return self.read(None)
 
-    def read(self, place: SourcePlace | None) -> Iterator[Row | SkippedRow]:
-        """Rows from a place on; `index` counts this source's rows."""
+    def read(self, place: Place | None) -> Iterator[Row | SkippedRow]:
+        """Rows from a place (rows taken, place in the dataset) on; `index` counts this source's."""
         self.taken = place["taken"] if place else 0
         if self.taken == self.config.limit:
             return
@@ -151,61 +111,33 @@ class Source:
         part, parts = self.config.share
         return max(0, -(-(self.taken - part) // parts))
 
-    def place(self) -> SourcePlace:
-        """Where the last row that `read` gave ends, for `read` to continue from."""
+    def place(self) -> Place:
+        """Where the last row that `read` gave ends."""
         return {"taken": self.taken, "rows": self.rows.place()}
 
-    def _open(self) -> Rows[Any]:
-        config = self.config
-        if config.streaming:
-            return open_rows_streaming(
-                config.path,
-                config.name,
-                config.split,
-                config.revision,
-                shuffle=config.shuffle,
-                seed=config.seed,
-                buffer=config.buffer,
-            )
-        table = open_table(config.path, config.name, config.split, config.revision)
-        if not len(table):
-            raise UserError(
-                f"dataset '{config.path}' is empty: it has no rows. Check data.path, data.name and "
-                "data.split."
-            )
-        numbers = (
-            stable_permutation(len(table), config.seed) if config.shuffle else np.arange(len(table))
-        )
-        return TableRows(table, numbers[: config.limit])
-
     def _find_column(self) -> str:
-        columns = self.rows.columns
+        config, columns = self.config, self.rows.columns
         for field in ("column", "id_column", "domain_column"):
-            name = getattr(self.config, field)
+            name = getattr(config, field)
             if name is not None and name not in columns:
                 raise UserError(
-                    f"dataset '{self.config.path}' has no column '{name}' "
+                    f"dataset '{config.path}' has no column '{name}' "
                     f"(data.{field}).{suggest(name, columns)}"
                 )
-        if self.config.column is not None:
-            return self.config.column
-        kinds = (
-            COLUMN_NAMES
-            if self.config.kind == "auto"
-            else {self.config.kind: COLUMN_NAMES[self.config.kind]}
-        )
-        for name in (name for names in kinds.values() for name in names):
+        if config.column is not None:
+            return config.column
+        kinds = COLUMN_NAMES if config.kind == "auto" else [config.kind]
+        known = [name for kind in kinds for name in COLUMN_NAMES[kind]]
+        for name in known:
             if name in columns:
                 return name
         raise UserError(
-            f"dataset '{self.config.path}' has none of the columns "
-            f"{', '.join(n for names in kinds.values() for n in names)}. "
+            f"dataset '{config.path}' has none of the columns {', '.join(known)}. "
             f"Set data.column to one of: {', '.join(columns) or 'nothing'}."
         )
 
     def _find_kind(self) -> str:
-        """The configured kind, or that of the first row whose value is text, a list of ids or a
-        list of messages."""
+        """The configured kind, or that of the first row with text, ids or messages."""
         if self.config.kind != "auto":
             return self.config.kind
         for _, row in islice(self.rows.read(None), KIND_PROBE):
@@ -227,9 +159,8 @@ class Source:
             if isinstance(raw, BadRowError):
                 raise raw
             if self.config.domain_column is not None:
-                domain = check_unicode(
-                    str(raw.get(self.config.domain_column) or domain), "the domain"
-                )
+                given = raw.get(self.config.domain_column) or domain
+                domain = check_unicode(str(given), "the domain")
             content = self._content(raw)
             identity = self._identity(raw, content)
         except (BadRowError, UserError) as error:
@@ -247,10 +178,8 @@ class Source:
             return {**content, "tools": tools} if tools else content
         if self.kind == "tokens":
             tokens = read_tokens(value)
-            return {
-                "tokens": tokens,
-                "spans": read_spans(raw.get(self.config.spans_column), len(tokens)),
-            }
+            spans = read_spans(raw.get(self.config.spans_column), len(tokens))
+            return {"tokens": tokens, "spans": spans}
         if not isinstance(value, str):
             raise BadRowError(f"the prompt is {type(value).__name__}, not text")
         if not check_unicode(value, "the prompt").strip():
@@ -267,8 +196,7 @@ class Source:
 
 
 class Mixture:
-    """Several sources as one: row i comes from the source that `unit_interval(seed, i)` points at
-    among those that are left."""
+    """Several sources as one: `unit_interval(seed, i)` picks that of row i among those left."""
 
     def __init__(self, data: DataConfig) -> None:
         self.data = data
@@ -277,26 +205,27 @@ class Mixture:
             label if labels.count(label) == 1 else f"{label}{number}"
             for number, label in enumerate(labels)
         ]
-        named = [f"{label}/" if data.mixture else "" for label in self.labels]
         self.sources = [
-            Source(config, label) for config, label in zip(data.sources, named, strict=True)
+            Source(config, f"{label}/" if data.mixture else "")
+            for config, label in zip(data.sources, self.labels, strict=True)
         ]
         self.index = 0
         self.ended: dict[int, int] = {}
 
-    def read(self, place: MixturePlace | None = None) -> Iterator[tuple[int, Row | SkippedRow]]:
-        """(number of the source, row) from a place on; `index` counts all rows."""
+    def read(self, place: Place | None = None) -> Iterator[tuple[int, Row | SkippedRow]]:
+        """(number of the source, row) from a place (rows given, where sources ran out, the place in
+        each) on; `index` counts all rows."""
         self.index = place["index"] if place else 0
         self.ended = {int(number): at for number, at in place["ended"].items()} if place else {}
-        places: list[SourcePlace | None] = place["sources"] if place else [None] * len(self.sources)
-        open_rows = [source.read(at) for source, at in zip(self.sources, places, strict=True)]
+        places: list[Place | None] = place["sources"] if place else [None] * len(self.sources)
+        begun = [source.read(at) for source, at in zip(self.sources, places, strict=True)]
         for source, at in zip(self.sources, places, strict=True):
             source.taken = at["taken"] if at else 0
         self._resumed = list(places)
         limit = self.data.limit if self.data.mixture else None
         while len(self.ended) < len(self.sources) and self.index != limit:
             number = self._pick()
-            row = next(open_rows[number], None)
+            row = next(begun[number], None)
             if row is None:
                 self.ended[number] = self.index
                 continue
@@ -304,7 +233,7 @@ class Mixture:
             self.index += 1
             yield number, replace(row, index=self.index - 1)
 
-    def place(self) -> MixturePlace:
+    def place(self) -> Place:
         """Where the last row that `read` gave ends."""
         places = [
             kept if kept is not None or not source.taken else source.place()
@@ -312,9 +241,8 @@ class Mixture:
         ]
         return {"index": self.index, "ended": dict(self.ended), "sources": places}
 
-    def report(self) -> list[SourceReport]:
-        """Per source: path, rows taken, its share asked for and found, and the row at which it ran
-        out (None: it had more)."""
+    def report(self) -> list[dict[str, Any]]:
+        """What was read of each source. ran_out_at: the row at which it ended, if it did."""
         weights = sum(source.config.weight for source in self.sources)
         return [
             {
@@ -336,52 +264,50 @@ class Mixture:
         return left[min(int(np.searchsorted(edges, place, side="right")), len(left) - 1)]
 
 
+def open_rows(config: SourceConfig) -> TableRows:
+    """The rows of a table in the configured order; raises `UserError` when it has none."""
+    table = open_table(config)
+    count = len(table)
+    if not count:
+        raise UserError(
+            f"dataset '{config.path}' is empty: it has no rows. Check data.path, data.name and "
+            "data.split."
+        )
+    numbers = stable_permutation(count, config.seed) if config.shuffle else np.arange(count)
+    return TableRows(table, numbers[: config.limit])
+
+
 def content_hash(content: RowContent) -> str:
     """Hex SHA-256 of a row's messages, tokens and spans; the same on every machine."""
-    return hashlib.sha256(
-        json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    ).hexdigest()
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def from_sharegpt(messages: Any) -> Any:
-    """ShareGPT {from, value} entries as {role, content}; anything else is returned as it is, for
-    `check_messages` to judge.
-
-    Columns that `datasets` stores as a mapping of lists (its older sequences of records) are turned
-    back into records first.
-    """
-    if (
-        isinstance(messages, Mapping)
-        and messages
-        and all(isinstance(value, list) for value in messages.values())
-    ):
-        messages = [
-            dict(zip(messages, entry, strict=False))
-            for entry in zip(*messages.values(), strict=False)
-        ]
+    """ShareGPT {from, value} entries, also as a mapping of lists (older sequences of `datasets`),
+    as {role, content}; anything else unchanged, for `check_messages` to judge."""
+    if isinstance(messages, Mapping) and messages:
+        columns = list(messages.values())
+        if all(isinstance(column, list) for column in columns):
+            entries = zip(*columns, strict=False)
+            messages = [dict(zip(messages, entry, strict=True)) for entry in entries]
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         return messages
-    converted = []
-    for message in messages:
-        if (
-            isinstance(message, Mapping)
-            and message.get("from") is not None
-            and message.get("role") is None
-        ):
-            role = SHAREGPT_ROLES.get(message["from"])
-            if role is None:
-                raise BadRowError(
-                    f"speaker {message['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}"
-                )
-            converted.append({"role": role, "content": message.get("value")})
-        else:
-            converted.append(message)
-    return converted
+    return [_from_sharegpt(message) for message in messages]
+
+
+def _from_sharegpt(message: Any) -> Any:
+    given = message if isinstance(message, Mapping) else {}
+    speaker = given.get("from")
+    if speaker is None or given.get("role") is not None:
+        return message
+    if speaker not in SHAREGPT_ROLES:
+        raise BadRowError(f"speaker {speaker!r} is not one of {', '.join(SHAREGPT_ROLES)}")
+    return {"role": SHAREGPT_ROLES[speaker], "content": given.get("value")}
 
 
 def read_tools(value: Any) -> tuple[dict[str, object], ...] | None:
-    """Descriptions of tools, given as a list or as its JSON; None for none. Raises `BadRowError`
-    for anything else."""
+    """Descriptions of tools, given as a list or its JSON, None for none; or `BadRowError`."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -395,32 +321,23 @@ def read_tools(value: Any) -> tuple[dict[str, object], ...] | None:
 
 
 def read_tokens(value: Any) -> tuple[int, ...]:
-    """A row's token ids; raises `BadRowError` unless it is a non-empty list of non-negative
-    integers."""
-    tokens = (
-        tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
-    )
-    if not tokens:
+    """Token ids; raises `BadRowError` unless a non-empty list of non-negative integers."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
         raise BadRowError("tokens are empty or not a list")
-    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens):
+    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in value):
         raise BadRowError("tokens are not all non-negative integers")
-    return tokens
+    return tuple(value)
 
 
 def read_spans(value: Any, length: int) -> tuple[Span, ...] | None:
-    """Answer spans of a pre-tokenised row, None when it has none; raises `BadRowError` unless
-    ascending and inside the tokens."""
+    """Answer spans or None; raises `BadRowError` unless ascending and inside the tokens."""
     if value is None:
         return None
     try:
         spans = tuple((int(start), int(end)) for start, end in value)
     except (TypeError, ValueError) as error:
         raise BadRowError("spans are not a list of [start, end) pairs") from error
-    bounds = [bound for span in spans for bound in span]
-    if (
-        bounds != sorted(bounds)
-        or any(start >= end for start, end in spans)
-        or (bounds and (bounds[0] < 0 or bounds[-1] > length))
-    ):
+    bounds = [0, *(bound for span in spans for bound in span), length]
+    if bounds != sorted(bounds) or any(start >= end for start, end in spans):
         raise BadRowError("spans are not ascending [start, end) pairs inside the tokens")
     return spans

@@ -90,7 +90,6 @@ class EngineConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of features and of the forward pass."""
         return PRECISIONS[self.precision]
 
     @property
@@ -100,48 +99,34 @@ class EngineConfig:
 
 
 class TrainEngine(Protocol):
-    """A drafter in training. All methods are collective: every process calls them in the same
-    order."""
+    """A drafter in training. All methods are collective: every process calls them in one order."""
 
     sharded: bool
     """Whether `optimizer_state` differs from process to process."""
 
     def forward_backward(self, batch: TrainBatch, supervised: int, last: bool) -> LossOutput:
-        """Add the gradient of one micro-batch; returns its detached loss and metrics.
-
-        supervised: supervised tokens of the WHOLE global step (all processes and micro-batches),
-        the loss's divisor. last: whether it is this process's last micro-batch of the step.
-        """
-        ...
+        """Add the gradient of one micro-batch; returns its detached loss and metrics. supervised:
+        tokens of the WHOLE global step (all processes and micro-batches), the loss's divisor. last:
+        whether it is this process's last micro-batch of the step."""
 
     def step(self, rate: float) -> float:
-        """Clip, update with learning rate `rate`, clear the gradient. Returns its norm before
-        clipping, over all processes."""
-        ...
+        """Clip, update, clear the gradient; returns the whole norm before clipping."""
 
     def weights(self) -> dict[str, Tensor]:
-        """The drafter's whole `state_dict` as float32 copies on the CPU; empty in all but the main
-        process."""
-        ...
+        """The drafter's `state_dict`, float32 on the CPU; empty but in the main process."""
 
     def optimizer_state(self) -> StatePart:
         """AdamW's state by weight, this process's part; empty before the first step."""
-        ...
 
     def load_optimizer_state(self, parts: Sequence[AnyPart]) -> None:
-        """Take over what the `optimizer_state` of all processes returned, of any engine and any
-        number of processes."""
-        ...
+        """Take over the `optimizer_state` of all processes, of any engine and number."""
 
     def close(self) -> None:
-        """Release what the engine holds. It cannot be used afterwards; the drafter's weights remain
-        valid where unsharded."""
-        ...
+        """Release what the engine holds; the drafter's unsharded weights stay valid."""
 
 
 class Objective(nn.Module):
-    """A drafter as engines see it: batch in, loss out, in the configured precision. `metrics` holds
-    those of the last batch."""
+    """A drafter in the configured precision: batch in, loss out. metrics: of the last batch."""
 
     def __init__(self, drafter: TrainableDrafter, config: EngineConfig, device_type: str) -> None:
         super().__init__()
@@ -151,10 +136,8 @@ class Objective(nn.Module):
         self.metrics: dict[str, tuple[Tensor, Tensor]] = {}
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context of the forward pass."""
-        return torch.autocast(
-            self.device_type, torch.bfloat16, enabled=self.precision == "bfloat16"
-        )
+        enabled = self.precision == "bfloat16"
+        return torch.autocast(self.device_type, torch.bfloat16, enabled=enabled)
 
     def forward(self, batch: TrainBatch) -> Tensor:
         """The summed loss, a scalar with its graph."""
@@ -162,10 +145,8 @@ class Objective(nn.Module):
             # Not `self.drafter(batch)`: ZeRO-3 can follow a module's output only when it is made of
             # tensors.
             output = self.drafter.loss(batch)
-        self.metrics = {
-            name: (total.detach(), count.detach())
-            for name, (total, count) in output.metrics.items()
-        }
+        metrics = output.metrics.items()
+        self.metrics = {name: (part[0].detach(), part[1].detach()) for name, part in metrics}
         return output.loss_sum
 
 
@@ -175,9 +156,8 @@ def cpu_copies(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fill_gradients(parameters: Iterable[Tensor]) -> None:
-    """Give weights that no row has used a gradient of zero, as they get in a process beside one
-    that has used them: so every number of processes makes the same update.
-    """
+    """Weights that no row used get a gradient of zero, so that any number of processes makes the
+    same update."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

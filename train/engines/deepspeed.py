@@ -24,24 +24,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from train.distributed import World, join_world
+from train.engines import shards
 from train.engines.base import EngineConfig, Objective, cpu_copies, fill_gradients
-from train.engines.shards import (
-    AnyPart,
-    Span,
-    StatePart,
-    collect,
-    distribute,
-    piece_spans,
-    slice_spans,
-    whole_spans,
-)
+from train.engines.shards import AnyPart, StatePart
 from train.optim import OptimConfig, make_optimizer, set_rate
 
 BUCKET_ELEMENTS = 50_000_000
@@ -65,9 +56,8 @@ def import_deepspeed(device_type: str) -> Any:
     if device_type == "cpu":
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-        deepspeed.ops.__compatible_ops__ = dict.fromkeys(
-            [*ALL_OPS, "deepspeed_not_implemented"], False
-        )
+        names = [*ALL_OPS, "deepspeed_not_implemented"]
+        deepspeed.ops.__compatible_ops__ = dict.fromkeys(names, False)
     return deepspeed
 
 
@@ -91,8 +81,7 @@ def require_async_io(deepspeed: Any, path: str) -> None:
 
 
 def make_settings(config: EngineConfig, clip: float, numel: int) -> dict[str, Any]:
-    """DeepSpeed's configuration. Precision and accumulation are ours: it only ever sees float32
-    weights and our boundaries."""
+    """DeepSpeed's configuration: it only ever sees float32 weights and our boundaries."""
     bucket = min(numel + numel % 2, BUCKET_ELEMENTS)  # ZeRO 1 and 2 refuse an odd number
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
@@ -134,13 +123,8 @@ class DeepSpeedEngine:
         if config.offload_path:
             require_async_io(self.deepspeed, config.offload_path)
         join_world(world.device, always=True)
-        self.drafter, self.world, self.stage, self.clip = (
-            drafter,
-            world,
-            config.zero_stage,
-            optim.clip,
-        )
-        self.sharded = config.sharded
+        self.drafter, self.world, self.clip = drafter, world, optim.clip
+        self.stage, self.sharded = config.zero_stage, config.sharded
         self.names = list(drafter.state_dict())
         trained = [p for p in drafter.parameters() if p.requires_grad]
         settings = make_settings(config, optim.clip, sum(p.numel() for p in trained))
@@ -163,8 +147,7 @@ class DeepSpeedEngine:
         return LossOutput(loss.detach(), self.engine.module.metrics)
 
     def step(self, rate: float) -> float:
-        """See `TrainEngine`. ZeRO 1 to 3 clip by themselves; stage 0 has no ZeRO optimiser, so it
-        is clipped here."""
+        """Stage 0 has no ZeRO optimiser, so it is clipped here; ZeRO 1 to 3 clip by themselves."""
         set_rate(self.engine.optimizer, rate)
         norm = None
         if self.stage == 0:
@@ -178,8 +161,7 @@ class DeepSpeedEngine:
         return float(self.engine.get_global_grad_norm()) if norm is None else norm
 
     def weights(self) -> dict[str, Tensor]:
-        """See `TrainEngine`. With ZeRO-3 one weight at a time is gathered, so that only the main
-        process holds them all."""
+        """With ZeRO-3 one weight at a time is gathered: only the main process holds them all."""
         buffers = dict(self.drafter.named_buffers())
         parameters = dict(self.drafter.named_parameters(remove_duplicate=False))
         found: dict[str, Tensor] = {}
@@ -192,34 +174,30 @@ class DeepSpeedEngine:
                     found |= cpu_copies({name: value})
         return found
 
-    def _spans(self) -> list[list[Span]]:
-        """The runs of weights that AdamW updates in this process, by DeepSpeed's groups of weights.
-        Only here is known how it divides them.
-        """
+    def _spans(self) -> list[list[shards.Span]]:
+        """The runs of weights that AdamW updates here, by DeepSpeed's groups of weights."""
         zero, rank = self.engine.optimizer, self.world.rank
         if self.stage == 0:
-            return [whole_spans(self._named())]
+            return [shards.whole_spans(self._named())]
         names = {id(p): name for name, p in self._named().items()}
-        groups: list[list[Span]] = []
+        groups: list[list[shards.Span]] = []
         if self.stage == 3:
-            for group, flat in zip(
-                zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True
-            ):
+            flats = zero.fp32_partitioned_groups_flat
+            for group, flat in zip(zero.fp16_groups, flats, strict=True):
                 named = [(names[id(p)], tuple(p.ds_shape)) for p in group]
-                groups.append(piece_spans(named, [p.partition_numel() for p in group], rank, flat))
+                pieces = [p.partition_numel() for p in group]
+                groups.append(shards.piece_spans(named, pieces, rank, flat))
             return groups
-        for group, flat in zip(
-            zero.round_robin_bit16_groups, zero.single_partition_of_fp32_groups, strict=True
-        ):
+        flats = zero.single_partition_of_fp32_groups
+        for group, flat in zip(zero.round_robin_bit16_groups, flats, strict=True):
             named = [(names[id(p)], tuple(p.shape)) for p in group]
             offsets = [0, *accumulate(p.numel() for p in group[:-1])]
-            groups.append(slice_spans(named, offsets, rank * flat.numel(), flat))
+            groups.append(shards.slice_spans(named, offsets, rank * flat.numel(), flat))
         return groups
 
     @contextmanager
     def _in_memory(self, group: int, *, changed: bool) -> Iterator[None]:
-        """AdamW's state of a group in memory inside the block, read from disk where it is kept
-        there, and written if `changed`."""
+        """AdamW's state of a group in memory: read from disk, and written if `changed`."""
         zero = self.engine.optimizer
         if self.stage != 3 or not zero._swappable_optimizer_subgroup(group):
             yield
@@ -232,35 +210,29 @@ class DeepSpeedEngine:
             zero._release_swap_buffers(group)
 
     def _named(self) -> dict[str, nn.Parameter]:
-        """The trained weights by name."""
         return {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
 
-    def _adam(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = (
-            self.engine.optimizer if self.stage == 0 else self.engine.optimizer.optimizer
-        )
-        return optimizer
+    def _adam(self) -> Any:
+        own = self.engine.optimizer
+        return own if self.stage == 0 else own.optimizer
 
     def optimizer_state(self) -> StatePart:
-        """See `TrainEngine`."""
         whole = StatePart()
         for group, spans in enumerate(self._spans()):
             with self._in_memory(group, changed=False):
-                part = collect(self._adam(), spans)
+                part = shards.collect(self._adam(), spans)
             whole.tensors |= part.tensors
             whole.runs |= part.runs
         return whole
 
     def load_optimizer_state(self, parts: Sequence[AnyPart]) -> None:
-        """See `TrainEngine`."""
         whole = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._named().items()}
         for group, spans in enumerate(self._spans()):
             with self._in_memory(group, changed=True):
-                distribute(self._adam(), spans, whole, parts)
+                shards.distribute(self._adam(), spans, whole, parts)
 
     def close(self) -> None:
-        """See `TrainEngine`. The process group stays: DeepSpeed remembers its groups for as long as
-        the process lives."""
+        """The process group stays: DeepSpeed remembers its groups as long as a process lives."""
         self.engine.destroy()
         del self.engine
         gc.collect()

@@ -17,8 +17,7 @@ from train.optim import OptimConfig
 def make_engine(
     drafter: TrainableDrafter, config: EngineConfig, optim: OptimConfig, world: World
 ) -> TrainEngine:
-    """The configured engine around `drafter`, whose weights are float32 on the world's device and
-    equal in every process."""
+    """The engine around `drafter`: float32 weights on its device, equal in every process."""
     wrong = [name for name, p in drafter.named_parameters() if p.dtype != torch.float32]
     assert not wrong, f"weights {wrong[:4]} are not float32"
     # RMSNorm of bfloat16 states with float32 weights is meant; torch warns that it is not its

@@ -34,11 +34,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Span:
-    """A run of one weight's elements, row by row, that this process updates.
-
-    weight: its name; shape: of the whole weight; start, count: the run; tensor: what AdamW updates,
-    under which its state is kept; at: where the run begins in the flattened `tensor`.
-    """
+    """A run of one weight's elements that this process updates. shape: of the whole weight; start,
+    count: the run; tensor: what AdamW updates; at: where the run begins in the flattened
+    `tensor`."""
 
     weight: str
     shape: tuple[int, ...]
@@ -56,7 +54,6 @@ class StatePart:
     runs: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def count(self, weight: str) -> int:
-        """Elements of the run of `weight`."""
         return self.tensors[f"{weight}.{MOMENTS[0]}"].numel()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -65,38 +62,31 @@ class StatePart:
         return value if value.ndim == 0 else value[start:stop]
 
     def save(self, path: Path) -> None:
-        """Write as safetensors."""
         save_file(self.tensors, str(path), metadata={"runs": json.dumps(self.runs)})
 
 
 class FilePart:
-    """The same as `StatePart`, on disk: only what is asked for is read. Raises `UserError` for a
-    file that is not one of ours."""
+    """`StatePart` on disk, read as asked for; raises `UserError` for any other file."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._file: Any = safe_open(str(path), "pt")
-            runs = json.loads((self._file.metadata() or {})["runs"])
+            runs = json.loads((self._file.metadata() or {})["runs"]).items()
             self.runs = {
-                str(name): (int(start), tuple(int(n) for n in shape))
-                for name, (start, shape) in runs.items()
+                name: (int(start), tuple(map(int, shape))) for name, (start, shape) in runs
             }
-            self._counts = {name: self._length(f"{name}.{MOMENTS[0]}") for name in self.runs}
+            slices = {name: self._file.get_slice(f"{name}.{MOMENTS[0]}") for name in self.runs}
+            self._counts = {name: int(part.get_shape()[0]) for name, part in slices.items()}
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"'{path}' is no optimiser state that this version reads ({type(error).__name__}: "
                 f"{error})."
             ) from error
 
-    def _length(self, name: str) -> int:
-        return int(self._file.get_slice(name).get_shape()[0])
-
     def count(self, weight: str) -> int:
-        """See `StatePart`."""
         return self._counts[weight]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """See `StatePart`."""
         view = self._file.get_slice(name)
         value: Tensor = view[start:stop] if view.get_shape() else self._file.get_tensor(name)
         return value
@@ -116,9 +106,8 @@ def collect(optimizer: torch.optim.Optimizer, spans: Iterable[Span]) -> StatePar
         for name in MOMENTS:
             run = state[name].detach().flatten()[span.at : span.at + span.count]
             part.tensors[f"{span.weight}.{name}"] = run.to("cpu", copy=True).contiguous()
-        part.tensors[f"{span.weight}.step"] = (
-            torch.as_tensor(state["step"]).detach().to("cpu", copy=True)
-        )
+        step = torch.as_tensor(state["step"]).detach()
+        part.tensors[f"{span.weight}.step"] = step.to("cpu", copy=True)
     return part
 
 
@@ -128,13 +117,13 @@ def distribute(
     whole: Mapping[str, tuple[int, ...]],
     parts: Sequence[AnyPart],
 ) -> None:
-    """Give AdamW the state of `spans` out of `parts`, which together hold that of every weight.
-
-    whole: name and shape of every trained weight, of all processes. Nothing changes when the parts
-    are empty (a state from before the first update). Raises `UserError` when they are of other
-    weights or incomplete.
-    """
-    found = _by_weight(parts)
+    """Give AdamW the state of `spans` out of `parts`; without parts nothing changes. whole: name
+    and shape of every trained weight, of all processes. Raises `UserError` when the parts are of
+    other weights or incomplete."""
+    found: dict[str, list[AnyPart]] = {}
+    for part in parts:
+        for weight in part.runs:
+            found.setdefault(weight, []).append(part)
     if not found:
         return
     _require_same_weights(found, whole)
@@ -153,18 +142,9 @@ def distribute(
         optimizer.state[tensor] = {"step": step.to(tensor.device, copy=True), **state}
 
 
-def _by_weight(parts: Sequence[AnyPart]) -> dict[str, list[AnyPart]]:
-    found: dict[str, list[AnyPart]] = {}
-    for part in parts:
-        for weight in part.runs:
-            found.setdefault(weight, []).append(part)
-    return found
-
-
 def _require_same_weights(
     found: dict[str, list[AnyPart]], whole: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Names and shapes must agree."""
     unknown, missing = sorted(set(found) - set(whole)), sorted(set(whole) - set(found))
     if unknown or missing:
         raise UserError(
@@ -173,18 +153,17 @@ def _require_same_weights(
             "another folder."
         )
     for weight, shape in whole.items():
-        for part in found[weight]:
-            if part.runs[weight][1] != shape:
+        for saved in (part.runs[weight][1] for part in found[weight]):
+            if saved != shape:
                 raise UserError(
                     f"the saved optimiser state of '{weight}' is of a weight of another shape: "
-                    f"{list(part.runs[weight][1])}, here {list(shape)}. Train with the settings "
-                    "it was started with, or in another folder."
+                    f"{list(saved)}, here {list(shape)}. Train with the settings it was started "
+                    "with, or in another folder."
                 )
 
 
 def _fill(target: Tensor, name: str, span: Span, parts: Sequence[AnyPart]) -> None:
-    """Copy the span's elements out of all runs that overlap it; raises `UserError` when some are
-    nowhere."""
+    """Copy the span out of the runs that overlap it; `UserError` when elements are nowhere."""
     filled = 0
     for part in parts:
         begin = part.runs[span.weight][0]
@@ -202,19 +181,14 @@ def _fill(target: Tensor, name: str, span: Span, parts: Sequence[AnyPart]) -> No
         )
 
 
-# Which runs a process updates
-
-
 def whole_spans(named: Mapping[str, Tensor]) -> list[Span]:
-    """Every weight, undivided."""
     return [Span(name, tuple(p.shape), 0, p.numel(), p) for name, p in named.items()]
 
 
 def slice_spans(
     named: Sequence[tuple[str, tuple[int, ...]]], offsets: Sequence[int], begin: int, tensor: Tensor
 ) -> list[Span]:
-    """ZeRO 1 and 2: weights lie one behind the other at `offsets`; this process updates `tensor`, a
-    slice of it from `begin` on."""
+    """ZeRO 1 and 2: weights lie at `offsets`; this process updates the slice from `begin` on."""
     spans = []
     for (name, shape), offset in zip(named, offsets, strict=True):
         first = max(offset, begin)
@@ -227,9 +201,8 @@ def slice_spans(
 def piece_spans(
     named: Sequence[tuple[str, tuple[int, ...]]], pieces: Sequence[int], rank: int, tensor: Tensor
 ) -> list[Span]:
-    """ZeRO 3: every weight is divided by itself into pieces of `pieces` elements, of which this
-    process updates number `rank`; they lie one behind the other in `tensor`.
-    """
+    """ZeRO 3: every weight is divided into pieces, of which this process updates number `rank`;
+    they lie one behind the other in `tensor`."""
     spans, at = [], 0
     for (name, shape), piece in zip(named, pieces, strict=True):
         start = rank * piece

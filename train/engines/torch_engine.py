@@ -30,7 +30,6 @@ class TorchEngine:
         self.optimizer = make_optimizer(self.trained.values(), optim)
 
     def forward_backward(self, batch: TrainBatch, supervised: int, last: bool) -> LossOutput:
-        """See `TrainEngine`."""
         loss = self.objective(batch)
         (loss / supervised).backward()
         return LossOutput(loss.detach(), self.objective.metrics)
@@ -46,19 +45,16 @@ class TorchEngine:
         return norm
 
     def _add_gradients(self) -> None:
-        """Sum the gradients of all processes, as one message."""
         fill_gradients(self.trained.values())
         if self.world.size == 1:
             return
         gradients = [p.grad for p in self.trained.values() if p.grad is not None]
         flat = self.world.add(torch.cat([gradient.flatten() for gradient in gradients]))
-        for gradient, part in zip(
-            gradients, flat.split([g.numel() for g in gradients]), strict=True
-        ):
+        sums = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, sums, strict=True):
             gradient.copy_(part.view_as(gradient))
 
     def weights(self) -> dict[str, Tensor]:
-        """See `TrainEngine`."""
         return cpu_copies(self.drafter.state_dict()) if self.world.is_main else {}
 
     def optimizer_state(self) -> StatePart:
@@ -66,10 +62,8 @@ class TorchEngine:
         return collect(self.optimizer, whole_spans(self.trained))
 
     def load_optimizer_state(self, parts: Sequence[AnyPart]) -> None:
-        """See `TrainEngine`."""
         shapes = {name: tuple(weight.shape) for name, weight in self.trained.items()}
         distribute(self.optimizer, whole_spans(self.trained), shapes, parts)
 
     def close(self) -> None:
-        """See `TrainEngine`."""
         self.optimizer.zero_grad(set_to_none=True)

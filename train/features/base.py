@@ -1,9 +1,7 @@
-"""Where a drafter's training features come from: the same target, through the same taps, as in
-decoding.
+"""The target's features for training: through the same taps as in decoding.
 
-Four ways, the same numbers: online (here), from a store on disk (train/store), from feature servers
-(train/features/remote/client.py), from other processes of the same launch
-(train/features/group.py).
+Four ways, the same numbers: online (here), from a store on disk (store/), from feature servers
+(remote/client.py), from other processes of the same launch (group.py).
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class FeatureTarget(Protocol):
     """What is asked of a target here; `inference.target.model.TargetModel` has it."""
 
+    info: TargetInfo
     weights: TargetWeights
     device: torch.device
     dtype: torch.dtype
@@ -36,19 +35,10 @@ class FeatureTarget(Protocol):
     ) -> tuple[Tensor | None, Tensor | None]: ...
 
 
-class DescribedTarget(FeatureTarget, Protocol):
-    """A target that also knows its facts."""
-
-    info: TargetInfo
-
-
 class OnlineFeatures:
-    """Runs the frozen target on every micro-batch.
-
-    dtype: of the features that the drafter is given (default: the target's). Where that is
-    bfloat16, a float32 target runs under autocast: nearly twice as fast on a CPU, and closer to its
-    float32 self than a copy of it in bfloat16.
-    """
+    """Runs the frozen target on every micro-batch. dtype: of the features (default: the target's);
+    where that is bfloat16, a float32 target runs under autocast: nearly twice as fast on a CPU, and
+    closer to its float32 self than a copy of it in bfloat16."""
 
     def __init__(
         self, target: FeatureTarget, needs: FeatureSpec, dtype: torch.dtype | None = None
@@ -58,9 +48,8 @@ class OnlineFeatures:
 
     @torch.no_grad()
     def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch:
-        """`packed` on the target's device with taps [B, T, n, H] and last_hidden [B, T, H] as far
-        as they are needed; the same in every step of the training.
-        """
+        """`packed` on the target's device with taps [B, T, n, H] and last_hidden [B, T, H] as
+        needed."""
         device = self.target.device
         batch = batch_on(packed, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
@@ -81,8 +70,7 @@ class OnlineFeatures:
 
 @contextmanager
 def in_use(features: Features) -> Iterator[Features]:
-    """Features while a training uses them; their files, connections and threads are closed at the
-    end."""
+    """Close the files, connections and threads of features when a training ends."""
     try:
         yield features
     finally:

@@ -8,9 +8,12 @@ from typing import Literal
 
 from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, config
 from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
+from inference.manifest import MANIFEST_FILE, file_sha256
 from train.features.store.batches import Form
-from train.features.store.size import check_format
+from train.features.store.codec import check_format
+from train.features.store.layout import Identity
 
 
 @config("features")
@@ -90,6 +93,15 @@ class FeaturesConfig:
                 f"{info.hidden_size}. Take one less."
             )
         return Form(self.format, info.hidden_size, info.vocab_size, top)
+
+    def identity(
+        self, needs: FeatureSpec, info: TargetInfo, answers: Path, length: int, precision: str
+    ) -> Identity:
+        """The identity of a store that serves `needs` on answers in rows of `length` tokens."""
+        last = needs.last_hidden or needs.logits
+        top = self.top_logits if last else 0
+        trained = (file_sha256(answers / MANIFEST_FILE), length, info.revision, info.tokenizer_hash)
+        return Identity(*trained, precision, self.format, top, needs.taps, last)
 
     def folder(self, answers: Path) -> Path:
         """The store's folder for the answers in `answers`."""

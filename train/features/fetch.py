@@ -1,9 +1,7 @@
-"""Features that come from somewhere else: fetched some steps ahead, put together on the trainer's
-device.
+"""Features from elsewhere: fetched some steps ahead, put together on the trainer's device.
 
-Where from is a `Source`: a store on disk, a feature server, another process of the launch. All of
-them give the same tensors (`train.features.store.batches`), so that a training cannot tell them
-apart, but for the rounding of the form they were asked for in.
+All sources (a store on disk, feature servers, other processes of the launch) give the same tensors
+(`train.features.store.batches`), but for the rounding of the form they were asked for in.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -35,14 +34,10 @@ class Coming(Protocol):
     """Features that were asked for."""
 
     def wait(self, seconds: float) -> bool:
-        """Whether they are there, or cannot come, after at most so long. A source that waits no
-        longer than a step takes may say so at once.
-        """
-        ...
+        """Whether they are there, or cannot come, after at most so long."""
 
     def result(self) -> Content:
         """The features; waits for them, and raises `UserError` when they cannot be had."""
-        ...
 
 
 class Source(Protocol):
@@ -52,47 +47,33 @@ class Source(Protocol):
 
     def ask(self, packed: PackedBatch) -> Coming:
         """Begin to get the features of a batch. Called in the order of use."""
-        ...
 
     def close(self) -> None:
         """Close files, connections and threads."""
-        ...
 
 
+@dataclass
 class FetchedFeatures:
-    """`train.features.base.Features` from a source.
+    """`Features` from a source. loader: tells which batches come next; ahead: how many steps early
+    they are asked for; device, dtype: of the features for the drafter. `wait_seconds` adds up the
+    waiting."""
 
-    loader: tells which batches come next; ahead: how many steps are asked for before they are
-    needed (0: none). device, dtype: where and as what the drafter is given the features.
-    `wait_seconds` adds up what the training had to wait for them.
-    """
+    source: Source
+    needs: FeatureSpec
+    logits: Logits
+    device: torch.device
+    dtype: torch.dtype
+    loader: StepLoader
+    ahead: int
+    last_step: int
+    wait_seconds: float = 0.0
 
-    def __init__(
-        self,
-        source: Source,
-        needs: FeatureSpec,
-        logits: Logits,
-        device: torch.device,
-        dtype: torch.dtype,
-        loader: StepLoader | None = None,
-        ahead: int = 0,
-        last_step: int | None = None,
-    ) -> None:
-        self.source, self.needs, self.logits, self.device, self.dtype = (
-            source,
-            needs,
-            logits,
-            device,
-            dtype,
-        )
-        self.loader, self.ahead, self.last_step = loader, ahead, last_step
-        self.wait_seconds = 0.0
+    def __post_init__(self) -> None:
         self._coming: dict[str, Coming] = {}
         self._asked = -1
 
     def arrived(self, batches: list[PackedBatch], step: int, stopping: Callable[[], bool]) -> bool:
-        """Wait until the features of a step are there, or its failure is; False when `stopping`
-        came before that."""
+        """Wait for a step's features or their failure; False when `stopping` came before that."""
         self._look_ahead(step)
         begun = time.perf_counter()
         try:
@@ -120,43 +101,29 @@ class FetchedFeatures:
 
     def _look_ahead(self, step: int) -> None:
         """Ask for the batches of this step and of the next `ahead` ones, each once."""
-        if self.loader is None or not self.ahead or step < self._asked - self.ahead:
+        if not self.ahead or step < self._asked - self.ahead:
             return
-        end = (
-            step + self.ahead if self.last_step is None else min(step + self.ahead, self.last_step)
-        )
+        end = min(step + self.ahead, self.last_step)
         for index in range(max(step, self._asked + 1), end + 1):
             for packed in self.loader.step(index):
                 self._coming[key_of(packed)] = self.source.ask(packed)
             self._asked = index
 
     def close(self) -> None:
-        """Close the source; what was asked for and not used is dropped."""
         self._coming.clear()
         self.source.close()
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(Future[Content]):
     """A `Coming` that a thread works on."""
 
-    future: Future[Content]
-
     def wait(self, seconds: float) -> bool:
-        """See `Coming`."""
-        return bool(wait_for([self.future], seconds).done)
-
-    def result(self) -> Content:
-        """See `Coming`."""
-        return self.future.result()
+        return bool(wait_for([self], seconds).done)
 
 
 class ThreadedSource:
-    """A source whose `fetch` blocks, run by threads of its own.
-
-    stop: makes a `fetch` that waits give up; called once. A fetch may be under way for minutes, and
-    an interpreter that ends waits for a pool's threads: these are daemons, which it leaves behind.
-    """
+    """A source whose `fetch` blocks, run by threads of its own: daemons, which a process that ends
+    leaves behind. stop: makes a `fetch` that waits give up; called once."""
 
     def __init__(
         self,
@@ -166,27 +133,24 @@ class ThreadedSource:
         stop: Callable[[], None],
     ) -> None:
         self.fetch, self.form, self.stop = fetch, form, stop
-        self._asked: SimpleQueue[tuple[Future[Content], PackedBatch] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name="features", daemon=True)
-            for _ in range(threads)
-        ]
+        self._asked: SimpleQueue[tuple[Fetch, PackedBatch] | None] = SimpleQueue()
+        work = partial(threading.Thread, target=self._work, name="features", daemon=True)
+        self._threads = [work() for _ in range(threads)]
         for thread in self._threads:
             thread.start()
 
     def ask(self, packed: PackedBatch) -> Coming:
-        """See `Source`."""
-        future: Future[Content] = Future()
-        self._asked.put((future, packed))
-        return Fetch(future)
+        coming = Fetch()
+        self._asked.put((coming, packed))
+        return coming
 
     def _work(self) -> None:
         while (asked := self._asked.get()) is not None:
-            future, packed = asked
+            coming, packed = asked
             try:
-                future.set_result(self.fetch(packed))
+                coming.set_result(self.fetch(packed))
             except Exception as error:  # noqa: BLE001 - raised where it is waited for
-                future.set_exception(error)
+                coming.set_exception(error)
 
     def close(self) -> None:
         """See `Source`. Threads that compute are waited for; those that wait for others are not."""

@@ -1,9 +1,8 @@
-"""Features from other processes of the same launch: of W processes the last ones run the target,
-the others train.
+"""Features from other processes of the same launch: the last ones run the target, the others train.
 
 The trainers form a group of their own for gradients. Between them and the target processes tensors
-go point to point over gloo, so from CPU memory to CPU memory also where there are GPUs: no kernel
-of one side ever waits for the other, and steps are asked for ahead.
+go point to point over gloo, from CPU memory to CPU memory also where there are GPUs: no kernel of
+one side ever waits for the other, and steps are asked for ahead.
 
 Each trainer talks to one target process. A message is a header [4] int64 (operation, rows,
 positions, status), for a request followed by tokens, positions and segments [3, b, T] int32; the
@@ -29,11 +28,12 @@ from inference.target.model import TargetModel
 from train.config import TrainingJob
 from train.data.loader import PackedBatch
 from train.distributed import JOIN_TIMEOUT, World
-from train.features.base import DescribedTarget, OnlineFeatures
+from train.features.base import FeatureTarget
 from train.features.config import FeaturesConfig
 from train.features.fetch import Coming
+from train.features.remote import wire
 from train.features.remote.wire import Ask, key_of
-from train.features.store.batches import Content, Form, encode_batch
+from train.features.store.batches import Content, Form
 from train.features.store.codec import parts_of
 from train.features.store.layout import LAST, TOP, precision_of
 from train.manifest import TrainManifest, read_training
@@ -53,7 +53,6 @@ class Division:
 
     @property
     def trainers(self) -> int:
-        """How many processes train: ranks 0 to trainers - 1."""
         return self.size - self.targets
 
     def target_of(self, trainer: int) -> int:
@@ -61,30 +60,24 @@ class Division:
         return self.trainers + trainer % self.targets
 
     def trainers_of(self, rank: int) -> list[int]:
-        """The trainers that a target process serves."""
         return [trainer for trainer in range(self.trainers) if self.target_of(trainer) == rank]
 
 
 def run_in_group(
     job: TrainingJob, world: World, train: Callable[[World], TrainManifest]
 ) -> TrainManifest:
-    """Train in the first processes, run the target in the last ones; returns the manifest in all of
-    them.
-
-    train: trains with the given world. Raises `UserError` where processes cannot be divided like
-    this.
-    """
+    """Train (with the given world) in the first processes, run the target in the last ones; returns
+    the manifest in all. Raises `UserError` where processes cannot be divided so."""
     division = divide(job, world)
     ranks = list(range(division.trainers))
     group = dist.new_group(ranks, timeout=JOIN_TIMEOUT)
     everyone = dist.new_group(list(range(world.size)), backend="gloo", timeout=JOIN_TIMEOUT)
-    _links[:] = [Link(everyone, division)]
+    _links[:] = [(everyone, division)]
     if world.rank in ranks:
+        own = replace(world, size=division.trainers, group=group, helpers=division.targets)
         finished = False
         try:
-            manifest = train(
-                replace(world, size=division.trainers, group=group, helpers=division.targets)
-            )
+            manifest = train(own)
             finished = True
         finally:
             send_header(BYE, division.target_of(world.rank), status=int(not finished))
@@ -102,21 +95,12 @@ def run_in_group(
     return read_training(job.out)
 
 
-@dataclass(frozen=True)
-class Link:
-    """The process group that carries features, and who does what in it."""
-
-    group: dist.ProcessGroup
-    division: Division
-
-
-_links: list[Link] = []
-"""The one link of this process; empty unless features.mode=group."""
+_links: list[tuple[dist.ProcessGroup, Division]] = []
+"""The group that carries features and who does what in it; empty unless features.mode=group."""
 
 
 def divide(job: TrainingJob, world: World) -> Division:
-    """The processes' roles; raises `UserError` when there are too few, or when the engine takes all
-    of them for trainers."""
+    """The processes' roles; raises `UserError` when they cannot be divided so."""
     division = Division(world.size, job.features.targets)
     if division.trainers < 1 or division.trainers < division.targets:
         raise UserError(
@@ -145,10 +129,8 @@ def divide(job: TrainingJob, world: World) -> Division:
 
 @dataclass(frozen=True)
 class Message:
-    """A `train.features.fetch.Coming` under way. gloo cannot say whether it is there; a target
-    process goes on answering until its trainers have left, so it is waited for as for a
-    computation.
-    """
+    """Features under way. gloo cannot tell whether they are there; a target process answers until
+    its trainers have left, so they are waited for as for a computation."""
 
     result: Callable[[], Content]
 
@@ -158,48 +140,42 @@ class Message:
 
 
 class GroupSource:
-    """A `train.features.fetch.Source` of this launch's target process; asks it first whether it
-    runs the same target."""
+    """Features from this launch's target process, once it says that it runs the same target."""
 
     def __init__(
-        self,
-        config: FeaturesConfig,
-        target: DescribedTarget,
-        precision: str,
-        needs: FeatureSpec,
-        form: Form,
+        self, config: FeaturesConfig, target: FeatureTarget, precision: str, needs: FeatureSpec
     ) -> None:
         if not _links:
             raise UserError(
                 "features.mode=group works within `headstart train` under torchrun only."
             )
-        self.form, self.timeout = form, timedelta(seconds=config.timeout_seconds)
-        self.target = _links[0].division.target_of(dist.get_rank())
-        self.taps = needs.taps
-        self.last = needs.last_hidden or needs.logits
+        self.form, self.timeout = (
+            config.form(target.info),
+            timedelta(seconds=config.timeout_seconds),
+        )
+        self.group, division = _links[0]
+        self.target = division.target_of(dist.get_rank())
+        self.wish = Ask.of(needs, self.form)
         self._sent: list[tuple[Any, Tensor]] = []
         self._coming: list[Any] = []
-        ask = Ask(self.taps, self.last, form.fmt, form.top_logits)
-        send_text(f"{key_of(target.info, precision)} {ask.to_json()}", self.target)
+        send_header(HELLO, self.target)
+        send_body(f"{key_of(target.info, precision)} {self.wish.to_json()}", self.target)
         answer = receive_body(self.target)  # waits while it loads
         if answer:
             raise UserError(f"the target's process (rank {self.target}) refuses: {answer}")
 
     def ask(self, packed: PackedBatch) -> Coming:
         """Send a request and prepare for its answer, both without waiting."""
-        group = _links[0].group
         rows, length = packed.tokens.shape
         header = torch.tensor([ROWS, rows, length, 0])
-        body = torch.stack(
-            [part.to(torch.int32) for part in (packed.tokens, packed.positions, packed.segments)]
-        )
+        body = torch.stack([getattr(packed, name).int() for name in wire.ROWS])
         self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
-        self._sent.append((dist.isend(header, self.target, group=group, tag=HEADER_TAG), header))
-        self._sent.append((dist.isend(body, self.target, group=group, tag=ROWS_TAG), body))
+        for part, tag in ((header, HEADER_TAG), (body, ROWS_TAG)):
+            self._sent.append((dist.isend(part, self.target, group=self.group, tag=tag), part))
         count = int((packed.segments > 0).sum())
-        parts = answer_parts(self.taps, self.last, self.form)
+        parts = answer_parts(self.wish.taps, self.wish.last_hidden, self.form)
         buffer = torch.empty(sum(size for *_, size in parts) * count, dtype=torch.uint8)
-        work: Any = dist.irecv(buffer, self.target, group=group, tag=ANSWER_TAG)
+        work: Any = dist.irecv(buffer, self.target, group=self.group, tag=ANSWER_TAG)
         self._coming.append(work)
 
         def take() -> Content:
@@ -227,10 +203,9 @@ class GroupSource:
 # The target's end
 
 
-def serve(target: DescribedTarget, dtype: torch.dtype, trainers: list[int]) -> bool:
-    """Answer requests in the order in which they come until every trainer has said good-bye;
-    returns whether all were content."""
-    group = _links[0].group
+def serve(target: FeatureTarget, dtype: torch.dtype, trainers: list[int]) -> bool:
+    """Answer requests until every trainer has said good-bye; returns whether all were content."""
+    group, _ = _links[0]
     key = key_of(target.info, precision_of(dtype, target.dtype))
     asks: dict[int, Ask] = {}
     ends: dict[int, int] = {}
@@ -241,103 +216,66 @@ def serve(target: DescribedTarget, dtype: torch.dtype, trainers: list[int]) -> b
         if operation == BYE:
             ends[trainer] = status
         elif operation == HELLO:
-            asks[trainer] = greet(trainer, target, key)
+            theirs, wish = receive_body(trainer).split(" ", 1)
+            refusal = "it runs another target, tokenizer or precision than the trainer."
+            send_body("" if theirs == key else refusal, trainer)
+            asks[trainer] = Ask.from_json(wish, target.info)
         else:
             body = torch.empty(3, rows, length, dtype=torch.int32)
             dist.recv(body, src=trainer, group=group, tag=ROWS_TAG)
-            answer = compute(target, dtype, asks[trainer], body)
+            ask, packed = asks[trainer], PackedBatch.unsupervised(*body)
+            content, form = wire.compute(target, dtype, ask, packed)
+            parts = answer_parts(ask.taps, ask.last_hidden, form)
+            flat = [
+                content[thing][part].contiguous().view(torch.uint8) for thing, part, *_ in parts
+            ]
+            answer = torch.cat([each.flatten() for each in flat])
             dist.send(answer, trainer, group=group, tag=ANSWER_TAG)
     return not any(ends.values())
-
-
-def greet(trainer: int, target: DescribedTarget, key: str) -> Ask:
-    """Compare a trainer's target with ours and tell it; returns what it wants."""
-    theirs, wish = receive_body(trainer).split(" ", 1)
-    refusal = (
-        "" if theirs == key else "it runs another target, tokenizer or precision than the trainer."
-    )
-    send_body(refusal, trainer)
-    return Ask.from_json(wish, target.info)
-
-
-def compute(target: DescribedTarget, dtype: torch.dtype, ask: Ask, body: Tensor) -> Tensor:
-    """The answer to a request as bytes."""
-    tokens, positions, segments = body
-    nothing = torch.zeros_like(tokens, dtype=torch.bool)
-    seeds = torch.zeros(tokens.shape[0], dtype=torch.int64)
-    packed = PackedBatch(tokens.long(), positions.long(), segments, nothing, seeds)
-    form = Form(ask.format, target.info.hidden_size, target.info.vocab_size, ask.top_logits)
-    online = OnlineFeatures(target, ask.needs, dtype)
-    content = encode_batch(online.batch(packed), ask.taps, form, online.logits)
-    parts = answer_parts(ask.taps, ask.last_hidden, form)
-    flat = [
-        content[thing][part].cpu().contiguous().view(torch.uint8).flatten()
-        for thing, part, *_ in parts
-    ]
-    return torch.cat(flat)
-
-
-# Bytes
 
 
 def answer_parts(
     taps: tuple[int, ...], last: bool, form: Form
 ) -> list[tuple[str, str, torch.dtype, int, int]]:
-    """(thing, part, dtype, values per token, bytes per token) of an answer, in the order in which
-    they follow one another."""
-    found = []
-    state = parts_of(form.fmt, form.hidden)
-    things = {f"tap.{tap}": state for tap in taps}
-    if last and form.top_logits:
-        count = form.top_logits
-        things[TOP] = {
-            "values": (torch.float16, count),
-            "ids": (torch.int32, count),
-            "logsumexp": (torch.float32, 0),
-        }
+    """(thing, part, dtype, values per token, bytes per token) of an answer, in order."""
+    state, count = parts_of(form.fmt, form.hidden), form.top_logits
+    things = dict.fromkeys([f"tap.{tap}" for tap in taps], state)
+    if last and count:
+        pairs = {"values": (torch.float16, count), "ids": (torch.int32, count)}
+        things[TOP] = {**pairs, "logsumexp": (torch.float32, 0)}
     elif last:
         things[LAST] = state
-    for thing, parts in things.items():
-        for part, (dtype, width) in parts.items():
-            found.append((thing, part, dtype, width, max(1, width) * dtype.itemsize))
-    return found
+    return [
+        (thing, part, dtype, width, max(1, width) * dtype.itemsize)
+        for thing, parts in things.items()
+        for part, (dtype, width) in parts.items()
+    ]
 
 
 def cut(buffer: Tensor, parts: list[tuple[str, str, torch.dtype, int, int]], count: int) -> Content:
-    """The tensors of an answer over `count` tokens."""
     content: Content = {}
     start = 0
     for thing, part, dtype, width, size in parts:
-        run = (
-            buffer[start : start + size * count].clone().view(dtype)
-        )  # a copy begins where its dtype may
+        # a copy begins where its dtype may
+        run = buffer[start : start + size * count].clone().view(dtype)
         content.setdefault(thing, {})[part] = run.view(count, width) if width else run
         start += size * count
     return content
 
 
 def send_header(operation: int, rank: int, status: int = 0) -> None:
-    """A message without a body."""
-    dist.send(torch.tensor([operation, 0, 0, status]), rank, group=_links[0].group, tag=HEADER_TAG)
-
-
-def send_text(text: str, rank: int) -> None:
-    """A greeting with its text."""
-    send_header(HELLO, rank)
-    send_body(text, rank)
+    dist.send(torch.tensor([operation, 0, 0, status]), rank, group=_links[0][0], tag=HEADER_TAG)
 
 
 def send_body(text: str, rank: int) -> None:
-    """A text of at most `TEXT_BYTES` bytes, filled up with zeros."""
     raw = text.encode()
     assert len(raw) <= TEXT_BYTES, f"{len(raw)} bytes of greeting"
     body = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
     body[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-    dist.send(body, rank, group=_links[0].group, tag=ROWS_TAG)
+    dist.send(body, rank, group=_links[0][0], tag=ROWS_TAG)
 
 
 def receive_body(rank: int) -> str:
-    """The text that `send_body` sent."""
     body = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
-    dist.recv(body, src=rank, group=_links[0].group, tag=ROWS_TAG)
+    dist.recv(body, src=rank, group=_links[0][0], tag=ROWS_TAG)
     return bytes(body.tolist()).rstrip(b"\0").decode()

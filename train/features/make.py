@@ -1,5 +1,4 @@
-"""Opens the configured source of features: a store, feature servers, or other processes of the
-launch."""
+"""Opens the configured source of features."""
 
 from __future__ import annotations
 
@@ -10,58 +9,23 @@ import torch
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
-from inference.manifest import MANIFEST_FILE, file_sha256
 from train.data.loader import PackedBatch, StepLoader
-from train.features.base import DescribedTarget, Features, OnlineFeatures
+from train.features.base import Features, FeatureTarget, OnlineFeatures
 from train.features.config import FeaturesConfig
 from train.features.fetch import FetchedFeatures, Source, ThreadedSource
 from train.features.group import GroupSource
 from train.features.remote.client import RemoteClient
 from train.features.store.batches import batch_on, top_word
-from train.features.store.layout import identity_of, precision_of
+from train.features.store.layout import precision_of
 from train.features.store.reader import StoreReader
-
-
-def make_source(
-    config: FeaturesConfig,
-    target: DescribedTarget,
-    needs: FeatureSpec,
-    dtype: torch.dtype,
-    answers: Path,
-    loader: StepLoader,
-) -> Source:
-    """The source for a training of a drafter with `needs` on `answers`; raises `UserError` when it
-    does not fit or is not there."""
-    form = config.form(target.info)
-    precision = precision_of(dtype, target.dtype)
-    if config.mode == "store":
-        wanted = identity_of(
-            needs,
-            target.info,
-            file_sha256(answers / MANIFEST_FILE),
-            loader.data.sequence_length,
-            precision,
-            config.format,
-            config.top_logits,
-        )
-        reader = StoreReader(config.folder(answers), wanted, config.wait_seconds)
-        return ThreadedSource(reader.fetch, form, threads=1, stop=reader.stop)
-    if config.mode == "remote":
-        client = RemoteClient(config, target.info, precision, needs, form)
-        return ThreadedSource(client.fetch, form, threads=2 * len(config.servers), stop=client.stop)
-    if config.mode == "group":
-        return GroupSource(config, target, precision, needs, form)
-    raise UserError(f"features.mode={config.mode} has no source of its own.")
 
 
 @torch.no_grad()
 def require_logits_only(
-    drafter: TrainableDrafter, config: FeaturesConfig, target: DescribedTarget, packed: PackedBatch
+    drafter: TrainableDrafter, config: FeaturesConfig, target: FeatureTarget, packed: PackedBatch
 ) -> None:
-    """Raise `UserError` when the drafter reads the last hidden state for more than the target's
-    distribution, so that features.top_logits cannot stand in for it: its loss is tried once on
-    states of zeros.
-    """
+    """Raise `UserError` when features.top_logits cannot stand in for the last hidden state: the
+    drafter's loss is tried once on zeros."""
     form, needs = config.form(target.info), drafter.needs
     batch = batch_on(packed, target.device)
     shape, device = batch.tokens.shape, target.device
@@ -81,7 +45,7 @@ def require_logits_only(
 
 def make_features(
     config: FeaturesConfig,
-    target: DescribedTarget,
+    target: FeatureTarget,
     needs: FeatureSpec,
     dtype: torch.dtype,
     *,
@@ -90,11 +54,9 @@ def make_features(
     steps: int,
     on_policy: bool = False,
 ) -> Features:
-    """The configured way for a training of `steps` steps on `answers`, whose features are `dtype`.
-
-    on_policy: whether rows are rewritten on the way, which no store can know of. Raises `UserError`
-    where the way cannot be gone.
-    """
+    """The configured way for a training of `steps` steps on `answers`. on_policy: whether rows are
+    rewritten on the way, which no store can know of. Raises `UserError` for what does not go
+    together."""
     online = OnlineFeatures(target, needs, dtype)
     if config.mode == "online":
         return online
@@ -104,14 +66,17 @@ def make_features(
             f"features.mode={config.mode} deals features of rows that were known beforehand. Use "
             "features.mode=online, remote or group."
         )
-    source = make_source(config, target, needs, dtype, answers, loader)
-    return FetchedFeatures(
-        source,
-        needs,
-        online.logits,
-        target.device,
-        dtype,
-        loader,
-        config.ahead,
-        last_step=steps - 1,
-    )
+    form, precision = config.form(target.info), precision_of(dtype, target.dtype)
+    source: Source
+    if config.mode == "store":
+        length = loader.data.sequence_length
+        wanted = config.identity(needs, target.info, answers, length, precision)
+        reader = StoreReader(config.folder(answers), wanted, config.wait_seconds)
+        source = ThreadedSource(reader.fetch, form, threads=1, stop=reader.stop)
+    elif config.mode == "remote":
+        client, threads = RemoteClient(config, target.info, precision, needs), len(config.servers)
+        source = ThreadedSource(client.fetch, form, threads=2 * threads, stop=client.stop)
+    else:
+        source = GroupSource(config, target, precision, needs)
+    given = (online.logits, target.device, dtype, loader, config.ahead)
+    return FetchedFeatures(source, needs, *given, last_step=steps - 1)

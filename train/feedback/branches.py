@@ -18,8 +18,7 @@ from typing import TypedDict
 
 from heads.api.target_info import TargetInfo
 from inference.manifest import write_bytes
-from train.data.answers import AnswerRow
-from train.data.manifest import read_answers
+from train.data.answers import AnswerRow, read_answers
 from train.feedback.build import AnswerSource
 from train.feedback.config import FeedbackConfig
 from train.feedback.evidence import Verification, VerificationRecords

@@ -40,8 +40,16 @@ from inference.manifest import (
 )
 from inference.target.chat import Span
 from inference.verifications import SEQUENCES, read_facts, read_table
-from train.data.answers import DONE, PACKED, SETTINGS, SHARD_SCHEMA, SHARDS, AnswerRow
-from train.data.manifest import AnswersManifest, read_answers
+from train.data.answers import (
+    DONE,
+    PACKED,
+    SETTINGS,
+    SHARD_SCHEMA,
+    SHARDS,
+    AnswerRow,
+    AnswersManifest,
+    read_answers,
+)
 from train.data.masks import mask_of
 from train.data.pack import checked_shards
 from train.feedback.config import FeedbackConfig

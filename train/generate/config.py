@@ -14,7 +14,7 @@ from inference.target.loading import TargetConfig
 from inference.verifications import RecordsConfig
 from train.data.answers import Watch, ignore
 from train.data.config import DataConfig
-from train.generate.backends.base import Backend
+from train.generate.turns import Backend
 
 
 @config("generate")

@@ -1,9 +1,7 @@
-"""Answers all rows of a generation: a window of them at a time, so that memory does not grow with
-their number.
+"""Answers all rows of a generation, a window of them in memory at a time.
 
 In a window, prompts of similar length are decoded together (longest first). Conversations of which
-all turns are answered go round after round: what the target said last is context of what it is
-asked next.
+all turns are answered go round after round: each answer is context of the next.
 """
 
 from __future__ import annotations
@@ -15,14 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
@@ -33,17 +24,14 @@ from train.data.answers import FAILED, INPUT, SKIPPED, PartWriter, StoredAnswer
 from train.data.ingest import read_rows
 from train.data.sources import Row, SkippedRow
 from train.data.tables import BadRowError
-from train.generate.backends.base import Backend
 from train.generate.backends.servers import ServerPool
 from train.generate.backends.vllm import VllmBackend
 from train.generate.config import GenerateJob
 from train.generate.sampling import SamplingConfig, backend_of
-from train.generate.target_facts import TargetFacts
-from train.generate.turns import Refused, Talk, keep_answer
+from train.generate.target_facts import AnyTarget, TargetFacts
+from train.generate.turns import Backend, Refused, Talk, keep_answer
 from train.processes import own_device, terminable
 from train.recording import PartRecords
-
-AnyTarget = TargetModel | TargetFacts
 
 
 class OwnDecoder:
@@ -78,32 +66,24 @@ def open_backend(job: GenerateJob, target: AnyTarget) -> Backend:
     return ServerPool(job.decode, target)
 
 
-def open_records(job: GenerateJob, backend: Backend) -> PartRecords | None:
-    """Where this process records its verifications, if it does."""
-    if not job.config.records.enabled:
-        return None
-    assert isinstance(backend, OwnDecoder) and job.config.drafter is not None
-    return PartRecords(
-        job.out, job.config.records, backend.engine, job.config.drafter, job.state.num_processes
-    )
-
-
 def answer_rows(job: GenerateJob, target: AnyTarget, done: NDArray[np.bool_]) -> None:
-    """Write an answer, a failure or a skip for each of this process's rows; an interruption writes
-    what is finished."""
+    """Write an answer, a failure or a skip for each of this process's rows."""
     console = console_of(quiet=not job.state.is_main_process)
     already = int(done.sum())
     if already:
         console.print(f"continuing: {already} rows were finished before")
     rank, world = job.state.process_index, job.state.num_processes
     rows = read_rows(job.out / INPUT, rank, world, done)
-    answering = Answering(job, target)
+    counted, speed = TextColumn("{task.description}"), TextColumn("{task.fields[speed]}")
+    columns = (counted, BarColumn(), MofNCompleteColumn(), speed, TimeRemainingColumn())
+    progress = Progress(*columns, console=console)
+    share = "" if world == 1 else f" (process 1 of {world})"
+    left = int((~done[rank::world]).sum())
+    progress.add_task(f"answers{share}", total=left, speed="")
+    answering = Answering(job, target, progress)
     writer = answering.writer
     try:
-        with terminable(), writer, _progress(console) as progress:
-            share = "" if world == 1 else f" (process 1 of {world})"
-            left = int((~done[rank::world]).sum())
-            answering.shows(progress, progress.add_task(f"answers{share}", total=left, speed=""))
+        with terminable(), writer, progress:
             answering.run(rows)
     except (KeyboardInterrupt, SystemExit):
         console.print(
@@ -116,25 +96,24 @@ def answer_rows(job: GenerateJob, target: AnyTarget, done: NDArray[np.bool_]) ->
 class Answering:
     """One process's work on its rows."""
 
-    def __init__(self, job: GenerateJob, target: AnyTarget) -> None:
-        self.job, self.target = job, target
+    def __init__(self, job: GenerateJob, target: AnyTarget, progress: Progress) -> None:
+        self.job, self.target, self.progress = job, target, progress
         self.tokens = self.seen = 0
         self._backend: Backend | None = None
         self._records: PartRecords | None = None
-        self.writer = PartWriter(
-            job.out, job.config.flush_rows, job.config.flush_seconds, self._before
-        )
-
-    def shows(self, progress: Progress, task: TaskID) -> None:
-        """Where the work is seen."""
-        self.progress, self.task = progress, task
+        config = job.config
+        self.writer = PartWriter(job.out, config.flush_rows, config.flush_seconds, self._before)
 
     @property
     def backend(self) -> Backend:
         """Opened when the first request is there: rows that need none need no engine."""
         if self._backend is None:
-            self._backend = open_backend(self.job, self.target)
-            self._records = open_records(self.job, self._backend)
+            job, config = self.job, self.job.config
+            self._backend = backend = open_backend(job, self.target)
+            if config.records.enabled:
+                assert isinstance(backend, OwnDecoder) and config.drafter is not None
+                given = (config.records, backend.engine, config.drafter)
+                self._records = PartRecords(job.out, *given, job.state.num_processes)
         return self._backend
 
     def _before(self, name: str, answers: list[StoredAnswer]) -> None:
@@ -142,7 +121,6 @@ class Answering:
             self._records.write(name, answers)
 
     def run(self, rows: Iterator[Row | SkippedRow]) -> None:
-        """Answer all rows, a window at a time."""
         while window := list(islice(rows, self.job.config.window_rows)):
             talks = self._start(window)
             while talks:
@@ -185,32 +163,26 @@ class Answering:
             self.tokens += len(outcome.tokens)
             try:
                 talk.take(outcome)
-            # its words leave no context for the next turn; those it has are good
+                done = talk.done
             except BadRowError:
-                self._record(talk, outcome)
-                self._write(talk.answer())
-                continue
-            self._record(talk, outcome)
-            if talk.done:
+                done = True  # its words leave no context for the next turn; those it has are good
+            if self._records is not None:
+                self._records.take(talk, outcome)
+            if done:
                 self._write(talk.answer())
             else:
                 going_on[outcome.request.index] = talk
         return going_on
 
-    def _record(self, talk: Talk, outcome: Completion) -> None:
-        if self._records is not None:
-            self._records.take(talk, outcome)
-
     def _write(self, answer: StoredAnswer) -> None:
         self.writer.add(answer)
-        elapsed = self.progress.tasks[-1].elapsed or 0.0
-        speed = f"{self.tokens / elapsed:,.0f} tokens/s" if elapsed and self.tokens else ""
-        self.progress.update(self.task, advance=1, speed=speed)
+        task = self.progress.tasks[-1]
+        rate = self.tokens / task.elapsed if task.elapsed else 0.0
+        self.progress.update(task.id, advance=1, speed=f"{rate:,.0f} tokens/s" if rate else "")
 
 
 def sample_answers(engine: Engine, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
-    """Decode all requests, in finishing order. A request that the engine refuses becomes `Refused`;
-    the others go on without it."""
+    """Decode all requests, in finishing order; those that the engine refuses become `Refused`."""
     waiting = {request.index: request for request in requests}
     while waiting:
         try:
@@ -238,14 +210,3 @@ def _until_refused(engine: Engine, waiting: dict[int, Request]) -> Iterator[Comp
 def console_of(quiet: bool = False) -> Console:
     """Where progress and results for people go."""
     return Console(stderr=True, quiet=quiet, markup=False, highlight=False)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-        console=console,
-    )

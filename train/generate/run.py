@@ -2,16 +2,14 @@
 
 Rows come from one dataset or a mixture; they are read once, and what repeats an earlier row or a
 held-out prompt is left out (`train/data/ingest.py`). Answers are sampled by our own decoder,
-optionally sped up by a drafter, which changes nothing in them; by servers that return token ids; or
-by vLLM in this process. With our decoder an answer depends on its prompt, the sampling settings and
-the prompt's own seed: not on the number of processes, nor on the order or the batch. (The last
-holds as far as the target's arithmetic does: in float32 a batch may round differently by some 1e-6,
-which can turn a near-tie; in bfloat16 near-ties are common. Continuing after a kill repeats nothing
-that was written, so a finished folder is consistent.)
+optionally sped up by a drafter, by servers that return token ids, or by vLLM in this process. With
+our decoder an answer depends on its prompt, the sampling settings and the prompt's own seed, not on
+processes, order or batch, as far as the target's arithmetic allows: in float32 a batch may round
+differently by some 1e-6, which can turn a near-tie; in bfloat16 near-ties are common.
 
 Several processes (`accelerate launch`, `torchrun`) share the rows; each writes its own part files,
-see `train/data/answers.py`. Running the same command again continues; another configuration in the
-same folder is refused.
+see `train/data/answers.py`. Running the same command again continues, and repeats nothing that was
+written; another configuration in the same folder is refused.
 """
 
 from __future__ import annotations
@@ -22,8 +20,9 @@ import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
@@ -33,26 +32,16 @@ from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE, verify_file, write_json, write_manifest
 from inference.target.loading import TargetConfig
-from train.data.answers import (
-    DONE,
-    INPUT,
-    SETTINGS,
-    Watch,
-    clear_output,
-    ignore,
-    merge_parts,
-    output_lock,
-    read_done,
-    remove_parts,
-)
+from train.data import answers
+from train.data.answers import DONE, INPUT, SETTINGS, AnswersManifest, output_lock, read_answers
 from train.data.config import DataConfig
 from train.data.held_out import load_held_out
 from train.data.ingest import Input, ingest, remove_rows, require_own_input
-from train.data.manifest import AnswersManifest, read_answers
-from train.generate.backends.base import Backend
 from train.generate.config import GenerateConfig, GenerateJob
-from train.generate.loop import AnyTarget, answer_rows, console_of, load_target
+from train.generate.loop import answer_rows, console_of, load_target
 from train.generate.sampling import sampling_of
+from train.generate.target_facts import AnyTarget
+from train.generate.turns import Backend
 from train.memory import give_back_freed_memory
 from train.processes import join_processes, on_main
 from train.recording import RECORDS, count_records, drop_unanswered, require_drafts
@@ -60,24 +49,6 @@ from train.recording import RECORDS, count_records, drop_unanswered, require_dra
 SHOWN_REASONS = 5
 SHOWN_ROWS = 25
 """Blocks of input after which the number of rows is printed."""
-
-
-class TargetSettings(TypedDict):
-    """What of a target an answer depends on; chat_template: its SHA-256, shortened."""
-
-    revision: str
-    tokenizer_hash: str
-    chat_template: str
-    dtype: NotRequired[str]
-
-
-class AnswerSettings(TypedDict):
-    """generate.json: everything that an answer depends on."""
-
-    answers: str
-    target: TargetSettings
-    data: dict[str, object]
-    sampling: NotRequired[dict[str, object]]
 
 
 def generate(
@@ -89,16 +60,12 @@ def generate(
     provenance: Mapping[str, object] | None = None,
     *,
     backend: Backend | None = None,
-    watch: Watch = ignore,
+    watch: answers.Watch = answers.ignore,
 ) -> AnswersManifest:
-    """Answer every row of `data` and return the manifest written to `out`; continues an interrupted
-    run of the same settings.
-
-    backend: who samples, instead of what `decode` says. watch: called with the progress of each
-    phase. Call it in every process of a distributed launch. Raises `UserError` for an unusable
-    source or target, for a folder that holds another configuration's answers, or when nothing at
-    all could be answered.
-    """
+    """Answer every row of `data` and return the manifest in `out`; continues an interrupted run of
+    the same settings. Call it in every process of a launch. backend: who samples, instead of what
+    `decode` says; watch: called with the progress of each phase. Raises `UserError` for an unusable
+    source or target, for another configuration's folder, or when nothing could be answered."""
     if config.records.enabled:
         require_drafts(decode, config.drafter)
     job = GenerateJob(config, data, decode, target, out, join_processes(target), backend, watch)
@@ -128,8 +95,7 @@ def generate(
 
 
 def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Input:
-    """Read the sources into the output folder, once; says what was left out. again: once more,
-    quietly, for missing answers."""
+    """Read the sources once and say what was left out. again: once more, quietly."""
     console = console_of(again)
     held_out = load_held_out(job.data)
 
@@ -154,14 +120,10 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
     return read
 
 
-# The input, and whether the output folder belongs to it
-
-
-def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> AnswerSettings:
-    """Everything an answer depends on. Batch size, drafter, processes and paths are absent: they
-    may change between resumptions."""
+def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> dict[str, Any]:
+    """Everything an answer depends on: batch size, drafter, processes and paths may change."""
     template = str(model.tokenizer.chat_template or "")
-    settings: AnswerSettings = {
+    settings: dict[str, Any] = {
         "answers": job.config.answers,
         "target": {
             "revision": model.info.revision,
@@ -193,13 +155,10 @@ def refuse_foreign(out: Path) -> None:
 
 
 def prepare_output(
-    out: Path, settings: AnswerSettings, overwrite: bool, total: int
+    out: Path, settings: dict[str, Any], overwrite: bool, total: int
 ) -> NDArray[np.bool_]:
-    """Make `out` ready for `settings` and return which of the `total` rows are done already.
-
-    Raises `UserError` naming the differences when the folder holds another configuration's answers,
-    unless `overwrite`.
-    """
+    """Make `out` ready for `settings` and return which rows are done; raises `UserError` for
+    another configuration's answers, unless `overwrite`."""
     path = out / SETTINGS
     if path.is_file():
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -211,34 +170,32 @@ def prepare_output(
                 "overwrite=true to replace them."
             )
         if differences:
-            clear_output(out)
+            answers.clear_output(out)
             shutil.rmtree(out / RECORDS, ignore_errors=True)
     write_json(path, settings)
     if not (out / MANIFEST_FILE).is_file():
         drop_unanswered(out)
     done = np.zeros(total, dtype=bool)
-    found = read_done(out)
+    found = answers.read_done(out)
     # others are refused when all is put together
     done[found[(found >= 0) & (found < total)]] = True
     return done
 
 
 def finished_manifest(out: Path) -> AnswersManifest | None:
-    """The manifest of a folder whose generation is complete and undamaged, None when there is work
-    left."""
+    """The manifest of a complete and undamaged folder, None when there is work left."""
     if not (out / MANIFEST_FILE).is_file():
         return None
     manifest = read_answers(out)
     for entry in manifest["shards"]:
         verify_file(out, entry)
-    remove_parts(out)
+    answers.remove_parts(out)
     remove_rows(out / INPUT)
     return manifest
 
 
 def _unusual(data: DataConfig) -> dict[str, object]:
-    """Settings that change what is rendered, where they are not the defaults: those that older
-    versions did not have."""
+    """Settings of rendering that are not the defaults: those that older versions did not have."""
     names = ("supervise", "reasoning", "template_arguments", "max_tokens", "truncate")
     usual = asdict(DataConfig("-"))
     chosen = asdict(data)
@@ -247,13 +204,10 @@ def _unusual(data: DataConfig) -> dict[str, object]:
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        return [
-            line
-            for key in sorted({*old, *new})
-            for line in _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-        ]
-    shown = (f"{path} was {_short(old)} and is now {_short(new)}",)
-    return [] if old == new else list(shown)
+        inner = {key: f"{path}.{key}" if path else key for key in sorted({*old, *new})}
+        found = [_differences(old.get(key), new.get(key), name) for key, name in inner.items()]
+        return list(chain.from_iterable(found))
+    return [] if old == new else [f"{path} was {_short(old)} and is now {_short(new)}"]
 
 
 def _short(value: Any) -> str:
@@ -261,31 +215,23 @@ def _short(value: Any) -> str:
     return text if len(text) <= 20 else text[:14] + '..."'
 
 
-# The end
-
-
 def finish(
     job: GenerateJob,
     model: AnyTarget,
-    settings: AnswerSettings,
+    settings: dict[str, Any],
     read: Input,
     provenance: Mapping[str, object] | None,
 ) -> AnswersManifest:
-    """Merge all part files into shards, write the manifest, remove the parts. Raises `UserError`
-    when nothing was answered."""
+    """Merge parts into shards and write the manifest; raises `UserError` without any answer."""
     total = read.total
-    merged = merge_parts(job.out, total, job.config.shard_rows, job.watch)
+    merged = answers.merge_parts(job.out, total, job.config.shard_rows, job.watch)
     if not merged.counts[DONE]:
         raise UserError(f"none of the {total} rows could be answered: {_reasons(merged.reasons)}.")
     content = {
         "round": job.config.round,
         "target": model.info.to_dict(),
         "sampling": settings.get("sampling", {}),
-        "data": {
-            **asdict(job.data),
-            "answers": job.config.answers,
-            "fingerprint": read.fingerprint,
-        },
+        "data": asdict(job.data) | {"answers": job.config.answers, "fingerprint": read.fingerprint},
         "input": read.report,
         "counts": merged.counts,
         "truncated": merged.truncated,
@@ -296,26 +242,23 @@ def finish(
     if (job.out / RECORDS).is_dir():
         content["records"] = count_records(job.out, merged.counts[DONE])
     write_manifest(job.out, "generate", content, provenance)
-    remove_parts(job.out)
+    answers.remove_parts(job.out)
     remove_rows(job.out / INPUT)
     return read_answers(job.out)
 
 
 def summary(manifest: AnswersManifest, out: Path) -> str:
-    """One or two lines for people: done + failed + skipped = input, and the most frequent
-    reasons."""
+    """done + failed + skipped = input, and the most frequent reasons, for people."""
     counts = manifest["counts"]
     line = (
         f"{counts['done']} done + {counts['failed']} failed + {counts['skipped']} skipped = "
         f"{counts['input']} input rows; "
         f"{counts['tokens']} answer tokens in {len(manifest['shards'])} shards under '{out}'"
     )
-    cut = manifest.get("truncated", {})
+    cut, reasons = manifest.get("truncated", {}), manifest["reasons"]
     if cut.get("rows"):
         line += f"; {cut['rows']} rows were cut by {cut['tokens']} tokens"
-    return line + (
-        f"\nnot answered: {_reasons(manifest['reasons'])}" if manifest["reasons"] else ""
-    )
+    return f"{line}\nnot answered: {_reasons(reasons)}" if reasons else line
 
 
 def _reasons(reasons: Mapping[str, int]) -> str:

@@ -1,5 +1,4 @@
-"""How answers are sampled, and by whom: our decoder, servers that speak vLLM's or SGLang's
-protocol, or vLLM in this process."""
+"""How answers are sampled, and by whom: our decoder, servers, or vLLM in this process."""
 
 from __future__ import annotations
 
@@ -77,7 +76,6 @@ class SamplingConfig(DecodeConfig):
 
     @property
     def chosen_backend(self) -> str:
-        """Who decodes."""
         return "server" if self.servers else self.backend
 
 
@@ -87,12 +85,12 @@ def backend_of(decode: DecodeConfig) -> str:
 
 
 def sampling_of(decode: DecodeConfig) -> dict[str, object]:
-    """The part of a decode configuration that decides the text. Seeds mean something else to each
-    backend, so it is part of it."""
+    """What of a decode configuration decides the text, the backend included: seeds differ there."""
     backend = backend_of(decode)
+    # as it is read back: lists, not tuples
+    settings = json.loads(json.dumps(asdict(decode.sampling())))
     return {
-        # as it is read back: lists, not tuples
-        **json.loads(json.dumps(asdict(decode.sampling()))),
+        **settings,
         "max_new_tokens": decode.max_new_tokens,
         "seed": decode.seed,
         **({} if backend == "own" else {"backend": backend}),

@@ -1,5 +1,4 @@
-"""What rendering prompts needs of a target, without its weights: for answers that come from
-elsewhere."""
+"""What rendering prompts needs of a target, without its weights."""
 
 from __future__ import annotations
 
@@ -10,20 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from heads.api.target_info import TargetInfo
-from inference.target.loading import (
-    TargetConfig,
-    describe,
-    end_tokens,
-    load_config,
-    load_tokenizer,
-    require_supported,
-)
+from inference.target import loading
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """A target's tokenizer, description and end-of-text tokens; `info` equals that of the loaded
-    target."""
+    """A target's tokenizer, end-of-text tokens, and the description of the loaded target."""
 
     tokenizer: Any
     info: TargetInfo
@@ -32,15 +25,16 @@ class TargetFacts:
     @classmethod
     def load(cls, config: TargetConfig) -> TargetFacts:
         """Read configuration and tokenizer; raises `UserError` for what cannot be a target."""
-        described = load_config(config)
-        require_supported(config.path, described)
-        tokenizer = load_tokenizer(config)
+        described, tokenizer = loading.checked_config(config), loading.load_tokenizer(config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 described, trust_remote_code=config.trust_remote_code
             )
-        ends = end_tokens(_generation_eos(config, model), tokenizer)
-        return cls(tokenizer, describe(model, tokenizer, config), ends)
+        ends = loading.end_tokens(_generation_eos(config, model), tokenizer)
+        return cls(tokenizer, loading.describe(model, tokenizer, config), ends)
+
+
+AnyTarget = TargetModel | TargetFacts
 
 
 def _generation_eos(config: TargetConfig, model: Any) -> Any:

@@ -1,40 +1,23 @@
-"""From rows to answers: the requests of a row, turn by turn, the answers they get, and answers that
-the dataset brings itself."""
+"""From rows to answers, turn by turn, sampled or brought by the dataset."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from heads.api.target_info import TargetInfo
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Completion, Request
 from inference.measure.prompts import prompt_seed
-from inference.target.chat import (
-    Message,
-    Span,
-    TurnsDifferError,
-    closing_ids,
-    render_conversation,
-    render_prompt,
-)
+from inference.target import chat
+from inference.target.chat import Message, Span, closing_ids, render_prompt
 from train.data.answers import StoredAnswer
 from train.data.config import DataConfig
 from train.data.conversation import apply_reasoning, fit_document, fit_prompt, places_to_answer
 from train.data.sources import Row
 from train.data.tables import BadRowError
-
-
-class Facts(Protocol):
-    """What of a target rendering needs: the target itself, or
-    `train.generate.target_facts.TargetFacts`."""
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    @property
-    def info(self) -> TargetInfo: ...
+from train.generate.target_facts import AnyTarget
 
 
 @dataclass(frozen=True)
@@ -43,6 +26,13 @@ class Refused:
 
     request: Request
     reason: str
+
+
+class Backend(Protocol):
+    """Whoever samples answers: the bundled decoder, servers over HTTP, or vLLM in this process."""
+
+    def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
+        """An answer or a refusal per request, in finishing order."""
 
 
 class Talk:
@@ -55,7 +45,7 @@ class Talk:
     sampled after exactly the tokens before it; no text is tokenised again.
     """
 
-    def __init__(self, row: Row, target: Facts, data: DataConfig, decode: DecodeConfig) -> None:
+    def __init__(self, row: Row, target: AnyTarget, data: DataConfig, decode: DecodeConfig) -> None:
         """Raises `BadRowError` or `UserError` with the reason why the row cannot be answered."""
         self.row, self.target, self.data, self.decode = row, target, data, decode
         self.messages: list[Message] = []
@@ -81,8 +71,7 @@ class Talk:
         return sum(map(len, self.documents[:-1]))
 
     def request(self) -> Request:
-        """The request for the present turn; raises `BadRowError` or `UserError` when there can be
-        none."""
+        """The present turn's request; raises `BadRowError` or `UserError` when there is none."""
         tokens, cut = self._prompt()
         if not tokens:
             raise BadRowError("there is no prompt before the answer")
@@ -105,65 +94,55 @@ class Talk:
         self.turn += 1
         if self.done:
             return
-        text = str(
-            self.target.tokenizer.decode(
-                _unclosed(said, self.target.tokenizer), skip_special_tokens=False
-            )
-        )
+        tokenizer = self.target.tokenizer
+        # without the token that ended it
+        words = said[:-1] if said and said[-1] in closing_ids(tokenizer) else said
+        text = str(tokenizer.decode(words, skip_special_tokens=False))
         if completion.finish != "stop" or not text.strip():
             # what follows would continue an answer that was not finished
             self.turn = len(self.places)
             return
         self.messages[place : place + 1] = [{"role": "assistant", "content": text}]
         if self.data.reasoning == "last":
-            self.messages[: place + 1] = apply_reasoning(
-                [*self.messages[: place + 1], _NEXT], "last"
-            )[:-1]
+            earlier = apply_reasoning([*self.messages[: place + 1], _NEXT], "last")
+            self.messages[: place + 1] = earlier[:-1]
 
     def answer(self, status: str = "done", reason: str = "") -> StoredAnswer:
-        """The row's answer; a row with at least one answered turn is done, even if later turns
-        failed."""
-        row = self.row
-        seed = prompt_seed(self.decode.seed, row.id)
+        """The row's answer: done with at least one answered turn, even if later ones failed."""
+        named = (self.row.id, self.row.index, self.row.domain)
+        seed = prompt_seed(self.decode.seed, self.row.id)
         if not self.documents:
-            return StoredAnswer(
-                row.id, row.index, row.domain, seed=seed, status=status, reason=reason
-            )
+            return StoredAnswer(*named, seed=seed, status=status, reason=reason)
         tokens, spans, parts = join_documents(list(zip(self.documents, self.spans, strict=True)))
-        return StoredAnswer(
-            row.id, row.index, row.domain, tokens, spans, self.finish, seed, parts, cut=self.cut
-        )
+        return StoredAnswer(*named, tokens, spans, self.finish, seed, parts, cut=self.cut)
 
     def _prompt(self) -> tuple[list[int], int]:
-        """The prompt's tokens and how many were cut."""
         room = self.target.info.max_position_embeddings - self.decode.max_new_tokens
         asked = self.data.max_prompt_tokens
         longest = room if asked is None else min(room, asked)
         if self.row.messages is None:
-            return self._ready_tokens(longest)
+            return self._ready_tokens(longest, room)
         messages = self.messages[: self.places[self.turn]]
 
+        tokenizer, extra = self.target.tokenizer, (self.row.tools, self.data.template_arguments)
+
         def render(kept: Sequence[Message]) -> list[int]:
-            return render_prompt(
-                self.target.tokenizer, kept, self.row.tools, self.data.template_arguments
-            )
+            return render_prompt(tokenizer, kept, *extra)
 
         if self.data.truncate == "skip":
             tokens = render(messages)
             self._require_room(len(tokens), room)
             return tokens, 0
-        return fit_prompt(messages, longest, self.data.truncate, render, self.target.tokenizer)
+        return fit_prompt(messages, longest, self.data.truncate, render, tokenizer)
 
-    def _ready_tokens(self, longest: int) -> tuple[list[int], int]:
+    def _ready_tokens(self, longest: int, room: int) -> tuple[list[int], int]:
         tokens, spans = self.row.tokens, self.row.spans
         assert tokens is not None
         check_vocabulary(tokens, self.target.info)
         end = len(tokens) if not spans else spans[0 if self.data.turn == "first" else -1][0]
         prompt = list(tokens[:end])
         if self.data.truncate == "skip":
-            self._require_room(
-                len(prompt), self.target.info.max_position_embeddings - self.decode.max_new_tokens
-            )
+            self._require_room(len(prompt), room)
             return prompt, 0
         kept, _, cut = fit_document(prompt, [(0, len(prompt))], longest, self.data.truncate)
         return kept, cut
@@ -181,9 +160,8 @@ _NEXT: Message = {"role": "assistant", "content": "."}
 """Stands for the answer that comes next, before which the reasoning of earlier ones is dropped."""
 
 
-def keep_answer(row: Row, target: Facts, data: DataConfig) -> StoredAnswer:
-    """A row with the dataset's own answers, tokenised; raises `BadRowError` or `UserError` when it
-    has none that can be located."""
+def keep_answer(row: Row, target: AnyTarget, data: DataConfig) -> StoredAnswer:
+    """The dataset's own answers, tokenised; raises `BadRowError` or `UserError` without any."""
     if row.messages is not None:
         found = _kept_documents(apply_reasoning(row.messages, data.reasoning), row, target, data)
     else:
@@ -195,22 +173,18 @@ def keep_answer(row: Row, target: Facts, data: DataConfig) -> StoredAnswer:
         found = [(list(row.tokens), list(chosen))]
     cut = 0
     if data.max_tokens is not None:
-        fitted = [
-            fit_document(tokens, spans, data.max_tokens, data.truncate) for tokens, spans in found
-        ]
+        fitted = [fit_document(*one, data.max_tokens, data.truncate) for one in found]
         cut = sum(removed for _, _, removed in fitted)
         found = [(tokens, spans) for tokens, spans, _ in fitted]
     tokens, spans, parts = join_documents(found)
-    return StoredAnswer(
-        row.id, row.index, row.domain, tokens, spans, finish="dataset", parts=parts, cut=cut
-    )
+    named = (row.id, row.index, row.domain)
+    return StoredAnswer(*named, tokens, spans, finish="dataset", parts=parts, cut=cut)
 
 
 def join_documents(
     documents: Sequence[tuple[list[int], list[Span]]],
 ) -> tuple[tuple[int, ...], tuple[Span, ...], tuple[int, ...]]:
-    """Documents as one row: all tokens, the spans in them, and where the second and later documents
-    begin."""
+    """Documents as one row: tokens, spans in them, where the second and later ones begin."""
     tokens: list[int] = []
     spans: list[Span] = []
     parts: list[int] = []
@@ -223,28 +197,21 @@ def join_documents(
 
 
 def check_vocabulary(tokens: Sequence[int], info: TargetInfo) -> None:
-    """Raise `BadRowError` for ids that the target does not have."""
     if max(tokens) >= info.vocab_size:
         raise BadRowError(f"token ids reach beyond the target's vocabulary of {info.vocab_size}")
 
 
 def _kept_documents(
-    messages: Sequence[Message], row: Row, target: Facts, data: DataConfig
+    messages: Sequence[Message], row: Row, target: AnyTarget, data: DataConfig
 ) -> list[tuple[list[int], list[Span]]]:
-    """The conversation as one document, or, when its template allows no such thing, one document
-    per supervised turn."""
+    """The conversation as one document, or one per turn where its template allows no other."""
     extra = (row.tools, data.template_arguments)
     try:
-        return [render_conversation(target.tokenizer, messages, data.supervise, *extra)]
-    except TurnsDifferError:
+        return [chat.render_conversation(target.tokenizer, messages, data.supervise, *extra)]
+    except chat.TurnsDifferError:
         said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         chosen = {"all": said, "first": said[:1], "last": said[-1:]}[data.supervise]
         return [
-            render_conversation(target.tokenizer, messages[: place + 1], "last", *extra)
+            chat.render_conversation(target.tokenizer, messages[: place + 1], "last", *extra)
             for place in chosen
         ]
-
-
-def _unclosed(tokens: Sequence[int], tokenizer: Any) -> list[int]:
-    """An answer without the token that ended it."""
-    return list(tokens[:-1] if tokens and tokens[-1] in closing_ids(tokenizer) else tokens)

@@ -1,11 +1,8 @@
-"""The target's layers with low-rank updates (peft's LoRA): trained, switched off, or merged for as
-long as one measures.
+"""The target's layers with low-rank updates (LoRA): trained, switched off, or merged to measure.
 
 Merging replaces the weights' memory and puts the former memory back, so that a training goes on bit
-for bit after a measurement; whoever reads the target's named tensors in between sees the merged
-ones.
-
-Legend: none needed; weights are [out, in] as `nn.Linear` holds them.
+for bit; whoever reads the target's named tensors in between sees the merged ones. Weights are [out,
+in] as `nn.Linear` holds them.
 """
 
 from __future__ import annotations
@@ -28,11 +25,9 @@ ADAPTER = "default"
 
 
 class Backbone:
-    """A loaded target whose layers carry trainable updates, which are zero at first.
-
-    parameters: name -> float32 weight of an update. Raises `UserError` where LoRA cannot be merged
-    again (quantised or split weights), or when `joint.modules` names no layer.
-    """
+    """A loaded target with trainable updates of its layers, zero at first. parameters: name ->
+    float32 weight of an update. Raises `UserError` where LoRA cannot be merged again (quantised or
+    split weights), or when `joint.modules` names no layer."""
 
     def __init__(self, target: TargetModel, config: JointConfig, seed: int) -> None:
         self.target, self.config = target, config
@@ -45,24 +40,18 @@ class Backbone:
         self.parameters = self._initialise(torch.Generator().manual_seed(seed))
 
     def _choose(self) -> list[str]:
-        """Full names of the linear layers that are updated."""
-        model, wanted = self.target.model, self.config.modules
+        target, wanted = self.target, self.config.modules
         inside = {
             id(part)
-            for part in find_layers(self.target.decoder, self.target.info.num_layers).modules()
+            for part in find_layers(target.decoder, target.info.num_layers).modules()
+            # quantised ones too, and GPT-2's transposed one
+            if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
         }
-        linears = {
-            name: part
-            for name, part in model.named_modules()
-            if id(part) in inside and _is_linear(part)
-        }
-        chosen = {
-            name: part
-            for name, part in linears.items()
-            if not wanted or name.split(".")[-1] in wanted
-        }
+        linears = {name: p for name, p in target.model.named_modules() if id(p) in inside}
+        last = {name: name.split(".")[-1] for name in linears}
+        chosen = {name: p for name, p in linears.items() if not wanted or last[name] in wanted}
         if not chosen:
-            known = sorted({name.split(".")[-1] for name in linears})
+            known = sorted(set(last.values()))
             raise UserError(
                 f"joint.modules {list(wanted)} names no linear layer of the target. It has: "
                 f"{', '.join(known)}."
@@ -84,12 +73,8 @@ class Backbone:
             raise UserError(
                 f"joint=lora needs peft, which cannot be imported ({error}). Install it."
             ) from error
-        config = LoraConfig(
-            r=self.config.rank,
-            lora_alpha=self.config.alpha,
-            target_modules=names,
-            init_lora_weights=False,
-        )
+        rank, alpha = self.config.rank, self.config.alpha
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, init_lora_weights=False)
         device = self.target.device
         # nothing of it is kept
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -97,8 +82,7 @@ class Backbone:
         self.target.model.eval()
 
     def _initialise(self, generator: torch.Generator) -> dict[str, nn.Parameter]:
-        """A like peft's own uniform one in its variance, B zero: the same for a seed on every
-        device."""
+        """A with the variance of peft's uniform one, B zero; the same on every device."""
         found: dict[str, nn.Parameter] = {}
         for name, layer in self.layers.items():
             down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
@@ -109,8 +93,7 @@ class Backbone:
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put these updates in the place of the present ones; names and shapes as in
-        `parameters`."""
+        """Replace the present updates; names and shapes as in `parameters`."""
         assert set(tensors) == set(self.parameters), "updates of another training"
         for name, value in tensors.items():
             init.copy(self.parameters[name], value)
@@ -126,8 +109,7 @@ class Backbone:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """The target as it would be saved now: its updates added to its weights, in its own
-        dtype."""
+        """The target as it would be saved now: updates added to weights, in its own dtype."""
         kept = {name: layer.base_layer.weight.data for name, layer in self.layers.items()}
         self.merge()
         try:
@@ -147,8 +129,7 @@ class Backbone:
         self._switch(False)
 
     def strip(self) -> None:
-        """Take the updates out of the model, which then is of its original structure with the
-        weights as they are."""
+        """Take the updates out of the model, which keeps its weights as they are."""
         for name, layer in self.layers.items():
             parent, _, own = name.rpartition(".")
             setattr(self.target.model.get_submodule(parent), own, layer.base_layer)
@@ -156,8 +137,3 @@ class Backbone:
     def _switch(self, on: bool) -> None:
         for layer in self.layers.values():
             layer.enable_adapters(on)
-
-
-def _is_linear(part: nn.Module) -> bool:
-    """nn.Linear and its kin (quantised ones too), and GPT-2's transposed one."""
-    return isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"

@@ -5,11 +5,10 @@
     target's features)
 
 The original is the same model with its updates switched off, so nothing but the answers is needed
-to stay close to it (self-distillation). The drafter comes first: while the updates are still zero
-only it is trained (two stages), then lambda rises to its value. lambda stands at the features, on
-what flows back into the target; the drafter's gradient is whole at all times. With `early_exit`,
-whose loss reads the tap at its exit, the same objective is LayerSkip's finetuning: the middle of
-the target learns to predict what its end does.
+to stay close to it (self-distillation). While the updates are still zero only the drafter is
+trained, then lambda rises to its value. lambda stands at the features, on what flows back into the
+target; the drafter's gradient is whole at all times. With `early_exit`, whose loss reads the tap at
+its exit, this is LayerSkip's finetuning.
 
 Legend: B rows, T positions, M selected positions, H hidden, V vocabulary, n taps.
 """
@@ -40,8 +39,7 @@ DRAFTER, UPDATES = "drafter.", "updates."
 
 @dataclass
 class PlainTokens:
-    """Batches without features: joint training computes them itself, with their graph.
-    `train.features.base.Features`."""
+    """Batches without features: joint training computes them itself, with their graph."""
 
     device: torch.device
 
@@ -51,11 +49,8 @@ class PlainTokens:
 
 
 class JointDrafter(TrainableDrafter):
-    """A drafter and the updates of its target, as training engines see them: one module with one
-    loss.
-
-    dtype: of the features that the drafter is given, as in `train.features.OnlineFeatures`.
-    """
+    """A drafter and the updates of its target: one module with one loss for engines. dtype: of the
+    drafter's features, as in `OnlineFeatures`."""
 
     kind: ClassVar[str] = "joint"
 
@@ -96,8 +91,7 @@ class JointDrafter(TrainableDrafter):
         )
 
     def _features(self, batch: TrainBatch) -> tuple[Tensor | None, Tensor]:
-        """taps [B, T, n, H] and last_hidden [B, T, H] of the target as it is now, in the features'
-        dtype."""
+        """taps [B, T, n, H] and last_hidden [B, T, H] of the present target, as the drafter's."""
         target = self.backbone.target
         autocast = self._dtype == torch.bfloat16 and target.dtype == torch.float32
         with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
@@ -110,8 +104,7 @@ class JointDrafter(TrainableDrafter):
     def _drafter_loss(
         self, batch: TrainBatch, taps: Tensor | None, hidden: Tensor, weight: float
     ) -> LossOutput:
-        """The drafter's loss on these features, of whose gradient `weight` flows on into the
-        target."""
+        """The drafter's loss on these features; `weight` of its gradient flows into the target."""
         needs = self.needs
         return self.drafter.loss(
             replace(
@@ -127,8 +120,7 @@ class JointDrafter(TrainableDrafter):
         return self._logits(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """The target's logits [M, V] at last hidden states [M, H], in its own dtype. The LM head is
-        never updated."""
+        """The target's logits [M, V] at last hidden states [M, H]. The LM head is never updated."""
         target = self.backbone.target
         with torch.autocast(hidden.device.type, enabled=False):
             return target.weights.logits(hidden.to(target.dtype))
@@ -169,8 +161,7 @@ def _scale(states: Tensor, weight: float) -> Tensor:
 
 
 def require_trainable_features(drafter: TrainableDrafter) -> None:
-    """Raise `UserError` for a drafter that runs layers of the target in its loss: it would run them
-    without their updates."""
+    """Raise `UserError` for a drafter that runs target layers, without their updates, itself."""
     if drafter.runs_target_layers:
         raise UserError(
             f"kind '{drafter.kind}' with layers left out cannot be trained jointly: its loss runs "
@@ -180,16 +171,9 @@ def require_trainable_features(drafter: TrainableDrafter) -> None:
 
 
 def split_state(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A `JointDrafter`'s state -> the drafter's own and the updates by their names in the
-    target."""
-    drafter = {
-        name.removeprefix(DRAFTER): value
-        for name, value in state.items()
-        if name.startswith(DRAFTER)
-    }
-    updates = {
-        name.removeprefix(UPDATES).replace("/", "."): value
-        for name, value in state.items()
-        if name.startswith(UPDATES)
-    }
-    return drafter, updates
+    """A `JointDrafter`'s state -> the drafter's own, and the updates by their target's names."""
+    drafter, updates = (
+        {name.removeprefix(start): v for name, v in state.items() if name.startswith(start)}
+        for start in (DRAFTER, UPDATES)
+    )
+    return drafter, {name.replace("/", "."): value for name, value in updates.items()}

@@ -1,9 +1,7 @@
 """`train(..., joint=...)`: a drafter and its target trained together, and what comes out of it.
 
-    <out>/best/            the drafter, bound to the NEW target; updates.safetensors: the LoRA
-                           updates it was measured with
-    <out>/target/          the new target: updates merged, a Hugging Face folder that says what it
-                           is and how far it has moved
+    <out>/best/            the drafter, bound to the NEW target; updates.safetensors: its updates
+    <out>/target/          the new target: a Hugging Face folder that says how far it has moved
     <out>/manifest.json    names both targets and the drift
 
 tau is measured on the target as it would be saved at that moment: merged, in its own dtype. Until
@@ -35,7 +33,7 @@ from train.joint.backbone import Backbone
 from train.joint.objective import JointDrafter, PlainTokens, require_trainable_features, split_state
 from train.joint.target import label, plain, save_changed_target
 from train.loop import Evaluation, Progress
-from train.manifest import JointFacts, TrainOutcome
+from train.manifest import TrainOutcome
 from train.setup import BEST, Run
 from train.tracking.display import Display
 
@@ -86,8 +84,6 @@ class JointRun(Run):
         """Tokens alone: the features are part of what is trained."""
         return PlainTokens(self.target.device)
 
-    # With weights
-
     def as_saved(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """The target with these weights' updates merged for as long as the context lasts."""
         present = {name: value.detach() for name, value in self.backbone.parameters.items()}
@@ -112,18 +108,14 @@ class JointRun(Run):
             super().check(weights, display)
 
     def write_checkpoint(self, weights: dict[str, Tensor], folder: Path) -> None:
-        """The drafter and the updates that belong to it. The drafter is bound to a target that is
-        not there yet."""
+        """The drafter, bound to a target that is not there yet, and its updates."""
         promised = replace(self.original, id=str(self.job.out / TARGET), revision=UNFINISHED)
         with self.as_saved(weights):
             save_drafter(self.serving(weights), folder, promised)
         save_file(split_state(weights)[1], str(folder / UPDATES_FILE))
 
-    # The new target
-
     def manifest(self, progress: Progress, reason: str) -> TrainOutcome:
-        """See `Run`. On the way the best target is saved, its drafter bound to it, and the drift
-        measured."""
+        """Saves the best target, binds its drafter to it and measures the drift on the way."""
         folder = self.job.out / TARGET
         self.backbone.load(load_file(str(self.job.out / BEST / UPDATES_FILE)))
         self.backbone.merge()
@@ -134,11 +126,10 @@ class JointRun(Run):
         self.rebind(info)
         self.target.model.to("cpu")  # make room for the two that are compared
         original, changed = TargetModel.load(self.job.target), TargetModel.load(config)
-        drift = measure_drift(
-            original, changed, self.requests or self.make_requests(), self.job.config.eval_batch
-        )
+        requests = self.requests or self.make_requests()
+        drift = measure_drift(original, changed, requests, self.job.config.eval_batch)
         label(folder, self.original, self.job.kind, self.job.joint, drift)
-        joint: JointFacts = {
+        joint = {
             "settings": plain(self.job.joint),
             "original": self.original.to_dict(),
             "target": TARGET,

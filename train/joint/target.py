@@ -1,9 +1,8 @@
-"""A jointly trained target on disk: a Hugging Face folder that says what it is and how far it has
-moved.
+"""A jointly trained target on disk: a Hugging Face folder that says how far it has moved.
 
-<out>/target/config.json      with an entry "headstart": the original, its revision, the LoRA
-settings, the drift <out>/target/README.md        the same for people <out>/target/drift.json
-the measured drift alone (`inference.measure.drift`)
+config.json   with an entry "headstart": original, revision, LoRA settings, drift
+README.md     the same for people
+drift.json    the measured drift alone (`inference.measure.drift`)
 """
 
 from __future__ import annotations
@@ -73,11 +72,8 @@ def save_changed_target(target: TargetModel, folder: Path) -> None:
 
 
 def label(folder: Path, original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> None:
-    """Say in the folder what the model was made of, and how far it has moved."""
-    write_json(
-        folder / DRIFT_FILE,
-        {"original": original.id, "revision": original.revision, **drift.to_dict()},
-    )
+    facts = {"original": original.id, "revision": original.revision, **drift.to_dict()}
+    write_json(folder / DRIFT_FILE, facts)
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     config[ENTRY] = {
         "changed_from": original.id,
@@ -91,7 +87,6 @@ def label(folder: Path, original: TargetInfo, kind: str, joint: JointConfig, dri
 
 
 def card(original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> str:
-    """The text of the model card."""
     bounds = {
         f"{name}_{side}": getattr(drift, f"{name}_ci95")[place]
         for name in ("kl", "agreement", "identical")
@@ -114,6 +109,5 @@ def card(original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> s
 
 
 def plain(joint: JointConfig) -> Settings:
-    """The settings as JSON values."""
     found: Settings = json.loads(json.dumps(asdict(joint)))
     return found

@@ -65,8 +65,7 @@ def gpu(name: str) -> Gpu:
 def find_peak(
     device: torch.device, dtype: torch.dtype, given_tflops: float = 0.0, *, again: bool = False
 ) -> Peak:
-    """The peak of this device in `dtype`: as given, from the table, or measured (CPU; `again`
-    measures once more)."""
+    """The peak in `dtype`: given, from the table, or measured (CPU; `again`: once more)."""
     if given_tflops > 0:
         return Peak(given_tflops * TERA, "train.peak_tflops")
     if device.type == "cuda":
@@ -80,13 +79,9 @@ def find_peak(
 
 
 def measured_peak(dtype: torch.dtype, threads: int, *, again: bool = False) -> Peak:
-    """What a product of two [1024, 1024] matrices reaches on this CPU with `threads` threads: the
-    highest of all probes so far.
-
-    A probe is made where there is none yet, or where `again` asks for it. Whatever else runs on the
-    machine can only slow a product down, so probes at different times come nearer to what the CPU
-    can do than one.
-    """
+    """What a product of two [1024, 1024] matrices reaches on this CPU: the highest of all probes.
+    Whatever else runs can only slow a product down, so probes at different times (`again`) come
+    nearer to what the CPU can do than one."""
     assert threads == torch.get_num_threads(), "measured with the threads that are set"
     highest, count = _probes.get((dtype, threads), (0.0, 0))
     if again or not count:

@@ -1,18 +1,17 @@
-"""A drafter's step without its memory: the real loss on fake floating-point tensors of the real
-sizes, forward and backward.
+"""A drafter's step without its memory: the real loss on fake tensors, forward and backward.
 
 Token ids, segments and masks are real, because the losses choose positions by them; whatever is a
-float has a shape and a dtype only. So every kind is counted by the code that will train it, and no
-kind needs a formula. Fake tensors say they are on the CPU; where a kind has another path on CUDA
-(flex attention of block drafters), that path needs less.
+float has a shape and a dtype only. So every kind is counted by the code that will train it. Fake
+tensors say they are on the CPU; where a kind has another path on CUDA (flex attention of block
+drafters), that path needs less.
 
 Legend: B rows, T positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import UserDict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,8 +42,7 @@ class DryStep:
 
 
 def plan_drafter(kind: str, head: Any, target: PlannedTarget) -> TrainableDrafter:
-    """The drafter with fake float32 weights, bound to the target's; raises `UserError` for kinds
-    that are not trained."""
+    """The drafter with fake float32 weights, bound; raises `UserError` for untrained kinds."""
     if not get_kind(kind).trainable:
         raise UserError(
             f"a drafter of kind '{kind}' has no weights of its own, so there is no training to "
@@ -58,37 +56,26 @@ def plan_drafter(kind: str, head: Any, target: PlannedTarget) -> TrainableDrafte
     return drafter
 
 
-class _Asked(Mapping[str, Tensor]):
+class _Asked(UserDict[str, Tensor]):
     """A target's named weights, and the names of those that were asked for."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
-        self.state, self.names = state, set[str]()
+        super().__init__(state)
+        self.names = set[str]()
 
     def __getitem__(self, name: str) -> Tensor:
-        value = self.state[name]
         self.names.add(name)
-        return value
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.state
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.state)
-
-    def __len__(self) -> int:
-        return len(self.state)
+        return self.data[name]
 
 
 def held_in_parts(kind: str, head: Any, target: PlannedTarget) -> int:
-    """Bytes of the target that a trainer holds which loads it in parts (train/target/parts.py):
-    embedding and LM head, and the weights of layers that the drafter goes on using (kinds that run
-    the target's own layers).
-    """
+    """Bytes of a target in parts (train/target/parts.py): embedding, LM head, and the layers'
+    weights that the drafter goes on using."""
     asked = _Asked(target.weights.state)
     plan_drafter(kind, head, replace(target, weights=replace(target.weights, state=asked)))
     # one where they are tied
     ends = {id(each): each.nbytes for each in (target.weights.embedding, target.weights.lm_head)}
-    return sum(ends.values()) + sum(asked.state[name].nbytes for name in asked.names)
+    return sum(ends.values()) + sum(asked.data[name].nbytes for name in asked.names)
 
 
 def dry_step(
@@ -99,15 +86,14 @@ def dry_step(
     length: int,
     supervised: float,
 ) -> DryStep:
-    """Count one micro-batch of B x T positions, a share `supervised` of them answers. Gradients
-    exist already, as in every micro-batch but a step's first.
-    """
+    """Count one micro-batch of B x T positions, a share `supervised` of them answers, with
+    gradients there already, as in every micro-batch but a step's first."""
     batch = dry_batch(drafter, target, engine.dtype, rows, length, supervised)
     objective = Objective(drafter, engine, "cpu")
     for parameter in drafter.parameters():
         if parameter.requires_grad:
             parameter.grad = fake(target, *parameter.shape, dtype=parameter.dtype)
-    with Footprint() as count, chosen_by_number():
+    with Footprint() as count, _ByNumber():
         (objective(batch) / 100).backward()
     drafter.zero_grad(set_to_none=True)
     return DryStep(count.flops, count.peak, count.largest, count.largest_shape)
@@ -128,53 +114,34 @@ def dry_batch(
     half = length // 2
     positions = torch.where(place < half, place, place - half)
     mask = positions >= round((1.0 - supervised) * half)
-    needs, hidden = drafter.needs, target.info.hidden_size
+    needs, shape, hidden = drafter.needs, (rows, length), target.info.hidden_size
+    last = needs.last_hidden or needs.logits
     return TrainBatch(
         tokens,
         positions.expand(rows, -1),
         (1 + (place >= half).int()).expand(rows, -1),
         mask.expand(rows, -1),
-        fake(target, rows, length, len(needs.taps), hidden, dtype=dtype) if needs.taps else None,
-        fake(target, rows, length, hidden, dtype=dtype)
-        if needs.last_hidden or needs.logits
-        else None,
+        fake(target, *shape, len(needs.taps), hidden, dtype=dtype) if needs.taps else None,
+        fake(target, *shape, hidden, dtype=dtype) if last else None,
         target.weights.logits if needs.logits else None,
         seeds=torch.arange(rows),
     )
 
 
 def fake(target: PlannedTarget, *shape: int, dtype: torch.dtype) -> Tensor:
-    """A tensor without memory."""
     with target.mode:
         return torch.empty(*shape, dtype=dtype)
 
 
 class _ByNumber(TorchDispatchMode):
-    """Indexing fake values by a real mask: how many are chosen is known, but fake tensors would not
-    look."""
+    """Indexes fake values by a real mask: fake tensors would not look how many are chosen."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.index.Tensor and isinstance(args[0], FakeTensor):
             indices: list[Tensor | None] = []
             for each in args[1]:
-                real_mask = (
-                    each is not None
-                    and each.dtype == torch.bool
-                    and not isinstance(each, FakeTensor)
-                )
-                indices += each.nonzero().unbind(1) if real_mask else [each]
+                real = each is not None and not isinstance(each, FakeTensor)
+                chosen = real and each.dtype == torch.bool
+                indices += each.nonzero().unbind(1) if chosen else [each]
             args = (args[0], indices)
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def chosen_by_number() -> Iterator[None]:
-    """See `_ByNumber`."""
-    with _ByNumber():
-        yield

@@ -1,10 +1,9 @@
-"""What a piece of computation takes: floating-point operations, bytes alive at once, the largest
-tensor. Counted, not estimated.
+"""What a piece of computation takes: operations, bytes alive at once, the largest tensor; counted.
 
-A dispatch mode sees every operation below autograd, backward passes and recomputations included. It
-works on real tensors and on fake ones (`torch._subclasses.fake_tensor`), so that a step of any size
-can be counted without the memory for it (`train.planning.dry_run`). Not seen: what kernels take for
-themselves while they run, and products inside kernels that torch has no formula for.
+A dispatch mode sees every operation below autograd, backward passes and recomputations included, on
+real tensors and on fake ones (`torch._subclasses.fake_tensor`), so that a step of any size can be
+counted (`train.planning.dry_run`). Not seen: what kernels take for themselves, and products inside
+kernels that torch has no formula for.
 """
 
 from __future__ import annotations
@@ -20,76 +19,52 @@ from torch.utils.flop_counter import flop_registry
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, products: int) -> int:
-    """FLOPs of `products` products of [Q, D] with [S, D], for query [B, h, Q, D], key and value [B,
-    h, S, D]."""
+    """FLOPs of `products` products of [Q, D] with [S, D]; query [B, h, Q, D], key [B, h, S, D]."""
     batch, heads, queries, size = query.shape
     return products * 2 * batch * heads * queries * key.shape[2] * (size + value.shape[3]) // 2
 
 
-def _attention_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return _attention(query, key, value, 2)
-
-
-def _attention_backward(
-    _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-) -> int:
-    return _attention(query, key, value, 5)
-
-
-def _packed_linear(states: Tensor, _weight: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
-    return 2 * out_val.numel() * states.shape[-1]
-
-
 def _own_formulas() -> dict[Any, Any]:
     """Formulas for what torch's own table leaves out: attention and packed products on the CPU."""
-    found = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten = torch.ops.aten
+    found: dict[Any, Any] = {
+        aten._scaled_dot_product_flash_attention_for_cpu: (
+            lambda query, key, value, *_, **__: _attention(query, key, value, 2)
+        ),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            lambda _grad, query, key, value, *_, **__: _attention(query, key, value, 5)
+        ),
     }
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        found[torch.ops.mkldnn._linear_pointwise] = _packed_linear
+        found[torch.ops.mkldnn._linear_pointwise] = lambda states, *_, out_val, **__: (
+            2 * out_val.numel() * states.shape[-1]
+        )
     return found
 
 
 class FlopCount(TorchDispatchMode):
-    """Adds up the floating-point operations of matrix products and attention, as they are really
-    computed: `flops`.
-
-    torch's own `FlopCounterMode` keeps tensors alive in cycles until the garbage collector comes
-    by, which changes what is measured beside it.
-    """
+    """Counts the floating-point operations of matrix products and attention as they are computed.
+    torch's own `FlopCounterMode` keeps tensors alive in cycles, which changes what is measured
+    beside it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
         self._own = _own_formulas()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self.see(func, args, kwargs, out)
-        return out
-
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Count one operation."""
         packet = func._overloadpacket
-        if packet in self._own:
-            self.flops += self._own[packet](*args, **kwargs, out_val=out)
-        elif packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+        formula = self._own.get(packet) or flop_registry.get(packet)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=out)
+        return out
 
 
 class Footprint(FlopCount):
-    """Also follows memory. `peak`: most bytes alive at once of tensors that were made inside;
-    `largest`: bytes of the largest single one, of shape `largest_shape`, made by `largest_op`. What
-    was there before is not counted.
-    """
+    """Also follows memory of tensors made inside. `peak`: most bytes alive at once; `largest`:
+    bytes of the largest one, of shape `largest_shape`, made by `largest_op`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,19 +74,11 @@ class Footprint(FlopCount):
         self._inside: set[int] = set()
         self._outside: set[int] = set()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and value.layout == torch.strided:
                 self._meet(value)
-        out = func(*args, **kwargs)
-        self.see(func, args, kwargs, out)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         for value in tree_leaves(out):
             if isinstance(value, Tensor) and value.layout == torch.strided:
                 self._add(value, func)

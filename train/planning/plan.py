@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from heads.api.config import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, config
 from heads.api.errors import UserError
@@ -28,7 +28,7 @@ from train.distributed import World
 from train.engines.base import EngineConfig
 from train.engines.deepspeed import BUCKET_ELEMENTS, LIVE_BUCKETS
 from train.features.group import Division, divide
-from train.features.store.size import FORMATS, bytes_per_token, store_bytes
+from train.features.store.codec import FORMATS, bytes_per_token, store_bytes
 from train.planning.devices import GIGA, TERA, gpu
 from train.planning.dry_run import DryStep, dry_step, held_in_parts, plan_drafter
 from train.planning.target import PlannedTarget, plan_target
@@ -44,90 +44,27 @@ RUNTIME_BYTES = 2 * GIGA
 """What CUDA, NCCL and a fragmented allocator take on each GPU: an assumption."""
 
 
-class PlannedTargetFacts(TypedDict):
-    """The target: parameters, those of its layers that a token uses, bytes of its weights."""
-
-    path: str
-    parameters: int
-    active: int
-    bytes: int
-
-
-class DrafterFacts(TypedDict):
-    """The drafter and how many weights are trained."""
-
-    kind: str
-    trained_weights: int
-
-
-class PlanSettings(TypedDict):
-    """Settings that the plan depends on."""
-
-    processes: int
-    trainers: int
-    engine: dict[str, object]
-    features: str
-    trainer_target: str
-    global_batch: int
-    micro_batch: int
-    sequence_length: int
-
-
-class TensorFacts(TypedDict):
-    """The largest tensor of a step."""
-
-    bytes: int
-    shape: list[int]
-
-
-class DiskBytes(TypedDict):
-    """Bytes on disk; feature_store: by format, where there is a store."""
-
-    states: int
-    best: int
-    feature_store: dict[str, int]
-
-
-class StepFlops(TypedDict):
-    """FLOPs of one micro-batch."""
-
-    target: float
-    drafter: float
-    per: str
-
-
-class TargetPass(TypedDict):
-    """Where the target runs, and one pass of it over all tokens."""
-
-    where: str
-    flops: float
-    device_hours: float
-
-
-class SpeedFacts(TypedDict):
-    """FLOP/s of one process, and where the figure comes from."""
-
-    flops: float
-    source: str
-
-
 class Plan(TypedDict):
-    """The plan of a training. Values by part (`memory_bytes`, `step_seconds`, ...) have a total."""
+    """The plan of a training, as `make_plan` puts it together. Values by part (`memory_bytes`,
+    `step_seconds`, ...) have a total."""
 
     format: int
-    target: PlannedTargetFacts
-    drafter: DrafterFacts
-    settings: PlanSettings
+    target: dict[str, Any]
+    """Path, parameters, those of its layers that a token uses (`active`), bytes of its weights."""
+    drafter: dict[str, Any]
+    settings: dict[str, Any]
     memory_bytes: dict[str, int]
     memory_capacity: float | None
     target_process_bytes: dict[str, int] | None
     fits: bool | None
-    largest_tensor: TensorFacts
-    disk_bytes: DiskBytes
-    flops: StepFlops
-    target_pass: TargetPass
+    largest_tensor: dict[str, Any]
+    disk_bytes: dict[str, Any]
+    """States, best checkpoint, and `feature_store` by format, where there is a store."""
+    flops: dict[str, Any]
+    target_pass: dict[str, Any]
+    """Where the target runs, and FLOPs and device-hours of one pass over all tokens."""
     reading: dict[str, float] | None
-    speed: SpeedFacts
+    speed: dict[str, Any]
     step_seconds: dict[str, float]
     tokens: int
     supervised: float
@@ -171,8 +108,7 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOP/s that one process reaches in training; fixed: share of a run's time that measuring and
-    saving take."""
+    """FLOP/s of one process in training; fixed: share of time for measuring and saving."""
 
     flops: float
     source: str
@@ -180,17 +116,13 @@ class Speed:
 
     @classmethod
     def of(cls, config: PlanConfig) -> Speed:
-        """From a GPU's figures."""
-        figures = gpu(config.gpu)
+        peak = gpu(config.gpu).peak
         basis = "assumed" if config.mfu == ASSUMED_MFU else "given"
-        return cls(
-            figures.peak * config.mfu,
-            f"{config.gpu}: {figures.peak / TERA:g} TFLOP/s x {config.mfu:g} ({basis})",
-        )
+        source = f"{config.gpu}: {peak / TERA:g} TFLOP/s x {config.mfu:g} ({basis})"
+        return cls(peak * config.mfu, source)
 
     @classmethod
     def read(cls, summary: Summary, source: str) -> Speed:
-        """From a run's summary."""
         if not summary.mfu:
             raise UserError(
                 f"'{source}' has no utilisation to plan with. Give train.peak_tflops for that "
@@ -202,27 +134,21 @@ class Speed:
         return cls(summary.mfu * peak.tflops * TERA, about, fixed)
 
 
-# Memory
-
-
 def state_bytes(weights: int, engine: EngineConfig, processes: int) -> dict[str, int]:
     """Bytes of training P weights on one process: `weights`, `gradients`, `adam` (both moments),
-    and `working` (copies and buffers that the engine keeps or needs beside them).
-    """
+    and `working` (the engine's copies and buffers)."""
     whole, part = 4 * weights, -(-4 * weights // processes)
     if engine.name == "torch" or engine.zero_stage == 0:
         message = whole if engine.name == "torch" and processes > 1 else 0
         return {"weights": whole, "gradients": whole, "adam": 2 * whole, "working": message}
     stage, bucket = engine.zero_stage, 4 * min(weights, BUCKET_ELEMENTS)
     gathered = min(whole, LIVE_BUCKETS * bucket) if stage == 3 and processes > 1 else 0
-    on_device = (
-        {"adam": 2 * part, "master": part} if engine.offload == "none" else {"adam": 0, "master": 0}
-    )
+    master = part if engine.offload == "none" else 0
     return {
         "weights": (0 if engine.offload == "all" else part) if stage == 3 else whole,
         "gradients": whole if stage == 1 else part,
-        "adam": on_device["adam"],
-        "working": on_device["master"] + bucket + gathered,
+        "adam": 2 * master,
+        "working": master + bucket + gathered,
     }
 
 
@@ -234,39 +160,30 @@ def target_bytes(target: PlannedTarget, engine: EngineConfig, processes: int) ->
     return rest + -(-target.layer_bytes // processes) + 2 * target.largest_layer
 
 
-def memory(
-    job: TrainingJob,
-    target: PlannedTarget,
-    parts: int,
-    drafter_weights: int,
-    dry: DryStep,
-    needs: FeatureSpec,
-    trainers: int,
-) -> dict[str, int]:
-    """Bytes at the peak of a step on one process that trains, by what they are for. parts: of the
-    target held in parts."""
+class Counted(NamedTuple):
+    """The target, what the drafter needs of it, its trained weights, the target's bytes held in
+    parts, and one micro-batch."""
+
+    target: PlannedTarget
+    needs: FeatureSpec
+    weights: int
+    parts: int
+    dry: DryStep
+
+
+def memory(job: TrainingJob, counted: Counted, trainers: int) -> dict[str, int]:
+    """Bytes on a training process at a step's peak, by use."""
+    target, needs, weights, parts, dry = counted
     rows, length = job.config.micro_batch, job.config.sequence_length
     online, whole = job.features.mode == "online", job.features.trainer_target == "whole"
     found = {"target": target_bytes(target, job.engine, trainers) if whole else parts}
-    found |= {
-        f"drafter {name}": count
-        for name, count in state_bytes(drafter_weights, job.engine, trainers).items()
-    }
+    state = state_bytes(weights, job.engine, trainers)
+    found |= {f"drafter {name}": count for name, count in state.items()}
     # The target's own pass and the drafter's follow each other; the features are there in both.
-    features = (
-        rows * length * (len(needs.taps) + 1) * target.info.hidden_size * job.engine.dtype.itemsize
-    )
-    passes = [features + dry.peak, *([target.activations(rows, length, needs)] if online else [])]
-    return {**found, "activations": max(passes)}
-
-
-def serving_bytes(job: TrainingJob, target: PlannedTarget, needs: FeatureSpec) -> dict[str, int]:
-    """Bytes at the peak on a process that runs the target for others (features.mode=group)."""
-    rows, length = job.config.micro_batch, job.config.sequence_length
-    return {"target": target.weight_bytes, "activations": target.activations(rows, length, needs)}
-
-
-# Time
+    token_bytes = (len(needs.taps) + 1) * target.info.hidden_size * job.engine.dtype.itemsize
+    drafting = rows * length * token_bytes + dry.peak
+    running = target.activations(rows, length, needs) if online else 0
+    return {**found, "activations": max(drafting, running)}
 
 
 def bandwidth(config: PlanConfig) -> float:
@@ -278,18 +195,12 @@ def bandwidth(config: PlanConfig) -> float:
 
 
 def step_seconds(
-    job: TrainingJob,
-    target: PlannedTarget,
-    weights: int,
-    dry: DryStep,
-    config: PlanConfig,
-    speed: Speed,
+    job: TrainingJob, counted: Counted, config: PlanConfig, speed: Speed
 ) -> dict[str, float]:
-    """Seconds of one step on one process that trains, by part. In features.mode=group `target` is
-    what it waits for the target's processes: what they need longer than it, as they work
-    `features.ahead` steps ahead.
-    """
+    """Seconds of one step on a training process, by part. In features.mode=group `target` is what
+    it waits for the target's processes, which work `features.ahead` steps ahead."""
     division, online = division_of(job, config), job.features.mode == "online"
+    target, _, weights, _, dry = counted
     trainers = division.trainers
     micro = job.config.global_batch // (job.config.micro_batch * trainers)
     forward = micro * target.flops(job.config.micro_batch, job.config.sequence_length) / speed.flops
@@ -309,23 +220,16 @@ def step_seconds(
 
 
 def division_of(job: TrainingJob, config: PlanConfig) -> Division:
-    """Who trains, and who runs the target for the others; raises `UserError` where processes cannot
-    be divided so."""
-    return (
-        divide(job, World(size=config.count))
-        if job.features.mode == "group"
-        else Division(config.count, 0)
-    )
-
-
-# Features
+    """Who trains and who runs the target; raises `UserError` for an impossible division."""
+    if job.features.mode == "group":
+        return divide(job, World(size=config.count))
+    return Division(config.count, 0)
 
 
 def target_pass(
     job: TrainingJob, target: PlannedTarget, tokens: int, division: Division, speed: Speed
-) -> TargetPass:
-    """Where the target runs, and what one pass of it over all tokens takes on devices of this
-    speed."""
+) -> dict[str, Any]:
+    """Where the target runs, and what a pass of it over all tokens takes on such devices."""
     where = {
         "online": "in every process; it is in the time",
         "store": "beforehand, once over all tokens, to make the store; that is not in the time",
@@ -341,8 +245,7 @@ def target_pass(
 def reading(
     job: TrainingJob, target: PlannedTarget, needs: FeatureSpec, trainers: int, seconds: float
 ) -> dict[str, float] | None:
-    """What features that come from elsewhere take of disks or network, when a step takes `seconds`;
-    None where there are none."""
+    """What features take of disks or network at `seconds` per step; None when none are read."""
     if job.features.mode == "online":
         return None
     per_token = bytes_per_token(needs, target.info, job.features.format, job.features.top_logits)
@@ -355,12 +258,8 @@ def reading(
     }
 
 
-# The plan
-
-
 def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
-    """The whole plan as JSON values. Raises `UserError` for a batch that cannot be divided, or
-    unknown tokens."""
+    """The plan as JSON values; raises `UserError` for an undividable batch or unknown tokens."""
     refuse_parts(job)
     train, division = job.config, division_of(job, config)
     trainers = division.trainers
@@ -371,24 +270,21 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
             f"{train.micro_batch * trainers}."
         )
     tokens, supervised = amount(job, config)
-    target, needs, weights, parts_held, dry = count_step(
-        job.kind,
-        job.head,
-        job.target,
-        job.engine,
-        train.micro_batch,
-        train.sequence_length,
-        round(supervised, 2),
-    )
-    held = memory(job, target, parts_held, weights, dry, needs, trainers)
-    beside = serving_bytes(job, target, needs) if division.targets else None
-    largest = max(sum(held.values()), sum((beside or {}).values()))
+    shape, settings = (train.micro_batch, train.sequence_length), (job.target, job.engine)
+    counted = count_step(job.kind, job.head, *settings, *shape, round(supervised, 2))
+    target, needs, weights, _, dry = counted
+    held = with_total(memory(job, counted, trainers))
+    beside = None
+    if division.targets:  # processes that run the target for others
+        working = target.activations(*shape, needs)
+        beside = with_total({"target": target.weight_bytes, "activations": working})
+    largest = max(held["total"], beside["total"] if beside else 0)
     steps = train.steps(-(-tokens // (train.global_batch * train.sequence_length)))
-    parts = step_seconds(job, target, weights, dry, config, speed)
-    hours = steps * sum(parts.values()) / (1.0 - speed.fixed) / 3600
+    seconds = with_total(step_seconds(job, counted, config, speed))
+    hours = steps * seconds["total"] / (1.0 - speed.fixed) / 3600
     capacity = gpu(config.gpu).memory - RUNTIME_BYTES if config.gpu else None
     rows = -(-tokens // train.sequence_length)
-    states = 12 * weights
+    stores = {fmt: bytes_per_token(needs, target.info, fmt) for fmt in FORMATS}
     return {
         "format": 1,
         "target": {
@@ -408,37 +304,37 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
             "micro_batch": train.micro_batch,
             "sequence_length": train.sequence_length,
         },
-        "memory_bytes": {**held, "total": sum(held.values())},
+        "memory_bytes": held,
         "memory_capacity": capacity,
-        "target_process_bytes": None
-        if beside is None
-        else {**beside, "total": sum(beside.values())},
+        "target_process_bytes": beside,
         "fits": None if capacity is None else largest <= capacity,
         "largest_tensor": {"bytes": dry.largest, "shape": list(dry.largest_shape)},
         "disk_bytes": {
-            "states": states * (train.keep + 1),
+            "states": 12 * weights * (train.keep + 1),
             "best": 2 * weights * target.dtype.itemsize,
             "feature_store": {
-                fmt: store_bytes(bytes_per_token(needs, target.info, fmt), tokens, rows, 1, 1)
-                for fmt in FORMATS
+                fmt: store_bytes(size, tokens, rows, 1, 1) for fmt, size in stores.items()
             },
         },
-        "flops": {
-            "target": target.flops(train.micro_batch, train.sequence_length),
-            "drafter": dry.flops,
-            "per": "micro-batch",
-        },
+        "flops": {"target": target.flops(*shape), "drafter": dry.flops, "per": "micro-batch"},
         "target_pass": target_pass(job, target, tokens, division, speed),
-        "reading": reading(job, target, needs, trainers, sum(parts.values())),
+        "reading": reading(job, target, needs, trainers, seconds["total"]),
         "speed": {"flops": speed.flops, "source": speed.source},
-        "step_seconds": {**parts, "total": sum(parts.values())},
+        "step_seconds": seconds,
         "tokens": tokens,
         "supervised": supervised,
         "steps": steps,
         "hours": hours,
         "device_hours": hours * config.count,
-        "tokens_per_second": train.global_batch * train.sequence_length / sum(parts.values()),
+        "tokens_per_second": train.global_batch * train.sequence_length / seconds["total"],
     }
+
+
+Number = TypeVar("Number", int, float)
+
+
+def with_total(parts: dict[str, Number]) -> dict[str, Number]:
+    return {**parts, "total": sum(parts.values())}
 
 
 @lru_cache(maxsize=32)
@@ -450,34 +346,24 @@ def count_step(
     rows: int,
     length: int,
     supervised: float,
-) -> tuple[PlannedTarget, FeatureSpec, int, int, DryStep]:
-    """The target, what the drafter needs of it, its trained weights, the bytes of the target that
-    are held in parts for it, and its step. Kept: plans for several sizes share them.
-    """
+) -> Counted:
+    """Kept: plans for several sizes share them."""
     described = plan_target(target)
     drafter = plan_drafter(kind, head, described)
     weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     parts = held_in_parts(kind, head, described)
-    return (
-        described,
-        drafter.needs,
-        weights,
-        parts,
-        dry_step(drafter, described, engine, rows, length, supervised),
-    )
+    step = dry_step(drafter, described, engine, rows, length, supervised)
+    return Counted(described, drafter.needs, weights, parts, step)
 
 
 def amount(job: TrainingJob, config: PlanConfig) -> tuple[int, float]:
-    """Tokens of the answers, and the share of them that is supervised: as given, or as the run's
-    answers were packed."""
+    """Tokens of the answers and the share supervised, as given or as they were packed."""
     if config.tokens:
         return config.tokens, config.supervised
     for header in sorted((job.data / "packed").glob("*/packed.json")):
         content = json.loads(header.read_text(encoding="utf-8"))
-        counts = content.get("counts") or {}
-        if content.get("key", {}).get(
-            "sequence_length"
-        ) == job.config.sequence_length and counts.get("tokens"):
+        counts, length = content.get("counts") or {}, content.get("key", {}).get("sequence_length")
+        if length == job.config.sequence_length and counts.get("tokens"):
             return int(counts["tokens"]), counts["supervised"] / counts["tokens"]
     raise UserError(
         f"how much will be trained on is not known: '{job.data}' holds no answers packed to "

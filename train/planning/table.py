@@ -9,13 +9,11 @@ from train.planning.plan import Plan
 
 
 def plan_table(content: Plan) -> Table:
-    """The plan for people."""
     found = Table(show_header=False, box=None, pad_edge=False)
     settings, memory, step = content["settings"], content["memory_bytes"], content["step_seconds"]
     fits = {True: "fits", False: "does NOT fit", None: ""}[content["fits"]]
-    room = (
-        f" of {gib(int(content['memory_capacity']))}: {fits}" if content["memory_capacity"] else ""
-    )
+    capacity = content["memory_capacity"]
+    room = f" of {gib(int(capacity))}: {fits}" if capacity else ""
     target, drafter = content["target"], content["drafter"]
     found.add_row(
         "target",
@@ -24,9 +22,8 @@ def plan_table(content: Plan) -> Table:
     )
     found.add_row("drafter", f"{drafter['kind']}: {drafter['trained_weights']:,} trained weights")
     beside = content["target_process_bytes"]
-    found.add_row(
-        "memory per trainer" if beside else "memory per process", f"{gib(memory['total'])}{room}"
-    )
+    who = "trainer" if beside else "process"
+    found.add_row(f"memory per {who}", f"{gib(memory['total'])}{room}")
     for name, count in memory.items():
         if name != "total" and count:
             found.add_row(f"  {name}", gib(count))
@@ -36,43 +33,32 @@ def plan_table(content: Plan) -> Table:
     found.add_row("disk", f"states {gib(disk['states'])}, best {gib(disk['best'])}")
     stores = ", ".join(f"{fmt} {gib(count)}" for fmt, count in disk["feature_store"].items())
     found.add_row("  feature store, if any", stores)
-    add_features(found, content)
+    beforehand, reading = content["target_pass"], content["reading"]
+    making = f"; making it: {beforehand['device_hours']:.3g} device-hours"
+    once = making if settings["features"] == "store" else ""
+    found.add_row("target runs", beforehand["where"] + once)
+    if reading is not None:
+        held = f"{settings['trainer_target']} (features.trainer_target)"
+        found.add_row("  a trainer holds of it", held)
+        rates = [rate(reading[f"{name}_bytes_per_second"]) for name in ("process", "total")]
+        found.add_row(
+            "features read",
+            f"{rates[0]} per trainer, {rates[1]} in all ({reading['bytes_per_token']:,.0f} bytes a "
+            "token); the time assumes that they arrive as fast",
+        )
     parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in step.items() if name != "total")
     found.add_row("seconds per step", f"{step['total']:.3g} ({parts})")
     found.add_row("speed", content["speed"]["source"])
     found.add_row(
         "time",
         f"{content['hours']:.3g} h for {content['steps']:,} steps, {content['device_hours']:.3g} "
-        "device-hours on "
-        f"{settings['processes']} (measuring tau comes on top unless it was measured)",
+        f"device-hours on {settings['processes']} (measuring tau comes on top unless it was "
+        "measured)",
     )
     return found
 
 
-def add_features(found: Table, content: Plan) -> None:
-    """Add where the target runs, and what its features take of disks or network."""
-    beforehand, settings, reading = content["target_pass"], content["settings"], content["reading"]
-    once = (
-        f"; making it: {beforehand['device_hours']:.3g} device-hours"
-        if settings["features"] == "store"
-        else ""
-    )
-    found.add_row("target runs", beforehand["where"] + once)
-    if reading is not None:
-        found.add_row(
-            "  a trainer holds of it", f"{settings['trainer_target']} (features.trainer_target)"
-        )
-        found.add_row(
-            "features read",
-            f"{rate(reading['process_bytes_per_second'])} per trainer, "
-            f"{rate(reading['total_bytes_per_second'])} in all "
-            f"({reading['bytes_per_token']:,.0f} bytes a token); the time assumes that they arrive "
-            "as fast",
-        )
-
-
 def rate(bytes_per_second: float) -> str:
-    """Bytes per second for people."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if bytes_per_second >= size:
             return f"{bytes_per_second / size:.3g} {unit}/s"

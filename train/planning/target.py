@@ -1,9 +1,7 @@
-"""A target known by its config alone: how many weights, how many of them a token meets, what its
-forward pass takes.
+"""A target known by its config alone: how many weights, and what its forward pass takes.
 
 The model is built from transformers' own classes without memory (fake tensors), so that counts are
-those of the real thing; only its config is read. Products with the LM head are not part of making
-features.
+those of the real thing. Products with the LM head are not part of making features.
 
 Legend: B rows, T positions, H hidden, I MLP width, h query heads, g key/value heads, D head size.
 """
@@ -20,15 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
-from inference.target.loading import (
-    DTYPES,
-    TargetConfig,
-    describe,
-    load_config,
-    require_supported,
-    shared_weights,
-)
+from inference.target.loading import DTYPES, TargetConfig, checked_config, describe, shared_weights
 from inference.target.taps import find_decoder, find_layers
+from train.features.store.codec import states_of
 
 
 class _NoTokenizer:
@@ -37,17 +29,14 @@ class _NoTokenizer:
     special_tokens_map: dict[str, str] = {}  # noqa: RUF012
 
     def get_vocab(self) -> dict[str, int]:
-        """Nothing."""
         return {}
 
 
 @dataclass(frozen=True)
 class PlannedTarget:
-    """weights: what drafters share of it, as fake tensors of `mode`. weight_bytes: of all weights;
-    layer_bytes: of the decoder layers alone; largest_layer: of the largest one. active: weights of
-    matrix products that one token meets in the layers. experts: those that one token goes through
-    in each layer, and their width (0 and 0 for dense targets).
-    """
+    """weights: what drafters share of it, as fake tensors of `mode`; active: weights of matrix
+    products that one token meets in the layers; experts: those that one token goes through in each
+    layer, and their width (0 and 0 for dense targets)."""
 
     info: TargetInfo
     weights: TargetWeights
@@ -60,30 +49,19 @@ class PlannedTarget:
     experts: tuple[int, int]
 
     def flops(self, rows: int, length: int) -> int:
-        """Of one forward pass over [B, T] positions: 2 per active weight and position, and
-        attention over the whole row."""
+        """Of one pass over [B, T]: 2 per active weight and position, attention over whole rows."""
         info, positions = self.info, rows * length
         attention = 4 * info.num_layers * info.num_attention_heads * info.head_dim * length
         return positions * (2 * self.active + attention)
 
     def activations(self, rows: int, length: int, needs: FeatureSpec) -> int:
         """Bytes at the peak of one forward pass: the features that are kept, one layer at work,
-        rotary positions, and what packed documents may see of each other: as bits, and as the
-        additive mask that attention is given (`AttentionPlan.bias`), one row per query head of a
-        group, for every width of window that layers have. Scores that soft-capping or sinks need
-        come on top.
-        """
+        rotary positions, and packed documents' masks: as bits, and as the additive
+        `AttentionPlan.bias`, one row per query head of a group, for every width of window. Scores
+        for soft-capping or sinks come on top."""
         info, size, positions = self.info, self.dtype.itemsize, rows * length
-        kept = (
-            positions
-            * info.hidden_size
-            * size
-            * (len(needs.taps) + int(needs.last_hidden or needs.logits))
-        )
-        heads = (
-            2 * info.num_attention_heads * info.head_dim
-            + 2 * info.num_key_value_heads * info.head_dim
-        )
+        kept = positions * info.hidden_size * size * states_of(needs)
+        heads = 2 * info.head_dim * (info.num_attention_heads + info.num_key_value_heads)
         attention = heads + 2 * info.hidden_size
         chosen, width = self.experts
         mlp = chosen * (info.hidden_size + 3 * width) if chosen else 3 * info.intermediate_size
@@ -95,10 +73,8 @@ class PlannedTarget:
 
 
 def plan_target(config: TargetConfig) -> PlannedTarget:
-    """Describe a target from its config; raises `UserError` where there is none, or where it cannot
-    be a target."""
-    described = load_config(config)
-    require_supported(config.path, described)
+    """A target described by its config; raises `UserError` where it cannot be a target."""
+    described = checked_config(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         model = AutoModelForCausalLM.from_config(described, dtype=DTYPES[config.dtype])
@@ -107,7 +83,6 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
     layers = find_layers(find_decoder(model), info.num_layers)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     text = described.get_text_config()
-    chosen, width = _experts(text)
     return PlannedTarget(
         info=info,
         weights=shared_weights(model),
@@ -117,13 +92,12 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
         layer_bytes=sum(sizes),
         largest_layer=max(sizes),
         active=sum(active_weights(layer, text) for layer in layers),
-        experts=(chosen, width),
+        experts=_experts(text),
     )
 
 
 def active_weights(layer: nn.Module, config: Any) -> int:
-    """Weights of matrix products in a decoder layer that one token meets: experts count by the
-    share that is chosen."""
+    """Weights of matrix products that one token meets; experts count by the chosen share."""
     chosen, total = _experts(config)[0], _number_of_experts(config)
     found = 0.0
     for name, parameter in layer.named_parameters():
@@ -135,9 +109,8 @@ def active_weights(layer: nn.Module, config: Any) -> int:
 
 
 def _number_of_experts(config: Any) -> int:
-    return int(
-        getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
-    )
+    names = ("num_local_experts", "num_experts")
+    return int(next(filter(None, (getattr(config, name, None) for name in names)), 1))
 
 
 def _experts(config: Any) -> tuple[int, int]:

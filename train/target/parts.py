@@ -1,11 +1,9 @@
-"""A target of which only that is in memory what training a drafter takes: for trainers whose
-features come from elsewhere.
+"""A target of which only what trainers need is in memory, where features come from elsewhere.
 
 Embedding and LM head are there, since drafters share them and losses turn hidden states into
 logits. All else has a shape and no contents: a head that starts from a layer has that layer's
 weights read from their file when it asks for them. Only safetensors files are read, tensor by
-tensor, and of a Hub repository only those files are fetched that hold what is asked for. Facts
-(`TargetInfo`) are those of the whole target.
+tensor, and only those files of a Hub repository are fetched that hold what is asked for.
 
 What would run the target is refused beforehand (`refuse_parts`); its self-check at loading is left
 to whoever makes the features.
@@ -14,7 +12,8 @@ to whoever makes the features.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from heads.api.batch import TrainBatch
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
-from inference.target.loading import (
-    DTYPES,
-    TargetConfig,
-    checked_config,
-    describe,
-    load_tokenizer,
-    pick_device,
-    prepare,
-    switch_attention,
-)
+from inference.target import loading
+from inference.target.loading import TargetConfig, describe
 from inference.target.memory import gib
 from inference.target.model import TargetModel
 from inference.target.revision import hub_commit
@@ -53,13 +44,11 @@ WHOLE = "features.trainer_target=whole"
 
 
 def loader(job: TrainingJob) -> Callable[[TargetConfig], TargetModel]:
-    """What loads a target as this training holds it."""
     return load_parts if job.features.trainer_target == "parts" else TargetModel.load
 
 
 def refuse_parts(job: TrainingJob) -> None:
-    """Raise `UserError` for everything that a trainer with parts of its target cannot do, all at
-    once."""
+    """Raise one `UserError` for everything that a trainer with parts of a target cannot do."""
     if job.features.trainer_target == "whole":
         return
     config = job.config
@@ -95,25 +84,22 @@ def refuse_parts(job: TrainingJob) -> None:
 
 
 def load_parts(config: TargetConfig) -> TargetModel:
-    """The target with embedding and LM head alone, on its device and in its dtype. It answers for
-    everything but passes through its layers. Raises `UserError` where it cannot be found or read,
-    is no target, or lies in files that cannot be read in parts.
-    """
-    described = checked_config(config)
+    """The target with embedding and LM head alone, in its dtype on its device; its layers cannot
+    run. Raises `UserError` for what cannot be found or read in parts, or is no target."""
+    described = loading.checked_config(config)
     if getattr(described, "quantization_config", None) is not None:
         raise UserError(
             f"target '{config.path}' has packed (quantised) weights, which cannot be read in "
             f"parts. Use {WHOLE}, or its unquantised checkpoint."
         )
-    device, model = pick_device(config.device), empty_model(config, described)
+    device, model = loading.pick_device(config.device), empty_model(config, described)
     files = WeightFiles(model, config, hub_commit(config.path, config.revision) or config.revision)
     fill(model, files, device)
-    tokenizer = load_tokenizer(config)
+    tokenizer = loading.load_tokenizer(config)
     with suppress(OSError):  # then it keeps the one made of its config, as when it is loaded whole
-        model.generation_config = GenerationConfig.from_pretrained(
-            config.path, revision=files.revision
-        )
-    switch_attention(model)
+        found = GenerationConfig.from_pretrained(config.path, revision=files.revision)
+        model.generation_config = found
+    loading.switch_attention(model)
     target = TargetModel(model, tokenizer, describe(model, tokenizer, config))
     target.weights.state = StoredWeights(model, files, device)
     target.decoder.register_forward_pre_hook(_cannot_run)
@@ -127,14 +113,15 @@ def _cannot_run(*_: Any) -> None:
 
 
 def empty_model(config: TargetConfig, described: Any) -> Any:
-    """The target's modules, frozen, with weights that have shapes and no contents; buffers, such as
-    frequencies, are real."""
+    """The target's frozen modules: weights have shapes and no contents, buffers are real."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
-            described, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code
+            described,
+            dtype=loading.DTYPES[config.dtype],
+            trust_remote_code=config.trust_remote_code,
         )
     model.tie_weights()
-    return prepare(model.requires_grad_(False).eval(), config.long_context)
+    return loading.prepare(model.requires_grad_(False).eval(), config.long_context)
 
 
 def replace_parameters(model: nn.Module, fresh: Mapping[int, nn.Parameter]) -> None:
@@ -145,12 +132,17 @@ def replace_parameters(model: nn.Module, fresh: Mapping[int, nn.Parameter]) -> N
                 module._parameters[key] = fresh[id(old)]
 
 
-def fill(model: Any, files: WeightFiles, device: torch.device) -> None:
-    """Give embedding and LM head their weights, and bring the buffers to the device."""
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Bring the buffers to the device, each contiguous."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[key] = buffer.to(device)
+                module._buffers[key] = buffer.to(device).contiguous()
+
+
+def fill(model: Any, files: WeightFiles, device: torch.device) -> None:
+    """Give embedding and LM head their weights, and bring the buffers to the device."""
+    move_buffers(model, device)
     head = model.get_output_embeddings()
     ends = [module for module in (model.get_input_embeddings(), head) if module is not None]
     names = {id(module): name for name, module in model.named_modules()}
@@ -167,16 +159,10 @@ def fill(model: Any, files: WeightFiles, device: torch.device) -> None:
             head.weight = nn.Parameter(value, requires_grad=False)
 
 
-# Files
-
-
 class WeightFiles:
-    """Where each named weight of a model lies in its safetensors files: one file, or several with
-    an index. A file is fetched and opened when something in it is read.
-
-    read_so_far: the weights that were read, and their bytes. Raises `UserError` when there are no
-    such files or weights are missing.
-    """
+    """Where each weight of a model lies in its safetensors files, which are fetched and opened as
+    read. read_so_far: weights and their bytes. Raises `UserError` when files or weights are
+    missing."""
 
     def __init__(self, model: Any, config: TargetConfig, revision: str | None) -> None:
         self.path, self.revision = config.path, revision
@@ -189,11 +175,8 @@ class WeightFiles:
         self._alike = {name: names for names in alike.values() for name in names}
         self._files = self._index()
         self._keys, self._built = stored_names(model, self._files)
-        missing = sorted(
-            names[0]
-            for names in alike.values()
-            if not any(name in self._keys or name in self._built for name in names)
-        )
+        known = {*self._keys, *self._built}
+        missing = sorted(names[0] for names in alike.values() if known.isdisjoint(names))
         if missing:
             raise UserError(
                 f"target '{self.path}' is incomplete: weights {missing[:4]} are missing from its "
@@ -201,7 +184,6 @@ class WeightFiles:
             )
 
     def _index(self) -> dict[str, str]:
-        """Every key in the files -> the file's name."""
         single = self._fetch(SAFE_WEIGHTS_NAME)
         if single is not None:
             with self._opened(single) as file:
@@ -216,13 +198,10 @@ class WeightFiles:
         try:
             return dict(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"target '{self.path}': '{index}' cannot be read ({error!r}). Fetch it again."
-            ) from error
+            raise self._unreadable(index, repr(error)) from error
 
     def _fetch(self, name: str) -> str | None:
-        """The path of one of the target's files, from its folder or from the Hub by way of the
-        cache; None when there is none."""
+        """The path of a file in the folder or the Hub's cache; None when there is none."""
         try:
             found: str | None = cached_file(
                 self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False
@@ -235,17 +214,18 @@ class WeightFiles:
         try:
             return safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"target '{self.path}': '{path}' cannot be read ({error}). Fetch it again."
-            ) from error
+            raise self._unreadable(path, error) from error
+
+    def _unreadable(self, path: str, error: object) -> UserError:
+        return UserError(
+            f"target '{self.path}': '{path}' cannot be read ({error}). Fetch it again."
+        )
 
     def apart(self, name: str) -> bool:
-        """Whether a weight that others are tied to lies in the files under its own name and under
-        another one's too."""
+        """Whether a tied weight lies in the files under its own name and another one's too."""
         return name in self._keys and sum(each in self._keys for each in self._alike[name]) > 1
 
     def read(self, name: str, device: torch.device) -> Tensor:
-        """One weight, in the model's dtype."""
         own = [name, *self._alike[name]]
         stored = next((each for each in own if each in self._keys), None)
         if stored is None:
@@ -264,18 +244,15 @@ class WeightFiles:
             with self._opened(path) as file:
                 value: Tensor = file.get_tensor(key)
         except SafetensorError as error:
-            raise UserError(
-                f"target '{self.path}': '{path}' cannot be read ({error}). Fetch it again."
-            ) from error
+            raise self._unreadable(path, error) from error
         value = value.to(device=device, dtype=self._dtypes[name])
         self.read_so_far[stored] = value.nbytes
         return value
 
 
 def stored_names(model: Any, keys: Iterable[str]) -> tuple[dict[str, str], set[str]]:
-    """How transformers names what lies in files under `keys`: weights that lie there as they are ->
-    their key; and weights that it makes of several, or of parts of one.
-    """
+    """Weights that lie in files as they are -> their key; weights that transformers makes of
+    several, or of parts of one."""
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
@@ -295,59 +272,39 @@ def stored_names(model: Any, keys: Iterable[str]) -> tuple[dict[str, str], set[s
     return found, built
 
 
-class StoredWeights(Mapping[str, Tensor]):
-    """The named weights of a target in parts: those in memory, and any other one from its file when
-    it is asked for."""
+class StoredWeights(UserDict[str, Tensor]):
+    """The named weights of a target in parts, from memory or, when asked for, from a file."""
 
     def __init__(self, model: nn.Module, files: WeightFiles, device: torch.device) -> None:
+        super().__init__(model.named_parameters())
         self.files, self._device = files, device
-        self._parameters = dict(model.named_parameters())
 
     def __getitem__(self, name: str) -> Tensor:
-        parameter = self._parameters[name]
-        return (
-            self.files.read(name, self._device)
-            if parameter.device.type == "meta"
-            else parameter.detach()
-        )
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._parameters
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
+        value = self.data[name]
+        empty = value.device.type == "meta"
+        return self.files.read(name, self._device) if empty else value.detach()
 
     def __str__(self) -> str:
-        whole = sum(parameter.nbytes for parameter in self._parameters.values())
+        whole = sum(parameter.nbytes for parameter in self.data.values())
         return (
             f"target held in parts: {gib(sum(self.files.read_so_far.values()))} of {gib(whole)} "
             "were read; tau and parity are not checked in this training"
         )
 
 
-# What is tried before the first step
-
-
 def trial_batch(
     job: TrainingJob, target: TargetModel, needs: FeatureSpec, packed: PackedBatch
 ) -> TrainBatch:
-    """A batch to try the loss with: `packed` with the target's features, or with random ones where
-    it cannot compute them."""
+    """`packed` with the target's features, random ones where it cannot compute them."""
     online = OnlineFeatures(target, needs, job.engine.dtype)
     if job.features.trainer_target == "whole":
         return online.batch(packed)
     batch = batch_on(packed, target.device)
-    generator, shape, hidden = (
-        torch.Generator().manual_seed(0),
-        batch.tokens.shape,
-        target.info.hidden_size,
-    )
+    generator, hidden = torch.Generator().manual_seed(0), target.info.hidden_size
 
     def drawn(*sizes: int) -> Tensor:
-        return torch.randn(*shape, *sizes, generator=generator).to(target.device, job.engine.dtype)
+        values = torch.randn(*batch.tokens.shape, *sizes, generator=generator)
+        return values.to(target.device, job.engine.dtype)
 
     batch.taps = drawn(len(needs.taps), hidden) if needs.taps else None
     batch.last_hidden = drawn(hidden) if needs.last_hidden or needs.logits else None

@@ -1,23 +1,19 @@
-"""A frozen target that is too large for one device, divided among the processes of a training
-(ZeRO-3 without gradients).
+"""A frozen target divided among the processes of a training (ZeRO-3 without gradients).
 
 Every process keeps 1/N of each decoder layer. A layer is gathered just before it runs and released
 right after it; meanwhile the next one is being gathered. Each process runs its own rows through the
-whole target, so data parallelism, features and taps are what they are with a whole target, to the
-last bit. What lies outside of the layers (embeddings, final norm, LM head) is whole everywhere,
-since drafters share it. Memory per device: layers / N + two layers + the rest.
+whole target, so features are what they are with a whole target, to the last bit. What lies outside
+of the layers is whole everywhere, since drafters share it. Memory per device: layers / N + two
+layers + the rest. Only the main process reads the target from disk, into CPU memory.
 
-Only the main process reads the target from disk, into CPU memory; the others are handed their
-pieces layer by layer.
-
-Putting a layer together takes all processes. Where the main process alone runs the target
-(measuring tau, the parity check), it announces each layer, and the others, waiting in `main_alone`,
-send their pieces of it.
+Where the main process alone runs the target (measuring tau, the parity check), it announces each
+layer, and the others, waiting in `main_alone`, send their pieces of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -30,12 +26,12 @@ from torch import Tensor, nn
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
-from inference.target.loading import TargetConfig, load_config, load_model, require_supported
+from inference.target.loading import TargetConfig, checked_config, load_model
 from inference.target.model import TargetModel
 from inference.target.taps import find_decoder, find_layers
 from train.config import TrainingJob
 from train.distributed import JOIN_TIMEOUT, World
-from train.target.parts import empty_model, loader, replace_parameters
+from train.target.parts import empty_model, loader, move_buffers, replace_parameters
 
 _DONE = -1
 
@@ -56,14 +52,12 @@ class TargetAccess:
 
 
 def load_target(job: TrainingJob, world: World) -> tuple[TargetModel, TargetAccess]:
-    """The target of a training: whole, in parts or divided. Collective; raises `UserError` when it
-    cannot be loaded so."""
+    """The target whole, in parts or divided. Collective; raises `UserError` when it cannot be."""
     refuse_combinations(job)
     if job.engine.target_sharding == "none" or world.size == 1:
         return loader(job)(job.target), TargetAccess()
     model, parameters = share_model(job.target, world)
-    layers = find_layers(find_decoder(model), model.config.get_text_config().num_hidden_layers)
-    divided = DividedLayers(layers, world)
+    divided = DividedLayers(_layers_of(model), world)
     target = TargetModel.load(job.target, model)
     target.info = replace(target.info, parameters=parameters)
     target.weights.state = DividedState(model, divided)
@@ -100,31 +94,23 @@ def refuse_combinations(job: TrainingJob) -> None:
             )
 
 
-# From the main process to all
-
-
 def share_model(config: TargetConfig, world: World) -> tuple[Any, int]:
-    """The target's modules in every process, with real weights in the main process and none in the
-    others; and the number of its parameters. Collective.
-    """
-    described = load_config(config)
-    require_supported(config.path, described)
+    """The target's modules, with real weights in the main process alone, and their parameters.
+    Collective."""
+    described = checked_config(config)
     facts: list[Any] = [None, None, None]
     model = None
     if world.is_main:
         try:
             model = load_model(replace(config, device="cpu"))
-            _require_plain(model, config)
-            ends = (
-                getattr(model.generation_config, "eos_token_id", None)
-                if model.generation_config
-                else None
-            )
-            facts = [
-                [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()],
-                ends,
-                None,
-            ]
+            if getattr(model.config, "quantization_config", None) is not None:
+                raise UserError(
+                    f"target '{config.path}' has packed (quantised) weights, which "
+                    "engine.target_sharding cannot divide. Use its unquantised checkpoint, or "
+                    "engine.target_sharding=none."
+                )
+            named = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
+            facts = [named, getattr(model.generation_config, "eos_token_id", None), None]
         except UserError as error:
             facts[2] = str(error)
     dist.broadcast_object_list(facts, group=world.group)
@@ -139,31 +125,19 @@ def share_model(config: TargetConfig, world: World) -> tuple[Any, int]:
     return model, sum(prod(shape) for _, shape, _ in named)
 
 
-def _require_plain(model: Any, config: TargetConfig) -> None:
-    """Packed weights have parts that are no parameters."""
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise UserError(
-            f"target '{config.path}' has packed (quantised) weights, which engine.target_sharding "
-            "cannot divide. Use its unquantised checkpoint, or engine.target_sharding=none."
-        )
-
-
 def _place(model: Any, named: list[tuple[str, tuple[int, ...], torch.dtype]], world: World) -> None:
-    """Bring what stays whole to every process's device; give the layers' weights their dtype,
-    without contents in the others."""
+    """Bring what stays whole to every process; layers' weights stay in the main process."""
     inside = {id(p) for p in _layers_of(model).parameters()}
     here = dict(model.named_parameters())
-    assert list(here) == [name for name, _, _ in named], (
-        "the same class has other weights in another process"
-    )
+    names = [name for name, _, _ in named]
+    assert list(here) == names, "the same class has other weights in another process"
     fresh: dict[int, nn.Parameter] = {}
     for name, shape, dtype in named:
         old = here[name]
         if id(old) in inside:
             if not world.is_main:
-                fresh[id(old)] = nn.Parameter(
-                    torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False
-                )
+                empty = torch.empty(shape, dtype=dtype, device="meta")
+                fresh[id(old)] = nn.Parameter(empty, requires_grad=False)
             continue
         value = torch.empty(shape, dtype=dtype, device=world.device)
         if world.is_main:
@@ -171,10 +145,7 @@ def _place(model: Any, named: list[tuple[str, tuple[int, ...], torch.dtype]], wo
         dist.broadcast(as_bytes(value), src=0, group=world.group)
         fresh[id(old)] = nn.Parameter(value, requires_grad=False)
     replace_parameters(model, fresh)
-    for module in model.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[key] = buffer.to(world.device).contiguous()
+    move_buffers(model, world.device)
     for _, buffer in model.named_buffers():
         if buffer.numel():
             dist.broadcast(as_bytes(buffer), src=0, group=world.group)
@@ -185,32 +156,25 @@ def _layers_of(model: Any) -> nn.ModuleList:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same contiguous memory as bytes, [n] uint8: every backend carries those, whatever the
-    dtype."""
+    """The same contiguous memory as [n] uint8: every backend carries bytes."""
     return tensor.view(-1).view(torch.uint8)
-
-
-# Divided layers
 
 
 @dataclass
 class _Group:
-    """The weights of one dtype in one layer: where each lies in their concatenation, and this
-    process's piece of that."""
+    """The weights of one dtype in one layer, and this process's piece of them all."""
 
     parameters: list[nn.Parameter]
     shapes: list[tuple[int, ...]]
     piece: Tensor
 
     def point_into(self, whole: Tensor) -> None:
-        """Let the weights be parts of `whole`."""
         at = 0
         for parameter, shape in zip(self.parameters, self.shapes, strict=True):
             parameter.data = whole[at : at + prod(shape)].view(shape)
             at += prod(shape)
 
     def release(self) -> None:
-        """Leave the weights without contents."""
         for parameter in self.parameters:
             parameter.data = self.piece.new_empty(0)
 
@@ -219,9 +183,8 @@ class DividedLayers(TargetAccess):
     """The decoder layers of a frozen model, each divided among all processes and whole only while
     it runs.
 
-    Building it takes the weights from the main process's layers and installs the hooks. Collective,
-    as is running the model: all processes run it equally often, or the main process alone inside
-    `main_alone`.
+    Building it takes the main process's weights and installs hooks. Collective, as is running: all
+    processes run the model equally often, or the main process alone inside `main_alone`.
     """
 
     served: ClassVar[bool] = True
@@ -229,10 +192,8 @@ class DividedLayers(TargetAccess):
     def __init__(self, layers: nn.ModuleList, world: World) -> None:
         self.world = world
         # Messages of their own: whatever else the processes say to one another cannot come between.
-        members = list(range(world.size))
-        self.processes = dist.new_group(
-            members, timeout=JOIN_TIMEOUT, use_local_synchronization=True
-        )
+        given: dict[str, Any] = {"timeout": JOIN_TIMEOUT, "use_local_synchronization": True}
+        self.processes = dist.new_group(list(range(world.size)), **given)
         self.layers = layers
         self.units = [self._divide(layer) for layer in layers]
         self._coming: tuple[int, list[Tensor], list[Any]] | None = None
@@ -256,10 +217,8 @@ class DividedLayers(TargetAccess):
             if world.is_main:
                 flat = torch.cat([p.detach().flatten() for p in chosen])
                 padded = torch.nn.functional.pad(flat, (0, size * world.size - flat.numel()))
-                pieces = [
-                    as_bytes(part)
-                    for part in padded.to(world.device).view(world.size, size).unbind()
-                ]
+                rows = padded.to(world.device).view(world.size, size)
+                pieces = [as_bytes(part) for part in rows.unbind()]
             dist.scatter(as_bytes(piece), pieces, src=0, group=self.processes)
             fresh = {id(p): nn.Parameter(piece.new_empty(0), requires_grad=False) for p in chosen}
             replace_parameters(layer, fresh)
@@ -273,11 +232,9 @@ class DividedLayers(TargetAccess):
         wholes, waits = [], []
         for group in self.units[index]:
             whole = group.piece.new_empty(group.piece.numel() * self.world.size)
-            waits.append(
-                dist.all_gather_into_tensor(
-                    as_bytes(whole), as_bytes(group.piece), group=self.processes, async_op=True
-                )
-            )
+            flat, piece = as_bytes(whole), as_bytes(group.piece)
+            work = dist.all_gather_into_tensor(flat, piece, group=self.processes, async_op=True)
+            waits.append(work)
             wholes.append(whole)
         return index, wholes, waits
 
@@ -299,8 +256,7 @@ class DividedLayers(TargetAccess):
         self._coming = self._start(index + 1) if ahead and index + 1 < len(self.units) else None
 
     def _drop(self) -> None:
-        """Release a layer that was being gathered and is not needed: a pass ended before its last
-        layer."""
+        """Release a layer that a pass, ended before its last layer, no longer needs."""
         if self._coming is not None:
             for wait in self._coming[2]:
                 wait.wait()
@@ -323,11 +279,11 @@ class DividedLayers(TargetAccess):
 
     @contextmanager
     def main_alone(self) -> Iterator[None]:
-        """See `TargetAccess`: the others serve the main process until its block ends, then run
-        theirs."""
+        """The others serve the main process until its block ends, then run theirs."""
         self._drop()
         if not self.world.is_main:
-            self._follow()
+            while (index := self._announce(_DONE)) != _DONE:
+                self._collect(index)
             yield
             return
         self._leading = True
@@ -338,8 +294,7 @@ class DividedLayers(TargetAccess):
             self._announce(_DONE)
 
     def decode(self, config: DecodeConfig) -> DecodeConfig:
-        """See `TargetAccess`: a captured step would hold no messages, so every operation is
-        launched."""
+        """A captured step would hold no messages, so every operation is launched."""
         return replace(config, graph="off")
 
     def _announce(self, index: int) -> int:
@@ -349,8 +304,7 @@ class DividedLayers(TargetAccess):
         return int(message)
 
     def _collect(self, index: int) -> list[Tensor]:
-        """Put layer `index` together in the main process; the others send their pieces and get
-        nothing."""
+        """Put layer `index` together in the main process; the others only send their pieces."""
         wholes = []
         for group in self.units[index]:
             size, pieces = group.piece.numel(), None
@@ -361,22 +315,15 @@ class DividedLayers(TargetAccess):
             dist.gather(as_bytes(group.piece), pieces, dst=0, group=self.processes)
         return wholes
 
-    def _follow(self) -> None:
-        while (index := self._announce(_DONE)) != _DONE:
-            self._collect(index)
 
-
-class DividedState(Mapping[str, Tensor]):
-    """The named weights of a target whose layers are divided; each is put together when it is asked
-    for.
-
-    Collective: all processes ask for the same names in the same order (they build the same
-    drafter), or the main process alone inside `main_alone`.
-    """
+class DividedState(UserDict[str, Tensor]):
+    """The named weights of a target whose layers are divided, put together as asked for.
+    Collective: all processes ask in the same order, or the main process alone inside
+    `main_alone`."""
 
     def __init__(self, model: nn.Module, divided: DividedLayers) -> None:
+        super().__init__(model.named_parameters())
         self._divided = divided
-        self._parameters = dict(model.named_parameters())
         self._layer = {
             id(parameter): index
             for index, groups in enumerate(divided.units)
@@ -385,18 +332,9 @@ class DividedState(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        parameter = self._parameters[name]
+        parameter = self.data[name]
         index = self._layer.get(id(parameter))
         if index is None:
             return parameter.detach()
         with self._divided.whole(index):
             return parameter.detach().clone()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._parameters
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)

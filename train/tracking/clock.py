@@ -1,17 +1,15 @@
 """Where a training's time goes, by part, without slowing it down.
 
 A `Clock` is a row of marks: whenever the work changes its kind, the time since the last mark is
-counted for the kind before. So the parts are exclusive and add up to the whole. On the CPU a mark
-is a reading of `perf_counter`; on CUDA it is an event in the stream, which is read when the device
-has come past it anyhow: nothing waits for a clock. Readings therefore come late by as much as the
-host runs ahead, which shifts time between two lines of the log and loses none.
+counted for the kind before, so the parts add up to the whole. On CUDA a mark is an event in the
+stream, read when the device has come past it anyhow: nothing waits for a clock, and readings come
+late by as much as the host runs ahead.
 
     target          the frozen target's forward pass, and its logits where a loss asks for them
     drafter         the drafter's forward and backward pass
     update          clipping and AdamW
     data            waiting for rows, or for features that come from elsewhere
-    communication   inside collectives, waiting for slower processes included (what overlaps with
-                    computing counts as that)
+    communication   inside collectives, waiting for slower processes included
     evaluation      measuring tau, and the last comparison of training with decoding
     saving          states and best checkpoints
     other           everything else of the loop
@@ -33,26 +31,14 @@ from torch import Tensor
 
 PARTS = ("target", "drafter", "update", "data", "communication", "evaluation", "saving", "other")
 COLLECTIVES = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "barrier",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all_single",
-    "broadcast_object_list",
-)
+    "all_reduce broadcast reduce barrier all_gather all_gather_into_tensor all_gather_object "
+    "gather scatter reduce_scatter reduce_scatter_tensor all_to_all_single broadcast_object_list"
+).split()
 """Functions of torch.distributed whose time counts as communication."""
 
 
 class Timeline(Protocol):
-    """Gives marks, and the seconds between two of them; None while the device has not come
-    there."""
+    """Gives marks, and the seconds between two; None while the device has not come there."""
 
     def mark(self) -> Any: ...
 
@@ -63,11 +49,9 @@ class HostTimeline:
     """The CPU's clock."""
 
     def mark(self) -> float:
-        """Now."""
         return time.perf_counter()
 
     def between(self, first: float, second: float) -> float:
-        """Seconds; always known."""
         return second - first
 
 
@@ -75,14 +59,12 @@ class DeviceTimeline:
     """Events in the current CUDA stream."""
 
     def mark(self) -> torch.cuda.Event:
-        """An event behind what was enqueued so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float | None:
-        """Seconds of the device's time, if it has come past the second event; never waits for
-        it."""
+        """Seconds once the device has come past the second event; never waits for it."""
         return first.elapsed_time(second) / 1000.0 if second.query() else None
 
 
@@ -97,7 +79,6 @@ class Clock:
 
     @classmethod
     def of(cls, device: torch.device) -> Clock:
-        """The clock for a training on `device`."""
         return cls(DeviceTimeline() if device.type == "cuda" else HostTimeline())
 
     def restart(self) -> None:
@@ -107,7 +88,6 @@ class Clock:
 
     @property
     def current(self) -> str:
-        """The part that time is counted for now."""
         return self._stack[-1]
 
     @contextmanager
@@ -157,7 +137,6 @@ class _TimedWork:
         self._work, self._clock = work, clock
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        """See `torch.distributed.Work.wait`."""
         with self._clock.part("communication"):
             return self._work.wait(*args, **kwargs)
 
@@ -167,11 +146,8 @@ class _TimedWork:
 
 @contextmanager
 def timing_collectives(clock: Clock) -> Iterator[None]:
-    """Inside the block, time in torch.distributed's collectives is counted as communication,
-    whoever calls them (DeepSpeed too).
-
-    Put around making the engine as well: DeepSpeed keeps some of these functions when it starts.
-    """
+    """Count time in torch.distributed's collectives as communication, whoever calls them. Put it
+    around making the engine as well: DeepSpeed keeps some of these functions when it starts."""
 
     owner = threading.get_ident()
 

@@ -1,8 +1,6 @@
-"""What a person sees while a drafter trains: progress with loss, tau, tokens/s and the time left,
-and a line per evaluation.
+"""What a person sees while a drafter trains: live progress, and a line per evaluation.
 
-Where there is no terminal (a log file, a scheduler), the same figures come as a plain line every
-half minute.
+Where there is no terminal, the same figures come as a plain line every half minute.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -24,8 +23,7 @@ PLAIN_SECONDS = 30.0
 
 
 class Display:
-    """Live progress on a terminal, plain lines elsewhere. Use as a context manager; `active=False`
-    shows nothing."""
+    """Live progress on a terminal, plain lines elsewhere, nothing where not `active`."""
 
     def __init__(
         self,
@@ -40,25 +38,18 @@ class Display:
         self.console = console or Console(stderr=True, quiet=not active)
         self.active, self.steps = active, steps
         self.tau = ""
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
+        text = [
+            TextColumn(each) for each in ("{task.description}", "{task.fields[figures]}", "left")
+        ]
+        columns = (text[0], BarColumn(bar_width=24), MofNCompleteColumn(), *text[1:])
         live = active and self.console.is_terminal
         self.plain, self.now = active and not live, now
         # step and time of this session's first figures
         self._first: tuple[int, float] | None = None
         self._told = 0.0
-        self._bar = Progress(
-            *columns,
-            console=self.console,
-            refresh_per_second=REFRESHES_PER_SECOND,
-            disable=not live,
-        )
+        rate = REFRESHES_PER_SECOND
+        given: dict[str, Any] = {"refresh_per_second": rate, "disable": not live}
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=self.console, **given)
         self._task = self._bar.add_task(title, total=steps, completed=done, figures="")
 
     def __enter__(self) -> Display:
@@ -78,8 +69,7 @@ class Display:
             self.tell(step, f"{figures}  memory {gib(int(costs.get('peak_memory', 0)))}")
 
     def tell(self, step: int, figures: str) -> None:
-        """A plain line with the time left: for the first step of a session, the last of all, and
-        every `PLAIN_SECONDS`."""
+        """A plain line: for a session's first step, the last of all, and every `PLAIN_SECONDS`."""
         now = self.now()
         first, begun = self._first = self._first or (step, now)
         if first < step < self.steps and now - self._told < PLAIN_SECONDS:
@@ -88,10 +78,8 @@ class Display:
         left = ""
         # as long per step as in this session so far, measuring and saving included
         if first < step < self.steps:
-            left = (
-                "  left "
-                f"{timedelta(seconds=round((now - begun) / (step - first) * (self.steps - step)))}"
-            )
+            seconds = (now - begun) / (step - first) * (self.steps - step)
+            left = f"  left {timedelta(seconds=round(seconds))}"
         self.say(f"step {step}/{self.steps}: {figures}{left}")
 
     @contextmanager
@@ -103,22 +91,17 @@ class Display:
         self._bar.update(self._task, figures=before)
 
     def show_tau(self, step: int, tau: float, ci95: tuple[float, float], best: bool) -> None:
-        """A line for an evaluation."""
         self.tau = f"  tau {tau:.2f}"
-        self.say(
-            f"step {step}/{self.steps}: tau {tau:.3f} [{ci95[0]:.3f}, "
-            f"{ci95[1]:.3f}]{'  best so far' if best else ''}"
-        )
+        interval, note = f"[{ci95[0]:.3f}, {ci95[1]:.3f}]", "  best so far" * best
+        self.say(f"step {step}/{self.steps}: tau {tau:.3f} {interval}{note}")
 
     def say(self, text: str) -> None:
-        """A line above the progress."""
         if self.active:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def spread(costs: Mapping[str, float]) -> str:
-    """Where the time went, for people: shares of the three largest parts, waiting for data if any,
-    and the utilisation."""
+    """Shares of the three largest parts, waiting for data if any, and the utilisation."""
     total = sum(costs.get(name, 0.0) for name in PARTS)
     if total <= 0:
         return ""

@@ -14,9 +14,8 @@ import torch
 
 
 class EnergyMeter:
-    """Joules of one CUDA device. Cards with an energy counter are read exactly; for others the
-    power is integrated from reading to reading.
-    """
+    """Joules of one CUDA device, by its energy counter or, without one, by its power at each
+    reading."""
 
     def __init__(self, device: torch.device) -> None:
         self._nvml: Any = None
@@ -29,37 +28,32 @@ class EnergyMeter:
             return
         try:
             nvml.nvmlInit()
-            self._handle = nvml.nvmlDeviceGetHandleByUUID(
-                f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            )
+            uuid = torch.cuda.get_device_properties(device).uuid
+            self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         except (nvml.NVMLError, AttributeError):
             return
         self._nvml = nvml
-        self._counter, self._read_at = self._total(), time.monotonic()
+        self._counter, self._read_at = self._read("TotalEnergyConsumption"), time.monotonic()
 
     @property
     def available(self) -> bool:
-        """Whether there will be figures."""
         return self._nvml is not None
 
     def take(self) -> float | None:
-        """Joules since the last call (or since the meter was made); None where they are not
-        known."""
+        """Joules since the last call, or since the meter was made; None when unknown."""
         if self._nvml is None:
             return None
-        counter, now = self._total(), time.monotonic()
+        counter, now = self._read("TotalEnergyConsumption"), time.monotonic()
         before, since = self._counter, now - self._read_at
         self._counter, self._read_at = counter, now
         if counter is not None and before is not None:
             return counter - before
-        try:
-            return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) / 1000.0 * since
-        except self._nvml.NVMLError:
-            return None
+        power = self._read("PowerUsage")
+        return None if power is None else power * since
 
-    def _total(self) -> float | None:
-        """The card's counter in joules, where it has one."""
+    def _read(self, figure: str) -> float | None:
+        """Joules (TotalEnergyConsumption) or watts (PowerUsage), where the card tells."""
         try:
-            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000.0
+            return float(getattr(self._nvml, f"nvmlDeviceGet{figure}")(self._handle)) / 1000.0
         except self._nvml.NVMLError:
             return None

@@ -1,15 +1,13 @@
-"""The cost of a training as it goes: time by part, model FLOPs utilisation, peak memory, energy;
-per step and in all.
+"""The cost of a training: time by part, model FLOPs utilisation, peak memory, energy.
 
 FLOPs are counted (train/planning/footprint.py) in the first step of a session and in every
-hundredth; in between the last count stands: rows have one length, and only the share of supervised
-tokens varies. Counted are the matrix products and attention that this process really computes: the
-target's forward pass over all positions, the drafter's forward and backward pass, what is computed
-a second time included. Utilisation is their number over (the device's peak x the time of the steps,
-waiting included, measuring tau and saving excluded).
+hundredth; in between the last count stands, as only the share of supervised tokens varies. Counted
+are the matrix products and attention that this process computes, recomputations included.
+Utilisation is their number over (the device's peak x the time of the steps, waiting included,
+measuring tau and saving excluded).
 
-Energy is read by every process for its own GPU. What was used since goes along with the sums of the
-next step, and of a save, so that the main process puts down what all of them used.
+Energy is read by every process for its own GPU and goes along with the sums of the next step or
+save, so that the main process puts down what all of them used.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -33,11 +31,10 @@ ASIDE = ("evaluation", "saving")
 
 
 class Meter:
-    """Measures one process. spent: the sums of earlier sessions, which are continued: seconds by
-    part, `setup` (seconds before the loop), `flops`, `joules` (of all processes; `unmetered` where
-    one could not tell), `peak_memory` (bytes). main: only the main process counts FLOPs. begun:
-    `time.perf_counter()` when the training was asked for; the time since then is its setup.
-    """
+    """Measures one process. spent: the sums of earlier sessions: seconds by part, `setup` (before
+    the loop), `flops`, `joules` (`unmetered` where a process could not tell), `peak_memory`
+    (bytes). main: only the main process counts FLOPs. begun: `time.perf_counter()` when the
+    training was asked for."""
 
     def __init__(
         self,
@@ -62,12 +59,9 @@ class Meter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Around what a step computes."""
-        due = self.main and self._since_count >= COUNT_EVERY
-        if not due:
+        if not self.main or self._since_count < COUNT_EVERY:
             self._since_count += 1
-            with nullcontext():
-                yield
+            yield
             return
         # Compiled code hides its operations; the counted step runs as it is written.
         with torch.compiler.set_stance("force_eager"), FlopCount() as count:
@@ -75,8 +69,7 @@ class Meter:
         self._flops, self._since_count = float(count.flops), 1
 
     def step(self) -> dict[str, float]:
-        """Figures of the step that has just ended, for its line in the log: seconds by part, mfu,
-        peak_memory, joules."""
+        """The finished step's line in the log: seconds by part, mfu, peak_memory, joules."""
         self.spent["flops"] = self.spent.get("flops", 0.0) + self._flops
         taken = self.take()
         figures: dict[str, float] = {name: round(seconds, 6) for name, seconds in taken.items()}
@@ -90,8 +83,7 @@ class Meter:
         return figures
 
     def take(self) -> dict[str, float]:
-        """Seconds by part since the last call, added to the sums together with memory; reads the
-        energy too."""
+        """Seconds by part since the last call, added to the sums with memory and energy."""
         taken, spent = self.clock.take(), self.spent
         for name, seconds in taken.items():
             spent[name] = spent.get(name, 0.0) + seconds
@@ -100,9 +92,8 @@ class Meter:
         return taken
 
     def own_energy(self) -> list[float]:
-        """[joules of this process's GPU up to the last reading, each handed out once; 1 if it
-        cannot tell, else 0]: summed over all processes, for `add_energy`.
-        """
+        """[joules of this GPU up to the last reading, handed out once; 1 if it cannot tell, else
+        0], for `add_energy`."""
         joules, self._joules = self._joules, 0.0
         return [joules, float(not self.energy.available)]
 
@@ -113,8 +104,7 @@ class Meter:
         self.spent["joules"] = self.spent.get("joules", 0.0) + joules
 
     def finish(self) -> None:
-        """Add what is still under way, which waits for the device once, and look at a measured peak
-        again."""
+        """Add what is under way, waiting for the device, and measure a CPU's peak again."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.take()
@@ -123,8 +113,7 @@ class Meter:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes so far: of tensors on a CUDA device; of the whole process (resident) on the
-    CPU."""
+    """Most bytes so far: of tensors on CUDA; of the whole process (resident) on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -142,8 +131,7 @@ def energy_used(spent: dict[str, float]) -> float | None:
 
 
 def utilisation(spent: dict[str, float], peak: float) -> float | None:
-    """FLOPs over what the device could have done in the time of the steps; None where the peak or
-    the FLOPs are unknown."""
+    """FLOPs over what the device could do in the steps' time; None where either is unknown."""
     seconds = total_seconds(spent) - sum(spent.get(name, 0.0) for name in ASIDE)
     flops = spent.get("flops", 0.0)
     return flops / (seconds * peak) if peak and flops and seconds > 0 else None

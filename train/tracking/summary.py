@@ -150,9 +150,7 @@ def summarise(
     return Summary(
         kind=job.kind,
         device=describe(world, processes),
-        engine=EngineFacts(
-            name=job.engine.name, zero_stage=job.engine.zero_stage, precision=job.engine.precision
-        ),
+        engine=EngineFacts.model_validate(job.engine, from_attributes=True),
         features=job.features.mode,
         steps=progress.step,
         ended_by=reason,
@@ -189,13 +187,11 @@ def energy_source(world: World, joules: float | None) -> str:
 
 def describe(world: World, processes: int) -> Device:
     """The device of this process, for all `processes` of the launch."""
+    counts = {"processes": processes, "trainers": world.size}
     if world.device.type == "cuda":
-        name = torch.cuda.get_device_name(world.device)
-        return Device(
-            kind="cuda", name=name, threads=None, processes=processes, trainers=world.size
-        )
-    name, threads = platform.processor() or platform.machine(), torch.get_num_threads()
-    return Device(kind="cpu", name=name, threads=threads, processes=processes, trainers=world.size)
+        return Device(kind="cuda", name=torch.cuda.get_device_name(world.device), **counts)
+    name = platform.processor() or platform.machine()
+    return Device(kind="cpu", name=name, threads=torch.get_num_threads(), **counts)
 
 
 def write_summary(summary: Summary, out: Path) -> Table:
@@ -210,7 +206,6 @@ def write_summary(summary: Summary, out: Path) -> Table:
 
 
 def rows(summary: Summary) -> list[tuple[str, str]]:
-    """Name and text of every line of the table."""
     device, peak, best = summary.device, summary.peak, summary.best
     speed, mfu, joules = summary.tokens_per_second, summary.mfu, summary.energy_joules
     helpers = device.processes - device.trainers
@@ -237,7 +232,6 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def plot_tau(summary: Summary, path: Path) -> None:
-    """tau and its interval over the steps, as a PNG."""
     from matplotlib.figure import Figure
 
     steps, taus = [each.step for each in summary.taus], [each.tau for each in summary.taus]

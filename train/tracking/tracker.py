@@ -29,6 +29,7 @@ ID_FILE = "wandb-id.txt"
 TENSORBOARD = "tensorboard"
 _SECRET_WORDS = ("key", "token", "secret", "password", "credential")
 _PLAIN_WORDS = ("tokens", "tokenizer")
+Settings = Mapping[str, object]
 
 
 class LogLine(TypedDict, total=False):
@@ -81,13 +82,11 @@ class Tracker:
         out: Path,
         *,
         length: int,
-        settings: Mapping[str, object],
+        settings: Settings,
         active: bool = True,
     ) -> None:
-        """length: bytes of the log that belong to what is continued (0: a new run).
-
-        settings: written to Weights & Biases, secrets left out.
-        """
+        """length: bytes of the log that belong to what is continued; settings: for Weights &
+        Biases."""
         self._file: Any = None
         self._wandb: Any = None
         self._events: EventFile | None = None
@@ -103,9 +102,7 @@ class Tracker:
         if config.wandb != "disabled":
             self._start_wandb(config, out, settings)
 
-    def _start_wandb(
-        self, config: TrackerConfig, out: Path, settings: Mapping[str, object]
-    ) -> None:
+    def _start_wandb(self, config: TrackerConfig, out: Path, settings: Settings) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -113,6 +110,10 @@ class Tracker:
                 "train.tracker.wandb is on, but wandb is not installed. Install it, or set "
                 "train.tracker.wandb=disabled."
             ) from error
+        identity = out / ID_FILE
+        if not identity.is_file():
+            write_bytes(identity, f"{secrets.token_hex(4)}\n".encode())
+        quiet = {"silent": True, "console": "off", "disable_git": True, "save_code": False}
         try:
             self._wandb = wandb.init(
                 project=config.project,
@@ -121,11 +122,9 @@ class Tracker:
                 mode="online" if config.wandb == "online" else "offline",
                 config=without_secrets(settings),
                 tags=list(config.tags) or None,
-                id=run_id(out),
+                id=identity.read_text(encoding="utf-8").strip(),
                 resume="allow",
-                settings=wandb.Settings(
-                    silent=True, console="off", disable_git=True, save_code=False
-                ),
+                settings=wandb.Settings(**quiet),
             )
         except wandb.errors.Error as error:
             raise UserError(
@@ -154,16 +153,13 @@ class Tracker:
         return int(self._file.tell())
 
     def close(self) -> None:
-        """End the log; may be called again."""
         if self._file is not None:
             self._file.close()
-            self._file = None
         if self._events is not None:
             self._events.close()
-            self._events = None
         if self._wandb is not None:
             self._wandb.finish()
-            self._wandb = None
+        self._file = self._events = self._wandb = None
 
     def __enter__(self) -> Tracker:
         return self
@@ -194,7 +190,6 @@ class EventFile:
         self._writer.flush()
 
     def write(self, line: LogLine) -> None:
-        """Append a line's numbers."""
         self._add(line)
         self._writer.flush()
 
@@ -202,13 +197,10 @@ class EventFile:
         value = self._summary.Value
         values = [value(tag=name, simple_value=number) for name, number in scalars(line)]
         if values:
-            summary = self._summary(value=values)
-            self._writer.add_event(
-                self._event(wall_time=time.time(), step=line["step"], summary=summary)
-            )
+            given = {"step": line["step"], "summary": self._summary(value=values)}
+            self._writer.add_event(self._event(wall_time=time.time(), **given))
 
     def close(self) -> None:
-        """End the file."""
         self._writer.close()
 
 
@@ -221,28 +213,19 @@ def scalars(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[s
             yield prefix + name, float(value)
 
 
-def run_id(out: Path) -> str:
-    """The id of the folder's Weights & Biases run; a new one is written down first."""
-    path = out / ID_FILE
-    if not path.is_file():
-        write_bytes(path, f"{secrets.token_hex(4)}\n".encode())
-    return path.read_text(encoding="utf-8").strip()
-
-
 def read_log(path: Path) -> list[LogLine]:
     """All lines of a log, in order; a last line that a kill left unfinished is left out."""
     whole = path.read_bytes().rpartition(b"\n")[0]
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def without_secrets(settings: Mapping[str, object]) -> dict[str, object]:
+def without_secrets(settings: Settings) -> dict[str, object]:
     """`settings` without entries named like a key, a password or the like, at any depth."""
     kept: dict[str, object] = {}
     for name, value in settings.items():
         lowered = str(name).lower()
-        secret = any(word in lowered for word in _SECRET_WORDS) and not any(
-            word in lowered for word in _PLAIN_WORDS
-        )
+        plain = any(word in lowered for word in _PLAIN_WORDS)
+        secret = not plain and any(word in lowered for word in _SECRET_WORDS)
         if isinstance(value, Mapping):
             kept[str(name)] = without_secrets(value)
         elif not secret:

@@ -22,7 +22,7 @@ from tests.train.micro_run import leave_waiting, settings
 from train.features.config import FeaturesConfig
 from train.features.remote.server import FeatureServer
 from train.features.store.layout import index_path, read_plan
-from train.features.store.run import StoreJob, write_features
+from train.features.store.writer import StoreJob, write_features
 from train.run import train
 from train.stopping import Stopped
 from train.tracking.tracker import LOG_FILE, read_log

@@ -29,8 +29,7 @@ from train.features.make import make_features
 from train.features.store.claims import Claims
 from train.features.store.layout import index_path, read_plan, shard_name, shard_path
 from train.features.store.reader import StoreReader
-from train.features.store.run import StoreJob, write_features
-from train.features.store.writer import Writer, missing_shards
+from train.features.store.writer import StoreJob, Writer, missing_shards, write_features
 from train.run import train
 from train.tracking.tracker import LOG_FILE, read_log
 
@@ -303,7 +302,7 @@ def test_several_writers_share_the_work_and_write_each_shard_once(
 
     monkeypatch.setattr(Writer, "write", note)
     # signals are the main thread's
-    monkeypatch.setattr("train.features.store.run.terminable", lambda: threading.Lock())
+    monkeypatch.setattr("train.features.store.writer.terminable", lambda: threading.Lock())
     made = job(micro, tmp_path / "store", EAGLE3, MEDUSA)
     threads = [threading.Thread(target=write, args=(made,)) for _ in range(3)]
     for thread in threads:

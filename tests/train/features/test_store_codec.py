@@ -12,8 +12,15 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from train.features.store.batches import Form, packed_top, top_of, top_word
-from train.features.store.codec import FP8_MAX, decode, encode
-from train.features.store.size import FORMATS, GROUP, bytes_per_token, slot_bytes
+from train.features.store.codec import (
+    FORMATS,
+    FP8_MAX,
+    GROUP,
+    bytes_per_token,
+    decode,
+    encode,
+    slot_bytes,
+)
 
 INFO = TargetInfo("t", "r", "llama", "h", 512, 256, 8, 4, 2, 64, 512, 1e-5, 1e4, 2048, 1)
 

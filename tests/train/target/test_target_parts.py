@@ -256,7 +256,7 @@ def test_training_from_a_store_with_parts_is_training_with_the_whole_target(
     assert {name.split(".")[2] for name in read if ".layers." in name} == (
         set() if kind == "medusa" else {"1"}
     )
-    layers = [parameter for name, parameter in state._parameters.items() if ".layers." in name]
+    layers = [parameter for name, parameter in state.data.items() if ".layers." in name]
     assert layers and all(parameter.device.type == "meta" for parameter in layers)
 
 

@@ -1,5 +1,4 @@
-"""Finds repeated and similar rows among any number of them, with memory for one part of the keys at
-a time.
+"""Finds repeated and similar rows with memory for one part of the keys at a time.
 
 Keys (of ids, of whole texts, of MinHash bands) are appended to one of `PARTITIONS` files each,
 chosen by the key's highest bits; equal keys so meet in one file, which is sorted alone. Signatures
@@ -8,6 +7,7 @@ lie in one file by row. All is read and written in sequence.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from train.data.dedup.shingles import SIGNATURE, Hashes
 
 PARTITIONS = 64
 ENTRY = np.dtype([("key", "<u8"), ("row", "<i8")])
+Numbers = NDArray[np.int64]
 COMPARED = 8192
 """Pairs whose signatures are compared together."""
 
@@ -37,10 +38,8 @@ class KeyFiles:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def add(self, kind: str, keys: Hashes, rows: NDArray[np.int64]) -> None:
+    def add(self, kind: str, keys: Hashes, rows: Numbers) -> None:
         """Append pairs [n]. Rows must come in ascending order over all calls."""
-        if not len(keys):
-            return
         where = (keys >> np.uint64(64 - 6)).astype(np.int64)
         order = np.argsort(where, kind="stable")
         entries = np.empty(len(keys), dtype=ENTRY)
@@ -53,62 +52,42 @@ class KeyFiles:
                     file.write(part.tobytes())
 
     def forget_from(self, row: int) -> None:
-        """Drop everything of rows from `row` on: what an interrupted run wrote beyond its last
-        complete block."""
+        """Drop what an interrupted run wrote of rows from `row` on."""
         for path in self.folder.glob("*.keys"):
             entries = np.fromfile(path, dtype=ENTRY, count=path.stat().st_size // ENTRY.itemsize)
             kept = entries[: int(np.searchsorted(entries["row"], row))]
             with path.open("r+b") as file:
                 file.truncate(len(kept) * ENTRY.itemsize)
 
-    def repeats(
-        self, kind: str
-    ) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-        """Per partition: rows whose key an earlier row has, the first such row, and the latest such
-        row before it."""
-        return [self._find_repeats(self._path(kind, partition)) for partition in range(PARTITIONS)]
-
-    def _find_repeats(
-        self, path: Path
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        none = np.zeros(0, dtype=np.int64)
-        if not path.is_file():
-            return none, none, none
-        entries = np.fromfile(path, dtype=ENTRY)
-        # within a key, rows stay ascending
-        entries = entries[np.argsort(entries["key"], kind="stable")]
-        rows, keys = entries["row"].astype(np.int64), entries["key"]
-        fresh = np.ones(len(keys), dtype=bool)
-        fresh[1:] = keys[1:] != keys[:-1]
-        firsts = rows[np.maximum.accumulate(np.where(fresh, np.arange(len(rows)), 0))]
-        again = np.flatnonzero(~fresh)
-        return rows[again], firsts[again], rows[again - 1]
+    def repeats(self, kind: str) -> Iterator[tuple[Numbers, Numbers, Numbers]]:
+        """By partition: rows whose key an earlier row has, the first and the latest such row."""
+        paths = [self._path(kind, partition) for partition in range(PARTITIONS)]
+        for path in filter(Path.is_file, paths):
+            entries = np.fromfile(path, dtype=ENTRY)
+            # within a key, rows stay ascending
+            entries = entries[np.argsort(entries["key"], kind="stable")]
+            rows, keys = entries["row"].astype(np.int64), entries["key"]
+            fresh = np.ones(len(keys), dtype=bool)
+            fresh[1:] = keys[1:] != keys[:-1]
+            firsts = rows[np.maximum.accumulate(np.where(fresh, np.arange(len(rows)), 0))]
+            again = np.flatnonzero(~fresh)
+            yield rows[again], firsts[again], rows[again - 1]
 
     def _path(self, kind: str, partition: int) -> Path:
         return self.folder / f"{kind}-{partition:02d}.keys"
 
 
 def judge(
-    keys: KeyFiles,
-    signatures: Path | None,
-    total: int,
-    near_share: float,
-    held_out: NDArray[np.int64],
+    keys: KeyFiles, signatures: Path | None, total: int, near_share: float, held_out: Numbers
 ) -> NDArray[np.uint8]:
-    """Verdict of every row [total]: kept, or why not. Of rows that repeat each other the first one
-    is kept.
-
-    signatures: the file with a MinHash signature per row, None where similar rows may stay. A
-    similar row is compared with the first and with the latest earlier row of each band that they
-    share.
-    """
+    """Verdict of every row [total]: kept, or why not; of rows that repeat each other the first
+    stays. signatures: a file with a MinHash signature per row, None where similar rows may stay. A
+    row is compared with the first and the latest earlier row of each band that they share."""
     verdict = np.zeros(total, dtype=np.uint8)
     if signatures is not None:
-        for partition in range(PARTITIONS):
-            rows, firsts, latest = keys._find_repeats(keys._path("band", partition))
-            for others in (firsts, latest):
-                similar = _similar(signatures, rows, others, near_share)
-                verdict[rows[similar]] = NEAR
+        for rows, *earlier in keys.repeats("band"):
+            for others in earlier:
+                verdict[rows[_similar(signatures, rows, others, near_share)]] = NEAR
     for kind, code in (("text", SAME_TEXT), ("id", SAME_ID)):
         for rows, _, _ in keys.repeats(kind):
             verdict[rows] = code
@@ -116,9 +95,7 @@ def judge(
     return verdict
 
 
-def _similar(
-    signatures: Path, rows: NDArray[np.int64], others: NDArray[np.int64], share: float
-) -> NDArray[np.bool_]:
+def _similar(signatures: Path, rows: Numbers, others: Numbers, share: float) -> NDArray[np.bool_]:
     """For pairs [n] of rows: whether their signatures agree in at least `share` of the values."""
     found = np.zeros(len(rows), dtype=bool)
     for begin in range(0, len(rows), COMPARED):

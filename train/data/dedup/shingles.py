@@ -1,9 +1,8 @@
-"""Texts as sets of hashed shingles: runs of letters and digits, whatever the case, signs and spaces
-between them.
+"""Texts as sets of hashed shingles: runs of letters and digits.
 
 All hashes of a text are computed together, with wrapping 64-bit arithmetic: with prefix sums S of
-byte_i * p^i, the run of w bytes from i has the hash (S[i+w] - S[i]) * p^-i, for p is odd and so has
-an inverse. They are the same on every machine.
+byte_i * p^i, the run of w bytes from i has the hash (S[i+w] - S[i]) * p^-i (p is odd, so has an
+inverse). They are the same on every machine.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ _powers: dict[int, Hashes] = {}
 
 
 def normalise(text: str) -> Bytes:
-    """Letters and digits of a text in one case, as UTF-8 bytes; compatible forms of a letter count
-    as one."""
+    """Letters and digits of a text in one case and one compatible form, as UTF-8 bytes."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     content = np.frombuffer(folded.encode("utf-8", "surrogatepass"), dtype=np.uint8)
     return content[_KEPT[content]]
@@ -54,15 +52,14 @@ def shingles(content: Bytes, width: int) -> Hashes:
     if count <= 0:
         return np.zeros(0, dtype=np.uint64)
     sums = np.zeros(len(content) + 1, dtype=np.uint64)
-    np.cumsum(
-        (content.astype(np.uint64) + np.uint64(1)) * _powers_of(PRIME, len(content)), out=sums[1:]
-    )
+    values = content.astype(np.uint64) + np.uint64(1)
+    np.cumsum(values * _powers_of(PRIME, len(content)), out=sums[1:])
     return mix((sums[width:] - sums[:count]) * _powers_of(INVERSE, count))
 
 
-def whole(content: Bytes) -> int:
+def whole(content: Bytes | bytes) -> int:
     """One hash of all of a text, below 2^64."""
-    return int.from_bytes(hashlib.blake2b(content.tobytes(), digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(bytes(content), digest_size=8).digest(), "big")
 
 
 def signature(content: Bytes) -> NDArray[np.uint32]:
@@ -80,8 +77,7 @@ def signature(content: Bytes) -> NDArray[np.uint32]:
 
 
 def band_keys(signatures: NDArray[np.uint32]) -> Hashes:
-    """Keys [n, BANDS] of signatures [n, SIGNATURE]: equal where a band agrees, different for
-    different bands."""
+    """Keys [n, BANDS] of signatures [n, SIGNATURE]; the same key only for the same band."""
     bands = signatures.reshape(len(signatures), BANDS, -1).astype(np.uint64)
     keys = np.broadcast_to(np.arange(BANDS, dtype=np.uint64), bands.shape[:2])
     for place in range(bands.shape[2]):

@@ -1,5 +1,4 @@
-"""The trainer's end of feature servers: requests in turn to each, tried again elsewhere when one
-fails."""
+"""The trainer's end of feature servers: requests in turn to each, tried again elsewhere."""
 
 from __future__ import annotations
 
@@ -11,26 +10,19 @@ import os
 import threading
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from train.data.loader import PackedBatch
 from train.features.config import FeaturesConfig
-from train.features.remote.wire import (
-    ASK_HEADER,
-    FORMAT,
-    KEY_HEADER,
-    Ask,
-    ServerIdentity,
-    key_of,
-    pack_rows,
-)
-from train.features.store.batches import Content, Form
+from train.features.remote import wire
+from train.features.store.batches import Content
 from train.features.store.layout import things_of
 
 logger = logging.getLogger(__name__)
@@ -46,33 +38,22 @@ class FailureError(Exception):
 
 
 class RemoteClient:
-    """Features from the servers of `config`, for a training with `needs`; safe to use from several
-    threads.
-
-    Asks every server who it is first. Raises `UserError` when none answers, or when one runs
-    another target, tokenizer or precision.
-    """
+    """Features from the servers of `config`, each asked first who it is; safe to use from several
+    threads. Raises `UserError` when none answers, or one runs another target, tokenizer or
+    precision."""
 
     def __init__(
-        self,
-        config: FeaturesConfig,
-        info: TargetInfo,
-        precision: str,
-        needs: FeatureSpec,
-        form: Form,
+        self, config: FeaturesConfig, info: TargetInfo, precision: str, needs: FeatureSpec
     ) -> None:
         self.config, self.info, self.precision = config, info, precision
         self.servers = [split_address(text) for text in config.servers]
-        ask = Ask(needs.taps, needs.last_hidden or needs.logits, form.fmt, form.top_logits)
-        self.headers = {KEY_HEADER: key_of(info, precision), ASK_HEADER: ask.to_json()}
+        ask = wire.Ask.of(needs, config.form(info)).to_json()
+        self.headers = {wire.KEY_HEADER: wire.key_of(info, precision), wire.ASK_HEADER: ask}
         token = os.environ.get(config.token_variable, "")
         if token:
             self.headers["Authorization"] = f"Bearer {token}"
-        self._turn, self._lock, self._stopped = (
-            itertools.count(),
-            threading.Lock(),
-            threading.Event(),
-        )
+        self._turn, self._lock = itertools.cycle(self.servers), threading.Lock()
+        self._stopped = threading.Event()
         self._greet()
 
     def _greet(self) -> None:
@@ -80,11 +61,9 @@ class RemoteClient:
         silent = []
         for server in self.servers:
             try:
-                self._require_same(
-                    server, json.loads(self._request(server, "GET", "/identity", None))
-                )
+                self._require_same(server, json.loads(self._request(server, "GET", "/identity")))
             except (FailureError, ValueError) as failure:
-                silent.append(f"http://{server[0]}:{server[1]}: {failure}")
+                silent.append(f"{url_of(server)}: {failure}")
         if len(silent) == len(self.servers):
             raise UserError(
                 f"no feature server answers ({'; '.join(silent)}). Start one with `headstart "
@@ -93,11 +72,11 @@ class RemoteClient:
         for line in silent:
             logger.warning("a feature server does not answer and is left out for now: %s", line)
 
-    def _require_same(self, server: tuple[str, int], answer: ServerIdentity) -> None:
+    def _require_same(self, server: tuple[str, int], answer: dict[str, Any]) -> None:
         """Raise `UserError` when a server is not of this training's target."""
         theirs = answer.get("target", {})
         pairs = [
-            ("protocol", FORMAT, answer.get("format")),
+            ("protocol", wire.FORMAT, answer.get("format")),
             ("target revision", self.info.revision, theirs.get("revision")),
             ("tokenizer", self.info.tokenizer_hash, theirs.get("tokenizer_hash")),
             ("precision", self.precision, answer.get("precision")),
@@ -105,23 +84,22 @@ class RemoteClient:
         for name, mine, other in pairs:
             if mine != other:
                 raise UserError(
-                    f"the feature server http://{server[0]}:{server[1]} does not fit this "
-                    f"training: its {name} is {other}, but {mine} is needed. Start it with the "
-                    "training's target and engine.precision."
+                    f"the feature server {url_of(server)} does not fit this training: its {name} "
+                    f"is {other}, but {mine} is needed. Start it with the training's target and "
+                    "engine.precision."
                 )
 
     def fetch(self, packed: PackedBatch) -> Content:
-        """The features of a batch, tried with one server after another; raises `UserError` naming
-        those that failed."""
-        body = pack_rows(packed)
+        """Features of a batch from one server after another; raises `UserError` when all fail."""
+        body = save({name: getattr(packed, name).int().contiguous() for name in wire.ROWS})
         failures: dict[str, str] = {}
         for attempt in range(self.config.retries + 1):
             with self._lock:
-                server = self.servers[next(self._turn) % len(self.servers)]
+                server = next(self._turn)
             try:
                 return things_of(load(self._request(server, "POST", "/features", body)))
             except (FailureError, SafetensorError) as failure:
-                name = f"http://{server[0]}:{server[1]}"
+                name = url_of(server)
                 failures[name] = str(failure)
                 logger.warning("feature server %s: %s (attempt %d)", name, failure, attempt + 1)
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt)
@@ -135,16 +113,13 @@ class RemoteClient:
         )
 
     def stop(self) -> None:
-        """Try nothing again."""
         self._stopped.set()
 
     def _request(
-        self, server: tuple[str, int], method: str, path: str, body: bytes | None
+        self, server: tuple[str, int], method: str, path: str, body: bytes | None = None
     ) -> bytes:
-        """One request's answer; raises `FailureError` when it may be tried again, `UserError` when
-        that would not help."""
-        host, port = server
-        connection = http.client.HTTPConnection(host, port, timeout=self.config.timeout_seconds)
+        """An answer; raises `FailureError` when asking again may help, otherwise `UserError`."""
+        connection = http.client.HTTPConnection(*server, timeout=self.config.timeout_seconds)
         try:
             connection.request(method, path, body, self.headers)
             answer = connection.getresponse()
@@ -160,12 +135,13 @@ class RemoteClient:
         sentence = error_of(content)
         if answer.status >= http.client.INTERNAL_SERVER_ERROR:
             raise FailureError(f"status {answer.status}, {sentence}")
-        hint = (
-            f" Set {self.config.token_variable}."
-            if answer.status == http.client.UNAUTHORIZED
-            else ""
-        )
-        raise UserError(f"the feature server http://{host}:{port} refuses: {sentence}{hint}")
+        unknown = answer.status == http.client.UNAUTHORIZED
+        hint = f" Set {self.config.token_variable}." if unknown else ""
+        raise UserError(f"the feature server {url_of(server)} refuses: {sentence}{hint}")
+
+
+def url_of(server: tuple[str, int]) -> str:
+    return f"http://{server[0]}:{server[1]}"
 
 
 def error_of(content: bytes) -> str:

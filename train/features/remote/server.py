@@ -1,9 +1,7 @@
-"""A feature server: the frozen target behind HTTP, for trainings that run elsewhere (`headstart
-features features.serve=true`).
+"""A feature server: the frozen target behind HTTP (`headstart features features.serve=true`).
 
-It listens on this machine alone unless told otherwise, and then insists on a token. Requests queue
-for the one target; a request that cannot be served is answered with a sentence, and the server goes
-on.
+It listens on this machine alone unless configured otherwise, and then insists on a token. Requests
+queue for the one target; one that cannot be served is answered with a sentence.
 """
 
 from __future__ import annotations
@@ -19,19 +17,9 @@ import torch
 from safetensors.torch import save
 
 from heads.api.errors import UserError
-from train.features.base import LOOPBACK, DescribedTarget, OnlineFeatures
-from train.features.remote.wire import (
-    ASK_HEADER,
-    KEY_HEADER,
-    LARGEST_REQUEST,
-    Ask,
-    identity,
-    key_of,
-    unpack_rows,
-)
-from train.features.store.batches import Form, encode_batch
+from train.features.base import LOOPBACK, FeatureTarget
+from train.features.remote import wire
 from train.features.store.layout import precision_of, tensors_of
-from train.features.store.writer import to_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +28,14 @@ IDLE_SECONDS = 60.0
 
 
 class FeatureServer(ThreadingHTTPServer):
-    """Serves `target` on host:port (0: any free port, see `server_address`). dtype: of the
-    features, as in engine.precision.
-
-    token: what requests must carry as `Authorization: Bearer <token>`; empty: nothing. Raises
-    `UserError` for an address that cannot be listened on, and for one that others reach without a
-    token.
-    """
+    """Serves `target` on host:port (0: any free port); dtype: of the features. token: what requests
+    must carry as `Authorization: Bearer <token>`, if any. Raises `UserError` for an address that
+    cannot be listened on, or that others reach without a token."""
 
     daemon_threads = True
 
     def __init__(
-        self, target: DescribedTarget, dtype: torch.dtype, host: str, port: int, token: str = ""
+        self, target: FeatureTarget, dtype: torch.dtype, host: str, port: int, token: str = ""
     ) -> None:
         if host not in LOOPBACK and not token:
             raise UserError(
@@ -61,7 +45,7 @@ class FeatureServer(ThreadingHTTPServer):
             )
         self.target, self.dtype, self.token = target, dtype, token
         self.precision = precision_of(dtype, target.dtype)
-        self.key = key_of(target.info, self.precision)
+        self.key = wire.key_of(target.info, self.precision)
         self.served = 0
         self._one_at_a_time = threading.Lock()
         try:
@@ -78,15 +62,11 @@ class FeatureServer(ThreadingHTTPServer):
         host, port = self.server_address[:2]
         return f"http://{host!s}:{port}"
 
-    def compute(self, body: bytes, ask: Ask) -> bytes:
+    def compute(self, body: bytes, ask: wire.Ask) -> bytes:
         """The answer to a request; raises `UserError` for rows that the target cannot read."""
-        packed = unpack_rows(body, self.target.info)
-        form = Form(
-            ask.format, self.target.info.hidden_size, self.target.info.vocab_size, ask.top_logits
-        )
-        online = OnlineFeatures(self.target, ask.needs, self.dtype)
+        packed = wire.unpack_rows(body, self.target.info)
         with self._one_at_a_time:
-            content = to_cpu(encode_batch(online.batch(packed), ask.taps, form, online.logits))
+            content, _ = wire.compute(self.target, self.dtype, ask, packed)
             self.served += 1
         return bytes(save(tensors_of(content)))
 
@@ -99,28 +79,24 @@ class Handler(BaseHTTPRequestHandler):
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
-        """Who we are."""
-        if not self._authorise():
+        server = self.server
+        if not self._authorise() or not self._is_at("/identity"):
             return
-        if self.path != "/identity":
-            self._refuse(404, f"there is no '{self.path}' here: GET /identity or POST /features.")
-            return
-        content = identity(self.server.target.info, self.server.precision)
+        facts = {"target": server.target.info.to_dict(), "precision": server.precision}
+        content = {"format": wire.FORMAT, **facts, "key": server.key}
         self._answer(200, json.dumps(content).encode(), "application/json")
 
     def do_POST(self) -> None:
-        """Features of rows."""
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > LARGEST_REQUEST:
+        if not length.isdigit() or int(length) > wire.LARGEST_REQUEST:
             self.close_connection = True
-            self._refuse(413, f"a request has at most {LARGEST_REQUEST} bytes and says how many.")
+            limit = wire.LARGEST_REQUEST
+            self._refuse(413, f"a request has at most {limit} bytes and says how many.")
             return
         body = self.rfile.read(int(length))
-        if not self._authorise():
+        if not self._authorise() or not self._is_at("/features"):
             return
-        if self.path != "/features":
-            self._refuse(404, f"there is no '{self.path}' here: GET /identity or POST /features.")
-        elif self.headers.get(KEY_HEADER) != self.server.key:
+        if self.headers.get(wire.KEY_HEADER) != self.server.key:
             info = self.server.target.info
             self._refuse(
                 409,
@@ -130,32 +106,32 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._features(body)
 
+    def _is_at(self, path: str) -> bool:
+        """Whether the request is for `path`; refuses it otherwise."""
+        if self.path != path:
+            self._refuse(404, f"there is no '{self.path}' here: GET /identity or POST /features.")
+        return self.path == path
+
     def _features(self, body: bytes) -> None:
         try:
-            ask = Ask.from_json(self.headers.get(ASK_HEADER, ""), self.server.target.info)
-            answer = self.server.compute(body, ask)
+            header = self.headers.get(wire.ASK_HEADER, "")
+            answer = self.server.compute(body, wire.Ask.from_json(header, self.server.target.info))
         except UserError as error:
             self._refuse(400, str(error))
         # out of memory, a lost device: the next request may go well
         except (RuntimeError, MemoryError) as error:
             logger.warning("a request failed: %s", error)
-            self._refuse(
-                500,
-                f"{type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else 'no message'}",
-            )
+            reason = next(iter(str(error).splitlines()), "no message")
+            self._refuse(500, f"{type(error).__name__}: {reason}")
         else:
             self._answer(200, answer, "application/octet-stream")
 
     def _authorise(self) -> bool:
-        """Whether the request carries the token; answers it otherwise."""
-        given = self.headers.get("Authorization", "").encode()
-        if self.server.token and not hmac.compare_digest(
-            given, f"Bearer {self.server.token}".encode()
-        ):
+        given, wanted = self.headers.get("Authorization", ""), f"Bearer {self.server.token}"
+        allowed = not self.server.token or hmac.compare_digest(given.encode(), wanted.encode())
+        if not allowed:
             self._refuse(401, "the token is missing or wrong.")
-            return False
-        return True
+        return allowed
 
     def _refuse(self, status: int, sentence: str) -> None:
         self._answer(status, json.dumps({"error": sentence}).encode(), "application/json")
@@ -172,5 +148,4 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - named by http.server
-        """Lines of single requests go to the log's lowest level."""
         logger.debug(format, *args)

@@ -14,22 +14,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
-from typing import TypedDict
+from dataclasses import asdict, dataclass
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from train.data.loader import PackedBatch
-from train.features.store.size import check_format
+from train.features.base import FeatureTarget, OnlineFeatures
+from train.features.store.batches import Content, Form, encode_batch, to_cpu
+from train.features.store.codec import check_format
 
 FORMAT = 1
 KEY_HEADER, ASK_HEADER = "X-Headstart-Key", "X-Headstart-Ask"
 LARGEST_REQUEST = 1 << 28
+ROWS = ("tokens", "positions", "segments")
 
 
 @dataclass(frozen=True)
@@ -41,26 +43,21 @@ class Ask:
     format: str
     top_logits: int
 
+    @classmethod
+    def of(cls, needs: FeatureSpec, form: Form) -> Ask:
+        """What a training with `needs` asks for."""
+        return cls(needs.taps, needs.last_hidden or needs.logits, form.fmt, form.top_logits)
+
     @property
     def needs(self) -> FeatureSpec:
-        """The same for the target."""
         return FeatureSpec(self.taps, last_hidden=self.last_hidden)
 
     def to_json(self) -> str:
-        """One line."""
-        return json.dumps(
-            {
-                "taps": self.taps,
-                "last_hidden": self.last_hidden,
-                "format": self.format,
-                "top_logits": self.top_logits,
-            }
-        )
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str, info: TargetInfo) -> Ask:
-        """Read what came over the wire; raises `UserError` for anything that this target cannot
-        give."""
+        """Raises `UserError` for anything that this target cannot give."""
         try:
             content = json.loads(text)
             ask = cls(
@@ -88,48 +85,25 @@ def key_of(info: TargetInfo, precision: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-class ServerIdentity(TypedDict):
-    """A feature server's answer to /identity."""
-
-    format: int
-    target: dict[str, object]
-    precision: str
-    key: str
-
-
-def identity(info: TargetInfo, precision: str) -> ServerIdentity:
-    """What a server says of itself."""
-    return {
-        "format": FORMAT,
-        "target": info.to_dict(),
-        "precision": precision,
-        "key": key_of(info, precision),
-    }
-
-
-def pack_rows(packed: PackedBatch) -> bytes:
-    """The rows of a request."""
-    parts = {
-        name: getattr(packed, name).to(torch.int32).contiguous()
-        for name in ("tokens", "positions", "segments")
-    }
-    return save(parts)
+def compute(
+    target: FeatureTarget, dtype: torch.dtype, ask: Ask, packed: PackedBatch
+) -> tuple[Content, Form]:
+    """The features that are asked for, as `dtype` before they are encoded, and their form."""
+    info = target.info
+    form = Form(ask.format, info.hidden_size, info.vocab_size, ask.top_logits)
+    online = OnlineFeatures(target, ask.needs, dtype)
+    return to_cpu(encode_batch(online.batch(packed), ask.taps, form, online.logits)), form
 
 
 def unpack_rows(body: bytes, info: TargetInfo) -> PackedBatch:
     """The rows of a request; raises `UserError` when they are no rows for this target."""
     try:
         parts = load(body)
-        tokens, positions, segments = (parts[name] for name in ("tokens", "positions", "segments"))
+        tokens, positions, segments = (parts[name] for name in ROWS)
     except (SafetensorError, KeyError, ValueError) as error:
         raise UserError(f"the request holds no rows ({error}).") from error
-    shapes = {tuple(part.shape) for part in (tokens, positions, segments)}
-    if (
-        len(shapes) != 1
-        or tokens.dim() != 2
-        or not tokens.numel()
-        or any(p.dtype != torch.int32 for p in parts.values())
-    ):
+    kinds = {(part.shape, part.dtype) for part in parts.values()}
+    if kinds != {(tokens.shape, torch.int32)} or tokens.dim() != 2 or not tokens.numel():
         raise UserError(
             "tokens, positions and segments must be int32 of one shape [rows, positions]."
         )
@@ -140,11 +114,4 @@ def unpack_rows(body: bytes, info: TargetInfo) -> PackedBatch:
     limit = info.max_position_embeddings
     if int(positions.min()) < 0 or int(positions.max()) >= limit:
         raise UserError(f"positions must lie in 0..{limit - 1}, which is what '{info.id}' takes.")
-    nothing = torch.zeros_like(tokens, dtype=torch.bool)
-    return PackedBatch(
-        tokens.long(),
-        positions.long(),
-        segments,
-        nothing,
-        torch.zeros(tokens.shape[0], dtype=torch.int64),
-    )
+    return PackedBatch.unsupervised(tokens, positions, segments)

@@ -1,14 +1,11 @@
-"""A training batch taken apart into what is stored or sent, and put together again on the trainer's
-device.
+"""A training batch taken apart into what is stored or sent, and put together again.
 
-What is stored or sent is `{thing: {part: tensor}}` over the N tokens of the rows that are not
-padding. Padding's features are zeros, which nothing reads.
+What is stored or sent is `{thing: {part: tensor}}` over the N tokens that are not padding.
 
 Teacher logits (`top`): the k largest log-probabilities, their ids, and the logsumexp of all logits.
 They take the place of the last hidden state, for kinds that read it only to compute the target's
 distribution: what such a kind picks out of `TrainBatch.last_hidden` and hands to `target_logits` is
-then a row of 2 k + 1 numbers instead of H. The mass outside the k tokens is spread evenly over the
-rest.
+then a row of 2 k + 1 numbers instead of H. The mass outside the k tokens is spread evenly.
 
 Legend: B rows, T positions, N real tokens, n taps, H hidden, V vocabulary, k stored logits, M
 selected positions.
@@ -16,8 +13,9 @@ selected positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +25,7 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from train.data.loader import PackedBatch
 from train.features.store.codec import decode, encode
-from train.features.store.layout import LAST, TOP, real_places
+from train.features.store.layout import LAST, TOP
 
 Content = dict[str, dict[str, Tensor]]
 Logits = Callable[[Tensor], Tensor]
@@ -37,8 +35,7 @@ LOGIT_ROWS = 1024
 
 @dataclass(frozen=True)
 class Form:
-    """How features are stored or sent. hidden: H; vocab_size: V; top_logits: k, 0 for the last
-    hidden state itself."""
+    """How features are stored or sent; top_logits: k, 0 for the last hidden state itself."""
 
     fmt: str
     hidden: int
@@ -48,56 +45,63 @@ class Form:
 
 def batch_on(packed: PackedBatch, device: torch.device) -> TrainBatch:
     """The rows on a device, without features; the seeds stay on the host, where they are read."""
-    weights, anchors = (
-        None if part is None else part.to(device, non_blocking=True)
-        for part in (packed.weights, packed.anchors)
-    )
-    return TrainBatch(
-        packed.tokens.to(device, non_blocking=True),
-        packed.positions.to(device, non_blocking=True),
-        packed.segments.to(device, non_blocking=True),
-        packed.loss_mask.to(device, non_blocking=True),
-        seeds=packed.seeds,
-        weights=weights,
-        anchors=anchors,
-    )
+    parts: dict[str, Any] = packed.tensors()
+    seeds = parts.pop("seeds")
+    moved = {name: part.to(device, non_blocking=True) for name, part in parts.items()}
+    return TrainBatch(**moved, seeds=seeds)
 
 
 def encode_batch(batch: TrainBatch, taps: tuple[int, ...], form: Form, logits: Logits) -> Content:
     """The features of a batch as they are stored; taps: the layers of `batch.taps`, in order.
-
-    Raises `UserError` when a feature is not a number: it would make the stored features useless.
-    """
+    Raises `UserError` for values that are not finite."""
     places = batch.segments > 0
     states: dict[str, Tensor] = {}
     for number, tap in enumerate(taps):
         assert batch.taps is not None, "taps are stored that were not computed"
         states[f"tap.{tap}"] = batch.taps[:, :, number][places]
-    last = None if batch.last_hidden is None else batch.last_hidden[places]
-    if last is not None and not form.top_logits:
-        states[LAST] = last
+    if batch.last_hidden is not None:
+        states[LAST] = batch.last_hidden[places]
     for name, values in states.items():
-        require_finite(name, values)
+        if not bool(torch.isfinite(values).all()):
+            raise UserError(
+                f"the target's {name} holds values that are not finite numbers, so its features "
+                "cannot be stored. Run it in another precision (target.dtype, engine.precision); "
+                "float16 overflows for some targets."
+            )
+    last = states.pop(LAST, None) if form.top_logits else None
     content = {name: encode(values, form.fmt) for name, values in states.items()}
-    if last is not None and form.top_logits:
-        require_finite(LAST, last)
+    if last is not None:
         content[TOP] = top_of(last, form.top_logits, logits)
     return content
 
 
-def require_finite(name: str, values: Tensor) -> None:
-    """Raise `UserError` when the target gave something that is not a number."""
-    if not bool(torch.isfinite(values).all()):
-        raise UserError(
-            f"the target's {name} holds values that are not finite numbers, so its features "
-            "cannot be stored. Run it in another precision (target.dtype, engine.precision); "
-            "float16 overflows for some targets."
-        )
+def join_rows(rows: Sequence[Content]) -> Content:
+    """The contents of several runs of tokens, one behind the other."""
+    if len(rows) == 1:
+        return rows[0]
+    return {
+        thing: {part: _cat([row[thing][part] for row in rows]) for part in parts}
+        for thing, parts in rows[0].items()
+    }
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    """Concatenation, also of fp8, for which torch has no kernel on every device."""
+    if parts[0].dtype == torch.float8_e4m3fn:
+        return torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+    return torch.cat(parts)
+
+
+def to_cpu(content: Content) -> Content:
+    return {
+        thing: {part: tensor.cpu() for part, tensor in parts.items()}
+        for thing, parts in content.items()
+    }
 
 
 def top_of(hidden: Tensor, count: int, logits: Logits) -> dict[str, Tensor]:
-    """hidden [N, H] -> values [N, k] float16 log-probabilities in falling order, ids [N, k] int32,
-    logsumexp [N] float32."""
+    """hidden [N, H] -> values [N, k] float16 falling log-probabilities, ids [N, k] int32, logsumexp
+    [N] float32."""
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for rows in hidden.split(LOGIT_ROWS):
         found = logits(rows).float()
@@ -117,10 +121,9 @@ def decode_batch(
     dtype: torch.dtype,
     logits: Logits,
 ) -> TrainBatch:
-    """`packed` on `device` with the features in `content` (CPU or device), as
-    `OnlineFeatures.batch` gives them."""
+    """`packed` on `device` with the features in `content`, as `OnlineFeatures.batch` gives them."""
     batch = batch_on(packed, device)
-    places = real_places(packed).to(device)
+    places = batch.segments > 0
 
     def whole(parts: Mapping[str, Tensor]) -> Tensor:
         there = {name: part.to(device, non_blocking=True) for name, part in parts.items()}
@@ -143,8 +146,7 @@ def decode_batch(
 
 
 def packed_top(parts: Mapping[str, Tensor], places: Tensor) -> Tensor:
-    """[B, T, 2 k + 1] float32: log-probabilities, ids (exact below 2^24), logsumexp, in the place
-    of the last hidden state."""
+    """[B, T, 2 k + 1] float32: log-probabilities, ids (exact below 2^24), logsumexp."""
     device = places.device
     values, ids, total = (parts[name].to(device).float() for name in ("values", "ids", "logsumexp"))
     full = torch.zeros(*places.shape, 2 * values.shape[1] + 1, device=device)

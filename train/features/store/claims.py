@@ -1,11 +1,9 @@
-"""Several writers, one store: each says in a file which shard it is writing, so that the others
-take another one.
+"""Several writers, one store: each names in a file the shard it is writing; others take another.
 
-A claim without a sign of life is taken over; its writer's process may be gone, or its machine.
-Claims are taken, taken over and given up by one writer at a time, so that of many that find the
-same dead claim one gets it. A claim is a courtesy all the same: if two writers ever do the same
-shard (a machine that was thought gone comes back, a file system whose locks end at the machine),
-both write the same bytes, whole, under the same name.
+A claim without a sign of life is taken over. Claims change hands under a lock, so that of many that
+find the same dead claim one gets it. A claim is a courtesy all the same: two writers of one shard
+(a machine that was thought gone comes back, locks that end at the machine) write the same bytes,
+whole, under the same name.
 """
 
 from __future__ import annotations
@@ -26,11 +24,7 @@ from inference.manifest import STALE_SECONDS, alive
 
 @dataclass(frozen=True)
 class Claim:
-    """Who says to be writing: host and process, and the seconds since its last sign of life.
-
-    A claim that was not renewed for `STALE_SECONDS` is taken over; that of a process of this
-    machine which has ended, at once.
-    """
+    """A writer, and the seconds since its last sign of life."""
 
     host: str
     pid: int
@@ -38,7 +32,6 @@ class Claim:
 
     @property
     def stale(self) -> bool:
-        """Whether the writer seems to be gone."""
         if self.host == socket.gethostname() and not alive(self.pid):
             return True
         return self.age > STALE_SECONDS
@@ -55,12 +48,10 @@ class Claims:
         self._own: dict[str, str] = {}
 
     def path(self, name: str) -> Path:
-        """The file of the claim on `name`."""
         return self.folder / f"{name}.json"
 
     def take(self, name: str) -> bool:
-        """Claim `name`; False when another writer that is alive has it. Raises `UserError` when the
-        disk refuses the claim."""
+        """Claim `name`; False when a living writer has it, `UserError` for a refused write."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with folder_lock(self.store):
             if self.path(name).exists():
@@ -68,29 +59,21 @@ class Claims:
                 if found is not None and not found.stale:
                     return False
                 self.path(name).unlink(missing_ok=True)
-            return self._create(name)
-
-    def _create(self, name: str) -> bool:
-        """Write the claim; False when another machine was faster, where its locks do not reach this
-        one."""
-        token = secrets.token_hex(8)
-        content = json.dumps(
-            {"host": socket.gethostname(), "pid": os.getpid(), "token": token}
-        ).encode()
-        try:
-            with self.path(name).open("xb") as file:
-                file.write(content)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            # half of a claim would be respected as a living writer's
-            self.path(name).unlink(missing_ok=True)
-            raise disk_error(self.store, error) from error
-        self._own[name] = token
-        return True
+            token = secrets.token_hex(8)
+            content = {"host": socket.gethostname(), "pid": os.getpid(), "token": token}
+            try:
+                with self.path(name).open("xb") as file:
+                    file.write(json.dumps(content).encode())
+            except FileExistsError:
+                return False  # a machine beyond the reach of our locks was faster
+            except OSError as error:
+                # half of a claim would be respected as a living writer's
+                self.path(name).unlink(missing_ok=True)
+                raise disk_error(self.store, error) from error
+            self._own[name] = token
+            return True
 
     def renew(self, name: str) -> None:
-        """A sign of life."""
         with contextlib.suppress(OSError):
             os.utime(self.path(name))
 
@@ -103,8 +86,7 @@ class Claims:
                 self.path(name).unlink()
 
     def read(self, name: str) -> Claim | None:
-        """Who holds the claim; None when nobody does, or when it was left half written by a kill
-        long ago."""
+        """Who holds the claim; None for nobody, and for one half written by a kill long ago."""
         path = self.path(name)
         try:
             age = max(0.0, time.time() - path.stat().st_mtime)
@@ -116,15 +98,13 @@ class Claims:
             return Claim("an unknown machine", 0, age) if age < STALE_SECONDS else None
 
     def all(self) -> dict[str, Claim]:
-        """Every claim by name."""
         names = sorted(path.stem for path in self.folder.glob("*.json"))
         return {name: claim for name in names if (claim := self.read(name)) is not None}
 
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder alone for a moment; waits for whoever holds it. The system releases it when
-    the process ends."""
+    """Hold the folder alone, waiting for whoever holds it; a process's end releases it."""
     import fcntl
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +114,6 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def disk_error(folder: Path, error: Exception) -> UserError:
-    """The error for a write that the disk refused."""
     return UserError(
         f"the feature store in '{folder}' cannot be written: {error}. What was written is kept: "
         "make room, then run the same command again; it continues."

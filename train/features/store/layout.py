@@ -1,37 +1,30 @@
 """What lies in a store's folder, and whose features these are.
 
-    store.json                    what is stored, for which answers and target, and how many shards
-                                  there will be
-    shards/rows-00012.safetensors one tensor per stored thing: `tap.3.values`, `tap.3.scales`,
-    `last_hidden.values`, ..., over the
-                                  tokens of its rows, one after another, padding left out
-    index/rows-00012.json         written after its shard: size, SHA-256, and per row its digest and
-                                  how many tokens it has
+    store.json                    what is stored, for which answers and target, in how many shards
+    shards/rows-00012.safetensors a tensor per stored thing (`tap.3.values`, `tap.3.scales`,
+                                  `last_hidden.values`, ...) over its rows' tokens without padding
+    index/rows-00012.json         written after its shard: size, SHA-256, digest and tokens per row
     claims/rows-00012.json        who is writing a shard now
     manifest.json                 written last
 
-A row is found by the digest of what the target reads (tokens, positions, segments), not by its
-number: a store can never hand out the features of another text, and training may deal rows in any
-order.
+A row is found by the digest of what the target reads (tokens, positions, segments): a store can
+never hand out the features of another text, and training may deal rows in any order.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import BaseModel, TypeAdapter
 from torch import Tensor
 
 from heads.api.errors import UserError
-from heads.api.features import FeatureSpec
-from heads.api.target_info import TargetInfo
 from inference.manifest import FORMAT, write_bytes, write_json
 from train.data.loader import PackedBatch
 
@@ -51,12 +44,9 @@ COMPARED = {
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose features a store holds, and in which form.
-
-    answers: SHA-256 of the answers' manifest. revision, tokenizer_hash: the target's. precision: in
-    which the target ran (`precision_of`). taps, last_hidden: what is stored; with top_logits the k
-    largest logits stand in for the last hidden state.
-    """
+    """Whose features a store holds. answers: SHA-256 of their manifest; precision: see
+    `precision_of`; taps, last_hidden: what is stored; top_logits: so many logits stand in for the
+    last hidden state."""
 
     answers: str
     sequence_length: int
@@ -69,14 +59,12 @@ class Identity:
     last_hidden: bool
 
     def things(self) -> list[str]:
-        """Names of what is stored of a token: `tap.L` in ascending order, then `last_hidden` or
-        `top`."""
+        """What is stored of a token: `tap.L` in ascending order, then `last_hidden` or `top`."""
         names = [f"tap.{tap}" for tap in self.taps]
         return names + ([TOP] if self.top_logits else [LAST] if self.last_hidden else [])
 
     def differences(self, wanted: Identity) -> list[str]:
-        """In words, how the store differs from what is wanted; features beyond those wanted are no
-        difference."""
+        """How the store differs from what is wanted, in words; more features are no difference."""
         mine, theirs = asdict(self), asdict(wanted)
         found = [
             f"it is for {words}: {brief(mine[name])}, not {brief(theirs[name])}"
@@ -90,29 +78,6 @@ class Identity:
 def precision_of(features: torch.dtype, target: torch.dtype) -> str:
     """How the target was run: its own dtype, and that of the features that a training is given."""
     return f"{str(features).removeprefix('torch.')} of {str(target).removeprefix('torch.')}"
-
-
-def identity_of(
-    needs: FeatureSpec,
-    info: TargetInfo,
-    answers: str,
-    length: int,
-    precision: str,
-    fmt: str,
-    top_logits: int,
-) -> Identity:
-    """The identity of a store that serves `needs`."""
-    return Identity(
-        answers=answers,
-        sequence_length=length,
-        revision=info.revision,
-        tokenizer_hash=info.tokenizer_hash,
-        precision=precision,
-        format=fmt,
-        top_logits=top_logits if needs.last_hidden or needs.logits else 0,
-        taps=needs.taps,
-        last_hidden=needs.last_hidden or needs.logits,
-    )
 
 
 @dataclass(frozen=True)
@@ -129,11 +94,9 @@ class StorePlan:
 
     @property
     def shards(self) -> int:
-        """How many shards there will be."""
         return -(-self.rows // self.rows_per_shard)
 
     def write(self, folder: Path) -> None:
-        """Write store.json."""
         write_json(folder / STORE_FILE, {"format": FORMAT, "stage": "features", **asdict(self)})
 
 
@@ -146,31 +109,22 @@ def read_plan(folder: Path) -> StorePlan:
             "the same settings; training can begin as soon as that has begun. Or set "
             "features.mode=online, or features.path to another folder."
         )
-    content = read_json(path)
     try:
-        if content.get("format") != FORMAT:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise damaged_json(path, error) from error
+    try:
+        if content["format"] != FORMAT:
             raise ValueError("another format")
         return TypeAdapter(StorePlan).validate_python(content)
-    except ValueError as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"'{path}' is not a store's description of format {FORMAT}. Delete '{folder}' and run "
             "`headstart features` again."
         ) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from disk; raises `UserError` when it is damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("no object")
-        return content
-    except ValueError as error:
-        raise damaged_json(path, error) from error
-
-
 def damaged_json(path: Path, error: ValueError) -> UserError:
-    """The error for a file of the store that cannot be read."""
     return UserError(
         f"'{path}' is damaged ({error}). Delete it; `headstart features` with the same settings "
         "writes what is missing."
@@ -207,30 +161,18 @@ def shard_name(shard: int) -> str:
 
 
 def shard_path(folder: Path, shard: int) -> Path:
-    """Where a shard lies."""
     return folder / "shards" / f"{shard_name(shard)}.safetensors"
 
 
 def index_path(folder: Path, shard: int) -> Path:
-    """Where a shard's index lies."""
     return folder / "index" / f"{shard_name(shard)}.json"
 
 
 def row_digests(packed: PackedBatch) -> list[str]:
     """Per row of a batch on the CPU, the digest of what the target reads: 32 hexadecimal digits."""
-    parts = [
-        part.to(torch.int32).numpy() for part in (packed.tokens, packed.positions, packed.segments)
-    ]
-    stacked = np.stack(parts, 1)  # [b, 3, T]
-    return [
-        hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=16).hexdigest()
-        for row in stacked
-    ]
-
-
-def real_places(packed: PackedBatch) -> Tensor:
-    """[b, T] bool: the positions whose features are stored, all but padding."""
-    return packed.segments > 0
+    rows = torch.stack([packed.tokens, packed.positions, packed.segments.long()], 1)  # [b, 3, T]
+    contents = [row.tobytes() for row in rows.int().numpy()]
+    return [hashlib.blake2b(content, digest_size=16).hexdigest() for content in contents]
 
 
 def tensors_of(content: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -249,14 +191,6 @@ def things_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         thing, part = name.rsplit(".", 1)
         found.setdefault(thing, {})[part] = tensor
     return found
-
-
-def slices(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of consecutive runs of these lengths."""
-    start = 0
-    for length in lengths:
-        yield start, start + length
-        start += length
 
 
 def brief(value: Any) -> str:

@@ -1,12 +1,8 @@
-"""Reading a store: rows by what the target read, checked on first sight, also while the store is
-still being written.
+"""Reading a store: rows by what the target read, also while the store is being written.
 
-Shards are memory-mapped and a row's tokens are cut out of them: no shard is ever held whole. Of a
-shard that serves several kinds only the tensors that this training needs are touched. Each shard's
-SHA-256 is compared once per process, when it is first opened.
-
-A row that is not there yet is waited for, as long as the writers make progress; the error at the
-end names them.
+Shards are memory-mapped and a row's tokens are cut out of them; of a shard that serves several
+kinds only the needed tensors are touched. Each shard's SHA-256 is compared once per process. A row
+that is not there yet is waited for as long as the writers, named in the error, make progress.
 """
 
 from __future__ import annotations
@@ -15,29 +11,21 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from heads.api.errors import UserError
 from inference.manifest import file_sha256
 from train.data.loader import PackedBatch
-from train.features.store.batches import Content
+from train.features.store import layout
+from train.features.store.batches import Content, join_rows
 from train.features.store.claims import Claim, Claims
-from train.features.store.layout import (
-    Identity,
-    ShardIndex,
-    index_path,
-    read_plan,
-    row_digests,
-    shard_path,
-)
+from train.features.store.layout import ShardIndex, index_path, shard_path
 
 logger = logging.getLogger(__name__)
 
@@ -58,23 +46,20 @@ class RowLocation:
 
 
 class StoreReader:
-    """A store opened for reading. Safe to use from several threads.
-
-    wanted: whose features are expected; things: which of them are read (`Identity.things` of the
-    training). wait_seconds: how long a row is waited for without any progress of the writers. say:
-    called with a line about waiting. Raises `UserError` when the store is of other answers, another
-    target or another form.
-    """
+    """A store opened for reading, from any thread. wanted: whose features are expected;
+    wait_seconds: how long a row is waited for without progress of the writers; say: called with a
+    line about waiting. Raises `UserError` when the store is of other answers, another target or
+    another form."""
 
     def __init__(
         self,
         folder: Path,
-        wanted: Identity,
+        wanted: layout.Identity,
         wait_seconds: float,
         say: Callable[[str], None] = logger.warning,
     ) -> None:
         self.folder, self.wait_seconds, self.say = folder, wait_seconds, say
-        self.plan = read_plan(folder)
+        self.plan = layout.read_plan(folder)
         differences = self.plan.identity.differences(wanted)
         if differences:
             raise UserError(
@@ -92,38 +77,34 @@ class StoreReader:
 
     @property
     def complete(self) -> bool:
-        """Whether all shards are known."""
         return len(self._indexed) == self.plan.shards
 
     def look(self) -> bool:
         """Take in the shards that have appeared since; returns whether there were any."""
-        found = False
+        before = len(self._indexed)
         for shard in range(self.plan.shards):
-            if shard in self._indexed or not index_path(self.folder, shard).is_file():
+            path = index_path(self.folder, shard)
+            if shard in self._indexed or not path.is_file():
                 continue
             start = 0
-            for digest, length in ShardIndex.read(index_path(self.folder, shard)).rows:
+            for digest, length in ShardIndex.read(path).rows:
                 self._places.setdefault(digest, RowLocation(shard, start, start + length))
                 start += length
             self._indexed.add(shard)
-            found = True
-        return found
+        return len(self._indexed) > before
 
     def fetch(self, packed: PackedBatch) -> Content:
-        """The stored tensors of a batch's tokens, one row behind the other, as `encode_batch` made
-        them."""
+        """The stored tensors of a batch's tokens, row after row, as `encode_batch` made them."""
         with self._lock:
-            rows = [self.read(self.find(digest)) for digest in row_digests(packed)]
+            rows = [self.read(self.find(digest)) for digest in layout.row_digests(packed)]
         return join_rows(rows)
 
     def find(self, digest: str) -> RowLocation:
         """Where a row lies, waiting for it if it is still to come."""
-        place = self._places.get(digest)
-        return place if place is not None else self._await(digest)
+        return self._places.get(digest) or self._await(digest)
 
     def _await(self, digest: str) -> RowLocation:
-        """Look until the row is there; raises `UserError` when it cannot come, or nothing has moved
-        for `wait_seconds`."""
+        """Look until the row is there; raises `UserError` when nothing moves for `wait_seconds`."""
         claims = Claims(self.folder)
         moved = noticed = time.monotonic()
         signs: dict[str, float] = {}
@@ -167,21 +148,15 @@ class StoreReader:
         )
 
     def read(self, place: RowLocation) -> Content:
-        """The stored tensors of one row."""
         handle = self._handle(place.shard)
-        found: Content = {}
         try:
-            for name in handle.keys():  # noqa: SIM118 - not a dictionary
-                thing, part = name.rsplit(".", 1)
-                if thing in self.things:
-                    found.setdefault(thing, {})[part] = handle.get_slice(name)[
-                        place.start : place.stop
-                    ]
+            names = [name for name in handle.keys() if name.rsplit(".", 1)[0] in self.things]  # noqa: SIM118 - not a dictionary
+            return layout.things_of(
+                {name: handle.get_slice(name)[place.start : place.stop] for name in names}
+            )
         except SafetensorError as error:
-            raise damaged(
-                shard_path(self.folder, place.shard), f"it cannot be read ({error})"
-            ) from error
-        return found
+            path = shard_path(self.folder, place.shard)
+            raise damaged(path, f"it cannot be read ({error})") from error
 
     def _handle(self, shard: int) -> Any:
         """The opened shard, checked; the least recently used ones are closed again."""
@@ -202,7 +177,6 @@ class StoreReader:
         return handle
 
     def stop(self) -> None:
-        """Wait for no row any more."""
         self._stopped.set()
 
 
@@ -210,7 +184,8 @@ def check_shard(path: Path, index: ShardIndex) -> None:
     """Raise `UserError` unless a shard has the size and the SHA-256 that its index names."""
     if not path.is_file():
         raise UserError(
-            f"'{path}' is in the feature store's index but is not there. {rewrite(path)}"
+            f"'{path}' is in the feature store's index but is not there. Run `headstart features` "
+            f"with the same settings: it writes {path.name} again."
         )
     size = path.stat().st_size
     if size != index.bytes:
@@ -222,29 +197,6 @@ def check_shard(path: Path, index: ShardIndex) -> None:
 
 
 def damaged(path: Path, what: str) -> UserError:
-    """The error for a shard that is not what was written."""
     return UserError(
         f"the feature shard '{path}' was changed or damaged since it was written: {what}. {REMEDY}"
     )
-
-
-def rewrite(path: Path) -> str:
-    """What to do about a shard that is missing."""
-    return f"Run `headstart features` with the same settings: it writes {path.name} again."
-
-
-def join_rows(rows: Sequence[Content]) -> Content:
-    """Rows behind one another."""
-    if len(rows) == 1:
-        return rows[0]
-    return {
-        thing: {part: _cat([row[thing][part] for row in rows]) for part in parts}
-        for thing, parts in rows[0].items()
-    }
-
-
-def _cat(parts: list[Tensor]) -> Tensor:
-    """Concatenation, also of fp8, for which torch has no kernel on every device."""
-    if parts[0].dtype == torch.float8_e4m3fn:
-        return torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
-    return torch.cat(parts)

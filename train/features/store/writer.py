@@ -1,10 +1,9 @@
 """Writing a store: the frozen target runs once over the packed answers.
 
-Rows are written in the order in which the first epoch of the training reads them, so that a
-training that starts while the store is still being written finds each row as soon as it can. Any
-number of processes write at once, of one launch or started by hand: each claims the first shard
-that is missing. A shard is written whole or not at all, then its index; a rerun writes what is
-missing.
+Rows are written in the order in which the first epoch reads them, so that a training that starts
+meanwhile finds each as soon as it can. Any number of processes write at once: each claims the first
+shard that is missing. A shard is written whole or not at all, then its index; a rerun writes what
+is missing.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,34 +25,24 @@ from safetensors.torch import save
 
 from heads.api.batch import TrainBatch
 from heads.api.errors import UserError
-from inference.manifest import (
-    MANIFEST_FILE,
-    FileEntry,
-    file_entry,
-    file_sha256,
-    read_manifest,
-    remove_leftovers,
-    write_bytes,
-    write_manifest,
-)
-from train.data.loader import PackedBatch
+from heads.api.features import FeatureSpec
+from heads.api.registry import get_kind
+from heads.api.target_info import TargetInfo
+from inference import manifest
+from inference.manifest import MANIFEST_FILE, write_bytes
+from inference.target.loading import TargetConfig, pick_device
+from inference.target.model import TargetModel
+from train.data.loader import PackedBatch, packed_rows
 from train.data.pack import PackedData
 from train.data.permute import stable_permutation
-from train.features.store.batches import Content, Form, Logits, encode_batch
+from train.features.base import OnlineFeatures
+from train.features.config import FeaturesConfig
+from train.features.store import layout
+from train.features.store.batches import Content, Form, Logits, encode_batch, join_rows, to_cpu
 from train.features.store.claims import Claims, disk_error, folder_lock
-from train.features.store.layout import (
-    STORE_FILE,
-    Identity,
-    ShardIndex,
-    StorePlan,
-    index_path,
-    read_plan,
-    row_digests,
-    shard_name,
-    shard_path,
-    tensors_of,
-)
-from train.features.store.size import store_bytes
+from train.features.store.codec import FORMATS, bytes_per_token, parts_of, states_of, store_bytes
+from train.features.store.layout import ShardIndex, index_path, shard_name, shard_path
+from train.processes import terminable
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +57,12 @@ Compute = Callable[[PackedBatch], TrainBatch]
 
 @dataclass
 class Writer:
-    """One process that writes a store.
-
-    order: row numbers of the answers in the order in which they are stored. batch_rows: rows per
-    forward pass, that of the training's micro-batches, since kernels may round differently at other
-    sizes. say: where progress goes.
-    """
+    """One process that writes a store. order: row numbers in the order in which they are stored;
+    batch_rows: rows per forward pass, that of the training, since kernels may round differently at
+    other sizes; say: where progress goes."""
 
     folder: Path
-    plan: StorePlan
+    plan: layout.StorePlan
     data: PackedData
     order: NDArray[np.int64]
     compute: Compute
@@ -87,16 +73,13 @@ class Writer:
 
     def __post_init__(self) -> None:
         self.claims = Claims(self.folder)
-        self.things = len(self.plan.identity.things())
 
     def run(self) -> int:
-        """Write until no shard is missing; returns how many this process wrote. Waits for shards
-        that others are writing."""
+        """Write, and wait for others, until no shard is missing; returns how many were written."""
         written, waiting = 0, False
         while missing := missing_shards(self.folder, self.plan):
-            shard = next(
-                (number for number in missing if self.claims.take(shard_name(number))), None
-            )
+            free = (number for number in missing if self.claims.take(shard_name(number)))
+            shard = next(free, None)
             if shard is None:
                 if not waiting:
                     self.say(f"waiting for {len(missing)} shards that other processes are writing")
@@ -121,30 +104,20 @@ class Writer:
         parts: list[Content] = []
         entries: list[tuple[str, int]] = []
         for start in range(0, len(rows), self.batch_rows):
-            packed = packed_rows(self.data, rows[start : start + self.batch_rows])
-            batch = self.compute(packed)
-            parts.append(
-                to_cpu(encode_batch(batch, self.plan.identity.taps, self.form, self.logits))
-            )
+            chosen = rows[start : start + self.batch_rows]
+            # seeds belong to steps, not to rows
+            packed = packed_rows(self.data, chosen, torch.zeros(len(chosen), dtype=torch.int64))
+            batch, taps = self.compute(packed), self.plan.identity.taps
+            parts.append(to_cpu(encode_batch(batch, taps, self.form, self.logits)))
             lengths = (packed.segments > 0).sum(1).tolist()
-            entries += zip(row_digests(packed), lengths, strict=True)
+            entries += zip(layout.row_digests(packed), lengths, strict=True)
             self.claims.renew(shard_name(shard))
-        joined = {
-            thing: {
-                part: torch.cat([piece[thing][part] for piece in parts]) for part in first_parts
-            }
-            for thing, first_parts in parts[0].items()
-        }
-        content = save(tensors_of(joined), metadata={"format": "pt"})
+        content = save(layout.tensors_of(join_rows(parts)), metadata={"format": "pt"})
         path = shard_path(self.folder, shard)
         try:
             write_bytes(path, content)
-            index = ShardIndex(
-                file=str(path.relative_to(self.folder)),
-                bytes=len(content),
-                sha256=hashlib.sha256(content).hexdigest(),
-                rows=entries,
-            )
+            name, digest = str(path.relative_to(self.folder)), hashlib.sha256(content).hexdigest()
+            index = ShardIndex(file=name, bytes=len(content), sha256=digest, rows=entries)
             index.write(index_path(self.folder, shard))
         except OSError as error:
             raise disk_error(self.folder, error) from error
@@ -152,53 +125,31 @@ class Writer:
 
 def make_plan(
     data: PackedData,
-    identity: Identity,
+    identity: layout.Identity,
     per_token: float,
-    hidden: int,
+    target: TargetInfo,
     shard_bytes: int,
-    target: dict[str, object],
-) -> StorePlan:
+) -> layout.StorePlan:
     """How the rows of `data` are divided into shards of about `shard_bytes` bytes."""
-    rows, tokens = len(data), data.report.tokens
+    rows, tokens, hidden = len(data), data.report.tokens, target.hidden_size
     per_row = max(1.0, per_token * tokens / rows)
     rows_per_shard = max(1, min(rows, int(shard_bytes / per_row)))
     shards = -(-rows // rows_per_shard)
-    tensors = tensor_count(identity)
-    return StorePlan(
-        identity,
-        rows,
-        tokens,
-        rows_per_shard,
-        hidden,
-        store_bytes(per_token, tokens, rows, shards, tensors),
-        target,
-    )
-
-
-def tensor_count(identity: Identity) -> int:
-    """Tensors per shard."""
     states = len(identity.taps) + int(identity.last_hidden and not identity.top_logits)
-    return states * (1 if identity.format in ("fp32", "bf16") else 2) + (
-        3 if identity.top_logits else 0
-    )
+    tensors = states * len(parts_of(identity.format, hidden)) + 3 * (identity.top_logits > 0)
+    size = store_bytes(per_token, tokens, rows, shards, tensors)
+    facts = target.to_dict()
+    return layout.StorePlan(identity, rows, tokens, rows_per_shard, hidden, size, facts)
 
 
-def row_order(rows: int, seed: int) -> NDArray[np.int64]:
-    """The order of the training's first epoch (train/data/loader.py)."""
-    return stable_permutation(rows, seed, 0)
-
-
-def open_store(folder: Path, plan: StorePlan, quota_bytes: int) -> StorePlan:
-    """Begin or continue the store of `plan` in `folder`; returns the plan that its shards follow.
-
-    Raises `UserError` when the folder holds another store, or when the quota or the disk has no
-    room for what is missing. One writer at a time comes through here, so that all follow the plan
-    of the first.
-    """
+def open_store(folder: Path, plan: layout.StorePlan, quota_bytes: int) -> layout.StorePlan:
+    """Begin or continue a store; returns the plan that its shards follow: that of the first writer,
+    as one at a time comes through here. Raises `UserError` for another store in the folder, or a
+    quota or a disk without room."""
     with folder_lock(folder):
-        remove_leftovers(folder)  # of killed writers, before the room is counted
-        if (folder / STORE_FILE).is_file():
-            stored = read_plan(folder)
+        manifest.remove_leftovers(folder)  # of killed writers, before the room is counted
+        if (folder / layout.STORE_FILE).is_file():
+            stored = layout.read_plan(folder)
             differences = stored.identity.differences(plan.identity)
             if differences or (stored.rows, stored.tokens) != (plan.rows, plan.tokens):
                 differences = differences or [f"it is for {stored.rows} rows, not {plan.rows}"]
@@ -210,21 +161,21 @@ def open_store(folder: Path, plan: StorePlan, quota_bytes: int) -> StorePlan:
         if missing_shards(folder, plan):
             (folder / MANIFEST_FILE).unlink(missing_ok=True)
         check_room(folder, plan, quota_bytes)
-        if not (folder / STORE_FILE).is_file():
+        if not (folder / layout.STORE_FILE).is_file():
             plan.write(folder)
     return plan
 
 
-def check_room(folder: Path, plan: StorePlan, quota_bytes: int) -> None:
-    """Raise `UserError` when the whole store is above the quota, or the missing part above what is
-    free."""
+def check_room(folder: Path, plan: layout.StorePlan, quota_bytes: int) -> None:
+    """Raise `UserError` when the store exceeds its quota, or its rest what is free."""
     if quota_bytes and plan.estimated_bytes > quota_bytes:
         raise UserError(
             f"the features would take {gib(plan.estimated_bytes)}, but features.quota_gib allows "
             f"{gib(quota_bytes)}. Raise it, choose a smaller features.format (int8 is half of "
             "bf16, int4 less than a third), or train on fewer answers."
         )
-    there = sum(shard_path(folder, shard).stat().st_size for shard in whole_shards(folder, plan))
+    whole = filter(partial(is_whole, folder), range(plan.shards))
+    there = sum(shard_path(folder, shard).stat().st_size for shard in whole)
     missing = max(0, plan.estimated_bytes - there)
     free = shutil.disk_usage(folder).free
     if missing and missing + DISK_RESERVE > free:
@@ -241,8 +192,7 @@ def gib(count: float) -> str:
 
 
 def is_whole(folder: Path, shard: int) -> bool:
-    """Whether a shard and its index are there and the shard has its size. Its content is checked
-    when it is read."""
+    """Whether a shard and its index are there and of one size; content is checked when read."""
     index, path = index_path(folder, shard), shard_path(folder, shard)
     if not (index.is_file() and path.is_file()):
         return False
@@ -255,105 +205,148 @@ def _bytes_in(index: Path, _modified: int) -> int:
     return ShardIndex.read(index).bytes
 
 
-def whole_shards(folder: Path, plan: StorePlan) -> list[int]:
-    """The shards that are done."""
-    return [shard for shard in range(plan.shards) if is_whole(folder, shard)]
-
-
-def missing_shards(folder: Path, plan: StorePlan) -> list[int]:
-    """The shards that are not done."""
+def missing_shards(folder: Path, plan: layout.StorePlan) -> list[int]:
     return [shard for shard in range(plan.shards) if not is_whole(folder, shard)]
 
 
-def drop_damaged(folder: Path, plan: StorePlan) -> list[str]:
-    """Delete every shard whose content is not what its index says; returns their names. Reads the
-    whole store."""
+def drop_damaged(folder: Path, plan: layout.StorePlan) -> list[str]:
+    """Delete the shards that are not what their index says; returns their names. Reads all."""
     dropped = []
-    for shard in whole_shards(folder, plan):
+    for shard in filter(partial(is_whole, folder), range(plan.shards)):
         path = shard_path(folder, shard)
-        if file_sha256(path) != ShardIndex.read(index_path(folder, shard)).sha256:
+        if manifest.file_sha256(path) != ShardIndex.read(index_path(folder, shard)).sha256:
             path.unlink()
             dropped.append(path.name)
     return dropped
 
 
-class ShardEntry(TypedDict):
-    """A shard in the manifest: its file, and how many rows and tokens it holds."""
-
-    file: str
-    bytes: int
-    sha256: str
-    rows: int
-    tokens: int
-
-
-class StoreManifest(TypedDict):
-    """The manifest of a complete store. identity: see `Identity`; index: the shards' index
-    files."""
-
-    identity: dict[str, object]
-    rows: int
-    tokens: int
-    hidden: int
-    estimated_bytes: int
-    target: dict[str, object]
-    bytes: int
-    shards: list[ShardEntry]
-    index: list[FileEntry]
-
-
 def finish_store(
-    folder: Path, plan: StorePlan, provenance: Mapping[str, object] | None
-) -> StoreManifest:
+    folder: Path, plan: layout.StorePlan, provenance: Mapping[str, object] | None
+) -> dict[str, Any]:
     """Write the manifest of a store whose shards are all there, once; returns it."""
     with folder_lock(folder):
         if not (folder / MANIFEST_FILE).is_file():
-            shards: list[ShardEntry] = []
-            indices: list[FileEntry] = []
-            for shard in range(plan.shards):
-                index = ShardIndex.read(index_path(folder, shard))
+            paths = [index_path(folder, shard) for shard in range(plan.shards)]
+            shards: list[dict[str, Any]] = []
+            for index in map(ShardIndex.read, paths):
                 tokens = sum(length for _, length in index.rows)
-                shards.append(
-                    {
-                        "file": index.file,
-                        "bytes": index.bytes,
-                        "sha256": index.sha256,
-                        "rows": len(index.rows),
-                        "tokens": tokens,
-                    }
-                )
-                indices.append(
-                    file_entry(folder, str(index_path(folder, shard).relative_to(folder)))
-                )
+                counts = {"rows": len(index.rows), "tokens": tokens}
+                shards.append({**index.model_dump(exclude={"rows"}), **counts})
             known = asdict(plan)
             del known["rows_per_shard"]
             size = sum(entry["bytes"] for entry in shards)
-            size += sum(index_path(folder, shard).stat().st_size for shard in range(plan.shards))
-            write_manifest(
-                folder,
-                "features",
-                {**known, "bytes": size, "shards": shards, "index": indices},
-                provenance,
-            )
-    return cast(StoreManifest, read_manifest(folder, "features"))
+            size += sum(path.stat().st_size for path in paths)
+            indices = [manifest.file_entry(folder, str(path.relative_to(folder))) for path in paths]
+            content = {**known, "bytes": size, "shards": shards, "index": indices}
+            manifest.write_manifest(folder, "features", content, provenance)
+    return manifest.read_manifest(folder, "features")
 
 
-def packed_rows(data: PackedData, rows: NDArray[np.int64]) -> PackedBatch:
-    """These rows of the packed answers as one batch. Seeds belong to steps, not to rows: they are
-    0."""
-    arrays = [data.row(int(row)) for row in rows]
-    tokens, positions, segments, mask = (
-        torch.from_numpy(np.stack([getattr(row, name) for row in arrays]))
-        for name in ("tokens", "positions", "segments", "loss_mask")
+@dataclass(frozen=True)
+class StoreJob:
+    """What is to be stored: for `heads` (name, kind, configuration) on a folder of `answers`.
+    dtype, sequence_length, batch_rows, seed: the training's engine.dtype, train.sequence_length,
+    micro_batch and seed. local_rank: picks this process's GPU."""
+
+    heads: tuple[tuple[str, str, Any], ...]
+    target: TargetConfig
+    answers: Path
+    features: FeaturesConfig
+    dtype: torch.dtype
+    sequence_length: int
+    batch_rows: int
+    seed: int
+    local_rank: int = 0
+
+    @property
+    def folder(self) -> Path:
+        return self.features.folder(self.answers)
+
+
+def write_features(
+    job: StoreJob,
+    provenance: Mapping[str, object] | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Write what is missing of the store, wait for other writers, return its manifest. Raises
+    `UserError` for drafters that read nothing of the target, for another store in the folder, and
+    for a quota or a disk that is too small."""
+    device = str(pick_device(job.target.device))
+    if device == "cuda":  # among several on a machine with GPUs, its own
+        device = f"cuda:{job.local_rank}"
+    target = TargetModel.load(replace(job.target, device=device))
+    needs = needs_of(job.heads, target.info)
+    form = job.features.form(target.info)
+    data = PackedData.from_manifest(job.answers, target.info, job.sequence_length)
+    precision = layout.precision_of(job.dtype, target.dtype)
+    identity = job.features.identity(
+        needs, target.info, job.answers, job.sequence_length, precision
     )
-    return PackedBatch(
-        tokens.long(), positions.long(), segments, mask, torch.zeros(len(arrays), dtype=torch.int64)
+    per_token = bytes_per_token(needs, target.info, job.features.format, identity.top_logits)
+    shard_bytes = int(job.features.shard_mib * MIB)
+    plan = make_plan(data, identity, per_token, target.info, shard_bytes)
+    for line in size_table(job.heads, target.info, job.features.top_logits):
+        say(line)
+    say(
+        f"{data.report.tokens:,} tokens in {len(data)} rows x {per_token:,.0f} bytes "
+        f"({job.features.format}: {', '.join(identity.things())}) = "
+        f"{gib(plan.estimated_bytes)} in {plan.shards} shards under '{job.folder}'"
     )
+    plan = open_store(job.folder, plan, int(job.features.quota_gib * GIB))
+    if job.features.verify:
+        dropped = ", ".join(drop_damaged(job.folder, plan))
+        state = f"{dropped} damaged, written again" if dropped else "none is damaged"
+        say(f"checked every shard: {state}")
+        plan = open_store(job.folder, plan, 0)
+    stored = FeatureSpec(plan.identity.taps, plan.identity.last_hidden)
+    online = OnlineFeatures(target, stored, job.dtype)
+    # the order of the training's first epoch (train/data/loader.py)
+    order = stable_permutation(len(data), job.seed, 0)
+    given = (plan, data, order, online.batch, form, online.logits, job.batch_rows, say)
+    with terminable():
+        Writer(job.folder, *given).run()
+    return finish_store(job.folder, plan, provenance)
 
 
-def to_cpu(content: Content) -> Content:
-    """The same tensors on the CPU."""
-    return {
-        thing: {part: tensor.cpu() for part, tensor in parts.items()}
-        for thing, parts in content.items()
-    }
+def needs_of(heads: tuple[tuple[str, str, Any], ...], info: TargetInfo) -> FeatureSpec:
+    """What the drafters read in training together; raises `UserError` when that is nothing."""
+    specs = [spec_of(kind, config, info) for _, kind, config in heads]
+    union = FeatureSpec(
+        taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
+        last_hidden=any(spec.last_hidden for spec in specs),
+        logits=any(spec.logits for spec in specs),
+    )
+    union.check(info.num_layers)
+    if not states_of(union):
+        raise UserError(
+            f"{', '.join(name for name, _, _ in heads)}: nothing of the target is read in "
+            "training, so there is nothing to store."
+        )
+    return union
+
+
+def spec_of(kind: str, config: Any, info: TargetInfo) -> FeatureSpec:
+    found = get_kind(kind)
+    if not found.trainable:
+        raise UserError(
+            f"head '{kind}' has no weights to train, so there is nothing to store for it."
+        )
+    with torch.device("meta"):
+        needs: FeatureSpec = found.drafter_class(config, info).needs
+    return needs
+
+
+def size_table(
+    heads: tuple[tuple[str, str, Any], ...], info: TargetInfo, top_logits: int
+) -> list[str]:
+    """Bytes per token of every head, and of all together, in every format, as lines of text."""
+    specs = [(name, spec_of(kind, config, info)) for name, kind, config in heads]
+    if len(specs) > 1:
+        specs.append(("all of them", needs_of(heads, info)))
+    width = max(15, *(len(name) for name, _ in specs))
+    lines = [f"{'bytes per token':<{width}} " + "".join(f"{fmt:>10}" for fmt in FORMATS)]
+    for name, spec in specs:
+        top = top_logits if spec.last_hidden or spec.logits else 0
+        sizes = [bytes_per_token(spec, info, fmt, top) for fmt in FORMATS]
+        lines.append(f"{name:<{width}} " + "".join(f"{size:>10,.0f}" for size in sizes))
+    return lines

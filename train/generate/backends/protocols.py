@@ -37,9 +37,6 @@ class Ended:
     token: int | None
 
 
-# Answers
-
-
 class _Completions(BaseModel):
     """What is read of vLLM's answer."""
 
@@ -86,9 +83,6 @@ def _read_end(finish: Any, stop: Any, same_prompt: bool) -> Ended:
     if not same_prompt:
         raise BadAnswerError("the server read another prompt than the token ids that were sent")
     return Ended(str(finish), stop if isinstance(stop, int) else None)
-
-
-# Protocols
 
 
 class OpenAI:
@@ -143,11 +137,9 @@ class SGLang:
         return {"text": text, "sampling_params": parameters, **shown}
 
     def read_probe(self, answer: Json) -> list[int]:
-        """Token ids of the probe's text; raises `BadAnswerError` when the server gives none."""
         return [token for _, token, _ in _read(_Probed, answer).prompt]
 
     def answer(self, answer: Json, request: Request) -> tuple[list[int], Ended]:
-        """Sampled token ids and how they ended."""
         found = _read(_Generated, answer)
         same = found.length in (None, len(request.tokens))
         return found.tokens, _read_end(found.finish, found.stop, same)
@@ -164,16 +156,11 @@ def _sampling(decode: DecodeConfig) -> Json:
     return {**given, "logit_bias": biases} if biases else given
 
 
-# Checks
-
-
 def completion_of(
     request: Request, tokens: Sequence[int], ended: Ended, eos: Sequence[int], vocab_size: int
 ) -> Completion:
-    """A server's answer as our decoder would have returned it, the end-of-text token included.
-
-    Raises `BadAnswerError` for an answer that our decoder could not have given.
-    """
+    """A server's answer as our decoder would have returned it, the end-of-text token included;
+    raises `BadAnswerError` for one that it could not have given."""
     found = list(tokens)
     if any(not 0 <= token < vocab_size for token in found):
         raise BadAnswerError(

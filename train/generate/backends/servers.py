@@ -24,16 +24,8 @@ import httpx
 
 from heads.api.errors import UserError
 from inference.decoding.requests import Completion, Request
-from train.generate.backends.protocols import (
-    PROBE,
-    BadAnswerError,
-    Json,
-    OpenAI,
-    Protocol,
-    SGLang,
-    completion_of,
-    same_tokenizer,
-)
+from train.generate.backends import protocols
+from train.generate.backends.protocols import PROBE, BadAnswerError, Json, OpenAI, Protocol, SGLang
 from train.generate.sampling import SamplingConfig
 from train.generate.target_facts import TargetFacts
 from train.generate.turns import Refused
@@ -206,9 +198,9 @@ class ServerPool:
         answer = self._ask(server.address + server.protocol.path, body)
         tokens, ended = server.protocol.answer(answer, request)
         facts = self.target
-        return completion_of(request, tokens, ended, facts.eos_token_ids, facts.info.vocab_size)
-
-    # The check before the start
+        return protocols.completion_of(
+            request, tokens, ended, facts.eos_token_ids, facts.info.vocab_size
+        )
 
     def _connect(self, address: str) -> Server:
         """The server at an address, after a look at its protocol, its model and its tokenizer."""
@@ -221,7 +213,7 @@ class ServerPool:
         except BadAnswerError as error:
             raise UserError(f"the server at {address} cannot be used: {error}.") from error
         mine = self.target.tokenizer.encode(PROBE, add_special_tokens=False)
-        same_tokenizer(address, mine, theirs)
+        protocols.same_tokenizer(address, mine, theirs)
         return Server(address, protocol)
 
     def _protocol(self, address: str) -> Protocol:
@@ -260,18 +252,13 @@ class ServerPool:
                 time.sleep(self._backoff(attempt) if error.wait is None else error.wait)
         raise AssertionError("unreachable")
 
-    # HTTP
-
     def _ask(self, url: str, body: Json | None = None) -> Json:
         """POST JSON, or GET without a body; raises `ServerError`, `UserError` for a wrong key."""
         try:
             answer = self.client.request("GET" if body is None else "POST", url, json=body)
             content = answer.json() if answer.is_success else None
-        except (
-            httpx.HTTPError,
-            httpx.InvalidURL,
-            ValueError,
-        ) as error:  # half an answer: ValueError
+        # half an answer: ValueError
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise ServerError(f"{type(error).__name__}: {error}") from error
         if isinstance(content, dict):
             return content

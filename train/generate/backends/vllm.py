@@ -26,19 +26,19 @@ class VllmBackend:
     def __init__(self, sampling: SamplingConfig, facts: TargetFacts, target: TargetConfig) -> None:
         """Raises `UserError` where vLLM is not installed."""
         self.sampling, self.facts = sampling, facts
-        self.vllm = _vllm()
-        self.engine = self.vllm.LLM(
-            **{
-                "model": target.path,
-                "revision": target.revision,
-                "dtype": target.dtype,
-                "trust_remote_code": target.trust_remote_code,
-                **sampling.vllm_arguments,
-            }
-        )
+        try:
+            self.vllm: Any = importlib.import_module("vllm")
+        except ImportError as error:
+            raise UserError(
+                f"sampling.backend is 'vllm', but vLLM cannot be imported here ({error}). Install "
+                "it in this environment, or start `vllm serve` in one of its own and give its "
+                "address: sampling.server=http://host:8000."
+            ) from error
+        names = ("revision", "dtype", "trust_remote_code")
+        given = {"model": target.path, **{name: getattr(target, name) for name in names}}
+        self.engine = self.vllm.LLM(**given | dict(sampling.vllm_arguments))
 
     def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
-        """Answers, lot by lot."""
         waiting = iter(requests)
         while lot := list(islice(waiting, TOGETHER)):
             prompts = [{"prompt_token_ids": list(request.tokens)} for request in lot]
@@ -48,37 +48,20 @@ class VllmBackend:
                 yield self._completion(request, output.outputs[0])
 
     def _settings(self, request: Request) -> Any:
-        sampling = self.sampling
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         return self.vllm.SamplingParams(
             max_tokens=request.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            logit_bias=dict(sampling.logit_bias) or None,
+            **{name: getattr(self.sampling, name) for name in names},
+            logit_bias=dict(self.sampling.logit_bias) or None,
             seed=request.seed,
             detokenize=False,
         )
 
     def _completion(self, request: Request, output: Any) -> Completion | Refused:
-        stop = output.stop_reason
+        stop, facts = output.stop_reason, self.facts
         ended = Ended(str(output.finish_reason), stop if isinstance(stop, int) else None)
-        info = self.facts.info
+        known = (facts.eos_token_ids, facts.info.vocab_size)
         try:
-            return completion_of(
-                request, list(output.token_ids), ended, self.facts.eos_token_ids, info.vocab_size
-            )
+            return completion_of(request, list(output.token_ids), ended, *known)
         except BadAnswerError as error:
             return Refused(request, f"vLLM: {error}")
-
-
-def _vllm() -> Any:
-    try:
-        return importlib.import_module("vllm")
-    except ImportError as error:
-        raise UserError(
-            f"sampling.backend is 'vllm', but vLLM cannot be imported here ({error}). Install it "
-            "in this environment, or start `vllm serve` in one of its own and give its address: "
-            "sampling.server=http://host:8000."
-        ) from error
