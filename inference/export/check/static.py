@@ -17,9 +17,8 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import vocab
 from inference.export.engine_folder import require_plain_path
-from inference.export.layouts.base import Json, Shapes, TensorRow
-from inference.export.layouts.folder import Folder
-from inference.export.layouts.layout import IDS, Layout, captured_layers
+from inference.export.layouts.base import IDS, Layout, Shapes, TensorRow, captured_layers
+from inference.export.layouts.folder import Folder, Json
 from inference.export.layouts.llama import read_rope
 from inference.manifest import file_sha256
 
@@ -29,7 +28,12 @@ def check_files(folder: Folder, layout: Layout, info: TargetInfo, rope: Json) ->
 
     rope: the rotary parameters that the drafter must have; empty if they are unknown.
     """
-    faults = list(check_architecture(folder, layout))
+    faults = []
+    if folder.architecture not in layout.architectures:
+        faults.append(
+            f"architecture: '{folder.architecture}' is none that the engine finds for "
+            f"{layout.name}; allowed: {', '.join(layout.architectures)}"
+        )
     try:
         table, spare = layout.tensors(folder, info)
     except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -46,18 +50,8 @@ def check_files(folder: Folder, layout: Layout, info: TargetInfo, rope: Json) ->
     if layout.block:
         faults += check_anchor(folder, layout)
     faults += check_drafts(folder, layout)
-    faults += check_path(folder)
-    faults += check_changes(folder)
+    faults += check_origin(folder)
     return faults
-
-
-def check_architecture(folder: Folder, layout: Layout) -> Iterator[str]:
-    """The class name."""
-    if folder.architecture not in layout.architectures:
-        yield (
-            f"architecture: '{folder.architecture}' is none that the engine finds for "
-            f"{layout.name}; allowed: {', '.join(layout.architectures)}"
-        )
 
 
 def check_names(
@@ -74,8 +68,8 @@ def check_names(
         else:
             left = "it keeps what was in memory" if silent else "it does not load"
             yield f"tensor: '{name}' is missing ({left})"
+    does = "it is ignored without a word" if silent else "the engine does not know it"
     for name in sorted(set(folder.tensors) - set(wanted) - set(spare)):
-        does = "it is ignored without a word" if silent else "the engine does not know it"
         yield f"tensor: '{name}' is none of this layout ({does})"
 
 
@@ -83,14 +77,12 @@ def check_shapes(folder: Folder, table: list[TensorRow], spare: Shapes) -> Itera
     """Misshapen tensors."""
     wanted = spare | {row.theirs: row.shape for row in table}
     for name, value in folder.tensors.items():
-        shape = wanted.get(name)
-        if shape is None or tuple(value.shape) == shape:
-            continue
-        if name == "mask_hidden" and value.numel() == shape[-1]:
-            continue
-        rows = shape[0] != value.shape[0] and name.split(".")[0] in ("lm_head", "embed_tokens")
-        what = "vocabulary" if rows else "shape"
-        yield f"{what}: '{name}' is {list(value.shape)}, the engine needs {list(shape)}"
+        shape = wanted.get(name, tuple(value.shape))
+        flat = name == "mask_hidden" and value.numel() == shape[-1]
+        if tuple(value.shape) != shape and not flat:
+            rows = shape[0] != value.shape[0] and name.split(".")[0] in ("lm_head", "embed_tokens")
+            what = "vocabulary" if rows else "shape"
+            yield f"{what}: '{name}' is {list(value.shape)}, the engine needs {list(shape)}"
 
 
 def check_dtypes(tensors: Mapping[str, Tensor]) -> Iterator[str]:
@@ -140,9 +132,8 @@ def check_vocabulary(folder: Folder, info: TargetInfo) -> Iterator[str]:
         )
     elif bool((ids.diff() <= 0).any()):
         yield "d2t: its token ids do not ascend"
-    elif known is not None and reduced:
-        marked = vocab.to_maps(ids, size)[1]
-        yield from [] if torch.equal(known.bool(), marked) else ["d2t: t2d marks other tokens"]
+    elif reduced and known is not None and not known.bool().equal(vocab.to_maps(ids, size)[1]):
+        yield "d2t: t2d marks other tokens"
 
 
 def check_taps(folder: Folder, info: TargetInfo) -> Iterator[str]:
@@ -183,11 +174,10 @@ def check_positions(config: Json, rope: Json, info: TargetInfo, eps: bool) -> It
 
 def check_anchor(folder: Folder, layout: Layout) -> Iterator[str]:
     """Which slot of a block gives which token, and how many slots there are."""
-    inner, trained = folder.block, folder.export.config
-    dspark = layout.name == "dspark"
+    inner, trained, dspark = folder.block, folder.export.config, layout.name == "dspark"
     anchored = inner.get("sample_from_anchor")
     if dspark and anchored is None:
-        yield "anchor: sample_from_anchor is not said; engines differ in what they then assume"
+        yield "anchor: sample_from_anchor is not set; engines differ in what they then assume"
     if not dspark and anchored:
         yield "anchor: sample_from_anchor is true, which engines refuse for DFlash"
     own = trained.get("sample_from_anchor", anchored)
@@ -195,35 +185,33 @@ def check_anchor(folder: Folder, layout: Layout) -> Iterator[str]:
         yield f"anchor: sample_from_anchor is {anchored}, the drafter was trained with {own}"
     size = int(trained.get("block_size") or inner["block_size"])
     if int(inner["block_size"]) != size:
-        yield (f"anchor: block_size is {inner['block_size']}, the drafter was trained with {size}")
+        yield f"anchor: block_size is {inner['block_size']}, the drafter was trained with {size}"
 
 
 def check_drafts(folder: Folder, layout: Layout) -> Iterator[str]:
-    """Whether the engine is told to draft as many tokens as there are."""
-    told = folder.export.speculative_config
-    count = told.get("num_speculative_tokens")
-    if count is not None and layout.draftable is not None:
+    """Whether the serve command asks for as many drafts as there are."""
+    speculative = folder.export.speculative_config
+    count = speculative.get("num_speculative_tokens")
+    if count is None:
+        return
+    if layout.draftable is not None:
         most, what = layout.draftable(folder.flat)
         if count > most:
             yield f"drafts: {count} tokens are asked of {what}"
-    if count is not None and layout.name == "peagle" and not told.get("parallel_drafting"):
+    if layout.name == "peagle" and not speculative.get("parallel_drafting"):
         yield (
             "drafts: P-EAGLE needs parallel_drafting=true, or vLLM drops mask_hidden and drafts "
             "token by token"
         )
 
 
-def check_path(folder: Folder) -> Iterator[str]:
-    """A path from which vLLM would conclude another method."""
+def check_origin(folder: Folder) -> Iterator[str]:
+    """A path from which vLLM would conclude another method; files that were not exported so."""
     try:
         if folder.export.speculative_config:
             require_plain_path(folder.export.speculative_config, folder.export.engine, folder.path)
     except UserError as error:
         yield f"path: {error}"
-
-
-def check_changes(folder: Folder) -> Iterator[str]:
-    """Files that are not what was exported."""
     for name, digest in folder.export.files.items():
         path = folder.path / Path(name).name
         if not path.is_file():

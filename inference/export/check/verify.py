@@ -10,12 +10,8 @@ from heads.api.errors import UserError
 from inference.export.check.config import VerifyConfig
 from inference.export.check.static import check_files
 from inference.export.importing import recognise
-from inference.export.layouts.base import Json, Target, read_checkpoint
-from inference.export.layouts.dflash import TELLING
-from inference.export.layouts.eagle3 import MASK
-from inference.export.layouts.folder import Folder
-from inference.export.layouts.layout import Layout, own_rope
-from inference.export.layouts.llama import plain_rope
+from inference.export.layouts import base, dflash, eagle3
+from inference.export.layouts.folder import Folder, Json
 from inference.export.layouts.registry import LAYOUTS
 from inference.manifest import file_sha256
 from inference.target.loading import TargetConfig
@@ -48,8 +44,7 @@ def verify(config: VerifyConfig, given: TargetConfig, target: TargetModel | None
         raise UserError(f"'{folder.path}' is of an unknown layout '{name}': export it again.")
     source, why = find_source(folder, config.source)
     notes = [] if source else [f"not compared with a checkpoint: {why}"]
-    rope = find_rope(folder, layout, source, given)
-    faults = check_files(folder, layout, target.info, rope)
+    faults = check_files(folder, layout, target.info, find_rope(folder, layout, source, given))
     return Verdict(name, folder.export.engine, faults, notes + folder.export.notes)
 
 
@@ -58,27 +53,28 @@ def find_layout(folder: Folder) -> str:
     name = recognise(folder)
     if name == "speculators":
         return f"{WRAPPED}{folder.config['speculators_model_type']}"
-    if name == "mtp":
-        return "mtp-mimo"
-    if name == "eagle3" and MASK in folder.tensors:
+    if name == "eagle3" and eagle3.MASK in folder.tensors:
         return "peagle"
     if name == "dflash":
-        return next((found for tensor, found in TELLING.items() if tensor in folder.tensors), name)
-    return name
+        marks = (found for tensor, found in dflash.MARKS.items() if tensor in folder.tensors)
+        return next(marks, name)
+    return "mtp-mimo" if name == "mtp" else name
 
 
-def find_rope(folder: Folder, layout: Layout, source: Path | None, given: TargetConfig) -> Json:
+def find_rope(
+    folder: Folder, layout: base.Layout, source: Path | None, given: TargetConfig
+) -> Json:
     """The rotary parameters that the folder must have, by its checkpoint or its notes.
 
     Empty if they are unknown.
     """
     if source is not None and layout.rope is not None:
         try:
-            return layout.rope(read_checkpoint(source), Target(given))
+            return layout.rope(base.read_checkpoint(source), base.Target(given))
         except UserError:
             return {}
     theta = folder.export.target.get("rope_theta")
-    return plain_rope(theta) if theta and layout.rope is own_rope else {}
+    return base.plain_rope(theta) if theta and layout.rope is base.own_rope else {}
 
 
 def find_source(folder: Folder, given: str) -> tuple[Path | None, str]:
@@ -87,14 +83,14 @@ def find_source(folder: Folder, given: str) -> tuple[Path | None, str]:
     given: a checkpoint folder to take instead of the one in the notes. Raises `UserError` if that
     is none.
     """
-    said = folder.export.source
-    path = Path(given) if given else folder.path / said.get("checkpoint", "")
-    if not given and not said:
+    source = folder.export.source
+    path = Path(given) if given else folder.path / source.get("checkpoint", "")
+    if not given and not source:
         return None, "the folder does not say which checkpoint it was made of"
     if not (path / CONFIG_FILE).is_file() or not (path / WEIGHTS_FILE).is_file():
         if given:
             raise UserError(f"verify.source: '{path}' is not a drafter checkpoint.")
         return None, f"the checkpoint '{path}' does not exist any more"
-    if said.get("sha256") and file_sha256(path / WEIGHTS_FILE) != said["sha256"]:
+    if source.get("sha256") and file_sha256(path / WEIGHTS_FILE) != source["sha256"]:
         return None, f"the weights of '{path}' have changed since the export"
     return path, ""

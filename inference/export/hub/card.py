@@ -107,7 +107,7 @@ def card(
         )
     firsts = [report.drafters[0] for report in own.values()]
     draft = firsts[0].draft
-    by_domain = [pair for one in firsts for pair in one.domains.items()]
+    taus = [(name, found.tau) for one in firsts for name, found in one.domains.items()]
     return TEMPLATE.render(
         front=front_matter(checkpoint, about),
         name=about.repo.split("/")[-1],
@@ -126,10 +126,8 @@ def card(
         engines=engines or {},
         training=training,
         tuned=tuned,
-        domains=sorted({name for name, _ in by_domain}),
-        slowest=min(
-            ((name, found.tau) for name, found in by_domain), key=lambda pair: pair[1], default=None
-        ),
+        domains=sorted({name for name, _ in taus}),
+        slowest=min(taus, key=lambda pair: pair[1], default=None),
         batches=sorted({each.batch_size for each in settings}),
     )
 
@@ -137,28 +135,24 @@ def card(
 def base_model(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
     """Hub id of the target; empty if it has none."""
     target: str = checkpoint["target"]["id"]
-    return about.base_model or (
-        target if HUB_ID.fullmatch(target) and not Path(target).exists() else ""
-    )
+    own = target if HUB_ID.fullmatch(target) and not Path(target).exists() else ""
+    return about.base_model or own
 
 
 def front_matter(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
     """The YAML that the Hub reads."""
-    base = base_model(checkpoint, about)
-    kind = checkpoint["kind"]
+    tags = [LIBRARY, "speculative-decoding", "draft-model", checkpoint["kind"], *about.tags]
     fields: dict[str, Any] = {
         "library_name": LIBRARY,
         "pipeline_tag": "text-generation",
-        "tags": list(
-            dict.fromkeys([LIBRARY, "speculative-decoding", "draft-model", kind, *about.tags])
-        ),
+        "tags": list(dict.fromkeys(tags)),
     }
-    if base:
-        fields["base_model"] = base
-    if about.license:
-        fields["license"] = about.license
-    if about.datasets:
-        fields["datasets"] = list(about.datasets)
+    optional = {
+        "base_model": base_model(checkpoint, about),
+        "license": about.license,
+        "datasets": list(about.datasets),
+    }
+    fields |= {name: value for name, value in optional.items() if value}
     return yaml.safe_dump(fields, sort_keys=False)
 
 

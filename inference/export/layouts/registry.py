@@ -12,19 +12,10 @@ from dataclasses import dataclass
 from heads.api.errors import UserError
 from inference.export.config import ENGINES
 from inference.export.layouts import causal, dflash, eagle, eagle3, medusa, mtp, speculators
-from inference.export.layouts.base import Checkpoint, Options, Target, Writer, Written
+from inference.export.layouts.base import Layout, Writer
 
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        eagle.LAYOUT,
-        *eagle3.LAYOUTS,
-        *dflash.LAYOUTS,
-        mtp.LAYOUT,
-        medusa.LAYOUT,
-        causal.LAYOUT,
-    )
-}
+_ALL = (*(eagle.LAYOUT, mtp.LAYOUT, medusa.LAYOUT, causal.LAYOUT), *eagle3.LAYOUTS, *dflash.LAYOUTS)
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _ALL}
 """Layouts by name. Those of the library speculators are wrapped ones: `speculators-<name>`."""
 
 
@@ -123,17 +114,6 @@ ROUTES: dict[str, Ways] = {
 """Method -> engine -> the way there, or why there is none."""
 
 
-def write(
-    checkpoint: Checkpoint, target: Target, options: Options, engine: str
-) -> tuple[str, Written]:
-    """The layout's name and the folder of a drafter for an engine.
-
-    Raises `UserError` without a way.
-    """
-    route = find_route(checkpoint.method, engine)
-    return route.layout, route.write(checkpoint, target, options, engine)
-
-
 def find_route(method: str, engine: str) -> Route:
     """The route of a method into an engine; raises `UserError` with the reason if there is none."""
     found = ROUTES.get(method, {}).get(engine, f"no layout is known for it; {_OWN}")
@@ -145,20 +125,15 @@ def find_route(method: str, engine: str) -> Route:
 def markdown() -> str:
     """The routes as a table for docs/serving.md, and the reasons where there is none."""
     lines = ["| method | " + " | ".join(ENGINES) + " |", "|---" * (len(ENGINES) + 1) + "|"]
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, dict[str, None]] = {}
     for method, ways in ROUTES.items():
-        cells = []
+        cells = [method]
         for engine in ENGINES:
             found = ways[engine]
-            if isinstance(found, Route):
-                cells.append(found.layout)
-            else:
-                cells.append("no")
-                reasons.setdefault(f"{engine}: {found}" if _OWN not in found else found, []).append(
-                    method
-                )
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    why = [
-        f"* {', '.join(dict.fromkeys(methods))}: {reason}." for reason, methods in reasons.items()
-    ]
+            cells.append(found.layout if isinstance(found, Route) else "no")
+            if isinstance(found, str):
+                reason = found if _OWN in found else f"{engine}: {found}"
+                reasons.setdefault(reason, {})[method] = None
+        lines.append(f"| {' | '.join(cells)} |")
+    why = [f"* {', '.join(methods)}: {reason}." for reason, methods in reasons.items()]
     return "\n".join([*lines, "", *why])
