@@ -45,6 +45,15 @@ class Piece:
     text: str
 
 
+@dataclass
+class Drafts:
+    """Verifications of an answer, the tokens that they committed, the drafted ones among them."""
+
+    passes: int = 0
+    committed: int = 0
+    accepted: int = 0
+
+
 @dataclass(frozen=True)
 class Done:
     """An answer's end. text: all of it; finish: stop or length; tokens: what was generated, end of
@@ -53,9 +62,7 @@ class Done:
     text: str
     finish: str
     tokens: tuple[int, ...]
-    passes: int
-    committed: int
-    accepted: int
+    drafts: Drafts
 
 
 @dataclass(frozen=True)
@@ -81,22 +88,20 @@ class ServedRequest:
     stops: tuple[str, ...]
     stream: bool
     domain: str
-    deliver: Callable[[Event], None]
     created: float
+    deliver: Callable[[Event], None] = lambda event: None
     index: int = -1
 
 
 @dataclass
 class _Live:
-    """A job in the worker's hands."""
+    """A job in the worker's hands. first: when its first token came."""
 
     job: ServedRequest
     text: StopText
     tokens: list[int] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
-    passes: int = 0
-    committed: int = 0
-    accepted: int = 0
+    drafts: Drafts = field(default_factory=Drafts)
     first: float = 0.0
 
 
@@ -113,8 +118,8 @@ class Scheduler:
         context: int,
         metrics: ServerMetrics,
         post: Post,
-        log: VerificationLog | None = None,
-        broken: Callable[[], None] = lambda: None,
+        log: VerificationLog | None,
+        broken: Callable[[], None],
     ) -> None:
         self.engine, self.context, self.metrics, self.log = engine, context, metrics, log
         self.post, self.broken = post, broken
@@ -150,20 +155,19 @@ class Scheduler:
         """Stop a job; no further events come of it. One that has ended is ignored."""
         self._inbox.put(("cancel", job))
 
-    def stop(self, seconds: float = 10.0) -> bool:
-        """End the worker; jobs under way fail. Returns whether it ended in time."""
+    def stop(self) -> None:
+        """End the worker; jobs under way fail."""
         self._inbox.put(("stop", None))
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        self._thread.join(10.0)
 
     # The worker's thread
 
     def _work(self) -> None:
-        failures = 0
+        failures, details = 0, self.log is not None
         while not self._ended and failures < MOST_FAILURES:
             try:
                 with Session(
-                    self.engine, self.context, self._on_tokens, details=self.log is not None
+                    self.engine, self.context, self._on_tokens, details=details
                 ) as session:
                     self._session, self.healthy = session, True
                     self._ready.set()
@@ -181,11 +185,8 @@ class Scheduler:
             finally:
                 # before anybody hears of the failure and asks again
                 self.healthy = failures < MOST_FAILURES
-                self._fail_all(
-                    "the engine failed; the request can be repeated"
-                    if failures
-                    else "the server is stopping"
-                )
+                broken = "the engine failed; the request can be repeated"
+                self._fail_all(broken if failures else "the server is stopping")
         self.healthy = False
         self._ready.set()
         if not self._ended:
@@ -198,15 +199,17 @@ class Scheduler:
         self._take(session)
         if self._ended:
             return False
-        ended = False
-        for completion in session.step():
-            ended |= self._complete(completion)
+        ended = [self._complete(completion) for completion in session.step()]
+        self._send(session.running)
+        return any(ended)
+
+    def _send(self, running: int) -> None:
+        """Hand back the events, and show how many rows are in use."""
         if self._out:
             out, self._out = self._out, []
             self.post(out)
-        self.metrics.running.set(session.running)
-        self.metrics.waiting.set(max(0, len(self._live) - session.running))
-        return ended
+        self.metrics.running.set(running)
+        self.metrics.waiting.set(max(0, len(self._live) - running))
 
     def _take(self, session: Session) -> None:
         """Everything in the inbox; waits for something when there is nothing to decode."""
@@ -215,17 +218,14 @@ class Scheduler:
                 order, job = self._inbox.get(block=not session.unfinished)
             except queue.Empty:
                 return
-            if order == "stop":
+            if job is None:
                 self._ended = True
                 return
-            assert job is not None
-            if order == "cancel":
-                live = self._live.pop(job.index, None)
-                if live is not None:
-                    session.cancel(job.index)
-                    self._record(live, "cancelled")
-            else:
+            if order == "add":
                 self._admit(session, job)
+            elif (live := self._live.pop(job.index, None)) is not None:
+                session.cancel(job.index)
+                self._record(live, "cancelled")
 
     def _admit(self, session: Session, job: ServedRequest) -> None:
         job.index = self._count
@@ -235,9 +235,8 @@ class Scheduler:
         except UserError as error:
             self._out.append((job, Failed(ApiError(400, str(error)))))
             return
-        self._live[job.index] = _Live(
-            job, StopText(self.tokenizer, self.engine.target.eos_token_ids, job.stops)
-        )
+        text = StopText(self.tokenizer, self.engine.target.eos_token_ids, job.stops)
+        self._live[job.index] = _Live(job, text)
 
     def _on_tokens(self, request: Request, tokens: list[int], record: PassRecord | None) -> None:
         live = self._live.get(request.index)
@@ -254,22 +253,25 @@ class Scheduler:
         live.tokens += tokens
         if not (job.stream or job.stops):
             return
-        piece = live.text.add(tokens)
-        if piece:
-            live.shown.append(piece)
-            if job.stream:
-                self._out.append((job, Piece(piece)))
+        self._show(live, live.text.add(tokens))
         if live.text.stopped:
             assert self._session is not None
             self._session.cancel(request.index)
             self._end(live, "stop")
 
+    def _show(self, live: _Live, piece: str) -> None:
+        """More text, which a streaming client gets at once."""
+        if piece:
+            live.shown.append(piece)
+            if live.job.stream:
+                self._out.append((live.job, Piece(piece)))
+
     def _book(self, live: _Live, record: PassRecord) -> None:
         """Count a verification, before its tokens are added."""
-        job = live.job
-        live.passes += 1
-        live.committed += record.committed
-        live.accepted += record.accepted
+        job, drafts = live.job, live.drafts
+        drafts.passes += 1
+        drafts.committed += record.committed
+        drafts.accepted += record.accepted
         self.metrics.verified(job.domain, record)
         if self.log is not None:
             root = len(job.prompt) + len(live.tokens) - 1
@@ -284,37 +286,18 @@ class Scheduler:
 
     def _end(self, live: _Live, finish: str) -> None:
         """An answer is complete: say so and book it."""
-        job, text = live.job, live.text
+        job, text, tokens = live.job, live.text, len(live.tokens)
         del self._live[job.index]
         if job.stream or job.stops:
-            rest = text.rest()
-            finish = "stop" if text.stopped else finish
-            if rest:
-                live.shown.append(rest)
-                if job.stream:
-                    self._out.append((job, Piece(rest)))
-            whole, tokens = "".join(live.shown), text.tokens if text.stopped else len(live.tokens)
+            self._show(live, text.rest())
+            if text.stopped:
+                finish, tokens = "stop", text.tokens
+            whole = "".join(live.shown)
         else:
-            shown = [
-                token for token in live.tokens if token not in self.engine.target.eos_token_ids
-            ]
-            whole, tokens = (
-                str(self.tokenizer.decode(shown, skip_special_tokens=True)),
-                len(live.tokens),
-            )
-        self._out.append(
-            (
-                job,
-                Done(
-                    whole,
-                    finish,
-                    tuple(live.tokens[:tokens]),
-                    live.passes,
-                    live.committed,
-                    live.accepted,
-                ),
-            )
-        )
+            ends = self.engine.target.eos_token_ids
+            shown = [token for token in live.tokens if token not in ends]
+            whole = str(self.tokenizer.decode(shown, skip_special_tokens=True))
+        self._out.append((job, Done(whole, finish, tuple(live.tokens[:tokens]), live.drafts)))
         now = time.monotonic()
         self.metrics.tokens.labels(job.domain).inc(tokens)
         self.metrics.whole.observe(now - job.created)
@@ -324,9 +307,8 @@ class Scheduler:
 
     def _record(self, live: _Live, finish: str) -> None:
         """Write down a sequence whose verifications were."""
+        job, temperature = live.job, live.job.sampling.temperature
         if self.log is not None and live.tokens:
-            job = live.job
-            temperature = job.sampling.temperature
             self.log.sequence(
                 job.id, job.domain, job.prompt, live.tokens, job.seed, temperature, finish
             )
@@ -338,27 +320,15 @@ class Scheduler:
         status = 503 if self._ended else 500
         self._out += [(live.job, Failed(ApiError(status, why))) for live in self._live.values()]
         self._live.clear()
-        if self._out:
-            out, self._out = self._out, []
-            self.post(out)
-        self.metrics.running.set(0)
-        self.metrics.waiting.set(0)
+        self._send(0)
 
     def _drain_inbox(self) -> None:
         """Refuse what still came in, for good: nobody reads the inbox any more."""
+        error = ApiError(503, "the engine has failed; the server is going down")
         while True:
             try:
                 order, job = self._inbox.get(timeout=0.2)
             except queue.Empty:
                 return
             if order == "add" and job is not None:
-                self.post(
-                    [
-                        (
-                            job,
-                            Failed(
-                                ApiError(503, "the engine has failed; the server is going down")
-                            ),
-                        )
-                    ]
-                )
+                self.post([(job, Failed(error))])

@@ -26,26 +26,19 @@ def grid(
     no static trees.
     """
     wanted = [Draft("chain", depth) for depth in sorted(set(config.depths))]
-    longest = 0
-    kept, refused = [NONE], dict[str, str]()
+    depth, width = config.tree_depth, config.width
     for nodes in sorted(set(config.nodes)):
         if accuracy and accuracy[0][0] > 0:
-            found = search_tree(accuracy[: config.tree_depth], nodes)
-            deepest = max(len(path) for path in found.choices)
-            if deepest < len(found.choices):  # a chain is there already
-                wanted.append(Draft("tree", deepest, found.choices))
-        most = 1 + config.width + (config.tree_depth - 1) * config.width**2
-        if nodes <= most:
-            wanted.append(
-                Draft("dynamic", min(config.tree_depth, nodes - 1), (), nodes, config.width)
-            )
-    for draft in dict.fromkeys(wanted):
-        why = refusal(target, drafter, draft)
-        if why:
-            refused[draft.label] = why
-            continue
-        kept.append(draft)
-        longest = max(longest, draft.depth if draft.shape == "chain" else 0)
+            found = search_tree(accuracy[:depth], nodes)
+            levels = max(len(path) for path in found.choices)
+            if levels < len(found.choices):  # a chain is there already
+                wanted.append(Draft("tree", levels, found.choices))
+        if nodes <= 1 + width + (depth - 1) * width**2:
+            wanted.append(Draft("dynamic", min(depth, nodes - 1), (), nodes, width))
+    reasons = {draft: refusal(target, drafter, draft) for draft in dict.fromkeys(wanted)}
+    kept = [NONE, *(draft for draft, why in reasons.items() if not why)]
+    refused = {draft.label: why for draft, why in reasons.items() if why}
+    longest = max(draft.depth if draft.shape == "chain" else 0 for draft in kept)
     if longest > 1 and not drafter.needs.verified:
         kept += [
             Draft("chain", longest, adaptive="confidence", adaptive_threshold=threshold)

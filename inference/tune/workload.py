@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 
 from inference.decoding.requests import PassRecord
 from inference.measure.metrics import divide
@@ -40,12 +41,7 @@ class Steps:
     nodes: int = 0
 
     def __add__(self, other: Steps) -> Steps:
-        return Steps(
-            self.steps + other.steps,
-            self.tokens + other.tokens,
-            self.length + other.length,
-            self.nodes + other.nodes,
-        )
+        return Steps(*map(add, vars(self).values(), vars(other).values()))
 
     @property
     def mean_length(self) -> float:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from huggingface_hub import HfApi, constants, errors, get_token
+import huggingface_hub
+from huggingface_hub import HfApi, constants, errors
 
 from heads.api.errors import UserError
 
@@ -110,7 +111,7 @@ def hub_address() -> str:
 
 def hub_token() -> str:
     """The token of the environment or of the Hub's own login; empty without one."""
-    return get_token() or ""
+    return huggingface_hub.get_token() or ""
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -9,11 +9,12 @@ Hub's own login and are passed to huggingface_hub only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd
+from huggingface_hub import CommitOperationAdd, HfApi
 from rich.console import Console
 from rich.table import Table
 
@@ -56,28 +57,10 @@ def push(
     if config.dry_run:
         console.print("Dry run: nothing was sent. Push with push.dry_run=false.")
         return result
-    token = hub_token()
-    if not token:
-        raise UserError(
-            "there is no Hub access token. Run `hf auth login`, or set HF_TOKEN to a token with "
-            "write access."
-        )
-    missing = "Create it, or push with push.create=true."
-    kept = (
-        "Nothing was published: files appear in one commit at the end. Push again; what has "
-        "arrived is not sent twice."
-    )
-    exchange = Exchange(config.repo, hub_address(), token, "push", "write", missing, kept)
-    with exchange.connect() as api:
-        if config.create:
-            api.create_repo(config.repo, private=config.private, exist_ok=True)
-        # create_commit rather than upload_folder: the latter may split a push into several commits
-        files = [CommitOperationAdd(name, str(folder / name)) for name in result.files]
-        commit = api.create_commit(config.repo, files, commit_message=config.message)
-    result.url = str(commit.commit_url)
+    result.url = upload(config, folder)
     console.print(f"Pushed: {result.url}", soft_wrap=True)
     if config.collection:
-        console.print(f"In the collection {collect(config, exchange)}", soft_wrap=True)
+        console.print(f"In the collection {collect(config)}", soft_wrap=True)
     return result
 
 
@@ -104,24 +87,49 @@ def owner(config: PushConfig) -> str:
     return config.repo.split("/")[0]
 
 
-def collect(config: PushConfig, exchange: Exchange) -> str:
+def connect(config: PushConfig, kept: str) -> AbstractContextManager[HfApi]:
+    """The Hub's interface for a block. kept: what a failure leaves, and how to go on."""
+    token, missing = hub_token(), "Create it, or push with push.create=true."
+    if not token:
+        raise UserError(
+            "there is no Hub access token. Run `hf auth login`, or set HF_TOKEN to a token with "
+            "write access."
+        )
+    return Exchange(config.repo, hub_address(), token, "push", "write", missing, kept).connect()
+
+
+def upload(config: PushConfig, folder: Path) -> str:
+    """Send a checked folder to the Hub in one commit and return the commit's address."""
+    files = check_folder(folder)
+    kept = (
+        "Nothing was published: files appear in one commit at the end. Push again; what has "
+        "arrived is not sent twice."
+    )
+    with connect(config, kept) as api:
+        if config.create:
+            api.create_repo(config.repo, private=config.private, exist_ok=True)
+        # create_commit rather than upload_folder: the latter may split a push into several commits
+        operations = [CommitOperationAdd(name, str(folder / name)) for name in files]
+        commit = api.create_commit(config.repo, operations, commit_message=config.message)
+    return str(commit.commit_url)
+
+
+def collect(config: PushConfig) -> str:
     """Put the pushed repository into the collection of that title; returns its identifier.
 
     The title is looked up among the user's collections: the Hub itself takes equal titles several
     times.
     """
-    title, namespace = config.collection, owner(config)
+    title, user, private = config.collection, owner(config), config.private
     kept = (
         f"'{config.repo}' is pushed and stays; only the collection lacks it. Push again: nothing "
         "is sent twice."
     )
-    with replace(exchange, kept=kept).connect() as api:
-        known = (one.slug for one in api.list_collections(owner=namespace) if one.title == title)
+    with connect(config, kept) as api:
+        known = (found.slug for found in api.list_collections(owner=user) if found.title == title)
         slug = next(known, None)
         if slug is None:
-            private = config.private
-            slug = api.create_collection(
-                title, namespace=namespace, private=private, exists_ok=True
-            ).slug
+            made = api.create_collection(title, namespace=user, private=private, exists_ok=True)
+            slug = made.slug
         api.add_collection_item(slug, config.repo, "model", exists_ok=True)
     return slug
