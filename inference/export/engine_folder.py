@@ -42,15 +42,12 @@ ALGORITHMS = {
 
 
 def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Path) -> ExportNotes:
-    """Write `out` and return its notes; raises `UserError` before anything is written.
-
-    With config.overwrite an `out` that an export wrote, and nobody has added files to, is replaced.
-    """
+    """Write `out` and return its notes; raises `UserError` before anything is written. With
+    config.overwrite an `out` that an export wrote, and nobody has added files to, is replaced."""
     layout, written = write_layout(config, checkpoint, target)
     if not config.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
         raise UserError(
-            f"'{out}' is there already. Choose another export.out, or replace it with "
-            "export.overwrite=true."
+            f"'{out}' is there already. Choose another export.out, or set export.overwrite=true."
         )
     require_plain_path(written.speculative, config.engine, out)
     tensors = {name: value.contiguous() for name, value in written.tensors.items()}
@@ -59,7 +56,23 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
     if config.dtype:
         tensors |= {name: value.to(dtype) for name, value in floats.items()}
     written.config["dtype"] = str(dtype).removeprefix("torch.")
-    notes = describe(config, checkpoint, target, layout, written, out)
+    engine, speculative, path = config.engine, written.speculative, target.config.path
+    notes = ExportNotes(
+        kind=checkpoint.kind,
+        method=checkpoint.method,
+        engine=engine,
+        layout=layout,
+        source={"checkpoint": str(checkpoint.folder.resolve()), "sha256": checkpoint.sha256},
+        config=asdict(checkpoint.config),
+        taps=list(checkpoint.drafter.needs.taps),
+        target=checkpoint.info.to_dict(),
+        speculative_config=speculative,
+        hf_overrides=target_overrides(engine, speculative),
+        serve=serve(engine, path, out, speculative),
+        serve_as_custom_class=custom_class(path, out, speculative),
+        kept=written.kept,
+        notes=written.notes,
+    )
     with replaced(out, STAGE, "export.overwrite" if config.overwrite else "export.out") as fresh:
         save_file(tensors, fresh / "model.safetensors", {"format": "pt"})
         for name, content in written.files.items():
@@ -114,34 +127,6 @@ def require_plain_path(speculative: Json, engine: str, out: Path) -> None:
             f"export.out '{out}' holds the word '{word}', from which vLLM would conclude another "
             f"method than {method}. Choose a path without it."
         )
-
-
-def describe(
-    config: ExportConfig,
-    checkpoint: Checkpoint,
-    target: Target,
-    layout: str,
-    written: Written,
-    out: Path,
-) -> ExportNotes:
-    """The notes of a folder, without the hashes of its files."""
-    engine, speculative, path = config.engine, written.speculative, target.config.path
-    return ExportNotes(
-        kind=checkpoint.kind,
-        method=checkpoint.method,
-        engine=engine,
-        layout=layout,
-        source={"checkpoint": str(checkpoint.folder.resolve()), "sha256": checkpoint.sha256},
-        config=asdict(checkpoint.config),
-        taps=list(checkpoint.drafter.needs.taps),
-        target=checkpoint.info.to_dict(),
-        speculative_config=speculative,
-        hf_overrides=target_overrides(engine, speculative),
-        serve=serve(engine, path, out, speculative),
-        serve_as_custom_class=custom_class(path, out, speculative),
-        kept=written.kept,
-        notes=written.notes,
-    )
 
 
 def custom_class(target: str, out: Path, speculative: Json) -> str:

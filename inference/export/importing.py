@@ -41,9 +41,8 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
     for an `out` that was not imported.
     """
     receiver = Receiver(target.info, target.weights)
-    found: Imported = READERS[recognise(folder) if layout == "auto" else layout].read(
-        folder, receiver
-    )
+    name = recognise(folder) if layout == "auto" else layout
+    found: Imported = READERS[name].read(folder, receiver)
     kind, values = own_kind(folder, found)
     found.kind = kind.name
     drafter = kind.drafter_class(build_config(kind.name, values), target.info)
@@ -62,10 +61,8 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
 
 
 def own_kind(folder: Folder, found: Imported) -> tuple[Kind, Json]:
-    """The kind and configuration: those in our notes if they are of the method that was read.
-
-    The notes restore what the layout has no place for, and kinds that are laid out as another one.
-    """
+    """The kind and configuration: those in our notes if they are of the method that was read. The
+    notes restore what the layout has no place for, and kinds that are laid out as another one."""
     kind, notes = get_kind(found.kind), folder.export
     if notes.config and notes.kind in kind_names():
         own = get_kind(notes.kind)
@@ -90,12 +87,8 @@ def fit(
     found: Imported, drafter: TrainableDrafter, folder: Folder, receiver: Receiver
 ) -> dict[str, Tensor]:
     """The tensors under our names without copies of the target's, checked by name and shape."""
-    where, kind, wanted = (
-        f"'{folder.path}'",
-        f"a drafter of kind '{found.kind}'",
-        drafter.state_dict(),
-    )
-    tensors = dict(found.tensors)
+    where, kind = f"'{folder.path}'", f"a drafter of kind '{found.kind}'"
+    wanted, tensors = drafter.state_dict(), dict(found.tensors)
     for name in sorted(set(tensors) - set(wanted)):
         if not receiver.is_shared(name.removeprefix("model."), tensors.pop(name)):
             raise UserError(f"{where}: '{name}' has no place in {kind}.")

@@ -69,7 +69,6 @@ class ServerMetrics:
         self.registry.register(_Derived(self, depth, clock, drafts))
 
     def verified(self, domain: str, record: PassRecord) -> None:
-        """Count one verification of one request."""
         self.passes.labels(domain).inc()
         self.committed.labels(domain).inc(record.committed)
         self.tested.labels(domain).inc(record.accepted + record.rejected)
@@ -89,7 +88,6 @@ class _Derived(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Compute them."""
         about = "Committed tokens per verification, since the start."
         tau = GaugeMetricFamily("headstart_tau", about, labels=["domain"])
         about = "Share of verifications that kept a draft at this depth (beta)."

@@ -28,17 +28,16 @@ WORDS = {
     dict: "an object",
     list: "a list",
 }
-SAMPLING: dict[str, type] = {"temperature": float, "top_p": float, "min_p": float, "top_k": int}
-COMMON: dict[str, type] = {
-    "model": str,
-    "max_tokens": int,
-    "seed": int,
-    "stop": object,
-    **SAMPLING,
-    "stream": bool,
-    "stream_options": dict,
-    "return_token_ids": bool,
+SAMPLING = ("temperature", "top_p", "min_p", "top_k")
+TYPES = {
+    str: "model",
+    int: "max_tokens seed top_k",
+    float: "temperature top_p min_p",
+    bool: "stream return_token_ids",
+    dict: "stream_options",
+    object: "stop",
 }
+COMMON = {name: kind for kind, names in TYPES.items() for name in names.split()}
 KNOWN: dict[str, dict[str, type]] = {
     CHAT: {"messages": list, "max_completion_tokens": int, "chat_template_kwargs": dict, **COMMON},
     TEXT: {"prompt": object, **COMMON},
@@ -49,30 +48,20 @@ IGNORED = (
     "verbosity"
 ).split()
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
+    **dict.fromkeys(("n", "best_of", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("top_logprobs", "frequency_penalty", "presence_penalty", "min_tokens"), (0,)),
+    **dict.fromkeys(("echo", "ignore_eos", "use_beam_search"), (False,)),
+    **dict.fromkeys(("tools", "functions", "stop_token_ids"), ([],)),
+    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
+    **dict.fromkeys(("moderation", "guided_json"), ()),
     "logprobs": (False, 0),
-    "top_logprobs": (0,),
-    "echo": (False,),
     "suffix": ("",),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "logit_bias": ({},),
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
-    "functions": ([],),
     "function_call": ("none",),
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
-    "moderation": (),
-    "repetition_penalty": (1,),
-    "ignore_eos": (False,),
-    "stop_token_ids": ([],),
-    "min_tokens": (0,),
-    "guided_json": (),
-    "use_beam_search": (False,),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
 }
@@ -85,8 +74,7 @@ Json = dict[str, object]
 @dataclass(frozen=True)
 class Asked:
     """A request that was understood. content: messages (chat), text, or token ids. limit: None for
-    the server's own. ids: the answer's token ids are wanted as well.
-    """
+    the server's own. ids: the answer's token ids are wanted as well."""
 
     kind: str
     content: Any
@@ -168,11 +156,8 @@ def _typed(name: str, value: Any, kind: type) -> Any:
 
 def _wrong_type(name: str, wanted: str, value: object) -> ApiError:
     """Shows numbers, and of other values, which may be a person's text, the type alone."""
-    shown = (
-        repr(value)
-        if isinstance(value, (int, float))
-        else f"a value of type {type(value).__name__}"
-    )
+    number, kind = isinstance(value, (int, float)), type(value).__name__
+    shown = repr(value) if number else f"a value of type {kind}"
     return ApiError(422, f"'{name}' must be {wanted}; given {shown}.", name, "wrong_type")
 
 
@@ -197,9 +182,8 @@ def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
         raise _wrong_type("stop", "text or a list of texts", value)
     if len(stops) > MOST_STOPS or any(not 1 <= len(item) <= LONGEST_STOP for item in stops):
-        raise ApiError(
-            400, f"'stop' takes up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters.", "stop"
-        )
+        message = f"'stop' takes up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters."
+        raise ApiError(400, message, "stop")
     return tuple(stops)
 
 
@@ -235,10 +219,8 @@ def _prompt(given: Mapping[str, Any]) -> str | tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Envelope:
-    """What all parts of one answer have in common.
-
-    created: seconds since 1970; ids: whether the answer's token ids are wanted.
-    """
+    """What all parts of one answer have in common. created: seconds since 1970; ids: whether the
+    answer's token ids are wanted."""
 
     kind: str
     id: str

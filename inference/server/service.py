@@ -25,6 +25,7 @@ from inference.server.protocol import CHAT, Asked
 from inference.server.recorder import Recorder
 from inference.server.scheduler import Done, Event, Failed, Piece, Scheduler, ServedRequest, Started
 from inference.target.chat import render_prompt
+from inference.verifications import VerificationLog, record_facts
 
 logger = logging.getLogger(__name__)
 LARGEST_DEFAULT_CONTEXT = 4096
@@ -53,7 +54,6 @@ class Ticket:
         job.deliver = self._events.put_nowait
 
     def leave(self) -> None:
-        """The client has left."""
         self.gone = True
         self._events.put_nowait(None)
 
@@ -124,13 +124,14 @@ class Service:
         self.metrics = ServerMetrics(engine.tree.max_depth, engine.clock, drafts)
         self.metrics.info.labels(self.name, drafter, decode.shape, "1").set(1)
         self.metrics.rows.set(decode.batch_size)
-        self.recorder = None
+        self.recorder, log = None, None
         if records is not None:
-            self.recorder = Recorder(records, config, engine, drafter, weights, self.metrics)
+            size, redact = int(config.records_megabytes * 1e6), config.records_redact
+            log = VerificationLog(records, record_facts(engine, drafter, weights), size, redact)
+            self.recorder = Recorder(log, self.metrics)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.draining = False
         self.on_broken: Callable[[], None] = lambda: None
-        log = None if self.recorder is None else self.recorder.log
         self.scheduler = Scheduler(engine, self.context, self.metrics, self.post, log, self._broken)
         self.open: set[Ticket] = set()
         self.entering = 0  # requests that are being read

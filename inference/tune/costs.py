@@ -13,54 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from inference.decoding.arm import Arm
 from inference.decoding.clock import StepClock
-from inference.decoding.config import DecodeConfig
-from inference.decoding.costs import Bench, Call, CostCurves, StepKey, measure_grid
+from inference.decoding.costs import CostCurves
 from inference.decoding.draft import Draft
 from inference.measure.metrics import divide
-from inference.target.model import TargetModel
 
 MEASURED = ("draft", "verify", "commit")
 """The phases of a step that have a curve."""
-
-
-def measure_curves(
-    target: TargetModel,
-    drafter: Any,
-    drafts: Sequence[Draft],
-    decode: DecodeConfig,
-    batches: Sequence[int],
-    lengths: Sequence[int],
-    text: Sequence[int],
-    repeats: int,
-    seed: int = 0,
-) -> CostCurves:
-    """Curves of all `drafts`: verify by nodes; draft and commit under each draft's label, at every
-    batch size and length.
-
-    text: token ids of real prompts. Drafts that stop early cost what the whole chain costs to
-    draft.
-    """
-    shapes = {draft.unstopped.label: draft.unstopped for draft in drafts if draft.shape != "none"}
-    stopped = max((draft.size for draft in drafts if draft.family == "adaptive"), default=1)
-    sizes = sorted({*range(1, 1 + stopped), *(draft.size for draft in drafts)})
-    widest = max(sizes) + max((draft.depth for draft in drafts), default=0)
-
-    def steps(bench: Bench) -> dict[StepKey, Call]:
-        calls: dict[StepKey, Call] = {}
-        for label, draft in shapes.items():
-            arm = Arm(label, drafter, draft.on(decode))
-            step = bench.step(arm, draft.tree(decode, target.device))
-            calls[label, "draft", draft.size], calls[label, "commit", draft.size] = step
-        return calls
-
-    rows, depths = sorted(set(batches)), sorted(set(lengths))
-    return measure_grid(
-        target, sizes, rows, depths, widest, text, [drafter], steps, repeats, 2, seed
-    )
 
 
 @dataclass(frozen=True)
@@ -85,8 +45,7 @@ class StepCosts:
 
     def phases(self, draft: Draft, b: float, length: float, nodes: float = 0) -> dict[str, float]:
         """Seconds by phase of a step in b rows, the longest of which holds `length` tokens. nodes:
-        those verified, where drafts stop early; 0: all.
-        """
+        those verified, where drafts stop early; 0: all."""
         found = self.on_curves(draft, b, length, nodes)
         ratios, other = self.correction(draft.family, b)
         return {name: found[name] * ratios.get(name, 1.0) for name in MEASURED} | {"other": other}

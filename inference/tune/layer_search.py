@@ -53,8 +53,7 @@ LEAST = 1e-2
 @dataclass(frozen=True, order=True)
 class SkippablePart:
     """Something that can be left out: a layer (0-based), or its "attention" or "mlp". cost: its
-    share of what one token costs the target, the unskippable rest (LM head) excluded.
-    """
+    share of what one token costs the target, the unskippable rest (LM head) excluded."""
 
     layer: int
     what: str
@@ -119,10 +118,7 @@ def parts_of(
     target: TargetModel, sublayers: bool = False
 ) -> tuple[tuple[SkippablePart, ...], float]:
     """The parts of a target and the fixed cost (its LM head), in shares of the weights that
-    decoding one token reads.
-
-    sublayers: attention and MLP of a layer can be left out separately.
-    """
+    decoding one token reads. sublayers: attention and MLP of a layer can be left out separately."""
     state, both = target.weights.state, ("attention", "mlp")
     wanted = both if sublayers else ("layer",)
     layers = range(target.info.num_layers)

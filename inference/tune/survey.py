@@ -1,5 +1,5 @@
-"""What the tuner knows of acceptance: every draft walked along the target's answers to the tuning
-prompts, at one temperature.
+"""What the tuner knows of acceptance: every draft of its grid, walked along the target's answers to
+the tuning prompts, at one temperature.
 
 The prompts are cut into blocks that a batch decodes from beginning to end; a block is what speeds
 are predicted for, what is run to check them, and what their intervals resample.
@@ -22,11 +22,11 @@ from inference.decoding.requests import PassRecord, Request
 from inference.kernels.packed_linear import packed_linears
 from inference.measure.metrics import Outcome, TauEstimate, Totals, tau_estimate
 from inference.measure.prompts import Prompt, prompt_seed, select_prompts, to_requests
+from inference.target.memory import drafter_state_bytes
 from inference.target.model import TargetModel
 from inference.tune.config import TuneConfig
-from inference.tune.drafts import deepest, grid
 from inference.tune.replay import Replay
-from inference.tune.tree_search import RankStatistics, measure_ranks
+from inference.tune.tree_search import RankStatistics, measure_ranks, search_tree
 from inference.tune.workload import Answered, Steps, batch_steps
 
 REFILLS = 2
@@ -139,11 +139,8 @@ class Survey:
         return tau_estimate(Totals.collect(outcomes, draft.depth), seed)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON holds it. A survey is not timed, so it can be made beforehand on a busy
-        machine.
-
-        drafts[].answers: (tokens of the prompt, (accepted, committed, rejected, live) per pass).
-        """
+        """As JSON holds it. A survey is not timed, so it can be made beforehand on a busy machine.
+        drafts[].answers: (tokens of the prompt, (accepted, committed, rejected, live) per pass)."""
         drafts = []
         for draft, answers in self.answers.items():
             rows = [(answer.prompt, [_numbers(r) for r in answer.passes]) for answer in answers]
@@ -167,6 +164,59 @@ class Survey:
 
 def _numbers(record: PassRecord) -> tuple[int, int, int, int]:
     return record.accepted, record.committed, int(record.rejected), record.live
+
+
+def grid(
+    config: TuneConfig, target: TargetModel, drafter: Any, accuracy: Sequence[Sequence[float]]
+) -> tuple[list[Draft], dict[str, str]]:
+    """All drafts to weigh, plain decoding first, and those left out: label -> why the drafter
+    refused them.
+
+    accuracy [D][R]: measured rates by depth and rank, which static trees are searched from; empty:
+    no static trees.
+    """
+    wanted = [Draft("chain", depth) for depth in sorted(set(config.depths))]
+    depth, width = config.tree_depth, config.width
+    for nodes in sorted(set(config.nodes)):
+        if accuracy and accuracy[0][0] > 0:
+            found = search_tree(accuracy[:depth], nodes)
+            levels = max(len(path) for path in found.choices)
+            if levels < len(found.choices):  # a chain is there already
+                wanted.append(Draft("tree", levels, found.choices))
+        if nodes <= 1 + width + (depth - 1) * width**2:
+            wanted.append(Draft("dynamic", min(depth, nodes - 1), (), nodes, width))
+    reasons = {draft: refusal(target, drafter, draft) for draft in dict.fromkeys(wanted)}
+    kept = [NONE, *(draft for draft, why in reasons.items() if not why)]
+    refused = {draft.label: why for draft, why in reasons.items() if why}
+    longest = max(draft.depth if draft.shape == "chain" else 0 for draft in kept)
+    if longest > 1 and not drafter.needs.verified:
+        kept += [
+            Draft("chain", longest, adaptive="confidence", adaptive_threshold=threshold)
+            for threshold in sorted(set(config.thresholds))
+        ]
+    if len(kept) == 1:
+        raise UserError(
+            f"kind '{drafter.kind}' can draft none of the shapes to choose from: "
+            f"{next(iter(refused.values()))} Give shorter ones in tune.depths."
+        )
+    return kept, refused
+
+
+def refusal(target: TargetModel, drafter: Any, draft: Draft) -> str:
+    """Why `drafter` cannot fill a draft; empty when it can."""
+    try:
+        tree = draft.tree(DecodeConfig(), target.device)
+        drafter_state_bytes(drafter, tree, 1, 64, target.info, target.weights.embedding)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def deepest(config: TuneConfig, target: TargetModel, drafter: Any) -> int:
+    """The longest chain of the grid that the drafter can draft, trees' levels included; at least
+    1."""
+    asked = sorted({*config.depths, config.tree_depth}, reverse=True)
+    return next((d for d in asked if not refusal(target, drafter, Draft("chain", d))), 1)
 
 
 def survey(

@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 
+from inference.decoding.arm import Arm
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
+from inference.decoding.costs import Bench, Call, StepKey, measure_grid
 from inference.decoding.decode_file import Tuning
 from inference.decoding.draft import NONE, Draft
 from inference.decoding.engine import Engine
@@ -35,7 +37,7 @@ from inference.measure.profile import Turn, take_turns
 from inference.measure.prompts import Prompt
 from inference.target.model import TargetModel
 from inference.tune.config import TuneConfig
-from inference.tune.costs import StepCosts, TimedRun, measure_curves
+from inference.tune.costs import StepCosts, TimedRun
 from inference.tune.survey import Survey, Task, survey
 from inference.tune.workload import Answered, Steps, batch_steps
 
@@ -150,20 +152,36 @@ class Tuner:
     def step_costs(self) -> StepCosts:
         """Costs of all drafts of all temperatures at all batch sizes, measured once."""
         if self.costs is None:
-            config = self.config
+            config, target, decode = self.config, self.target, self.decode
             known = (self.survey(temperature).drafts for temperature in config.temperatures)
             drafts = list(dict.fromkeys(draft for drafts in known for draft in drafts))
-            sizes = ", ".join(map(str, config.batches))
-            self.say(f"cost curves of {len(drafts)} drafts at batch sizes {sizes}")
-            curves = measure_curves(
-                self.target,
-                self.drafter,
-                drafts,
-                self.decode,
-                config.batches,
+            batches = ", ".join(map(str, config.batches))
+            self.say(f"cost curves of {len(drafts)} drafts at batch sizes {batches}")
+            # Drafts that stop early cost what the whole chain costs to draft.
+            whole = {draft.unstopped.label: draft.unstopped for draft in drafts if draft != NONE}
+            stopped = max((draft.size for draft in drafts if draft.family == "adaptive"), default=1)
+            sizes = sorted({*range(1, 1 + stopped), *(draft.size for draft in drafts)})
+            widest = max(sizes) + max((draft.depth for draft in drafts), default=0)
+
+            def steps(bench: Bench) -> dict[StepKey, Call]:
+                calls: dict[StepKey, Call] = {}
+                for label, draft in whole.items():
+                    arm = Arm(label, self.drafter, draft.on(decode))
+                    step = bench.step(arm, draft.tree(decode, target.device))
+                    calls[label, "draft", draft.size], calls[label, "commit", draft.size] = step
+                return calls
+
+            curves = measure_grid(
+                target,
+                sizes,
+                sorted(set(config.batches)),
                 sorted({self.task.mean_prompt, self.task.longest}),
+                widest,
                 [token for request in self.task.requests for token in request.tokens],
+                [self.drafter],
+                steps,
                 config.repeats,
+                2,
                 config.seed,
             )
             self.costs = StepCosts(curves)
@@ -181,10 +199,8 @@ class Tuner:
         return costs
 
     def _calibrate(self, costs: StepCosts, batch: int) -> None:
-        """Correct the curves at a batch size by short decodings.
-
-        They use the draft with the best prediction of every family, and another chain.
-        """
+        """Correct the curves at a batch size by short decodings. They use the draft with the best
+        prediction of every family, and another chain."""
         temperature, count = self.config.temperatures[0], len(self.task.requests)
         self.say(f"fixed time of a step at batch size {batch}")
         predicted = self.predictions(temperature, batch, costs)
@@ -222,8 +238,7 @@ class Tuner:
         self, drafts: Sequence[Draft], temperature: float, batch: int
     ) -> dict[Draft, list[Turn]]:
         """Drafts answer all prompts `rounds` times, taking turns with plain decoding, and those
-        close to the fastest `close_rounds` times on top; plain decoding always does.
-        """
+        close to the fastest `close_rounds` times on top; plain decoding always does."""
         blocks = self.task.blocks(batch, self.config.rounds + self.config.close_rounds)
         first = len(self.task.blocks(batch, self.config.rounds))
         turns = self.run([NONE, *drafts], temperature, batch, blocks[:first])
@@ -377,9 +392,7 @@ def choose(measured: Sequence[DraftSpeed], predicted: Mapping[Draft, float]) -> 
 
 def combine(predicted: float, measured: float, interval: Sequence[float]) -> float:
     """Geometric mean of a predicted and a measured speedup, weighted by inverse log variance.
-
-    interval: the measurement's, 95%. The longer the measurement, the less the prediction counts.
-    """
+    interval: the measurement's, 95%. The longer the measurement, the less the prediction counts."""
     low, high = interval
     if min(predicted, measured, low) <= 0.0:
         return measured

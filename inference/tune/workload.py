@@ -29,11 +29,8 @@ class Answered:
 
 @dataclass(frozen=True)
 class Steps:
-    """Sums over the steps of a workload.
-
-    steps; tokens committed; length: cached tokens of the longest row; nodes: those verified, where
-    the longest row's limit decides.
-    """
+    """Sums over the steps of a workload. steps; tokens committed; length: cached tokens of the
+    longest row; nodes: those verified, where the longest row's limit decides."""
 
     steps: int = 0
     tokens: int = 0

@@ -17,6 +17,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,7 @@ class Counts:
 @dataclass(frozen=True)
 class Decoded:
     """One program's answers: tokens and accepted tokens per step of every prompt, and its counts.
-
-    tokens_per_second: of the whole pass over the prompts, reading them included.
-    """
+    tokens_per_second: of the whole pass over the prompts, reading them included."""
 
     tokens: list[list[int]]
     steps: list[list[int]]
@@ -294,10 +293,8 @@ def describe_difference(row: LiveRow, requests: Sequence[Request]) -> str:
 
 
 def first_position(ours: Sequence[float], theirs: Sequence[float]) -> int:
-    """The first drafted position at which acceptance differs by more than the tolerance.
-
-    The one that differs most if none does.
-    """
+    """The first drafted position at which acceptance differs by more than the tolerance. The one
+    that differs most if none does."""
     pairs = zip(ours, theirs, strict=True)
     gaps = [abs(one - other) - TOLERANCE * max(one, 1e-9) for one, other in pairs]
     return next((place for place, gap in enumerate(gaps) if gap > 0), gaps.index(max(gaps)))
@@ -377,25 +374,22 @@ def count_steps(
     An answer's last step is cut in our records, so every answer is decoded again with room behind
     its end and no token that ends it; up to there the text is the same.
     """
-    counts = Counts(0, 0, 0, [0] * depth)
-    if not depth:
-        return counts
-    endless = copy.copy(target)
-    endless.eos_token_ids = ()
-    longer = [replace(item.request, max_new_tokens=len(item.tokens) + depth) for item in answers]
-    again = in_order(Engine(endless, drafter, settings), longer)
-    for answer, redone in zip(answers, again, strict=True):
-        there = 1
-        for item in redone.passes:
-            if there >= len(answer.tokens):
-                break
-            there += item.committed
-            counts.steps += 1
-            counts.drafted += depth
-            counts.accepted += item.accepted
-            for place in range(item.accepted):
-                counts.by_position[place] += 1
-    return counts
+    accepted: list[int] = []
+    if depth:
+        endless = copy.copy(target)
+        endless.eos_token_ids = ()
+        ends = [len(item.tokens) for item in answers]
+        longer = [
+            replace(item.request, max_new_tokens=end + depth)
+            for item, end in zip(answers, ends, strict=True)
+        ]
+        again = in_order(Engine(endless, drafter, settings), longer)
+        for end, answer in zip(ends, again, strict=True):
+            starts = accumulate((item.committed for item in answer.passes), initial=1)
+            pairs = zip(starts, answer.passes, strict=False)
+            accepted += [item.accepted for start, item in pairs if start < end]
+    by_position = [sum(count > place for count in accepted) for place in range(depth)]
+    return Counts(len(accepted), depth * len(accepted), sum(accepted), by_position)
 
 
 # One folder
@@ -442,8 +436,7 @@ def read_served(path: Path, target: TargetModel, source: str = "") -> Served:
         )
     if notes.engine not in ("vllm", "speculators"):
         raise UserError(
-            f"'{path}' is for {notes.engine}; a live check serves with vLLM. Export it with "
-            "export.engine=vllm."
+            f"'{path}' is for {notes.engine}; a live check serves with vLLM (export.engine=vllm)."
         )
     checkpoint, why = find_source(folder, source)
     if checkpoint is None:

@@ -13,9 +13,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from heads.api.errors import UserError
 from inference.decoding.decode_file import Tuned
-from inference.decoding.rules.names import DISTRIBUTION, LOSSY, TEXT, promise, rule_text
+from inference.decoding.rules import names
+from inference.decoding.rules.names import LOSSY, TEXT, promise, rule_text
 from inference.export.hub.config import PushConfig
-from inference.report.markdown import DEFINITIONS, depth_table, domain_table, facts, main_table
+from inference.report import markdown
 from inference.report.model import DraftFacts, Report
 
 LIBRARY = "headstart"
@@ -27,17 +28,7 @@ ENVIRONMENT = Environment(
     keep_trailing_newline=True,
     undefined=StrictUndefined,
 )
-ENVIRONMENT.globals |= {
-    "definitions": DEFINITIONS,
-    "facts": facts,
-    "main_table": main_table,
-    "domain_table": domain_table,
-    "depth_table": depth_table,
-    "lines": "\n".join,
-    "LOSSY": LOSSY,
-    "TEXT": TEXT,
-    "DISTRIBUTION": DISTRIBUTION,
-}
+ENVIRONMENT.globals |= {"markdown": markdown, "promises": names, "lines": "\n".join}
 TEMPLATE = ENVIRONMENT.get_template("card.md.j2")
 
 
@@ -60,10 +51,10 @@ def only_measured(report: Report, weights_sha256: str, source: str = "the report
     """The report with only the drafters of these weights; raises `UserError` without any."""
     found = [one for one in report.drafters if one.draft.weights_sha256 == weights_sha256]
     if not found:
-        names = ", ".join(one.name for one in report.drafters) or "nothing"
+        others = ", ".join(one.name for one in report.drafters) or "nothing"
         raise UserError(
             f"{source} did not measure this drafter: no entry has weights_sha256 "
-            f"{weights_sha256[:12]}... (it measured: {names}). The weights have changed since, or "
+            f"{weights_sha256[:12]}... (it measured: {others}). The weights have changed since, or "
             "it is another drafter's report. Run `headstart measure` again."
         )
     return report.model_copy(update={"drafters": found})

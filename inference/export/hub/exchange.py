@@ -45,10 +45,8 @@ class Exchange:
 
     @contextmanager
     def connect(self) -> Iterator[HfApi]:
-        """The Hub's interface in a block; its errors become `UserError`s that say what to do.
-
-        Xet transfer is used with the Hub itself only: all mirrors speak Git LFS, few speak Xet.
-        """
+        """The Hub's interface in a block; its errors become `UserError`s that say what to do. Xet
+        transfer is used with the Hub itself only: all mirrors speak Git LFS, few speak Xet."""
         before = constants.HF_HUB_DISABLE_XET
         constants.HF_HUB_DISABLE_XET = before or self.endpoint != OFFICIAL
         token = self.token or False

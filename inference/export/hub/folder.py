@@ -35,10 +35,8 @@ SECRET = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
 @dataclass(frozen=True)
 class Sources:
-    """What a Hub folder is made of.
-
-    reports: report.json files; engines: engine -> folder that `headstart export` wrote.
-    """
+    """What a Hub folder is made of. reports: report.json files; engines: engine -> folder that
+    `headstart export` wrote."""
 
     checkpoint: Path
     reports: Sequence[Path]
@@ -124,10 +122,8 @@ def read_export(name: str, folder: Path, digest: str, target: str) -> ExportNote
 
 
 def read_training(checkpoint: Path) -> Training | None:
-    """How the drafter was trained, from the manifest of the training that wrote `checkpoint`.
-
-    None when it lies alone.
-    """
+    """How the drafter was trained, from the manifest of the training that wrote `checkpoint`. None
+    when it lies alone."""
     folder = checkpoint.parent
     if not (folder / MANIFEST_FILE).is_file():
         return None
@@ -156,8 +152,7 @@ def check_folder(folder: Path) -> dict[str, int]:
         if not (folder / name).is_file():
             what = "a measured report (report.json)" if name == REPORT_FILE else name
             raise UserError(
-                f"'{folder}' is not pushed: it lacks {what}. Build the folder with `headstart "
-                "push`."
+                f"'{folder}' is not pushed: it lacks {what}. Build it with `headstart push`."
             )
     digest = file_sha256(folder / WEIGHTS_FILE)
     for path in sorted(folder.glob("report*.json")):

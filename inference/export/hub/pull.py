@@ -36,8 +36,7 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
         raise UserError("pull.repo is not set: give the repository as 'user/name'.")
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise UserError(
-            f"'{out}' exists already and is left alone. Delete it, or choose another folder with "
-            "pull.out."
+            f"'{out}' exists already. Delete it, or choose another folder with pull.out."
         )
     partial = partial_folder(out)
     revision = f" and pull.revision={config.revision}" if config.revision else ""
@@ -91,10 +90,8 @@ def partial_folder(out: Path) -> Path:
 
 
 def _part(config: PullConfig, names: Sequence[str]) -> list[str]:
-    """The files of the asked part, the manifest with them.
-
-    An engine's folder is one that holds an export.
-    """
+    """The files of the asked part, the manifest with them. An engine's folder is one that holds an
+    export."""
     what = config.what
     engines = sorted({name.split("/")[0] for name in names if name.endswith("/" + EXPORT_FILE)})
     known = [OWN, *engines, EVERYTHING]

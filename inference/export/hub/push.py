@@ -26,10 +26,8 @@ from inference.export.hub.folder import Sources, build_folder, check_folder
 
 @dataclass
 class PushResult:
-    """The built folder, its files with their sizes in bytes, and the commit's address.
-
-    The address is empty after a dry run.
-    """
+    """The built folder, its files with their sizes in bytes, and the commit's address. The address
+    is empty after a dry run."""
 
     folder: Path
     files: dict[str, int] = field(default_factory=dict)
@@ -47,8 +45,7 @@ def push(
     """
     if not config.repo:
         raise UserError(
-            "push.repo is not set: give the repository as 'user/name'. The card names it, even in "
-            "a dry run."
+            "push.repo is not set: give the repository as 'user/name', in a dry run too."
         )
     console = console or Console()
     folder = build_folder(sources, out, config)
@@ -92,8 +89,7 @@ def connect(config: PushConfig, kept: str) -> AbstractContextManager[HfApi]:
     token, missing = hub_token(), "Create it, or push with push.create=true."
     if not token:
         raise UserError(
-            "there is no Hub access token. Run `hf auth login`, or set HF_TOKEN to a token with "
-            "write access."
+            "there is no Hub access token. Run `hf auth login`, or set HF_TOKEN (write access)."
         )
     return Exchange(config.repo, hub_address(), token, "push", "write", missing, kept).connect()
 

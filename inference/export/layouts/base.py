@@ -37,11 +37,8 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One of our checkpoints.
-
-    method: what engines call such a drafter (`Kind.export_method`); drafter: its module, complete
-    but not bound to a target; sha256: of its weights file.
-    """
+    """One of our checkpoints. method: what engines call such a drafter (`Kind.export_method`);
+    drafter: its module, complete but not bound to a target; sha256: of its weights file."""
 
     folder: Path
     kind: str
@@ -178,11 +175,8 @@ class Written:
 
 @dataclass
 class Imported:
-    """A checkpoint of ours made of foreign files.
-
-    config: the values of the kind's configuration that differ from the defaults; notes: what was
-    left out or could not be known.
-    """
+    """A checkpoint of ours made of foreign files. config: the values of the kind's configuration
+    that differ from the defaults; notes: what was left out or could not be known."""
 
     kind: str
     config: Json
@@ -232,9 +226,7 @@ class Layout:
 
 def captured_layers(config: Json, layers: int, engine: str) -> tuple[int, ...]:
     """The layers whose states an engine captures for a config.json of a drafter that reads taps.
-
-    config: `Folder.flat`; layers: of the target. L is the state after L layers.
-    """
+    config: `Folder.flat`; layers: of the target. L is the state after L layers."""
     inner = config.get("dflash_config") or {}
     numbered = inner.get("target_layer_ids") or config.get("target_layer_ids")
     nested = (config.get("eagle_config") or {}).get(IDS)
@@ -253,8 +245,7 @@ def require_taps(taps: tuple[int, ...], layers: int, where: Path) -> None:
     """Raise `UserError` unless the taps ascend and the target has such layers."""
     if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > layers:
         raise UserError(
-            f"'{where}' reads layers {list(taps)}, the target has {layers}. It was made for "
-            "another target."
+            f"'{where}' reads layers {list(taps)} of another target: this one has {layers}."
         )
 
 
@@ -279,10 +270,8 @@ def give(
 def take(
     rows: Sequence[TensorRow], theirs: Mapping[str, Tensor], where: Path, spare: Iterable[str] = ()
 ) -> dict[str, Tensor]:
-    """Their tensors under our names. spare: names that may be there besides.
-
-    Raises `UserError` for missing, unknown and misshapen ones.
-    """
+    """Their tensors under our names. spare: names that may be there besides. Raises `UserError` for
+    missing, unknown and misshapen ones."""
     wanted = {row.theirs for row in rows}
     missing = sorted(wanted - set(theirs))
     odd = sorted(set(theirs) - wanted - set(spare))
@@ -295,10 +284,8 @@ def take(
     for row in rows:
         value = theirs[row.theirs]
         if tuple(value.shape) != row.shape:
-            raise UserError(
-                f"'{where}': tensor '{row.theirs}' has shape {list(value.shape)}, "
-                f"expected {list(row.shape)}."
-            )
+            sizes = f"{list(value.shape)}, expected {list(row.shape)}"
+            raise UserError(f"'{where}': tensor '{row.theirs}' has shape {sizes}.")
         if row.index and row.ours not in found:
             parts = [each.index for each in rows if each.ours == row.ours]
             lead = [1 + max(axis) for axis in zip(*parts, strict=True)]

@@ -65,7 +65,6 @@ def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
 
 
 def language_model(checkpoint: Checkpoint) -> SmallLM:
-    """The module of a checkpoint."""
     drafter = checkpoint.drafter
     assert isinstance(drafter, SmallLM), f"kind '{checkpoint.kind}' is no language model"
     return drafter
@@ -132,10 +131,8 @@ def matches(folder: Folder) -> bool:
 
 
 def read(folder: Folder, receiver: Receiver) -> Imported:
-    """A distilled (or PARD) drafter from a causal language model with the target's vocabulary.
-
-    The vocabulary is padded or trimmed to the target's.
-    """
+    """A distilled (or PARD) drafter from a causal language model with the target's vocabulary. The
+    vocabulary is padded or trimmed to the target's."""
     config, where, size = folder.config, folder.path, receiver.info.vocab_size
     odd = [name for name in ("mlp_bias", "use_sliding_window") if config.get(name)]
     if config.get("model_type") == "mistral" and config.get("sliding_window"):

@@ -114,7 +114,6 @@ def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
 
 
 def block_model(checkpoint: Checkpoint) -> BlockModel:
-    """The module of a checkpoint."""
     drafter = checkpoint.drafter
     assert isinstance(drafter, BlockModel), f"kind '{checkpoint.kind}' is no block drafter"
     return drafter

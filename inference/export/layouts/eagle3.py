@@ -34,10 +34,8 @@ VLLM_ONLY = ("norm_before_residual", "norm_before_fc", "qk_norm")
 def rows(
     config: Json, info: TargetInfo, where: Path, *, parallel: bool, first: str
 ) -> list[base.TensorRow]:
-    """The tensors of an EAGLE-3 (parallel: P-EAGLE) drafter by its config.json.
-
-    first: the prefix of their fusing layer. Its embedding is left out.
-    """
+    """The tensors of an EAGLE-3 (parallel: P-EAGLE) drafter by its config.json. first: the prefix
+    of their fusing layer. Its embedding is left out."""
     shape, size = llama.read_shape(config, where), info.vocab_size
     if config.get("model_type") == "qwen3":
         shape = replace(shape, qk_norm=True)
@@ -170,10 +168,8 @@ def matches(folder: Folder) -> bool:
 
 
 def read_taps(config: Json, layers: int, where: Path) -> tuple[int, ...]:
-    """The layers that a folder reads; raises `UserError` where its two lists disagree.
-
-    Both engines read the same three where a folder names none.
-    """
+    """The layers that a folder reads; raises `UserError` where its two lists disagree. Both engines
+    read the same three where a folder names none."""
     top, nested = config.get(IDS), (config.get("eagle_config") or {}).get(IDS)
     above = [layer + 1 for layer in nested or ()]
     if top and nested and above != list(top):
@@ -204,10 +200,8 @@ def build(
     parallel: bool,
     token: int | None,
 ) -> Imported:
-    """Our checkpoint, given the taps.
-
-    config: with the layer's sizes and the norms at the top level.
-    """
+    """Our checkpoint, given the taps. config: with the layer's sizes and the norms at the top
+    level."""
     where, info, theirs = folder.path, receiver.info, dict(folder.tensors)
     shape = llama.read_shape(config, where)
     llama.require_fit(shape, config, info, where)
@@ -278,10 +272,8 @@ def read_embeddings(
     token: int | None,
     notes: list[str],
 ) -> dict[str, Tensor]:
-    """P-EAGLE's vector of unknown tokens, which is the mask token's row of the embedding.
-
-    The embedding itself is kept too, unless its other rows are the target's.
-    """
+    """P-EAGLE's vector of unknown tokens, which is the mask token's row of the embedding. The
+    embedding itself is kept too, unless its other rows are the target's."""
     embedding, own = theirs.pop(EMBEDDING, None), receiver.weights.embedding
     if token is None:
         raise UserError(

@@ -32,9 +32,7 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 @dataclass
 class ExportNotes:
     """`headstart_export.json`: what an exported folder is and how it is served (docs/formats.md).
-
-    All fields are empty for the folder of another trainer.
-    """
+    All fields are empty for the folder of another trainer."""
 
     format: int = 1
     kind: str = ""
@@ -173,9 +171,7 @@ class Receiver:
         self, name: str, theirs: dict[str, Tensor], where: Path, notes: list[str]
     ) -> None:
         """Take a copy of the target's embedding or LM head out of their tensors, and note it.
-
-        Raises `UserError` for one that is not the target's.
-        """
+        Raises `UserError` for one that is not the target's."""
         value = theirs.pop(name, None)
         if value is None:
             return

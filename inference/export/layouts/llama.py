@@ -20,10 +20,8 @@ HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 def layer_rows(
     ours: str, theirs: str, shape: LayerShape, width: int = 0, norms: tuple[str, ...] = NORMS
 ) -> list[TensorRow]:
-    """The tensors of one decoder layer under two prefixes.
-
-    width: of the attention's input (default: hidden size).
-    """
+    """The tensors of one decoder layer under two prefixes. width: of the attention's input
+    (default: hidden size)."""
     hidden, size, mlp = shape.hidden_size, shape.head_dim, shape.intermediate_size
     query, value = shape.num_attention_heads * size, shape.num_key_value_heads * size
     heads = {"q": query, "k": value, "v": value}

@@ -50,66 +50,64 @@ def _block(name: str, **others: Route | str) -> Ways:
     return found | others
 
 
+_EAGLE = Route("eagle", eagle.write)
+_EAGLE3 = Route("eagle3", eagle3.write)
+_MIMO = Route("mtp-mimo", mtp.write)
+_CAUSAL = Route("causal", causal.write)
+_ALONE = "the library has no stand-alone drafters; vLLM serves the folder for vllm"
+_DOMINO = "it has no Domino; SGLang has"
+_ASSISTANT = Route("dflash-assistant", dflash.write_assistant)
+
+
+def _ways(*ways: Route | str) -> Ways:
+    """The ways to vLLM, SGLang, speculators and transformers."""
+    return dict(zip(ENGINES, ways, strict=True))
+
+
 ROUTES: dict[str, Ways] = {
-    "eagle": {
-        "vllm": Route("eagle", eagle.write),
-        "sglang": Route("eagle", eagle.write),
-        "speculators": "the library has no EAGLE-1; vLLM serves the folder for vllm",
-        "transformers": _STATES,
-    },
-    "eagle3": {
-        "vllm": Route("eagle3", eagle3.write),
-        "sglang": Route("eagle3", eagle3.write),
-        "speculators": Route("speculators-eagle3", speculators.write_eagle3),
-        "transformers": _STATES,
-    },
-    "peagle": {
-        "vllm": Route("peagle", eagle3.write),
-        "sglang": "it has no P-EAGLE; vLLM has",
-        "speculators": Route("speculators-peagle", speculators.write_eagle3),
-        "transformers": _STATES,
-    },
-    "mtp": {
-        "vllm": Route("mtp-mimo", mtp.write),
-        "sglang": Route("mtp-mimo", mtp.write),
-        "speculators": "its MTP layers have norms on query and key heads, ours have none",
-        "transformers": "it builds MTP blocks from the target's own layer class, for families that "
-        "come with them",
-    },
-    "dflash": _block("dflash", transformers=Route("dflash-assistant", dflash.write_assistant)),
+    "eagle": _ways(
+        _EAGLE, _EAGLE, "the library has no EAGLE-1; vLLM serves the folder for vllm", _STATES
+    ),
+    "eagle3": _ways(
+        _EAGLE3, _EAGLE3, Route("speculators-eagle3", speculators.write_eagle3), _STATES
+    ),
+    "peagle": _ways(
+        Route("peagle", eagle3.write),
+        "it has no P-EAGLE; vLLM has",
+        Route("speculators-peagle", speculators.write_eagle3),
+        _STATES,
+    ),
+    "mtp": _ways(
+        _MIMO,
+        _MIMO,
+        "its MTP layers have norms on query and key heads, ours have none",
+        "it builds MTP blocks from the target's own layer class, for families that come with them",
+    ),
+    "dflash": _block("dflash", transformers=_ASSISTANT),
     "dflash2": _block("dflash2"),
     "dspark": _block("dspark"),
-    "domino": _block(
-        "domino", vllm="it has no Domino; SGLang has", speculators="it has no Domino; SGLang has"
-    ),
+    "domino": _block("domino", vllm=_DOMINO, speculators=_DOMINO),
     "dflare": _nowhere(f"a mixture of taps per layer: {_BLOCKS}"),
     "treeflash": _nowhere(f"states conditioned on the parent: {_BLOCKS}"),
     "mixed": _nowhere(f"parts of several block drafters: {_BLOCKS}"),
-    "distilled": {
-        **{engine: Route("causal", causal.write) for engine in ("vllm", "sglang", "transformers")},
-        "speculators": "the library has no stand-alone drafters; vLLM serves the folder for vllm",
-    },
-    "pard": {
-        "vllm": Route("causal", causal.write),
-        "sglang": "its stand-alone drafters are autoregressive, without mask tokens; vLLM has them",
-        "speculators": "the library has no stand-alone drafters; vLLM serves the folder for vllm",
-        "transformers": "it asks its assistant for one token at a time, and a PARD drafter's later "
-        "tokens need mask tokens",
-    },
-    "medusa": {
-        "vllm": Route("medusa", medusa.write),
-        "sglang": "it has no Medusa; vLLM up to 0.32 has, and later ones run it as a custom class",
-        "speculators": "the library has no Medusa; vLLM serves the folder for vllm",
-        "transformers": _STATES,
-    },
+    "distilled": _ways(_CAUSAL, _CAUSAL, _ALONE, _CAUSAL),
+    "pard": _ways(
+        _CAUSAL,
+        "its stand-alone drafters are autoregressive, without mask tokens; vLLM has them",
+        _ALONE,
+        "it asks its assistant for one token at a time, and a PARD drafter's later tokens need "
+        "mask tokens",
+    ),
+    "medusa": _ways(
+        Route("medusa", medusa.write),
+        "it has no Medusa; vLLM up to 0.32 has, and later ones run it as a custom class",
+        "the library has no Medusa; vLLM serves the folder for vllm",
+        _STATES,
+    ),
     "hydra_heads": _nowhere(_HEADS),
-    "early_exit": _nowhere(_SELF),
-    "quantized_self": _nowhere(_SELF),
-    "cascade": _nowhere(_LOOP),
-    "jacobi": _nowhere(_LOOP),
-    "lookahead": _nowhere(_LOOP),
-    "ngram": _nowhere(_LOOKUP),
-    "suffix": _nowhere(_LOOKUP),
+    **dict.fromkeys(("early_exit", "quantized_self"), _nowhere(_SELF)),
+    **dict.fromkeys(("cascade", "jacobi", "lookahead"), _nowhere(_LOOP)),
+    **dict.fromkeys(("ngram", "suffix"), _nowhere(_LOOKUP)),
 }
 """Method -> engine -> the way there, or why there is none."""
 
