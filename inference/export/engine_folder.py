@@ -8,6 +8,7 @@ the exact configuration there.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -97,11 +98,9 @@ def write_layout(
     route = find_route(checkpoint.method, config.engine)
     tuned = 0 if config.tokens else draft_length(checkpoint.folder)
     if tuned:
-        try:
+        # A block whose slots see each other is drafted whole; other refusals recur below.
+        with suppress(UserError):
             written = route.write(checkpoint, target, replace(config, tokens=tuned))
-        except UserError:
-            pass  # A block whose slots see each other is drafted whole; other refusals recur below.
-        else:
             written.notes.append(
                 f"drafts {tuned} tokens per step, as {DECODE_FILE} says; change it with "
                 "export.tokens"

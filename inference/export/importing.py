@@ -44,7 +44,7 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
     name = recognise(folder) if layout == "auto" else layout
     found: Imported = READERS[name].read(folder, receiver)
     kind, values = own_kind(folder, found)
-    found.kind = kind.name
+    found.kind, found.notes = kind.name, receiver.notes
     drafter = kind.drafter_class(build_config(kind.name, values), target.info)
     assert isinstance(drafter, TrainableDrafter), "layouts are of kinds with weights"
     tensors = fit(found, drafter, folder, receiver)

@@ -53,7 +53,7 @@ class Server(uvicorn.Server):
             server_header=False,
         )
         super().__init__(config)
-        self.service, self.told = service, started
+        self.service, self.started_serving = service, started
         self.failed = False
         self._draining: asyncio.Task[None] | None = None
 
@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
         self.service.loop = asyncio.get_running_loop()
         self.service.on_broken = self._broken
         await super().startup(sockets)
-        self.told()
+        self.started_serving()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

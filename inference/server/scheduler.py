@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from heads.api.errors import UserError
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, PassRecord, Request
-from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.session import Session
 from inference.server.errors import ApiError
 from inference.server.metrics import ServerMetrics
+from inference.server.protocol import Asked
 from inference.server.text import StopText
 from inference.verifications import VerificationLog
 
@@ -78,27 +78,21 @@ Event = Started | Piece | Done | Failed
 @dataclass
 class ServedRequest:
     """A request for the worker. deliver: takes events on the event loop's thread; created:
-    monotonic seconds of its arrival."""
+    monotonic seconds of its arrival; first: of its first token.
+
+    The worker numbers it (index) and fills in the rest.
+    """
 
     id: str
     prompt: tuple[int, ...]
     limit: int
     seed: int
-    sampling: SamplingSettings
-    stops: tuple[str, ...]
-    stream: bool
+    asked: Asked
     domain: str
     created: float
     deliver: Callable[[Event], None] = lambda event: None
     index: int = -1
-
-
-@dataclass
-class _Live:
-    """A job in the worker's hands. first: when its first token came."""
-
-    job: ServedRequest
-    text: StopText
+    text: StopText | None = None
     tokens: list[int] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
     drafts: Drafts = field(default_factory=Drafts)
@@ -128,7 +122,7 @@ class Scheduler:
         self.tokenizer = copy.deepcopy(engine.target.tokenizer)
         self.healthy = False
         self._inbox: queue.SimpleQueue[tuple[str, ServedRequest | None]] = queue.SimpleQueue()
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, ServedRequest] = {}
         self._out: list[tuple[ServedRequest, Event]] = []
         self._session: Session | None = None
         self._count = 0
@@ -223,102 +217,99 @@ class Scheduler:
                 return
             if order == "add":
                 self._admit(session, job)
-            elif (live := self._live.pop(job.index, None)) is not None:
+            elif self._live.pop(job.index, None) is not None:
                 session.cancel(job.index)
-                self._record(live, "cancelled")
+                self._record(job, "cancelled")
 
     def _admit(self, session: Session, job: ServedRequest) -> None:
         job.index = self._count
         self._count += 1
         try:
-            session.add(Request(job.index, job.prompt, job.seed, job.limit, job.sampling))
+            session.add(Request(job.index, job.prompt, job.seed, job.limit, job.asked.sampling))
         except UserError as error:
             self._out.append((job, Failed(ApiError(400, str(error)))))
             return
-        text = StopText(self.tokenizer, self.engine.target.eos_token_ids, job.stops)
-        self._live[job.index] = _Live(job, text)
+        if job.asked.stream or job.asked.stops:
+            job.text = StopText(self.tokenizer, self.engine.target.eos_token_ids, job.asked.stops)
+        self._live[job.index] = job
 
     def _on_tokens(self, request: Request, tokens: list[int], record: PassRecord | None) -> None:
-        live = self._live.get(request.index)
-        if live is None:
+        job = self._live.get(request.index)
+        if job is None:
             return  # cancelled, or ended at a stop string: the row runs on until the next step
-        job = live.job
         if record is None:
-            live.first = time.monotonic()
-            self.metrics.first.observe(live.first - job.created)
+            job.first = time.monotonic()
+            self.metrics.first.observe(job.first - job.created)
             self.metrics.prompt_tokens.labels(job.domain).inc(len(job.prompt))
             self._out.append((job, Started()))
         else:
-            self._book(live, record)
-        live.tokens += tokens
-        if not (job.stream or job.stops):
+            self._book(job, record)
+        job.tokens += tokens
+        if job.text is None:
             return
-        self._show(live, live.text.add(tokens))
-        if live.text.stopped:
+        self._show(job, job.text.add(tokens))
+        if job.text.stopped:
             assert self._session is not None
             self._session.cancel(request.index)
-            self._end(live, "stop")
+            self._end(job, "stop")
 
-    def _show(self, live: _Live, piece: str) -> None:
+    def _show(self, job: ServedRequest, piece: str) -> None:
         """More text, which a streaming client gets at once."""
         if piece:
-            live.shown.append(piece)
-            if live.job.stream:
-                self._out.append((live.job, Piece(piece)))
+            job.shown.append(piece)
+            if job.asked.stream:
+                self._out.append((job, Piece(piece)))
 
-    def _book(self, live: _Live, record: PassRecord) -> None:
+    def _book(self, job: ServedRequest, record: PassRecord) -> None:
         """Count a verification, before its tokens are added."""
-        job, drafts = live.job, live.drafts
-        drafts.passes += 1
-        drafts.committed += record.committed
-        drafts.accepted += record.accepted
+        job.drafts.passes += 1
+        job.drafts.committed += record.committed
+        job.drafts.accepted += record.accepted
         self.metrics.verified(job.domain, record)
         if self.log is not None:
-            root = len(job.prompt) + len(live.tokens) - 1
-            self.log.verification(job.id, root, job.domain, record, job.sampling.temperature)
+            root, heat = len(job.prompt) + len(job.tokens) - 1, job.asked.sampling.temperature
+            self.log.verification(job.id, root, job.domain, record, heat)
 
     def _complete(self, completion: Completion) -> bool:
-        live = self._live.get(completion.request.index)
-        if live is None or completion.finish == "cancelled":
+        job = self._live.get(completion.request.index)
+        if job is None or completion.finish == "cancelled":
             return False
-        self._end(live, completion.finish)
+        self._end(job, completion.finish)
         return True
 
-    def _end(self, live: _Live, finish: str) -> None:
+    def _end(self, job: ServedRequest, finish: str) -> None:
         """An answer is complete: say so and book it."""
-        job, text, tokens = live.job, live.text, len(live.tokens)
+        tokens = len(job.tokens)
         del self._live[job.index]
-        if job.stream or job.stops:
-            self._show(live, text.rest())
-            if text.stopped:
-                finish, tokens = "stop", text.tokens
-            whole = "".join(live.shown)
+        if job.text is not None:
+            self._show(job, job.text.rest())
+            if job.text.stopped:
+                finish, tokens = "stop", job.text.tokens
+            whole = "".join(job.shown)
         else:
             ends = self.engine.target.eos_token_ids
-            shown = [token for token in live.tokens if token not in ends]
+            shown = [token for token in job.tokens if token not in ends]
             whole = str(self.tokenizer.decode(shown, skip_special_tokens=True))
-        self._out.append((job, Done(whole, finish, tuple(live.tokens[:tokens]), live.drafts)))
+        self._out.append((job, Done(whole, finish, tuple(job.tokens[:tokens]), job.drafts)))
         now = time.monotonic()
         self.metrics.tokens.labels(job.domain).inc(tokens)
         self.metrics.whole.observe(now - job.created)
         if tokens > 1:
-            self.metrics.per_token.observe((now - live.first) / (tokens - 1))
-        self._record(live, finish)
+            self.metrics.per_token.observe((now - job.first) / (tokens - 1))
+        self._record(job, finish)
 
-    def _record(self, live: _Live, finish: str) -> None:
+    def _record(self, job: ServedRequest, finish: str) -> None:
         """Write down a sequence whose verifications were."""
-        job, temperature = live.job, live.job.sampling.temperature
-        if self.log is not None and live.tokens:
-            self.log.sequence(
-                job.id, job.domain, job.prompt, live.tokens, job.seed, temperature, finish
-            )
+        if self.log is not None and job.tokens:
+            heat = job.asked.sampling.temperature
+            self.log.sequence(job.id, job.domain, job.prompt, job.tokens, job.seed, heat, finish)
 
     # When nothing goes on
 
     def _fail_all(self, why: str) -> None:
         """Tell every job in hand that it will not be answered."""
         status = 503 if self._ended else 500
-        self._out += [(live.job, Failed(ApiError(status, why))) for live in self._live.values()]
+        self._out += [(job, Failed(ApiError(status, why))) for job in self._live.values()]
         self._live.clear()
         self._send(0)
 

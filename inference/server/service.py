@@ -208,9 +208,7 @@ class Service:
             prompt=prompt,
             limit=limit,
             seed=secrets.randbits(63) if asked.seed is None else asked.seed,
-            sampling=asked.sampling,
-            stops=asked.stops,
-            stream=asked.stream,
+            asked=asked,
             domain=self.config.domain(domain),
             created=created,
         )

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -323,22 +323,18 @@ class Tuner:
         speedups = {draft: divide(speed, speeds[NONE]) for draft, speed in speeds.items()}
         best = choose(measured, speedups)
         plain = next(item for item in measured if item.draft == NONE)
-        return {
+        row = {
             "batch_size": batch,
             "temperature": temperature,
+            **vars(best),
             "draft": best.draft.plain(),
             "label": best.draft.label,
             "predicted_tokens_per_second": speeds[best.draft],
-            "turns": best.turns,
-            "tokens_per_second": best.tokens_per_second,
-            "tokens_per_second_ci95": best.tokens_per_second_ci95,
-            "speedup": best.speedup,
-            "speedup_ci95": best.speedup_ci95,
-            "tau": best.tau,
             "baseline_tokens_per_second": plain.tokens_per_second,
             "predictions": [item.to_dict(speedups[item.draft]) for item in predicted],
             "measured": [item.to_dict() for item in measured],
         }
+        return cast(TuneRow, row)
 
     def facts(self) -> dict[str, object]:
         """What the rows are based on: acceptance per temperature, cost curves, their

@@ -31,16 +31,10 @@ from inference.decoding.sampling.distribution import SamplingSettings
 from inference.export.check.config import LiveConfig
 from inference.export.check.verify import find_source
 from inference.export.layouts.folder import Folder
+from inference.measure import vllm_process
 from inference.measure.metrics import divide
 from inference.measure.prompts import load_prompts, select_prompts, to_requests
-from inference.measure.vllm_process import (
-    EngineProcess,
-    ServedMode,
-    ServingMode,
-    require_folder,
-    serve,
-    vllm_request,
-)
+from inference.measure.vllm_process import EngineProcess, ServedMode, ServingMode
 from inference.target.model import TargetModel
 
 PLAIN = "plain"
@@ -226,16 +220,16 @@ def live_check(
     default: the target's. Raises `UserError` if vLLM cannot be run at all or its plain decoding
     fails; an export that it refuses is a row with a problem.
     """
-    require_folder(target, "a live check")
+    vllm_process.require_folder(target, "a live check")
     if not requests:
         raise UserError(
             "a live check needs prompts: none fits the target's positions with its answer."
         )
     named = [(str(request.index), 0, request) for request in requests]
     modes = [ServingMode(PLAIN), *(export.mode() for export in exports)]
-    asked = vllm_request(target, modes, named, requests[:1], batches)
+    asked = vllm_process.vllm_request(target, modes, named, requests[:1], batches)
     asked["max_model_len"] = positions or asked["max_model_len"]
-    served = serve(process, asked, target.device, "the live check's vLLM")
+    served = vllm_process.serve(process, asked, target.device, "the live check's vLLM")
     by_mode = {(mode.name, mode.batch): mode for mode in served}
     rows, known, counted = list[LiveRow](), Known(), dict[str, Counts]()
     for batch in batches:

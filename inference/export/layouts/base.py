@@ -149,6 +149,10 @@ class TensorRow:
     index: tuple[int, ...] = ()
 
 
+Expected = tuple[list[TensorRow], Shapes]
+"""The tensors that an engine looks for, and those that may be there besides."""
+
+
 def same_names(shapes: Shapes) -> list[TensorRow]:
     """Rows of tensors that have the same name on both sides."""
     return [TensorRow(name, name, shape) for name, shape in shapes.items()]
@@ -176,7 +180,7 @@ class Written:
 @dataclass
 class Imported:
     """A checkpoint of ours made of foreign files. config: the values of the kind's configuration
-    that differ from the defaults; notes: what was left out or could not be known."""
+    that differ from the defaults; notes: see `Receiver`."""
 
     kind: str
     config: Json
@@ -206,10 +210,9 @@ class Layout:
     name: str
     architectures: tuple[str, ...]
     """Class names under which the engine finds its model."""
-    tensors: Callable[[Folder, TargetInfo], tuple[list[TensorRow], Shapes]]
-    """The tensors that the engine looks for by the folder's config.json, and those that may be
-    there besides. Raises `UserError`, `KeyError`, `TypeError` or `ValueError` for a config.json
-    that does not describe such a drafter."""
+    tensors: Callable[[Folder, TargetInfo], Expected]
+    """The tensors by the folder's config.json. Raises `UserError`, `KeyError`, `TypeError` or
+    `ValueError` for one that does not describe such a drafter."""
     rope: Callable[[Checkpoint, Target], Json] | None = own_rope
     """The rotary parameters that a checkpoint's folder must have; None: no rotary positions."""
     draftable: Callable[[Json], tuple[int, str]] | None = None

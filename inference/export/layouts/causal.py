@@ -53,7 +53,7 @@ def read_sizes(folder: Folder) -> tuple[LayerShape, int]:
     return replace(shape, qk_norm=family == "qwen3", attention_bias=bias), layers
 
 
-def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
+def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     """See `Layout.tensors`."""
     config, (shape, layers) = folder.flat, read_sizes(folder)
     head = not config.get("tie_word_embeddings")
@@ -140,7 +140,7 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     if odd or str(config.get("hidden_act", "silu")) != "silu":
         what = ", ".join(odd) or "another activation"
         raise UserError(f"'{where}' has {what}, which our drafters do not have.")
-    theirs, notes = dict(folder.tensors), list[str]()
+    theirs = dict(folder.tensors)
     shape, layers = read_sizes(folder)
     extra = [theirs.pop(name, None) for name in map(OUTPUT_BIAS.format, range(layers))]
     if any(bias is not None and bool(bias.any()) for bias in extra):
@@ -154,15 +154,15 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
         count = theirs[name].shape[0] if name in theirs else size
         if count != size:
             done = "padded" if count < size else "trimmed"
-            notes.append(f"{name}: {count} rows, {done} to {size}")
+            receiver.notes.append(f"{name}: {count} rows, {done} to {size}")
             theirs[name] = resize(theirs[name], size)
     found = base.take(rows(shape, layers, size, embedding=True, head=not tied), theirs, where)
     values = network(config, shape, layers) | {"tie_embeddings": tied}
     token = config.get("pard_token")
     if token is None:
-        return Imported("distilled", values, found, notes)
+        return Imported("distilled", values, found)
     values["pard_token"] = int(token)
-    return Imported("pard", values, found | {"pard_token": torch.tensor(int(token))}, notes)
+    return Imported("pard", values, found | {"pard_token": torch.tensor(int(token))})
 
 
 def network(config: Json, shape: LayerShape, layers: int) -> Json:

@@ -99,7 +99,7 @@ def rows(
     return base.same_names(shapes) + found
 
 
-def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
+def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     """See `Layout.tensors`."""
     config, inner, theirs = folder.flat, folder.block, folder.tensors
     shape = llama.read_shape(config, folder.path)
@@ -365,7 +365,6 @@ def build(
     llama.require_fit(shape, config, info, where, scaled=True)
     base.require_taps(taps, info.num_layers, where)
     theirs = {DECODER.get(name, name): value for name, value in folder.tensors.items()}
-    notes: list[str] = []
     values: Json = {
         "block_size": int(config["block_size"]),
         "in_block": "causal" if causal else "bidirectional",
@@ -376,9 +375,9 @@ def build(
         **llama.sizes_config(shape, info),
         **method_values(config, extra, theirs),
     }
-    mask = take_mask(folder, theirs, receiver, token, notes)
+    mask = take_mask(folder, theirs, receiver, token)
     values["mask_token_id"] = token if mask is None else -1
-    receiver.drop_shared(HEAD, theirs, where, notes)
+    receiver.drop_shared(HEAD, theirs, where)
     offsets = theirs.pop("d2t", None)
     theirs.pop("t2d", None)
     if offsets is not None and bool(offsets.any()):
@@ -393,7 +392,7 @@ def build(
     if own.confidence:
         kept = folder.export.kept.get("confidence_temperatures", [1.0] * drafts(own))
         found[TEMPERATURES] = torch.tensor(kept, dtype=found["confidence_head.proj.weight"].dtype)
-    return Imported("dflash", values, found, notes)
+    return Imported("dflash", values, found)
 
 
 def method_values(config: Json, extra: Json, theirs: Mapping[str, Tensor]) -> Json:
@@ -436,7 +435,7 @@ def method_values(config: Json, extra: Json, theirs: Mapping[str, Tensor]) -> Js
 
 
 def take_mask(
-    folder: Folder, theirs: dict[str, Tensor], receiver: Receiver, token: int, notes: list[str]
+    folder: Folder, theirs: dict[str, Tensor], receiver: Receiver, token: int
 ) -> Tensor | None:
     """The mask's own vector [H], or None where it is the target's embedding of `token`."""
     embedding, file = theirs.pop(EMBEDDING, None), folder.path / MASK_FILE
@@ -447,7 +446,7 @@ def take_mask(
     if embedding is None:
         return None
     if receiver.is_shared(EMBEDDING, embedding):
-        notes.append(f"{EMBEDDING}: a copy of the target's, left out")
+        receiver.notes.append(f"{EMBEDDING}: a copy of the target's, left out")
         return None
     if not receiver.is_shared_but(token, embedding):
         raise UserError(

@@ -40,7 +40,7 @@ def rows(shape: LayerShape, bias: bool) -> list[TensorRow]:
     return base.same_names(shapes) + llama.layer_rows("layers.0.", "layers.0.", shape, norms=norms)
 
 
-def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
+def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     """See `Layout.tensors`."""
     shape = llama.read_shape(folder.flat, folder.path)
     table = rows(shape, folder.architecture == ARCHITECTURES["sglang"])
@@ -84,10 +84,10 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     llama.require_fit(shape, config, receiver.info, where)
     if int(config.get("num_hidden_layers", 1)) != 1:
         raise UserError(f"'{where}' has {config['num_hidden_layers']} layers; our eagle has one.")
-    tensors, notes = dict(folder.tensors), list[str]()
+    tensors = dict(folder.tensors)
     for name in (EMBEDDING, HEAD):
-        receiver.drop_shared(name, tensors, where, notes)
+        receiver.drop_shared(name, tensors, where)
     bias = "fc.bias" in tensors and bool(tensors["fc.bias"].any())
     found = base.take(rows(shape, bias), tensors, where, spare=("fc.bias",))
     values = llama.sizes_config(shape, receiver.info) | ({"fc_bias": True} if bias else {})
-    return Imported("eagle", values, found, notes)
+    return Imported("eagle", values, found)

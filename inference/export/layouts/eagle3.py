@@ -62,9 +62,7 @@ def rows(
     return found
 
 
-def expect(
-    folder: Folder, info: TargetInfo, *, parallel: bool
-) -> tuple[list[base.TensorRow], Shapes]:
+def expect(folder: Folder, info: TargetInfo, *, parallel: bool) -> base.Expected:
     """See `Layout.tensors`."""
     config, first = folder.flat, first_layer(folder.tensors)
     table = rows(config, info, folder.path, parallel=parallel, first=first)
@@ -211,8 +209,7 @@ def build(
     qk_norm = any(name.endswith("self_attn.q_norm.weight") for name in theirs)
     if layers > 1 and not parallel:
         raise UserError(f"'{where}' has {layers} layers; our eagle3 has one.")
-    notes: list[str] = []
-    columns = complete_vocabulary(theirs, receiver, notes)
+    columns = complete_vocabulary(theirs, receiver)
     values: Json = {
         "taps": list(taps),
         "tap_norm": bool(config.get("fc_norm", False)),
@@ -226,12 +223,12 @@ def build(
         check_vocabulary(theirs, info.vocab_size)
     extra: dict[str, Tensor] = {}
     if parallel:
-        extra = read_embeddings(folder, theirs, receiver, token, notes)
+        extra = read_embeddings(folder, theirs, receiver, token)
         values |= {"own_embedding": EMBEDDING in extra, "num_layers": layers}
         theirs[MASK] = theirs[MASK].reshape(1, 1, -1)
     else:
         values["post_norm_recurrence"] = bool(config.get("norm_output", False))
-        receiver.drop_shared(EMBEDDING, theirs, where, notes)
+        receiver.drop_shared(EMBEDDING, theirs, where)
     described = config | {
         "model_type": "qwen3" if qk_norm else "llama",
         "num_hidden_layers": layers,
@@ -241,15 +238,15 @@ def build(
     }
     table = rows(described, info, where, parallel=parallel, first=first_layer(theirs))
     tensors = base.take(table, theirs, where) | extra
-    return Imported("peagle" if parallel else "eagle3", values, tensors, notes)
+    return Imported("peagle" if parallel else "eagle3", values, tensors)
 
 
-def complete_vocabulary(theirs: dict[str, Tensor], receiver: Receiver, notes: list[str]) -> int:
+def complete_vocabulary(theirs: dict[str, Tensor], receiver: Receiver) -> int:
     """Add what a file may leave out (LM head, `t2d`); returns the columns of the LM head."""
     size = receiver.info.vocab_size
     if HEAD not in theirs:
         theirs[HEAD] = receiver.weights.lm_head.to(theirs["fc.weight"].dtype)
-        notes.append(f"{HEAD}: none in the folder, the target's is taken")
+        receiver.notes.append(f"{HEAD}: none in the folder, the target's is taken")
     columns = int(theirs[HEAD].shape[0])
     offsets, known = theirs.pop("d2t", None), theirs.pop("t2d", None)
     if columns == size:
@@ -266,11 +263,7 @@ def complete_vocabulary(theirs: dict[str, Tensor], receiver: Receiver, notes: li
 
 
 def read_embeddings(
-    folder: Folder,
-    theirs: dict[str, Tensor],
-    receiver: Receiver,
-    token: int | None,
-    notes: list[str],
+    folder: Folder, theirs: dict[str, Tensor], receiver: Receiver, token: int | None
 ) -> dict[str, Tensor]:
     """P-EAGLE's vector of unknown tokens, which is the mask token's row of the embedding. The
     embedding itself is kept too, unless its other rows are the target's."""
@@ -280,7 +273,7 @@ def read_embeddings(
             f"'{folder.path}': config.json names no mask token (pard_token or mask_token_id)."
         )
     if embedding is None:
-        notes.append(
+        receiver.notes.append(
             f"{EMBEDDING}: none in the folder, the target's row of the mask token is taken"
         )
         return {"mask_embedding": own[token].to(theirs["fc.weight"].dtype).clone()}

@@ -162,14 +162,13 @@ def unpickle(file: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Receiver:
-    """The target that an imported drafter is for."""
+    """The target of an imported drafter. notes: what was left out or could not be known."""
 
     info: TargetInfo
     weights: TargetWeights
+    notes: list[str] = field(default_factory=list)
 
-    def drop_shared(
-        self, name: str, theirs: dict[str, Tensor], where: Path, notes: list[str]
-    ) -> None:
+    def drop_shared(self, name: str, theirs: dict[str, Tensor], where: Path) -> None:
         """Take a copy of the target's embedding or LM head out of their tensors, and note it.
         Raises `UserError` for one that is not the target's."""
         value = theirs.pop(name, None)
@@ -181,7 +180,7 @@ class Receiver:
                 f"'{where}' has an {what} of its own ('{name}' differs from the target's), which "
                 "our drafters of this kind share with the target. Was it made for this target?"
             )
-        notes.append(f"{name}: a copy of the target's, left out")
+        self.notes.append(f"{name}: a copy of the target's, left out")
 
     def is_shared(self, name: str, theirs: Tensor) -> bool:
         """Whether a tensor is the target's own, up to the rounding of its number format."""

@@ -17,7 +17,7 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from inference.export.config import ExportConfig
 from inference.export.layouts import base
-from inference.export.layouts.base import Checkpoint, Imported, Shapes, Target, TensorRow, Written
+from inference.export.layouts.base import Checkpoint, Imported, Target, TensorRow, Written
 from inference.export.layouts.folder import HEAD, Folder, Receiver
 
 PROPOSER = Path(__file__).parents[1] / "vllm_medusa.py"
@@ -41,7 +41,7 @@ def rows(heads: int, layers: int, hidden: int, vocabulary: int, own_heads: bool)
     return found
 
 
-def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
+def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     """See `Layout.tensors`."""
     config, hidden, size = folder.flat, info.hidden_size, info.vocab_size
     own = not config.get("original_lm_head", False)
@@ -112,7 +112,7 @@ def modernise(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def read(folder: Folder, receiver: Receiver) -> Imported:
     """Our checkpoint from Medusa heads; a missing bias is zero."""
     where, info, config = folder.path, receiver.info, folder.config
-    theirs, notes = modernise(folder.tensors), list[str]()
+    theirs = modernise(folder.tensors)
     blocks = [match for name in theirs if (match := BLOCK.fullmatch(name))]
     if not blocks:
         raise UserError(f"'{where}' holds no Medusa block.")
@@ -127,8 +127,8 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     for match in blocks:
         weight, name = theirs[match[0]], match[0].removesuffix("weight") + "bias"
         theirs.setdefault(name, weight.new_zeros(weight.shape[0]))
-    receiver.drop_shared(HEAD, theirs, where, notes)
+    receiver.drop_shared(HEAD, theirs, where)
     own = any(name.startswith("lm_heads.") for name in theirs)
     found = base.take(rows(heads, layers, info.hidden_size, info.vocab_size, own), theirs, where)
     values = {"num_heads": heads, "num_layers": layers, "own_lm_head": own}
-    return Imported("medusa", values, found, notes)
+    return Imported("medusa", values, found)

@@ -57,7 +57,7 @@ def biases(shape: LayerShape) -> Shapes:
     return {name.format(part): (count * shape.head_dim,) for part, count in counts.items()}
 
 
-def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
+def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     """See `Layout.tensors`."""
     shape = llama.read_shape({**folder.flat, "attention_bias": False}, folder.path)
     return rows(shape) + base.same_names(biases(shape)), {}

@@ -146,7 +146,7 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     dflash.require_one_kind(kinds, where)
     found = dflash.build(folder, flat, receiver, taps, int(token), causal=causal, extra=theirs)
     if not causal and not non_causal:
-        found.notes.append(
+        receiver.notes.append(
             "sliding_window_non_causal is false: the library trained full layers bidirectionally "
             "all the same, and so they are imported; vLLM would run the original folder causally"
         )
