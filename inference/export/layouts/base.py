@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -156,6 +157,17 @@ Expected = tuple[list[TensorRow], Shapes]
 def same_names(shapes: Shapes) -> list[TensorRow]:
     """Rows of tensors that have the same name on both sides."""
     return [TensorRow(name, name, shape) for name, shape in shapes.items()]
+
+
+def own_rows(
+    kind: str, values: Json, info: TargetInfo, left: Iterable[str] = ()
+) -> list[TensorRow]:
+    """The tensors of a drafter of ours but `left`, for layouts that have them under our names."""
+    with torch.device("meta"):
+        drafter = get_kind(kind).drafter_class(build_config(kind, values), info)
+    assert isinstance(drafter, TrainableDrafter), "layouts are of kinds with weights"
+    shapes = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
+    return same_names({name: shape for name, shape in shapes.items() if name not in left})
 
 
 @dataclass

@@ -18,7 +18,7 @@ from heads.nn.blocks import LayerShape
 from heads.nn.small_lm.model import SmallLM
 from inference.export.config import ExportConfig
 from inference.export.layouts import base, llama
-from inference.export.layouts.base import Checkpoint, Imported, Shapes, Target, TensorRow, Written
+from inference.export.layouts.base import Checkpoint, Imported, Target, Written
 from inference.export.layouts.folder import Folder, Json, Receiver
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -32,19 +32,6 @@ DEPTH = 4
 """Drafts per step of a distilled drafter, unless the export sets another number."""
 
 
-def rows(
-    shape: LayerShape, layers: int, vocabulary: int, *, embedding: bool, head: bool
-) -> list[TensorRow]:
-    """The tensors of a small language model; embedding, head: whether it has its own."""
-    hidden, own = shape.hidden_size, {EMBEDDING: embedding, HEAD: head}
-    shapes: Shapes = {"model.norm.weight": (hidden,)}
-    shapes |= {name: (vocabulary, hidden) for name, there in own.items() if there}
-    found = base.same_names(shapes)
-    for index in range(layers):
-        found += llama.layer_rows(f"model.layers.{index}.", f"model.layers.{index}.", shape)
-    return found
-
-
 def read_sizes(folder: Folder) -> tuple[LayerShape, int]:
     """The layers' sizes, with the norms and biases of the model's family, and their number."""
     config = folder.flat
@@ -56,8 +43,10 @@ def read_sizes(folder: Folder) -> tuple[LayerShape, int]:
 def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     """See `Layout.tensors`."""
     config, (shape, layers) = folder.flat, read_sizes(folder)
-    head = not config.get("tie_word_embeddings")
-    table = rows(shape, layers, int(config["vocab_size"]), embedding=True, head=head)
+    tied = bool(config.get("tie_word_embeddings"))
+    values = {"num_layers": layers, **asdict(shape), "tie_embeddings": tied}
+    info = replace(info, vocab_size=int(config["vocab_size"]))
+    table = base.own_rows("distilled", values, info)
     if shape.qk_norm and shape.attention_bias:
         names = map(OUTPUT_BIAS.format, range(layers))
         table += base.same_names(dict.fromkeys(names, (shape.hidden_size,)))
@@ -75,9 +64,9 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
     drafter, info, ours = language_model(checkpoint), checkpoint.info, checkpoint.tensors
     config, shape, layers = drafter.config, drafter.shape, len(drafter.model.layers)
     own, tied = not config.share_embeddings, bool(config.tie_embeddings)
-    table = rows(shape, layers, info.vocab_size, embedding=own, head=own and not tied)
-    written = Written({}, base.give(table, ours, left=("pard_token",)), tokenizer=True)
-    tensors, dtype = written.tensors, ours["model.norm.weight"].dtype
+    tensors = {name: value for name, value in ours.items() if name != "pard_token"}
+    written = Written({}, tensors, tokenizer=True)
+    dtype = ours["model.norm.weight"].dtype
     if not own:
         weights = target.weights
         tied = weights.lm_head is weights.embedding
@@ -156,8 +145,8 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
             done = "padded" if count < size else "trimmed"
             receiver.notes.append(f"{name}: {count} rows, {done} to {size}")
             theirs[name] = resize(theirs[name], size)
-    found = base.take(rows(shape, layers, size, embedding=True, head=not tied), theirs, where)
     values = network(config, shape, layers) | {"tie_embeddings": tied}
+    found = base.take(base.own_rows("distilled", values, receiver.info), theirs, where)
     token = config.get("pard_token")
     if token is None:
         return Imported("distilled", values, found)

@@ -22,10 +22,9 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn.block.config import Config
 from heads.nn.block.model import BlockModel
-from heads.nn.blocks import LayerShape
 from inference.export.config import ExportConfig
 from inference.export.layouts import base, llama
-from inference.export.layouts.base import Checkpoint, Imported, Shapes, Target, TensorRow, Written
+from inference.export.layouts.base import Checkpoint, Imported, Target, Written
 from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Json, Receiver
 
 MASK_FILE = "mask_embedding.pt"
@@ -38,6 +37,8 @@ ARCHITECTURES = {
 MARKOV = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
 """Our dependencies that are DSpark's, and its names for them."""
 TEMPERATURES = "confidence_head.temperatures"
+OWN = ("mask_embedding", TEMPERATURES)
+"""Tensors of ours that the layouts store elsewhere or not at all."""
 ENCODER = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 """The names of these tensors in transformers' DFlash assistant."""
 DECODER = {theirs: ours for ours, theirs in ENCODER.items()}
@@ -50,66 +51,22 @@ MARKS = {
 """A tensor of each layout but plain DFlash's."""
 
 
-def rows(
-    config: Config, shape: LayerShape, layers: int, taps: int, vocabulary: int
-) -> list[TensorRow]:
-    """The tensors of a block drafter of our configuration, without mask vector and temperatures."""
-    hidden, rank = shape.hidden_size, config.dependency_rank
-    wide, codes, markov = hidden + rank, (vocabulary, rank), config.dependency in MARKOV
-    dependent: dict[str, Shapes] = {
-        "gated": {
-            "markov_head.gate_proj.weight": (rank, wide),
-            "markov_head.gate_proj.bias": (rank,),
-        },
-        "rnn": {
-            "markov_head.joint_proj.weight": (3 * rank, wide + rank),
-            "markov_head.joint_proj.bias": (3 * rank,),
-        },
-        "gru": {
-            "prefix_gru.weight_ih_l0": (3 * rank, hidden),
-            "prefix_gru.weight_hh_l0": (3 * rank, rank),
-            "embed_proj.0.weight": (rank, wide),
-            "embed_proj.2.weight": codes,
-        },
-        "selector": {
-            "candidate_selector.predecessor_codebook": codes,
-            "candidate_selector.successor_codebook": codes,
-            "candidate_selector.hidden_projection.weight": (rank, hidden),
-        },
-    }
-    shapes: Shapes = {
-        "fc.weight": (hidden, taps * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-        **dependent.get(config.dependency, {}),
-    }
-    if markov:
-        shapes |= {f"markov_head.markov_{part}.weight": codes for part in ("w1", "w2")}
-    if config.confidence:
-        shapes["confidence_head.proj.weight"] = (1, wide if markov else hidden)
-        shapes["confidence_head.proj.bias"] = (1,)
-    found = []
-    for index in range(layers):
-        prefix = f"layers.{index}."
-        found += llama.layer_rows(prefix, prefix, replace(shape, qk_norm=True))
-        for part in ("attention_conv", "mlp_conv") if config.convolution else ():
-            groups = 4 * (hidden // config.conv_group_size)
-            shapes[f"{prefix}{part}.base_kernel"] = (2, 2, hidden)
-            shapes[f"{prefix}{part}.kernel_projection.weight"] = (groups, hidden)
-    return base.same_names(shapes) + found
-
-
 def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     """See `Layout.tensors`."""
     config, inner, theirs = folder.flat, folder.block, folder.tensors
-    shape = llama.read_shape(config, folder.path)
-    values = {"block_size": int(inner["block_size"]), **method_values(config, inner, theirs)}
-    own: Config = build_config("dflash", values)
-    taps = len(base.captured_layers(config, info.num_layers, "vllm"))
-    table = rows(own, shape, int(config["num_hidden_layers"]), taps, info.vocab_size)
+    count = len(base.captured_layers(config, info.num_layers, "vllm"))
+    values = {
+        "block_size": int(inner["block_size"]),
+        "num_layers": int(config["num_hidden_layers"]),
+        "taps": list(range(1, count + 1)),
+        "start_from": "random",
+        **llama.sizes_config(llama.read_shape(config, folder.path), info),
+        **method_values(config, inner, theirs),
+    }
+    table = base.own_rows("dflash", values, info, OWN)
     if "encoder.fc.weight" in theirs:
         table = [replace(row, theirs=ENCODER.get(row.theirs, row.theirs)) for row in table]
-    spare = (EMBEDDING, HEAD) if own.dependency in MARKOV else (EMBEDDING,)
+    spare = (EMBEDDING, HEAD) if values.get("dependency") in MARKOV else (EMBEDDING,)
     return table, dict.fromkeys(spare, (info.vocab_size, info.hidden_size))
 
 
@@ -150,7 +107,6 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
     require_expressible(checkpoint, options.engine)
     taps, layers, shape = drafter.needs.taps, len(drafter.layers), drafter.shape
     ours, method, learned = checkpoint.tensors, checkpoint.method, config.mask_token_id < 0
-    table = rows(config, shape, layers, len(taps), info.vocab_size)
     token = target.unused_token(options.mask_token_id) if learned else config.mask_token_id
     block = {
         "mask_token_id": token,
@@ -173,7 +129,7 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
         "method": "dspark" if method == "dspark" else "dflash",
         "num_speculative_tokens": draft_length(options.tokens, drafts(config), drafter.causal),
     }
-    tensors = base.give(table, ours, ("mask_embedding", TEMPERATURES))
+    tensors = {name: value for name, value in ours.items() if name not in OWN}
     written = Written(described, tensors, speculative)
     if TEMPERATURES in ours and not bool((ours[TEMPERATURES] == 1).all()):
         written.kept["confidence_temperatures"] = ours[TEMPERATURES].double().tolist()
@@ -385,8 +341,7 @@ def build(
             f"'{where}' drafts from a reduced vocabulary, which our block drafters do not."
         )
     own: Config = build_config("dflash", values)
-    table = rows(own, shape, own.num_layers, len(taps), info.vocab_size)
-    found = base.take(table, theirs, where)
+    found = base.take(base.own_rows("dflash", values, info, OWN), theirs, where)
     if mask is not None:
         found["mask_embedding"] = mask
     if own.confidence:

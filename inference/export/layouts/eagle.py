@@ -15,7 +15,7 @@ from heads.nn.blocks import LayerShape
 from heads.nn.feature.base import layer_shape
 from inference.export.config import ExportConfig
 from inference.export.layouts import base, llama
-from inference.export.layouts.base import Checkpoint, Imported, Shapes, Target, TensorRow, Written
+from inference.export.layouts.base import Checkpoint, Imported, Target, Written
 from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Receiver
 
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
@@ -30,20 +30,15 @@ OTHER_FIRST_NORMS = (
 """Tensors of other drafters with an `fc`, which EAGLE-1 lacks."""
 
 
-def rows(shape: LayerShape, bias: bool) -> list[TensorRow]:
+def rows(shape: LayerShape, info: TargetInfo, bias: bool) -> list[base.TensorRow]:
     """The tensors of an EAGLE-1 drafter; bias: whether `fc` has one."""
-    hidden = shape.hidden_size
-    shapes: Shapes = {"fc.weight": (hidden, 2 * hidden)}
-    if bias:
-        shapes["fc.bias"] = (hidden,)
-    norms = ("post_attention_layernorm",)
-    return base.same_names(shapes) + llama.layer_rows("layers.0.", "layers.0.", shape, norms=norms)
+    return base.own_rows("eagle", {**llama.sizes_config(shape, info), "fc_bias": bias}, info)
 
 
 def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     """See `Layout.tensors`."""
     shape = llama.read_shape(folder.flat, folder.path)
-    table = rows(shape, folder.architecture == ARCHITECTURES["sglang"])
+    table = rows(shape, info, folder.architecture == ARCHITECTURES["sglang"])
     return table, {EMBEDDING: (info.vocab_size, info.hidden_size)}
 
 
@@ -57,7 +52,7 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
     if bias and not sglang:
         instead = "Train with head.fc_bias=false, or serve it with SGLang."
         raise base.refuse("its projection `fc` has a bias", "vLLM", instead)
-    tensors = base.give(rows(shape, bias), checkpoint.tensors)
+    tensors = dict(checkpoint.tensors)
     if sglang and not bias:
         tensors["fc.bias"] = torch.zeros(shape.hidden_size, dtype=tensors["fc.weight"].dtype)
     described = {
@@ -88,6 +83,6 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     for name in (EMBEDDING, HEAD):
         receiver.drop_shared(name, tensors, where)
     bias = "fc.bias" in tensors and bool(tensors["fc.bias"].any())
-    found = base.take(rows(shape, bias), tensors, where, spare=("fc.bias",))
+    found = base.take(rows(shape, receiver.info, bias), tensors, where, spare=("fc.bias",))
     values = llama.sizes_config(shape, receiver.info) | ({"fc_bias": True} if bias else {})
     return Imported("eagle", values, found)
