@@ -76,7 +76,7 @@ class Task:
             )
         kept = [chosen[request.index] for request in fitting]
         requests = tuple(replace(request, index=place) for place, request in enumerate(fitting))
-        ids, domains = zip(*((item.id, item.domain) for item in kept), strict=True)
+        ids, domains = tuple(item.id for item in kept), tuple(item.domain for item in kept)
         return cls(requests, ids, domains, decode.seed)
 
     @property

@@ -9,7 +9,6 @@ does not hold, in a copy of the target's embedding.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,10 +21,9 @@ from heads.nn import vocab
 from heads.nn.feature.base import layer_shape
 from inference.export.config import ExportConfig
 from inference.export.layouts import base, llama
-from inference.export.layouts.base import IDS, Checkpoint, Imported, Shapes, Target, Written
+from inference.export.layouts.base import IDS, Checkpoint, Imported, Target, Written
 from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Json, Receiver
 
-FIRST_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 MASK = "mask_hidden"
 VLLM_ONLY = ("norm_before_residual", "norm_before_fc", "qk_norm")
 """Options that SGLang lacks."""
@@ -36,30 +34,25 @@ def rows(
 ) -> list[base.TensorRow]:
     """The tensors of an EAGLE-3 (parallel: P-EAGLE) drafter by its config.json. first: the prefix
     of their fusing layer. Its embedding is left out."""
-    shape, size = llama.read_shape(config, where), info.vocab_size
-    if config.get("model_type") == "qwen3":
-        shape = replace(shape, qk_norm=True)
-    hidden, columns = shape.hidden_size, int(config.get("draft_vocab_size") or size)
-    taps = int(config.get("num_aux_hidden_states") or len(config.get(IDS) or (1, 2, 3)))
-    shapes: Shapes = {
-        "fc.weight": (hidden, taps * hidden),
-        "norm.weight": (hidden,),
-        HEAD: (columns, hidden),
+    columns = int(config.get("draft_vocab_size") or info.vocab_size)
+    count = int(config.get("num_aux_hidden_states") or len(config.get(IDS) or (1, 2, 3)))
+    values = {
+        "num_layers": int(config["num_hidden_layers"]),
+        "taps": list(range(1, count + 1)),
+        "tap_norm": bool(config.get("fc_norm")),
+        "norm_before_fc": bool(config.get("norm_before_fc")),
+        "qk_norm": config.get("model_type") == "qwen3",
+        "draft_vocab_size": 0 if columns == info.vocab_size else columns,
+        **llama.sizes_config(llama.read_shape(config, where), info),
     }
-    if config.get("fc_norm"):
-        shapes |= {f"fc_norm.{index}.weight": (hidden,) for index in range(taps)}
-    if config.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (taps * hidden,)
-    if columns != size:
-        shapes |= {"d2t": (columns,), "t2d": (size,)}
-    if parallel:
-        shapes[MASK] = (1, 1, taps * hidden)
-    ours = "layers.0." if parallel else "midlayer."
-    found = base.same_names(shapes)
-    found += llama.layer_rows(ours, first, shape, 2 * hidden, FIRST_NORMS)
-    for index in range(1, int(config["num_hidden_layers"])):
-        found += llama.layer_rows(f"layers.{index}.", f"layers.{index}.", shape)
-    return found
+    own, left = ("layers.0.", "") if parallel else ("midlayer.", MASK)
+    table = base.own_rows("peagle", values, info, ("mask_embedding", EMBEDDING, left))
+    return [
+        base.TensorRow(
+            row.ours.replace("layers.0.", own), row.ours.replace("layers.0.", first), row.shape
+        )
+        for row in table
+    ]
 
 
 def expect(folder: Folder, info: TargetInfo, *, parallel: bool) -> base.Expected:

@@ -1,4 +1,4 @@
-"""What layouts take from Hugging Face's Llama: a decoder layer's tensors and config.json's keys."""
+"""What layouts take from Hugging Face's Llama: config.json's keys, sizes, rotary parameters."""
 
 from __future__ import annotations
 
@@ -8,36 +8,12 @@ from pathlib import Path
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn.blocks import LayerShape
-from inference.export.layouts.base import Shapes, Target, TensorRow, plain_rope
+from inference.export.layouts.base import Target, plain_rope
 from inference.export.layouts.folder import Json
 
-NORMS = ("input_layernorm", "post_attention_layernorm")
 EXACT_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary scalings that engines compute as transformers does, for any length of the text."""
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
-
-
-def layer_rows(
-    ours: str, theirs: str, shape: LayerShape, width: int = 0, norms: tuple[str, ...] = NORMS
-) -> list[TensorRow]:
-    """The tensors of one decoder layer under two prefixes. width: of the attention's input
-    (default: hidden size)."""
-    hidden, size, mlp = shape.hidden_size, shape.head_dim, shape.intermediate_size
-    query, value = shape.num_attention_heads * size, shape.num_key_value_heads * size
-    heads = {"q": query, "k": value, "v": value}
-    shapes: Shapes = {
-        **{f"self_attn.{name}_proj.weight": (n, width or hidden) for name, n in heads.items()},
-        "self_attn.o_proj.weight": (hidden, query),
-        "mlp.gate_proj.weight": (mlp, hidden),
-        "mlp.up_proj.weight": (mlp, hidden),
-        "mlp.down_proj.weight": (hidden, mlp),
-    }
-    if shape.attention_bias:
-        shapes |= {f"self_attn.{name}_proj.bias": (count,) for name, count in heads.items()}
-    if shape.qk_norm:
-        shapes |= {f"self_attn.{name}_norm.weight": (size,) for name in "qk"}
-    shapes |= {f"{name}.weight": (hidden,) for name in norms}
-    return [TensorRow(ours + name, theirs + name, dims) for name, dims in shapes.items()]
 
 
 def block_config(shape: LayerShape, info: TargetInfo, layers: int, rope: Json) -> Json:

@@ -12,6 +12,8 @@ target's sizes, and the number is given with --hf-overrides.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -26,22 +28,23 @@ from inference.export.layouts.folder import Folder, Json, Receiver
 
 PREFIX = "model.mtp_layers.0."
 NAMES = {
+    "fc.weight": "input_proj.weight",
     "pre_fc_norm_embedding.weight": "token_layernorm.weight",
     "pre_fc_norm_hidden.weight": "hidden_layernorm.weight",
     "norm.weight": "final_layernorm.weight",
 }
-PROJECTION = PREFIX + "input_proj.weight"
+PROJECTION = PREFIX + NAMES["fc.weight"]
 SPECULATORS = "mtp_layers.0.input_proj.weight"
 """The projection in the library speculators, which reads the token first."""
 SIZES = ("hidden_size", "intermediate_size", *llama.HEADS)
 
 
-def rows(shape: LayerShape) -> list[TensorRow]:
+def rows(shape: LayerShape, info: TargetInfo) -> list[TensorRow]:
     """The tensors of the block, with the projection's halves as ours has them."""
-    hidden = shape.hidden_size
-    found = [TensorRow(f"mtp.{ours}", PREFIX + theirs, (hidden,)) for ours, theirs in NAMES.items()]
-    found.append(TensorRow("mtp.fc.weight", PROJECTION, (hidden, 2 * hidden)))
-    return found + llama.layer_rows("mtp.layers.0.", PREFIX, shape)
+    table = base.own_rows("mtp", {"shared": True, **llama.sizes_config(shape, info)}, info)
+    names = [row.ours.removeprefix("mtp.").removeprefix("layers.0.") for row in table]
+    theirs = [PREFIX + NAMES.get(name, name) for name in names]
+    return [replace(row, theirs=name) for row, name in zip(table, theirs, strict=True)]
 
 
 def swap_halves(projection: Tensor) -> Tensor:
@@ -60,7 +63,7 @@ def biases(shape: LayerShape) -> Shapes:
 def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     """See `Layout.tensors`."""
     shape = llama.read_shape({**folder.flat, "attention_bias": False}, folder.path)
-    return rows(shape) + base.same_names(biases(shape)), {}
+    return rows(shape, info) + base.same_names(biases(shape)), {}
 
 
 LAYOUT = base.Layout("mtp-mimo", ("MiMoForCausalLM",), expect, silent=True)
@@ -86,7 +89,7 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
     if vllm and wrong:
         what = f"its layer is not built like the target's ({', '.join(wrong)})"
         raise base.refuse(what, "vLLM", "Train with the target's own sizes (0).")
-    tensors = base.give(rows(shape), checkpoint.tensors)
+    tensors = base.give(rows(shape, info), checkpoint.tensors)
     tensors[PROJECTION] = swap_halves(tensors[PROJECTION])
     dtype = tensors[PROJECTION].dtype
     tensors |= {name: torch.zeros(size, dtype=dtype) for name, size in biases(shape).items()}
@@ -130,7 +133,7 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     spare = [theirs.pop(name) for name in biases(shape) if name in theirs]
     if any(bool(bias.any()) for bias in spare):
         raise UserError(f"'{where}' has biases on its attention, which our MTP blocks lack.")
-    found = base.take(rows(shape), theirs, where)
+    found = base.take(rows(shape, info), theirs, where)
     if not token_first:
         found["mtp.fc.weight"] = swap_halves(found["mtp.fc.weight"])
     return Imported("mtp", {"shared": True, **llama.sizes_config(shape, info)}, found)
