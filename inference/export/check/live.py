@@ -335,8 +335,8 @@ def decode(
     counts: Counts | None = None,
 ) -> Decoded:
     """Our decoder's answers: greedy, a chain of `depth`. counts: of these answers, if known."""
-    shape = "chain" if depth else "none"
-    settings = DecodeConfig(shape=shape, depth=max(depth, 1), batch_size=batch)
+    settings = DecodeConfig(depth=depth) if depth else DecodeConfig(shape="none", depth=1)
+    settings = replace(settings, batch_size=batch)
     engine = Engine(target, drafter, settings)
     list(engine.run(requests[:1]))  # Allocations and thread pools settle.
     begin = time.perf_counter()

@@ -45,8 +45,9 @@ def rows(
         "draft_vocab_size": 0 if columns == info.vocab_size else columns,
         **llama.sizes_config(llama.read_shape(config, where), info),
     }
-    own, left = ("layers.0.", "") if parallel else ("midlayer.", MASK)
-    table = base.own_rows("peagle", values, info, ("mask_embedding", EMBEDDING, left))
+    own = "layers.0." if parallel else "midlayer."
+    left = ("mask_embedding",) if parallel else ("mask_embedding", MASK)
+    table = base.own_rows("peagle", values, info, left)
     return [
         base.TensorRow(
             row.ours.replace("layers.0.", own), row.ours.replace("layers.0.", first), row.shape

@@ -119,8 +119,8 @@ def require_fit(
         own = f"hidden_size {shape.hidden_size}, the target '{info.id}' {info.hidden_size}"
         fault = f"has {own}: it is another target's"
     elif abs(shape.rms_norm_eps - info.rms_norm_eps) > 1e-12:
-        own, theirs = shape.rms_norm_eps, info.rms_norm_eps
-        fault = f"has rms_norm_eps {own}; ours takes the target's, which is {theirs}"
+        found, eps = shape.rms_norm_eps, info.rms_norm_eps
+        fault = f"has rms_norm_eps {found}; ours takes the target's, which is {eps}"
     elif theta != info.rope_theta:
         fault = f"has rope_theta {theta}; ours takes the target's, which is {info.rope_theta}"
     elif scaling != "default" and not scaled:
