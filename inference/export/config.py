@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from heads.api.config import NonNegativeInt, config, require_one_of
+from heads.api.config import NonNegativeInt, config
 
-ENGINES = ("vllm", "sglang", "speculators", "transformers")
+Engine = Literal["vllm", "sglang", "speculators", "transformers"]
 """Export targets. speculators: vLLM's library of drafters, whose folders vLLM serves directly."""
-FLOATS = ("float32", "bfloat16", "float16")
-"""Number formats of exported weights."""
-READABLE = ("speculators", "mtp", "eagle3", "dflash", "eagle", "medusa", "causal")
+ENGINES: tuple[str, ...] = get_args(Engine)
+Readable = Literal["speculators", "mtp", "eagle3", "dflash", "eagle", "medusa", "causal"]
 """Layouts that are imported, in the order in which `inference.export.importing` tries them."""
+READABLE: tuple[str, ...] = get_args(Readable)
 
 
 @config("export")
@@ -19,7 +20,7 @@ READABLE = ("speculators", "mtp", "eagle3", "dflash", "eagle", "medusa", "causal
 class ExportConfig:
     """What is exported, for which engine, and where to."""
 
-    engine: str = "vllm"
+    engine: Engine = "vllm"
     """vllm, sglang, speculators or transformers."""
     checkpoint: str = ""
     """A checkpoint folder; empty: the run's drafter (run.name, run.drafter)."""
@@ -28,7 +29,7 @@ class ExportConfig:
     tokens: NonNegativeInt = 0
     """Drafted tokens per step that the serve commands name; 0: as many as the checkpoint's
     decode.yaml says, without one as many as the drafter was trained for."""
-    dtype: str = ""
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Number format of the weights: float32, bfloat16 or float16; empty: as stored, which can be
     imported back bit for bit."""
     mask_token_id: int = -1
@@ -36,11 +37,6 @@ class ExportConfig:
     the tokenizer does not use."""
     overwrite: bool = False
     """Replace the folder if it exists and an export wrote it."""
-
-    def __post_init__(self) -> None:
-        if self.dtype:
-            require_one_of("export.dtype", self.dtype, FLOATS)
-        require_one_of("export.engine", self.engine, ENGINES)
 
 
 @config("import")
@@ -50,7 +46,7 @@ class ImportConfig:
 
     source: str = ""
     """The folder that another trainer, or `headstart export`, wrote."""
-    layout: str = "auto"
+    layout: Literal["auto", Readable] = "auto"
     """auto, speculators, mtp, eagle3 (P-EAGLE too), dflash (and DFlash 2, DSpark, Domino), eagle,
     medusa or causal (language models).
     """
@@ -59,6 +55,3 @@ class ImportConfig:
     where measuring finds it."""
     overwrite: bool = False
     """Replace the checkpoint if it exists and was imported."""
-
-    def __post_init__(self) -> None:
-        require_one_of("import.layout", self.layout, ("auto", *READABLE))

@@ -8,39 +8,29 @@ the exact configuration there.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from heads.api.checkpoint import build_config, read_config
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from inference.decoding.decode_file import DECODE_FILE, draft_length
-from inference.export.config import FLOATS, ExportConfig
-from inference.export.layouts import registry
-from inference.export.layouts.base import (
-    Checkpoint,
-    Json,
-    Options,
-    Target,
-    Written,
-    read_checkpoint,
-)
-from inference.export.layouts.folder import CONFIG, ExportNotes
+from inference.export.config import ExportConfig
+from inference.export.layouts.base import Checkpoint, Target, Written, read_checkpoint
+from inference.export.layouts.folder import CONFIG, ExportNotes, Json
+from inference.export.layouts.registry import find_route
 from inference.folders import EXPORT_FILE, replaced
 from inference.manifest import file_sha256
 
 STAGE = "export"
-WEIGHTS = "model.safetensors"
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
-FLOAT_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "float64"}
-TELLING = ("eagle", "eagle3", "dflash", "dspark")
+NAMED = ("eagle", "eagle3", "dflash", "dspark")
 """Methods of vLLM for which the draft model's path does not matter."""
 WORDS = ("eagle-", "eagle3", "dflash", "dspark")
-"""Words in a path from which vLLM concludes the method, unless it is one of `TELLING`."""
+"""Words in a path from which vLLM concludes the method, unless it is one of `NAMED`."""
 ALGORITHMS = {
     "mtp": "EAGLE",
     "eagle": "EAGLE",
@@ -53,26 +43,39 @@ ALGORITHMS = {
 
 
 def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Path) -> ExportNotes:
-    """Write `out` and return its notes; raises `UserError` before anything is written.
-
-    With config.overwrite an `out` that an export wrote, and nobody has added files to, is replaced.
-    """
+    """Write `out` and return its notes; raises `UserError` before anything is written. With
+    config.overwrite an `out` that an export wrote, and nobody has added files to, is replaced."""
     layout, written = write_layout(config, checkpoint, target)
     if not config.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
         raise UserError(
-            f"'{out}' is there already. Choose another export.out, or replace it with "
-            "export.overwrite=true."
+            f"'{out}' is there already. Choose another export.out, or set export.overwrite=true."
         )
     require_plain_path(written.speculative, config.engine, out)
-    if config.dtype:
-        dtype = DTYPES[config.dtype]
-        written.tensors = {name: cast(value, dtype) for name, value in written.tensors.items()}
-    floats = (value.dtype for value in written.tensors.values() if value.is_floating_point())
-    written.config["dtype"] = FLOAT_NAMES[next(floats)]
-    notes = describe(config, checkpoint, target, layout, written, out)
     tensors = {name: value.contiguous() for name, value in written.tensors.items()}
+    floats = {name: value for name, value in tensors.items() if value.is_floating_point()}
+    dtype = getattr(torch, config.dtype) if config.dtype else next(iter(floats.values())).dtype
+    if config.dtype:
+        tensors |= {name: value.to(dtype) for name, value in floats.items()}
+    written.config["dtype"] = str(dtype).removeprefix("torch.")
+    engine, speculative, path = config.engine, written.speculative, target.config.path
+    notes = ExportNotes(
+        kind=checkpoint.kind,
+        method=checkpoint.method,
+        engine=engine,
+        layout=layout,
+        source={"checkpoint": str(checkpoint.folder.resolve()), "sha256": checkpoint.sha256},
+        config=asdict(checkpoint.config),
+        taps=list(checkpoint.drafter.needs.taps),
+        target=checkpoint.info.to_dict(),
+        speculative_config=speculative,
+        hf_overrides=target_overrides(engine, speculative),
+        serve=serve(engine, path, out, speculative),
+        serve_as_custom_class=custom_class(path, out, speculative),
+        kept=written.kept,
+        notes=written.notes,
+    )
     with replaced(out, STAGE, "export.overwrite" if config.overwrite else "export.out") as fresh:
-        save_file(tensors, fresh / WEIGHTS, {"format": "pt"})
+        save_file(tensors, fresh / "model.safetensors", {"format": "pt"})
         for name, content in written.files.items():
             (fresh / name).write_bytes(content)
         if written.tokenizer:
@@ -92,75 +95,37 @@ def write_layout(
     config: ExportConfig, checkpoint: Checkpoint, target: Target
 ) -> tuple[str, Written]:
     """The layout and its files, with the draft length asked for, or else the tuned one."""
+    route = find_route(checkpoint.method, config.engine)
     tuned = 0 if config.tokens else draft_length(checkpoint.folder)
     if tuned:
-        options = Options(tuned, config.mask_token_id)
-        try:
-            layout, written = registry.write(checkpoint, target, options, config.engine)
-        except UserError:
-            pass  # A block whose slots see each other is drafted whole; other refusals recur below.
-        else:
+        # A block whose slots see each other is drafted whole; other refusals recur below.
+        with suppress(UserError):
+            written = route.write(checkpoint, target, replace(config, tokens=tuned))
             written.notes.append(
                 f"drafts {tuned} tokens per step, as {DECODE_FILE} says; change it with "
                 "export.tokens"
             )
-            return layout, written
-    options = Options(config.tokens, config.mask_token_id)
-    return registry.write(checkpoint, target, options, config.engine)
+            return route.layout, written
+    return route.layout, route.write(checkpoint, target, config)
 
 
 def prepare(folder: Path, engine: str) -> Checkpoint:
     """Read a checkpoint that has a way into `engine`; raises `UserError` if there is none."""
     content = read_config(folder)
     kind = get_kind(content["kind"])
-    registry.find_route(kind.export_method(build_config(kind.name, content["config"])), engine)
+    find_route(kind.export_method(build_config(kind.name, content["config"])), engine)
     return read_checkpoint(folder)
-
-
-def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floating-point tensors in another format; integers as they are."""
-    return value.to(dtype) if value.is_floating_point() else value
 
 
 def require_plain_path(speculative: Json, engine: str, out: Path) -> None:
     """Raise `UserError` for a path from which vLLM would conclude another method."""
     method = speculative.get("method")
-    if engine != "vllm" or method in TELLING:
-        return
     word = next((word for word in WORDS if word in str(out.resolve()).lower()), None)
-    if word is not None:
+    if engine == "vllm" and method not in NAMED and word is not None:
         raise UserError(
             f"export.out '{out}' holds the word '{word}', from which vLLM would conclude another "
             f"method than {method}. Choose a path without it."
         )
-
-
-def describe(
-    config: ExportConfig,
-    checkpoint: Checkpoint,
-    target: Target,
-    layout: str,
-    written: Written,
-    out: Path,
-) -> ExportNotes:
-    """The notes of a folder, without the hashes of its files."""
-    engine, speculative, path = config.engine, written.speculative, target.config.path
-    return ExportNotes(
-        kind=checkpoint.kind,
-        method=checkpoint.method,
-        engine=engine,
-        layout=layout,
-        source={"checkpoint": str(checkpoint.folder.resolve()), "sha256": checkpoint.sha256},
-        config=asdict(checkpoint.config),
-        taps=list(checkpoint.drafter.needs.taps),
-        target=checkpoint.info.to_dict(),
-        speculative_config=speculative,
-        hf_overrides=target_overrides(engine, speculative),
-        serve=serve(engine, path, out, speculative),
-        serve_as_custom_class=custom_class(path, out, speculative),
-        kept=written.kept,
-        notes=written.notes,
-    )
 
 
 def custom_class(target: str, out: Path, speculative: Json) -> str:
@@ -168,11 +133,10 @@ def custom_class(target: str, out: Path, speculative: Json) -> str:
     if speculative.get("method") != "medusa":
         return ""
     proposer = {"method": "custom_class", "model": "vllm_medusa.MedusaProposer"}
-    told = json.dumps({**speculative, **proposer})
-    setting = json.dumps({"headstart_medusa": str(out)})
     return (
-        f"PYTHONPATH={out} vllm serve {target} --speculative-config '{told}' "
-        f"--additional-config '{setting}'"
+        f"PYTHONPATH={out} vllm serve {target} "
+        f"--speculative-config '{json.dumps({**speculative, **proposer})}' "
+        f"--additional-config '{json.dumps({'headstart_medusa': str(out)})}'"
     )
 
 
@@ -186,10 +150,10 @@ def serve(engine: str, target: str, out: Path, speculative: Json) -> str:
     """The command, in one line, that serves the target with the exported drafter."""
     count = speculative.get("num_speculative_tokens", 1)
     if engine in ("vllm", "speculators"):
-        told = json.dumps({**speculative, "model": str(out)})
         overrides = target_overrides(engine, speculative)
         tail = f" --hf-overrides '{json.dumps(overrides)}'" if overrides else ""
-        return f"vllm serve {target} --speculative-config '{told}'{tail}"
+        settings = json.dumps({**speculative, "model": str(out)})
+        return f"vllm serve {target} --speculative-config '{settings}'{tail}"
     if engine == "sglang":
         algorithm = ALGORITHMS[speculative["method"]]
         chain = (
@@ -201,12 +165,7 @@ def serve(engine: str, target: str, out: Path, speculative: Json) -> str:
             f"--speculative-algorithm {algorithm} --speculative-draft-model-path {out}"
             f"{'' if algorithm in ('DFLASH', 'DSPARK') else chain}"
         )
-    assistant = f"from_pretrained('{out}')"
-    if "speculation_type" in speculative:
-        return (
-            f"model.generate(..., assistant_model=AutoModel.{assistant}, speculation_type='dflash')"
-        )
-    return (
-        f"model.generate(..., assistant_model=AutoModelForCausalLM.{assistant}, "
-        f"num_assistant_tokens={count})"
-    )
+    dflash = "speculation_type" in speculative
+    model = "AutoModel" if dflash else "AutoModelForCausalLM"
+    option = "speculation_type='dflash'" if dflash else f"num_assistant_tokens={count}"
+    return f"model.generate(..., assistant_model={model}.from_pretrained('{out}'), {option})"

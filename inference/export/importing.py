@@ -7,8 +7,6 @@ back the checkpoint it was made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,9 +17,10 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.registry import Kind, get_kind, kind_names
 from inference.decoding.decode_file import DECODE_FILE
+from inference.export.config import READABLE
 from inference.export.layouts import causal, dflash, eagle, eagle3, medusa, mtp, speculators
-from inference.export.layouts.base import Imported, Json
-from inference.export.layouts.folder import Folder, Receiver
+from inference.export.layouts.base import Imported
+from inference.export.layouts.folder import Folder, Json, Receiver
 from inference.folders import replaced
 from inference.manifest import file_entry, write_manifest
 from inference.staleness.reference import WATCH_FILE
@@ -30,26 +29,9 @@ from inference.target.model import TargetModel
 STAGE = "import"
 LATER_FILES = (DECODE_FILE, WATCH_FILE)
 """Files of other stages next to a checkpoint about these very weights; they go with them."""
-
-
-@dataclass(frozen=True)
-class Reader:
-    """How a layout is recognised and read."""
-
-    matches: Callable[[Folder], bool]
-    read: Callable[[Folder, Receiver], Imported]
-
-
-READERS = {
-    "speculators": Reader(speculators.matches, speculators.read),
-    "mtp": Reader(mtp.matches, mtp.read),
-    "eagle3": Reader(eagle3.matches, eagle3.read),
-    "dflash": Reader(dflash.matches, dflash.read),
-    "eagle": Reader(eagle.matches, eagle.read),
-    "medusa": Reader(medusa.matches, medusa.read),
-    "causal": Reader(causal.matches, causal.read),
-}
-"""In the order in which they are tried; the names are `inference.export.config.READABLE`."""
+MODULES = (speculators, mtp, eagle3, dflash, eagle, medusa, causal)
+READERS = dict(zip(READABLE, MODULES, strict=True))
+"""The modules' `matches` recognises a folder, `read` reads it. In the order of trying."""
 
 
 def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = "auto") -> Imported:
@@ -58,11 +40,11 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
     Raises `UserError`, before anything is written, for a folder that fits none of our kinds, and
     for an `out` that was not imported.
     """
-    name = layout if layout != "auto" else recognise(folder)
     receiver = Receiver(target.info, target.weights)
-    found = READERS[name].read(folder, receiver)
+    name = recognise(folder) if layout == "auto" else layout
+    found: Imported = READERS[name].read(folder, receiver)
     kind, values = own_kind(folder, found)
-    found.kind = kind.name
+    found.kind, found.notes = kind.name, receiver.notes
     drafter = kind.drafter_class(build_config(kind.name, values), target.info)
     assert isinstance(drafter, TrainableDrafter), "layouts are of kinds with weights"
     tensors = fit(found, drafter, folder, receiver)
@@ -79,10 +61,8 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
 
 
 def own_kind(folder: Folder, found: Imported) -> tuple[Kind, Json]:
-    """The kind and configuration: those in our notes if they are of the method that was read.
-
-    The notes restore what the layout has no place for, and kinds that are laid out as another one.
-    """
+    """The kind and configuration: those in our notes if they are of the method that was read. The
+    notes restore what the layout has no place for, and kinds that are laid out as another one."""
     kind, notes = get_kind(found.kind), folder.export
     if notes.config and notes.kind in kind_names():
         own = get_kind(notes.kind)
@@ -94,8 +74,8 @@ def own_kind(folder: Folder, found: Imported) -> tuple[Kind, Json]:
 
 def recognise(folder: Folder) -> str:
     """The layout of a folder; raises `UserError` if it is none that can be read."""
-    for name, reader in READERS.items():
-        if reader.matches(folder):
+    for name, module in READERS.items():
+        if module.matches(folder):
             return name
     raise UserError(
         f"'{folder.path}' is of no layout that we read ({', '.join(READERS)}): its class is "
@@ -106,27 +86,19 @@ def recognise(folder: Folder) -> str:
 def fit(
     found: Imported, drafter: TrainableDrafter, folder: Folder, receiver: Receiver
 ) -> dict[str, Tensor]:
-    """The tensors under our names, checked by name and shape.
-
-    Copies of the target's are left out.
-    """
-    wanted = drafter.state_dict()
-    tensors = dict(found.tensors)
+    """The tensors under our names without copies of the target's, checked by name and shape."""
+    where, kind = f"'{folder.path}'", f"a drafter of kind '{found.kind}'"
+    wanted, tensors = drafter.state_dict(), dict(found.tensors)
     for name in sorted(set(tensors) - set(wanted)):
-        if not receiver.is_shared(name.removeprefix("model."), tensors[name]):
-            raise UserError(
-                f"'{folder.path}': '{name}' has no place in a drafter of kind '{found.kind}'."
-            )
-        del tensors[name]
+        if not receiver.is_shared(name.removeprefix("model."), tensors.pop(name)):
+            raise UserError(f"{where}: '{name}' has no place in {kind}.")
     missing = sorted(set(wanted) - set(tensors))
     if missing:
-        raise UserError(f"'{folder.path}' lacks {missing[:6]} of a drafter of kind '{found.kind}'.")
+        raise UserError(f"{where} lacks {missing[:6]} of {kind}.")
     for name, value in tensors.items():
         if value.shape != wanted[name].shape:
-            raise UserError(
-                f"'{folder.path}': '{name}' has shape {list(value.shape)}, a drafter of kind "
-                f"'{found.kind}' needs {list(wanted[name].shape)}."
-            )
+            sizes = f"{list(value.shape)}, {kind} needs {list(wanted[name].shape)}"
+            raise UserError(f"{where}: '{name}' has shape {sizes}.")
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            raise UserError(f"'{folder.path}': '{name}' holds values that are not finite.")
+            raise UserError(f"{where}: '{name}' holds values that are not finite.")
     return tensors

@@ -28,8 +28,9 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
 from inference.decoding.requests import Request
+from inference.export.config import ExportConfig
 from inference.export.layouts import causal
-from inference.export.layouts.base import Checkpoint, Options, Target
+from inference.export.layouts.base import Checkpoint, Target
 from inference.manifest import write_json
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
@@ -212,7 +213,7 @@ def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:
     source = Target(TargetConfig(info.id, info.revision))
     source.weights = target.weights
     checkpoint = Checkpoint(folder, drafter.kind, "draft_model", drafter.config, info, drafter, "")
-    written = causal.write(checkpoint, source, Options(), "transformers")
+    written = causal.write(checkpoint, source, ExportConfig(engine="transformers"))
     ends = list(target.eos_token_ids) or None
     write_json(folder / "config.json", {**written.config, "eos_token_id": ends, "dtype": dtype})
     tensors = {name: value.detach().cpu().clone() for name, value in written.tensors.items()}

@@ -8,7 +8,6 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,11 +16,11 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inference.measure.metrics import divide
 from inference.server.errors import ApiError
-from inference.server.protocol import CHAT, TEXT, Asked, Drafting, Envelope, Json, Usage, parse
+from inference.server.protocol import CHAT, TEXT, Asked, Envelope, Json, parse
 from inference.server.scheduler import Done, Piece
 from inference.server.service import Service, Ticket
 
@@ -31,86 +30,67 @@ OPEN_PATHS = ("/health", "/ready")
 """Paths that need no token: what process supervisors look at."""
 
 
-class Routes:
-    """What is served under which path."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
-
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions"""
-        return await answer(self.service, request, CHAT)
-
-    async def text(self, request: Request) -> Response:
-        """POST /v1/completions"""
-        return await answer(self.service, request, TEXT)
-
-    async def models(self) -> Response:
-        """GET /v1/models"""
-        return JSONResponse({"object": "list", "data": [self.service.facts()]})
-
-    async def model(self, name: str) -> Response:
-        """GET /v1/models/<name>"""
-        if name not in self.service.names:
-            raise ApiError(404, f"there is no model '{name}' here.", "model", "model_not_found")
-        return JSONResponse(self.service.facts())
-
-    async def health(self) -> Response:
-        """GET /health: whether the engine lives; while draining it does."""
-        fine = self.service.scheduler.healthy
-        return JSONResponse({"status": "ok" if fine else "failed"}, 200 if fine else 503)
-
-    async def ready(self) -> Response:
-        """GET /ready: whether requests are taken."""
-        return JSONResponse({"ready": self.service.ready}, 200 if self.service.ready else 503)
-
-    async def metrics(self) -> Response:
-        """GET /metrics"""
-        text = generate_latest(self.service.metrics.registry)
-        return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
-
-    async def api_error(self, request: Request, error: Exception) -> Response:
-        """What was refused."""
-        assert isinstance(error, ApiError)
-        if request.method == "POST":
-            self.service.refused(error)
-        return JSONResponse(error.body, error.status, error.headers)
-
-    async def http_error(self, request: Request, error: Exception) -> Response:
-        """A path or method that does not exist."""
-        assert isinstance(error, HTTPException)
-        missing = f"there is no {request.method} {request.url.path} here."
-        return JSONResponse(ApiError(error.status_code, missing).body, error.status_code)
-
-
 def build_app(service: Service) -> FastAPI:
     """The application of one server."""
     app = FastAPI(title="headstart", docs_url=None, redoc_url=None, openapi_url=None)
-    routes = Routes(service)
-    served: dict[str, tuple[str, Callable[..., Awaitable[Response]]]] = {
-        "/v1/chat/completions": ("POST", routes.chat),
-        "/v1/completions": ("POST", routes.text),
-        "/v1/models": ("GET", routes.models),
-        "/v1/models/{name:path}": ("GET", routes.model),
-        "/health": ("GET", routes.health),
-        "/ready": ("GET", routes.ready),
-        "/metrics": ("GET", routes.metrics),
-    }
-    for path, (method, function) in served.items():
-        app.add_api_route(path, function, methods=[method], response_model=None)
-    app.add_exception_handler(ApiError, routes.api_error)
-    app.add_exception_handler(HTTPException, routes.http_error)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await answer(service, request, CHAT)
+
+    @app.post("/v1/completions")
+    async def text(request: Request) -> Response:
+        return await answer(service, request, TEXT)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [service.facts()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name not in service.names:
+            raise ApiError(404, f"there is no model '{name}' here.", "model", "model_not_found")
+        return JSONResponse(service.facts())
+
+    @app.get("/health")  # whether the engine lives; while draining it does
+    async def health() -> Response:
+        fine = service.scheduler.healthy
+        return JSONResponse({"status": "ok" if fine else "failed"}, 200 if fine else 503)
+
+    @app.get("/ready")  # whether requests are taken
+    async def ready() -> Response:
+        return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        shown = generate_latest(service.metrics.registry)
+        return Response(shown, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    @app.exception_handler(ApiError)
+    async def refuse(request: Request, error: ApiError) -> Response:
+        return refusal(service, request.method, error)
+
+    @app.exception_handler(HTTPException)  # a path or method that does not exist
+    async def miss(request: Request, error: HTTPException) -> Response:
+        missing = f"there is no {request.method} {request.url.path} here."
+        return JSONResponse(ApiError(error.status_code, missing).body, error.status_code)
+
     app.add_middleware(Door, service=service)
     return app
+
+
+def refusal(service: Service, method: str, error: ApiError) -> Response:
+    """The response for an error, which is counted if it ends a completion request."""
+    if method == "POST":
+        service.refused(error)
+    return JSONResponse(error.body, error.status, error.headers)
 
 
 class Door:
     """In front of everything: the token, and the last resort for failures of our own, of which
     clients learn nothing but that."""
 
-    def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], service: Service
-    ) -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,16 +107,11 @@ class Door:
 
         secret = self.service.secret
         if secret is not None and scope["path"] not in OPEN_PATHS:
-            headers = dict(scope["headers"])
-            if not secret.matches(headers.get(b"authorization", b"").decode("latin-1")):
-                error = ApiError(
-                    401,
-                    "a valid bearer token is needed: 'Authorization: Bearer <token>'.",
-                    code="invalid_api_key",
-                )
-                if scope["method"] == "POST":
-                    self.service.refused(error)
-                await JSONResponse(error.body, 401, error.headers)(scope, receive, send)
+            given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+            if not secret.matches(given):
+                message = "a valid bearer token is needed: 'Authorization: Bearer <token>'."
+                error = ApiError(401, message, code="invalid_api_key")
+                await refusal(self.service, scope["method"], error)(scope, receive, send)
                 return
         try:
             await self.app(scope, receive, watched)
@@ -146,8 +121,7 @@ class Door:
             logger.exception("a request failed")
             if not begun:
                 error = ApiError(500, "the server failed to handle this request.")
-                self.service.refused(error)
-                await JSONResponse(error.body, 500)(scope, receive, send)
+                await refusal(self.service, "POST", error)(scope, receive, send)
 
 
 # One request
@@ -164,11 +138,14 @@ async def answer(service: Service, request: Request, kind: str) -> Response:
     streams = False
     try:
         await ticket.start()
-        envelope = Envelope(kind, ticket.job.id, service.name, int(time.time()))
+        envelope = Envelope(kind, ticket.job.id, service.name, int(time.time()), asked.ids)
         if asked.stream:
             streams = True
             return EventStream(ticket, envelope, asked, watch)
-        return JSONResponse(await whole_answer(ticket, envelope, asked))
+        while not isinstance(event := await ticket.next(), Done):
+            pass
+        figures = count(ticket, event)
+        return JSONResponse(envelope.whole(event.text, event.finish, event.tokens, figures))
     finally:
         if not streams:
             watch.cancel()
@@ -177,22 +154,20 @@ async def answer(service: Service, request: Request, kind: str) -> Response:
 
 async def read_body(service: Service, request: Request) -> Any:
     """The request's JSON; raises `ApiError` for one that is too large, too slow, or no JSON."""
-    most = service.config.body_kilobytes * 1024
+    most, seconds = service.config.body_kilobytes * 1024, service.config.body_seconds
     too_large = ApiError(413, f"a request may have {most} bytes.", code="request_too_large")
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > most:
         raise too_large
     body = bytearray()
     try:
-        async with asyncio.timeout(service.config.body_seconds):
+        async with asyncio.timeout(seconds):
             async for part in request.stream():
                 body += part
                 if len(body) > most:
                     raise too_large
     except TimeoutError as error:
-        raise ApiError(
-            408, f"the request did not arrive within {service.config.body_seconds:g} s."
-        ) from error
+        raise ApiError(408, f"the request did not arrive within {seconds:g} s.") from error
     except ClientDisconnect as error:
         raise ApiError(499, "the client has left.") from error
     try:
@@ -203,31 +178,22 @@ async def read_body(service: Service, request: Request) -> Any:
 
 async def watch_client(request: Request, ticket: Ticket) -> None:
     """Tell the ticket when its client leaves."""
-    while True:
-        if (await request.receive())["type"] == "http.disconnect":
-            ticket.leave()
-            return
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    ticket.leave()
 
 
-async def whole_answer(ticket: Ticket, envelope: Envelope, asked: Asked) -> Json:
-    """Wait for an answer's end."""
-    while True:
-        event = await ticket.next()
-        if isinstance(event, Done):
-            ids = event.tokens if asked.ids else None
-            return envelope.whole(event.text, event.finish, *figures(ticket, event), ids)
-
-
-def figures(ticket: Ticket, done: Done) -> tuple[Usage, Drafting]:
-    """The tokens and the drafting of an answer."""
-    prompt, answer = len(ticket.job.prompt), len(done.tokens)
-    tau = divide(done.committed, done.passes) if done.passes else 1.0
-    return (
-        Usage(prompt_tokens=prompt, completion_tokens=answer, total_tokens=prompt + answer),
-        Drafting(
-            seed=ticket.job.seed, verify_passes=done.passes, accepted_drafts=done.accepted, tau=tau
-        ),
-    )
+def count(ticket: Ticket, done: Done) -> Json:
+    """The tokens of an answer; its seed, which gives the answer again, and drafting's figures."""
+    read, written, drafts = len(ticket.job.prompt), len(done.tokens), done.drafts
+    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    drafting = {
+        "seed": ticket.job.seed,
+        "verify_passes": drafts.passes,
+        "accepted_drafts": drafts.accepted,
+        "tau": divide(drafts.committed, drafts.passes) if drafts.passes else 1.0,
+    }
+    return {"usage": usage, "headstart": drafting}
 
 
 class EventStream(Response):
@@ -247,14 +213,23 @@ class EventStream(Response):
         """Send the stream. What fails once it has begun is its last event."""
         service = self.ticket.service
 
-        async def out(data: str, last: bool = False) -> None:
+        async def out(content: Json | str, last: bool = False) -> None:
+            data = content if isinstance(content, str) else json.dumps(content)
             body = b"" if last else f"data: {data}\n\n".encode()
             async with asyncio.timeout(service.config.write_seconds):
                 await send({"type": "http.response.body", "body": body, "more_body": not last})
 
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._events(out)
+            if self.envelope.kind == CHAT:
+                await out(self.envelope.piece("", role="assistant"))
+            while isinstance(event := await self.ticket.next(), Piece):
+                await out(self.envelope.piece(event.text))
+            await out(self.envelope.end(event.finish, event.tokens))
+            if self.asked.usage:
+                await out(self.envelope.usage(count(self.ticket, event)))
+            await out("[DONE]")
+            await out("", last=True)
         except ApiError as error:
             service.refused(error)
             if error.status != 499:
@@ -266,20 +241,3 @@ class EventStream(Response):
         finally:
             self.watch.cancel()
             self.ticket.close()
-
-    async def _events(self, out: Callable[..., Awaitable[None]]) -> None:
-        ticket, envelope = self.ticket, self.envelope
-        if envelope.kind == CHAT:
-            await out(json.dumps(envelope.piece("", first=True)))
-        while True:
-            event = await ticket.next()
-            if isinstance(event, Piece):
-                await out(json.dumps(envelope.piece(event.text)))
-                continue
-            ids = event.tokens if self.asked.ids else None
-            await out(json.dumps(envelope.piece(None, event.finish, ids=ids)))
-            if self.asked.usage:
-                await out(json.dumps(envelope.usage(*figures(ticket, event))))
-            await out("[DONE]")
-            await out("", last=True)
-            return

@@ -23,23 +23,11 @@ class ApiError(Exception):
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after = retry_after
-
-    @property
-    def body(self) -> dict[str, dict[str, str | None]]:
+        other = "server_error" if status >= 500 else "invalid_request_error"
+        kind = TYPES.get(status, other)
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         """The JSON to send."""
-        kind = TYPES.get(
-            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
-        )
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        }
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers to send beside it."""
-        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        return headers
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"

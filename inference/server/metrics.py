@@ -40,9 +40,8 @@ class ServerMetrics:
         def histogram(name: str, about: str, bounds: tuple[float, ...]) -> Histogram:
             return Histogram(f"headstart_{name}", about, buckets=bounds, registry=self.registry)
 
-        self.info = gauge(
-            "info", "What is served; always 1.", "target", "drafter", "shape", "version"
-        )
+        served = ("target", "drafter", "shape", "version")
+        self.info = gauge("info", "What is served; always 1.", *served)
         self.requests = counter("requests_total", "Requests that ended, by outcome.", "outcome")
         for outcome in OUTCOMES:
             self.requests.labels(outcome)
@@ -50,38 +49,26 @@ class ServerMetrics:
         self.waiting = gauge("requests_waiting", "Requests that wait for a row.")
         self.rows = gauge("rows", "Rows that can be decoded together.")
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens read.", "domain")
-        self.tokens = counter(
-            "generated_tokens_total", "Tokens generated, end of text included.", "domain"
-        )
+        about = "Tokens generated, end of text included."
+        self.tokens = counter("generated_tokens_total", about, "domain")
         self.first = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST)
-        self.per_token = histogram(
-            "time_per_output_token_seconds",
-            "Mean time per token after the first, per request.",
-            PER_TOKEN,
-        )
+        about = "Mean time per token after the first, per request."
+        self.per_token = histogram("time_per_output_token_seconds", about, PER_TOKEN)
         self.whole = histogram("request_seconds", "Arrival to the end of an answer.", WHOLE)
-        self.passes = counter(
-            "verify_passes_total", "Verifications, of one request each.", "domain"
-        )
-        self.committed = counter(
-            "committed_tokens_total", "Tokens committed by verifications.", "domain"
-        )
+        about = "Verifications, of one request each."
+        self.passes = counter("verify_passes_total", about, "domain")
+        about = "Tokens committed by verifications."
+        self.committed = counter("committed_tokens_total", about, "domain")
         self.tested = counter("tested_drafts_total", "Drafted tokens that were tested.", "domain")
         self.accepted = counter("accepted_drafts_total", "Drafted tokens that were kept.", "domain")
-        self.by_depth = counter(
-            "accepted_by_depth_total",
-            "Verifications that kept a draft at this depth.",
-            "domain",
-            "depth",
-        )
+        about = "Verifications that kept a draft at this depth."
+        self.by_depth = counter("accepted_by_depth_total", about, "domain", "depth")
         self.written = gauge("records_written", "Records of verifications on disk.")
-        self.dropped = gauge(
-            "records_dropped", "Records that were not written: full, or too slow a disk."
-        )
+        about = "Records that were not written: full, or too slow a disk."
+        self.dropped = gauge("records_dropped", about)
         self.registry.register(_Derived(self, depth, clock, drafts))
 
     def verified(self, domain: str, record: PassRecord) -> None:
-        """Count one verification of one request."""
         self.passes.labels(domain).inc()
         self.committed.labels(domain).inc(record.committed)
         self.tested.labels(domain).inc(record.accepted + record.rejected)
@@ -101,40 +88,29 @@ class _Derived(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Compute them."""
-        tau = GaugeMetricFamily(
-            "headstart_tau",
-            "Committed tokens per verification, since the start.",
-            labels=["domain"],
-        )
-        beta = GaugeMetricFamily(
-            "headstart_acceptance",
-            "Share of verifications that kept a draft at this depth (beta).",
-            labels=["domain", "depth"],
-        )
+        about = "Committed tokens per verification, since the start."
+        tau = GaugeMetricFamily("headstart_tau", about, labels=["domain"])
+        about = "Share of verifications that kept a draft at this depth (beta)."
+        beta = GaugeMetricFamily("headstart_acceptance", about, labels=["domain", "depth"])
         committed, kept = _totals(self.metrics.committed), _totals(self.metrics.by_depth)
         for (domain,), passes in _totals(self.metrics.passes).items():
             tau.add_metric([domain], divide(committed.get((domain,), 0.0), passes))
             for depth in map(str, range(1, self.depth + 1)):
                 beta.add_metric([domain, depth], divide(kept.get((domain, depth), 0.0), passes))
-        yield from (tau, beta)
         steps = self.clock.passes
-        drafted = steps if self.drafts else 0
-        yield CounterMetricFamily(
-            "headstart_steps_total", "Passes of the target over the whole batch.", steps
-        )
-        yield CounterMetricFamily(
-            "headstart_drafter_passes_total", "Passes of the drafter over the whole batch.", drafted
-        )
-        seconds = CounterMetricFamily(
-            "headstart_engine_seconds_total", "Seconds of the engine by phase.", labels=["phase"]
-        )
+        about = "Seconds of the engine by phase."
+        seconds = CounterMetricFamily("headstart_engine_seconds_total", about, labels=["phase"])
         for phase, value in self.clock.seconds.items():
             seconds.add_metric([phase], value)
+        yield from (tau, beta)
+        about = "Passes of the target over the whole batch."
+        yield CounterMetricFamily("headstart_steps_total", about, steps)
+        about = "Passes of the drafter over the whole batch."
+        drafted = steps if self.drafts else 0
+        yield CounterMetricFamily("headstart_drafter_passes_total", about, drafted)
         yield seconds
-        yield GaugeMetricFamily(
-            "process_resident_memory_bytes", "Memory of this process.", resident_bytes()
-        )
+        about = "Memory of this process."
+        yield GaugeMetricFamily("process_resident_memory_bytes", about, resident_bytes())
 
 
 def _totals(counter: Counter) -> dict[tuple[str, ...], float]:

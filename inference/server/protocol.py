@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any
 
 from heads.api.errors import UserError, suggest
 from inference.decoding.sampling.distribution import SamplingSettings
@@ -20,61 +20,48 @@ from inference.server.errors import ApiError
 CHAT, TEXT = "chat", "text"
 LARGEST_SEED = (1 << 63) - 1
 MOST_STOPS, LONGEST_STOP = 16, 256
-COMMON = (
-    "model",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stream",
-    "stream_options",
-    "return_token_ids",
-)
-KNOWN = {
-    CHAT: ("messages", "max_completion_tokens", "chat_template_kwargs", *COMMON),
-    TEXT: ("prompt", *COMMON),
+WORDS = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
 }
+SAMPLING = ("temperature", "top_p", "min_p", "top_k")
+TYPES = {
+    str: "model",
+    int: "max_tokens seed top_k",
+    float: "temperature top_p min_p",
+    bool: "stream return_token_ids",
+    dict: "stream_options",
+    object: "stop",
+}
+COMMON = {name: kind for kind, names in TYPES.items() for name in names.split()}
+KNOWN: dict[str, dict[str, type]] = {
+    CHAT: {"messages": list, "max_completion_tokens": int, "chat_template_kwargs": dict, **COMMON},
+    TEXT: {"prompt": object, **COMMON},
+}
+"""Parameters of each endpoint and their types; object: checked where it is read."""
 IGNORED = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "verbosity",
-)
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+    "verbosity"
+).split()
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
+    **dict.fromkeys(("n", "best_of", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("top_logprobs", "frequency_penalty", "presence_penalty", "min_tokens"), (0,)),
+    **dict.fromkeys(("echo", "ignore_eos", "use_beam_search"), (False,)),
+    **dict.fromkeys(("tools", "functions", "stop_token_ids"), ([],)),
+    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
+    **dict.fromkeys(("moderation", "guided_json"), ()),
     "logprobs": (False, 0),
-    "top_logprobs": (0,),
-    "echo": (False,),
     "suffix": ("",),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "logit_bias": ({},),
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
-    "functions": ([],),
     "function_call": ("none",),
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "web_search_options": (),
-    "moderation": (),
-    "repetition_penalty": (1,),
-    "ignore_eos": (False,),
-    "stop_token_ids": ([],),
-    "min_tokens": (0,),
-    "guided_json": (),
-    "use_beam_search": (False,),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
 }
@@ -82,14 +69,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 Json = dict[str, object]
 """A JSON object that is sent."""
-Ids = tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
 class Asked:
     """A request that was understood. content: messages (chat), text, or token ids. limit: None for
-    the server's own. ids: the answer's token ids are wanted as well.
-    """
+    the server's own. ids: the answer's token ids are wanted as well."""
 
     kind: str
     content: Any
@@ -108,105 +93,82 @@ def parse(kind: str, body: Any, default: SamplingSettings, names: tuple[str, ...
     to. Raises `ApiError`."""
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object.")
-    given = {key: value for key, value in body.items() if value is not None}
-    _refuse_unsupported(kind, given)
-    model = _take(given, "model", str, None)
+    given = {
+        name: _typed(name, value, KNOWN[kind][name])
+        for name, value in body.items()
+        if value is not None and _is_known(kind, name, value)
+    }
+    model = given.get("model")
     if model is None:
         raise ApiError(400, f"'model' is missing. This server serves '{names[0]}'.", "model")
     if model not in names:
-        raise ApiError(
-            404,
-            f"there is no model '{model}' here; served is '{names[0]}'.",
-            "model",
-            "model_not_found",
-        )
-    limit = _take(given, "max_tokens", int, None)
-    limit = _take(given, "max_completion_tokens", int, limit)
+        message = f"there is no model '{model}' here; served is '{names[0]}'."
+        raise ApiError(404, message, "model", "model_not_found")
+    limit, seed = given.get("max_completion_tokens", given.get("max_tokens")), given.get("seed")
     if limit is not None and limit < 1:
         raise ApiError(400, f"'max_tokens' must be at least 1; given {limit}.", "max_tokens")
-    seed = _take(given, "seed", int, None)
     if seed is not None and not 0 <= seed <= LARGEST_SEED:
         raise ApiError(400, f"'seed' must be 0 to {LARGEST_SEED}; given {seed}.", "seed")
-    stream = _take(given, "stream", bool, False)
-    options = _take(given, "stream_options", dict, {})
+    stream, options = given.get("stream", False), given.get("stream_options", {})
     unknown = sorted(set(options) - {"include_usage", "include_obfuscation"})
     if unknown or (options and not stream):
         what = f"has no option '{unknown[0]}'" if unknown else "needs 'stream': true"
         raise ApiError(400, f"'stream_options' {what}.", "stream_options")
-    content = _messages(given) if kind == CHAT else _prompt(given)
-    template = _take(given, "chat_template_kwargs", dict, {})
     return Asked(
         kind,
-        content,
+        _messages(given) if kind == CHAT else _prompt(given),
         _sampling(given, default),
         seed,
         limit,
         _stops(given),
         stream,
         bool(options.get("include_usage")),
-        _take(given, "return_token_ids", bool, False),
-        template,
+        given.get("return_token_ids", False),
+        given.get("chat_template_kwargs", {}),
     )
 
 
-def _refuse_unsupported(kind: str, given: Mapping[str, object]) -> None:
-    for name, value in given.items():
-        if name in KNOWN[kind] or name in IGNORED:
-            continue
-        if name in NEUTRAL:
-            if any(
-                value == neutral and type(value) in (type(neutral), float, int)
-                for neutral in NEUTRAL[name]
-            ):
-                continue
-            neutral = NEUTRAL[name][0] if NEUTRAL[name] else "null"
-            raise ApiError(
-                400,
-                f"'{name}' is not supported here; leave it out or set it to {neutral!r}.",
-                name,
-                "unsupported_parameter",
-            )
-        hint = suggest(name, KNOWN[kind])
-        raise ApiError(
-            400, f"'{name}' is not a parameter of this endpoint.{hint}", name, "unknown_parameter"
-        )
+def _is_known(kind: str, name: str, value: object) -> bool:
+    """Whether a parameter counts; raises `ApiError` for one that is unknown or not supported."""
+    if name in KNOWN[kind] or name in IGNORED:
+        return name in KNOWN[kind]
+    if name not in NEUTRAL:
+        message = f"'{name}' is not a parameter of this endpoint.{suggest(name, KNOWN[kind])}"
+        raise ApiError(400, message, name, "unknown_parameter")
+    neutral = NEUTRAL[name]
+    if not any(value == each and type(value) in (type(each), float, int) for each in neutral):
+        instead = repr(neutral[0] if neutral else "null")
+        message = f"'{name}' is not supported here; leave it out or set it to {instead}."
+        raise ApiError(400, message, name, "unsupported_parameter")
+    return False
 
 
-def _take(given: Mapping[str, object], name: str, kind: type, default: Any) -> Any:
-    """A value of the right type, or `default` where none is given. Whole numbers may be written as
-    5.0 (as JavaScript may)."""
-    if name not in given:
-        return default
-    value = given[name]
+def _typed(name: str, value: Any, kind: type) -> Any:
+    """A value of the right type. Whole numbers may be written as 5.0 (as JavaScript may)."""
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (kind in (int, float) and isinstance(value, bool)):
-        words = {
-            str: "text",
-            int: "a whole number",
-            float: "a number",
-            bool: "true or false",
-            dict: "an object",
-        }
-        raise ApiError(
-            422, f"'{name}' must be {words[kind]}; given {_short(value)}.", name, "wrong_type"
-        )
+        raise _wrong_type(name, WORDS[kind], value)
     return value
 
 
-def _sampling(given: Mapping[str, object], default: SamplingSettings) -> SamplingSettings:
+def _wrong_type(name: str, wanted: str, value: object) -> ApiError:
+    """Shows numbers, and of other values, which may be a person's text, the type alone."""
+    number, kind = isinstance(value, (int, float)), type(value).__name__
+    shown = repr(value) if number else f"a value of type {kind}"
+    return ApiError(422, f"'{name}' must be {wanted}; given {shown}.", name, "wrong_type")
+
+
+def _sampling(given: Mapping[str, Any], default: SamplingSettings) -> SamplingSettings:
     """The server's settings with the request's own."""
-    changes: dict[str, Any] = {}
-    for name, kind in (("temperature", float), ("top_p", float), ("min_p", float), ("top_k", int)):
-        value = _take(given, name, kind, None)
-        if value is None:
-            continue
+    changes = {name: given[name] for name in SAMPLING if name in given}
+    for name, value in changes.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ApiError(400, f"'{name}' must be finite.", name)
-        # -1 is off in other engines
-        changes[name] = 0 if name == "top_k" and value == -1 else value
+    if changes.get("top_k") == -1:  # -1 is off in other engines
+        changes["top_k"] = 0
     try:
         return replace(default, **changes)
     except UserError as error:
@@ -214,141 +176,88 @@ def _sampling(given: Mapping[str, object], default: SamplingSettings) -> Samplin
         raise ApiError(400, message, message.split(" ")[0]) from error
 
 
-def _stops(given: Mapping[str, object]) -> tuple[str, ...]:
+def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:
     value = given.get("stop", [])
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
-        raise ApiError(
-            422,
-            f"'stop' must be text or a list of texts; given {_short(value)}.",
-            "stop",
-            "wrong_type",
-        )
+        raise _wrong_type("stop", "text or a list of texts", value)
     if len(stops) > MOST_STOPS or any(not 1 <= len(item) <= LONGEST_STOP for item in stops):
-        raise ApiError(
-            400, f"'stop' takes up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters.", "stop"
-        )
+        message = f"'stop' takes up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters."
+        raise ApiError(400, message, "stop")
     return tuple(stops)
 
 
-def _messages(given: Mapping[str, object]) -> Any:
-    """The conversation; its form is checked by the chat template's owner
-    (`inference.target.chat`)."""
-    messages = given.get("messages")
-    if messages is None:
+def _messages(given: Mapping[str, Any]) -> Any:
+    """The conversation; `inference.target.chat`, which owns the template, checks its form."""
+    if "messages" not in given:
         raise ApiError(400, "'messages' is missing.", "messages")
-    if not isinstance(messages, list):
-        raise ApiError(
-            422, f"'messages' must be a list; given {_short(messages)}.", "messages", "wrong_type"
-        )
-    for message in messages:
+    for message in given["messages"]:
         if isinstance(message, dict) and message.get("role") == "developer":
             message["role"] = "system"  # OpenAI's newer word for it
-    return messages
+    return given["messages"]
 
 
-def _prompt(given: Mapping[str, object]) -> str | tuple[int, ...]:
+def _prompt(given: Mapping[str, Any]) -> str | tuple[int, ...]:
     """Text or token ids; a list of one of them is taken as well."""
     prompt = given.get("prompt")
     if prompt is None:
         raise ApiError(400, "'prompt' is missing.", "prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         if len(prompt) > 1:
-            raise ApiError(
-                400,
-                f"one prompt per request; given {len(prompt)}.",
-                "prompt",
-                "unsupported_parameter",
-            )
+            message = f"one prompt per request; given {len(prompt)}."
+            raise ApiError(400, message, "prompt", "unsupported_parameter")
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, list) and all(
-        isinstance(item, int) and not isinstance(item, bool) for item in prompt
-    ):
+    if isinstance(prompt, list) and all(type(item) is int for item in prompt):
         return tuple(prompt)
-    raise ApiError(
-        422,
-        f"'prompt' must be text or a list of token ids; given {_short(prompt)}.",
-        "prompt",
-        "wrong_type",
-    )
-
-
-def _short(value: Any) -> str:
-    """The type of a value, which may be a person's text, and of numbers the value."""
-    return (
-        repr(value)
-        if isinstance(value, (int, float, bool))
-        else f"a value of type {type(value).__name__}"
-    )
+    raise _wrong_type("prompt", "text or a list of token ids", prompt)
 
 
 # Answers
 
 
-class Usage(TypedDict):
-    """Tokens read and written."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class Drafting(TypedDict):
-    """What only this server returns: the seed that gives this answer again, and drafting's
-    figures."""
-
-    seed: int
-    verify_passes: int
-    accepted_drafts: int
-    tau: float
-
-
 @dataclass(frozen=True)
 class Envelope:
-    """What all parts of one answer have in common. created: seconds since 1970."""
+    """What all parts of one answer have in common. created: seconds since 1970; ids: whether the
+    answer's token ids are wanted."""
 
     kind: str
     id: str
     model: str
     created: int
+    ids: bool
 
-    def whole(
-        self, text: str, finish: str, usage: Usage, drafting: Drafting, ids: Ids = None
-    ) -> Json:
-        """An answer in one piece. ids: its token ids, where they are wanted."""
+    def whole(self, text: str, finish: str, tokens: tuple[int, ...], figures: Json) -> Json:
+        """An answer in one piece. figures: `usage`, and `headstart` (only this server has it)."""
         message = {"role": "assistant", "content": text, "refusal": None}
-        chat = self.kind == CHAT
-        name = "chat.completion" if chat else "text_completion"
-        choice = _choice({"message": message} if chat else {"text": text}, finish, ids)
-        return self._body(name, [choice], usage=usage, headstart=drafting)
+        content: Json = {"message": message} if self.kind == CHAT else {"text": text}
+        name = "chat.completion" if self.kind == CHAT else "text_completion"
+        return self._body(name, [self._choice(content, finish, tokens)]) | figures
 
-    def piece(
-        self, text: str | None, finish: str | None = None, first: bool = False, ids: Ids = None
-    ) -> Json:
-        """A part of a stream: its beginning (first), more text, or the end (text None) with the
-        ids."""
-        if self.kind == CHAT:
-            role = {"role": "assistant"} if first else {}
-            content: Json = {"delta": role if text is None else {**role, "content": text}}
-        else:
-            content = {"text": text or ""}
-        return self._body(self._streamed, [_choice(content, finish, ids)])
+    def piece(self, text: str, **more: str) -> Json:
+        """A part of a stream. more: keys of a conversation's delta beside the text."""
+        delta = {**more, "content": text}
+        content: Json = {"delta": delta} if self.kind == CHAT else {"text": text}
+        return self._body(self._streamed, [self._choice(content, None)])
 
-    def usage(self, usage: Usage, drafting: Drafting) -> Json:
+    def end(self, finish: str, tokens: tuple[int, ...]) -> Json:
+        """The end of a stream's text."""
+        content: Json = {"delta": {}} if self.kind == CHAT else {"text": ""}
+        return self._body(self._streamed, [self._choice(content, finish, tokens)])
+
+    def usage(self, figures: Json) -> Json:
         """The last part of a stream that asked for it."""
-        return self._body(self._streamed, [], usage=usage, headstart=drafting)
+        return self._body(self._streamed, []) | figures
 
     @property
     def _streamed(self) -> str:
         return "chat.completion.chunk" if self.kind == CHAT else "text_completion"
 
-    def _body(self, name: str, choices: list[Json], **more: object) -> Json:
+    def _body(self, name: str, choices: list[Json]) -> Json:
         head = {"id": self.id, "object": name, "created": self.created, "model": self.model}
-        return {**head, "choices": choices, **more}
+        return {**head, "choices": choices}
 
-
-def _choice(content: Json, finish: str | None, ids: Ids) -> Json:
-    known: Json = {} if ids is None else {"token_ids": list(ids)}
-    return {"index": 0, **content, "logprobs": None, "finish_reason": finish, **known}
+    def _choice(self, content: Json, finish: str | None, tokens: tuple[int, ...] = ()) -> Json:
+        known: Json = {"token_ids": list(tokens)} if self.ids and finish else {}
+        return {"index": 0, **content, "logprobs": None, "finish_reason": finish, **known}

@@ -5,44 +5,26 @@ from __future__ import annotations
 
 import logging
 import threading
-from pathlib import Path
 
-from inference.decoding.engine import Engine
-from inference.server.config import ServeConfig
 from inference.server.metrics import ServerMetrics
-from inference.verifications import VerificationLog, record_facts
+from inference.verifications import VerificationLog
 
 logger = logging.getLogger(__name__)
 LOOK_SECONDS, FLUSH_SECONDS = 0.5, 60.0
 
 
 class Recorder:
-    """See the module. weights: hash of the drafter's. Raises `UserError` for a folder with records
-    of another target or drafter."""
+    """See the module."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config: ServeConfig,
-        engine: Engine,
-        drafter: str,
-        weights: str,
-        metrics: ServerMetrics,
-    ) -> None:
-        size = int(config.records_megabytes * 1e6)
-        self.log = VerificationLog(
-            folder, record_facts(engine, drafter, weights), size, config.records_redact
-        )
-        self.metrics = metrics
+    def __init__(self, log: VerificationLog, metrics: ServerMetrics) -> None:
+        self.log, self.metrics = log, metrics
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="headstart-records", daemon=True)
 
     def start(self) -> None:
-        """Begin to flush."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Write the rest and end."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()

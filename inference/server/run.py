@@ -53,16 +53,15 @@ class Server(uvicorn.Server):
             server_header=False,
         )
         super().__init__(config)
-        self.service, self.told = service, started
+        self.service, self.started_serving = service, started
         self.failed = False
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and say so."""
         self.service.loop = asyncio.get_running_loop()
         self.service.on_broken = self._broken
         await super().startup(sockets)
-        self.told()
+        self.started_serving()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -106,8 +105,7 @@ def serve(
     service: Service, listening: socket.socket, started: Callable[[], None] = lambda: None
 ) -> int:
     """Serve until a signal ends it; returns the exit status: 0, or 1 when the engine failed.
-    started: called when requests are taken.
-    """
+    started: called when requests are taken."""
     service.start()
     server = Server(service, started)
     try:

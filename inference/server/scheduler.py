@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from heads.api.errors import UserError
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, PassRecord, Request
-from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.session import Session
 from inference.server.errors import ApiError
 from inference.server.metrics import ServerMetrics
+from inference.server.protocol import Asked
 from inference.server.text import StopText
 from inference.verifications import VerificationLog
 
@@ -45,6 +45,15 @@ class Piece:
     text: str
 
 
+@dataclass
+class Drafts:
+    """Verifications of an answer, the tokens that they committed, the drafted ones among them."""
+
+    passes: int = 0
+    committed: int = 0
+    accepted: int = 0
+
+
 @dataclass(frozen=True)
 class Done:
     """An answer's end. text: all of it; finish: stop or length; tokens: what was generated, end of
@@ -53,9 +62,7 @@ class Done:
     text: str
     finish: str
     tokens: tuple[int, ...]
-    passes: int
-    committed: int
-    accepted: int
+    drafts: Drafts
 
 
 @dataclass(frozen=True)
@@ -71,32 +78,24 @@ Event = Started | Piece | Done | Failed
 @dataclass
 class ServedRequest:
     """A request for the worker. deliver: takes events on the event loop's thread; created:
-    monotonic seconds of its arrival."""
+    monotonic seconds of its arrival; first: of its first token.
+
+    The worker numbers it (index) and fills in the rest.
+    """
 
     id: str
     prompt: tuple[int, ...]
     limit: int
     seed: int
-    sampling: SamplingSettings
-    stops: tuple[str, ...]
-    stream: bool
+    asked: Asked
     domain: str
-    deliver: Callable[[Event], None]
     created: float
+    deliver: Callable[[Event], None] = lambda event: None
     index: int = -1
-
-
-@dataclass
-class _Live:
-    """A job in the worker's hands."""
-
-    job: ServedRequest
-    text: StopText
+    text: StopText | None = None
     tokens: list[int] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
-    passes: int = 0
-    committed: int = 0
-    accepted: int = 0
+    drafts: Drafts = field(default_factory=Drafts)
     first: float = 0.0
 
 
@@ -113,8 +112,8 @@ class Scheduler:
         context: int,
         metrics: ServerMetrics,
         post: Post,
-        log: VerificationLog | None = None,
-        broken: Callable[[], None] = lambda: None,
+        log: VerificationLog | None,
+        broken: Callable[[], None],
     ) -> None:
         self.engine, self.context, self.metrics, self.log = engine, context, metrics, log
         self.post, self.broken = post, broken
@@ -123,7 +122,7 @@ class Scheduler:
         self.tokenizer = copy.deepcopy(engine.target.tokenizer)
         self.healthy = False
         self._inbox: queue.SimpleQueue[tuple[str, ServedRequest | None]] = queue.SimpleQueue()
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, ServedRequest] = {}
         self._out: list[tuple[ServedRequest, Event]] = []
         self._session: Session | None = None
         self._count = 0
@@ -150,20 +149,19 @@ class Scheduler:
         """Stop a job; no further events come of it. One that has ended is ignored."""
         self._inbox.put(("cancel", job))
 
-    def stop(self, seconds: float = 10.0) -> bool:
-        """End the worker; jobs under way fail. Returns whether it ended in time."""
+    def stop(self) -> None:
+        """End the worker; jobs under way fail."""
         self._inbox.put(("stop", None))
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        self._thread.join(10.0)
 
     # The worker's thread
 
     def _work(self) -> None:
-        failures = 0
+        failures, details = 0, self.log is not None
         while not self._ended and failures < MOST_FAILURES:
             try:
                 with Session(
-                    self.engine, self.context, self._on_tokens, details=self.log is not None
+                    self.engine, self.context, self._on_tokens, details=details
                 ) as session:
                     self._session, self.healthy = session, True
                     self._ready.set()
@@ -181,11 +179,8 @@ class Scheduler:
             finally:
                 # before anybody hears of the failure and asks again
                 self.healthy = failures < MOST_FAILURES
-                self._fail_all(
-                    "the engine failed; the request can be repeated"
-                    if failures
-                    else "the server is stopping"
-                )
+                broken = "the engine failed; the request can be repeated"
+                self._fail_all(broken if failures else "the server is stopping")
         self.healthy = False
         self._ready.set()
         if not self._ended:
@@ -198,15 +193,17 @@ class Scheduler:
         self._take(session)
         if self._ended:
             return False
-        ended = False
-        for completion in session.step():
-            ended |= self._complete(completion)
+        ended = [self._complete(completion) for completion in session.step()]
+        self._send(session.running)
+        return any(ended)
+
+    def _send(self, running: int) -> None:
+        """Hand back the events, and show how many rows are in use."""
         if self._out:
             out, self._out = self._out, []
             self.post(out)
-        self.metrics.running.set(session.running)
-        self.metrics.waiting.set(max(0, len(self._live) - session.running))
-        return ended
+        self.metrics.running.set(running)
+        self.metrics.waiting.set(max(0, len(self._live) - running))
 
     def _take(self, session: Session) -> None:
         """Everything in the inbox; waits for something when there is nothing to decode."""
@@ -215,150 +212,114 @@ class Scheduler:
                 order, job = self._inbox.get(block=not session.unfinished)
             except queue.Empty:
                 return
-            if order == "stop":
+            if job is None:
                 self._ended = True
                 return
-            assert job is not None
-            if order == "cancel":
-                live = self._live.pop(job.index, None)
-                if live is not None:
-                    session.cancel(job.index)
-                    self._record(live, "cancelled")
-            else:
+            if order == "add":
                 self._admit(session, job)
+            elif self._live.pop(job.index, None) is not None:
+                session.cancel(job.index)
+                self._record(job, "cancelled")
 
     def _admit(self, session: Session, job: ServedRequest) -> None:
         job.index = self._count
         self._count += 1
         try:
-            session.add(Request(job.index, job.prompt, job.seed, job.limit, job.sampling))
+            session.add(Request(job.index, job.prompt, job.seed, job.limit, job.asked.sampling))
         except UserError as error:
             self._out.append((job, Failed(ApiError(400, str(error)))))
             return
-        self._live[job.index] = _Live(
-            job, StopText(self.tokenizer, self.engine.target.eos_token_ids, job.stops)
-        )
+        if job.asked.stream or job.asked.stops:
+            job.text = StopText(self.tokenizer, self.engine.target.eos_token_ids, job.asked.stops)
+        self._live[job.index] = job
 
     def _on_tokens(self, request: Request, tokens: list[int], record: PassRecord | None) -> None:
-        live = self._live.get(request.index)
-        if live is None:
+        job = self._live.get(request.index)
+        if job is None:
             return  # cancelled, or ended at a stop string: the row runs on until the next step
-        job = live.job
         if record is None:
-            live.first = time.monotonic()
-            self.metrics.first.observe(live.first - job.created)
+            job.first = time.monotonic()
+            self.metrics.first.observe(job.first - job.created)
             self.metrics.prompt_tokens.labels(job.domain).inc(len(job.prompt))
             self._out.append((job, Started()))
         else:
-            self._book(live, record)
-        live.tokens += tokens
-        if not (job.stream or job.stops):
+            self._book(job, record)
+        job.tokens += tokens
+        if job.text is None:
             return
-        piece = live.text.add(tokens)
-        if piece:
-            live.shown.append(piece)
-            if job.stream:
-                self._out.append((job, Piece(piece)))
-        if live.text.stopped:
+        self._show(job, job.text.add(tokens))
+        if job.text.stopped:
             assert self._session is not None
             self._session.cancel(request.index)
-            self._end(live, "stop")
+            self._end(job, "stop")
 
-    def _book(self, live: _Live, record: PassRecord) -> None:
+    def _show(self, job: ServedRequest, piece: str) -> None:
+        """More text, which a streaming client gets at once."""
+        if piece:
+            job.shown.append(piece)
+            if job.asked.stream:
+                self._out.append((job, Piece(piece)))
+
+    def _book(self, job: ServedRequest, record: PassRecord) -> None:
         """Count a verification, before its tokens are added."""
-        job = live.job
-        live.passes += 1
-        live.committed += record.committed
-        live.accepted += record.accepted
+        job.drafts.passes += 1
+        job.drafts.committed += record.committed
+        job.drafts.accepted += record.accepted
         self.metrics.verified(job.domain, record)
         if self.log is not None:
-            root = len(job.prompt) + len(live.tokens) - 1
-            self.log.verification(job.id, root, job.domain, record, job.sampling.temperature)
+            root, heat = len(job.prompt) + len(job.tokens) - 1, job.asked.sampling.temperature
+            self.log.verification(job.id, root, job.domain, record, heat)
 
     def _complete(self, completion: Completion) -> bool:
-        live = self._live.get(completion.request.index)
-        if live is None or completion.finish == "cancelled":
+        job = self._live.get(completion.request.index)
+        if job is None or completion.finish == "cancelled":
             return False
-        self._end(live, completion.finish)
+        self._end(job, completion.finish)
         return True
 
-    def _end(self, live: _Live, finish: str) -> None:
+    def _end(self, job: ServedRequest, finish: str) -> None:
         """An answer is complete: say so and book it."""
-        job, text = live.job, live.text
+        tokens = len(job.tokens)
         del self._live[job.index]
-        if job.stream or job.stops:
-            rest = text.rest()
-            finish = "stop" if text.stopped else finish
-            if rest:
-                live.shown.append(rest)
-                if job.stream:
-                    self._out.append((job, Piece(rest)))
-            whole, tokens = "".join(live.shown), text.tokens if text.stopped else len(live.tokens)
+        if job.text is not None:
+            self._show(job, job.text.rest())
+            if job.text.stopped:
+                finish, tokens = "stop", job.text.tokens
+            whole = "".join(job.shown)
         else:
-            shown = [
-                token for token in live.tokens if token not in self.engine.target.eos_token_ids
-            ]
-            whole, tokens = (
-                str(self.tokenizer.decode(shown, skip_special_tokens=True)),
-                len(live.tokens),
-            )
-        self._out.append(
-            (
-                job,
-                Done(
-                    whole,
-                    finish,
-                    tuple(live.tokens[:tokens]),
-                    live.passes,
-                    live.committed,
-                    live.accepted,
-                ),
-            )
-        )
+            ends = self.engine.target.eos_token_ids
+            shown = [token for token in job.tokens if token not in ends]
+            whole = str(self.tokenizer.decode(shown, skip_special_tokens=True))
+        self._out.append((job, Done(whole, finish, tuple(job.tokens[:tokens]), job.drafts)))
         now = time.monotonic()
         self.metrics.tokens.labels(job.domain).inc(tokens)
         self.metrics.whole.observe(now - job.created)
         if tokens > 1:
-            self.metrics.per_token.observe((now - live.first) / (tokens - 1))
-        self._record(live, finish)
+            self.metrics.per_token.observe((now - job.first) / (tokens - 1))
+        self._record(job, finish)
 
-    def _record(self, live: _Live, finish: str) -> None:
+    def _record(self, job: ServedRequest, finish: str) -> None:
         """Write down a sequence whose verifications were."""
-        if self.log is not None and live.tokens:
-            job = live.job
-            temperature = job.sampling.temperature
-            self.log.sequence(
-                job.id, job.domain, job.prompt, live.tokens, job.seed, temperature, finish
-            )
+        if self.log is not None and job.tokens:
+            heat = job.asked.sampling.temperature
+            self.log.sequence(job.id, job.domain, job.prompt, job.tokens, job.seed, heat, finish)
 
     # When nothing goes on
 
     def _fail_all(self, why: str) -> None:
         """Tell every job in hand that it will not be answered."""
         status = 503 if self._ended else 500
-        self._out += [(live.job, Failed(ApiError(status, why))) for live in self._live.values()]
+        self._out += [(job, Failed(ApiError(status, why))) for job in self._live.values()]
         self._live.clear()
-        if self._out:
-            out, self._out = self._out, []
-            self.post(out)
-        self.metrics.running.set(0)
-        self.metrics.waiting.set(0)
+        self._send(0)
 
     def _drain_inbox(self) -> None:
         """Refuse what still came in, for good: nobody reads the inbox any more."""
+        error = ApiError(503, "the engine has failed; the server is going down")
         while True:
             try:
                 order, job = self._inbox.get(timeout=0.2)
             except queue.Empty:
                 return
             if order == "add" and job is not None:
-                self.post(
-                    [
-                        (
-                            job,
-                            Failed(
-                                ApiError(503, "the engine has failed; the server is going down")
-                            ),
-                        )
-                    ]
-                )
+                self.post([(job, Failed(error))])

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from heads.api.errors import UserError
@@ -24,11 +25,21 @@ from inference.server.protocol import CHAT, Asked
 from inference.server.recorder import Recorder
 from inference.server.scheduler import Done, Event, Failed, Piece, Scheduler, ServedRequest, Started
 from inference.target.chat import render_prompt
+from inference.verifications import VerificationLog, record_facts
 
 logger = logging.getLogger(__name__)
 LARGEST_DEFAULT_CONTEXT = 4096
 MOST_ENTERING = 64
 """Requests that may be read at a time, beyond as many as there are places."""
+OUTCOMES = {
+    401: "unauthorized",
+    429: "overloaded",
+    499: "cancelled",
+    500: "error",
+    503: "unavailable",
+    504: "timeout",
+}
+"""How a request ended, by the status of its error; invalid for all others."""
 
 
 class Ticket:
@@ -43,48 +54,41 @@ class Ticket:
         job.deliver = self._events.put_nowait
 
     def leave(self) -> None:
-        """The client has left."""
         self.gone = True
         self._events.put_nowait(None)
 
     async def start(self) -> None:
         """Wait until the prompt was read; raises `ApiError` (also 429 when that takes longer than
         `serve.queue_seconds`)."""
-        event = await self._next(self.job.created + self.service.config.queue_seconds)
-        if event is None and not self.gone:
-            raise self.service.overloaded("no row became free in time")
-        self._check(event)
+        config, service = self.service.config, self.service
+        late = partial(service.overloaded, "no row became free in time")
+        event = await self._next(self.job.created + config.queue_seconds, late)
         assert isinstance(event, Started)
 
     async def next(self) -> Piece | Done:
         """The next event after `start`; raises `ApiError`."""
-        event = await self._next(self._deadline)
-        if event is None and not self.gone:
-            raise ApiError(
-                504,
-                f"the answer took longer than {self.service.config.request_seconds:g} s.",
-                code="timeout",
-            )
-        self._check(event)
+        message = f"the answer took longer than {self.service.config.request_seconds:g} s."
+        event = await self._next(self._deadline, lambda: ApiError(504, message, code="timeout"))
         assert isinstance(event, (Piece, Done))
         if isinstance(event, Done):
             self.ended = True
             self.service.metrics.requests.labels(event.finish).inc()
         return event
 
-    async def _next(self, deadline: float) -> Event | None:
-        """The next event; None at the deadline or when the client has left."""
+    async def _next(self, deadline: float, late: Callable[[], ApiError]) -> Event:
+        """The next event; raises `ApiError`: `late` at the deadline, or what made the job fail."""
+        event = None
         try:
             async with asyncio.timeout(max(0.0, min(deadline, self._deadline) - time.monotonic())):
-                return await self._events.get()
+                event = await self._events.get()
         except TimeoutError:
-            return None
-
-    def _check(self, event: Event | None) -> None:
+            if not self.gone:
+                raise late() from None
         if event is None:
             raise ApiError(499, "the client has left.")
         if isinstance(event, Failed):
             raise event.error
+        return event
 
     def close(self) -> None:
         """Whatever happened, afterwards the row is free and the place given back."""
@@ -109,39 +113,33 @@ class Service:
     ) -> None:
         """drafter, weights: its name and the hash of its weights, for the records."""
         self.config, self.engine, self.secret = config, engine, secret
-        info = engine.target.info
-        self.name = config.name or (
-            Path(info.id).resolve().name if Path(info.id).is_dir() else info.id
-        )
+        info, decode = engine.target.info, engine.decode
+        folder = Path(info.id)
+        self.name = config.name or (folder.resolve().name if folder.is_dir() else info.id)
         self.names = tuple(dict.fromkeys((self.name, info.id)))
         self.created = int(time.time())
-        limit = info.max_position_embeddings
-        self.context = min(config.context or LARGEST_DEFAULT_CONTEXT, limit)
-        self.metrics = ServerMetrics(
-            engine.tree.max_depth, engine.clock, engine.drafter is not None
-        )
-        self.metrics.info.labels(self.name, drafter, engine.decode.shape, "1").set(1)
-        self.metrics.rows.set(engine.decode.batch_size)
-        self.recorder = (
-            None
-            if records is None
-            else Recorder(records, config, engine, drafter, weights, self.metrics)
-        )
+        largest = config.context or LARGEST_DEFAULT_CONTEXT
+        self.context = min(largest, info.max_position_embeddings)
+        drafts = engine.drafter is not None
+        self.metrics = ServerMetrics(engine.tree.max_depth, engine.clock, drafts)
+        self.metrics.info.labels(self.name, drafter, decode.shape, "1").set(1)
+        self.metrics.rows.set(decode.batch_size)
+        self.recorder, log = None, None
+        if records is not None:
+            size, redact = int(config.records_megabytes * 1e6), config.records_redact
+            log = VerificationLog(records, record_facts(engine, drafter, weights), size, redact)
+            self.recorder = Recorder(log, self.metrics)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.draining = False
         self.on_broken: Callable[[], None] = lambda: None
-        log = None if self.recorder is None else self.recorder.log
         self.scheduler = Scheduler(engine, self.context, self.metrics, self.post, log, self._broken)
         self.open: set[Ticket] = set()
         self.entering = 0  # requests that are being read
         self._tokenizer = copy.deepcopy(engine.target.tokenizer)
         # what belongs to rendering itself: a request must not bring a template of its own, or
         # change what comes out
-        self._reserved = {
-            "messages",
-            "add_generation_prompt",
-            *inspect.signature(self._tokenizer.apply_chat_template).parameters,
-        }
+        known = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        self._reserved = {"messages", "add_generation_prompt", *known}
         self._texts = ThreadPoolExecutor(1, "headstart-prompts")
 
     def start(self) -> None:
@@ -170,19 +168,14 @@ class Service:
         now = time.monotonic()
         ages = [now - ticket.job.created for ticket in self.open]
         wait = math.ceil(min(max(sum(ages) / len(ages) if ages else 1.0, 1.0), 60.0))
-        return ApiError(
-            429, f"the server is busy: {why}. Ask again later.", code="overloaded", retry_after=wait
-        )
+        message = f"the server is busy: {why}. Ask again later."
+        return ApiError(429, message, code="overloaded", retry_after=wait)
 
     def require_place(self) -> None:
         """Raise `ApiError` unless another request may come in."""
         if not self.ready:
-            raise ApiError(
-                503,
-                "the server takes no requests now: it is stopping.",
-                code="unavailable",
-                retry_after=5,
-            )
+            message = "the server takes no requests now: it is stopping."
+            raise ApiError(503, message, code="unavailable", retry_after=5)
         places = self.engine.decode.batch_size + self.config.queue
         if len(self.open) >= places or self.entering >= places + MOST_ENTERING:
             raise self.overloaded(f"{len(self.open)} requests run or wait")
@@ -200,24 +193,23 @@ class Service:
 
     async def ticket(self, asked: Asked, domain: str, created: float) -> Ticket:
         """Turn a request into a job and hand it to the worker; raises `ApiError`."""
-        prompt = await self._prompt(asked)
+        prompt = asked.content
+        if not isinstance(prompt, tuple):
+            # A thread of its own makes the token ids: long texts take a while, and the loop must go
+            # on.
+            loop = asyncio.get_running_loop()
+            prompt = await loop.run_in_executor(self._texts, self._tokens, asked)
         self.require_place()  # again: reading the prompt took a while
         room = self.context - len(prompt)
-        limit = (
-            asked.limit if asked.limit is not None else min(self.engine.decode.max_new_tokens, room)
-        )
+        limit = min(self.engine.decode.max_new_tokens, room) if asked.limit is None else asked.limit
         self._check(prompt, limit, room)
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed
         job = ServedRequest(
             id=f"{'chatcmpl' if asked.kind == CHAT else 'cmpl'}-{secrets.token_hex(12)}",
             prompt=prompt,
             limit=limit,
-            seed=seed,
-            sampling=asked.sampling,
-            stops=asked.stops,
-            stream=asked.stream,
+            seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+            asked=asked,
             domain=self.config.domain(domain),
-            deliver=lambda event: None,
             created=created,
         )
         ticket = Ticket(job, self)
@@ -230,9 +222,8 @@ class Service:
         if not prompt:
             raise ApiError(400, "the prompt is empty.", "prompt")
         if min(prompt) < 0 or max(prompt) >= vocab:
-            raise ApiError(
-                400, f"token ids go from 0 to {vocab - 1}; the prompt has others.", "prompt"
-            )
+            message = f"token ids go from 0 to {vocab - 1}; the prompt has others."
+            raise ApiError(400, message, "prompt")
         if room < 1 or limit > room:
             raise ApiError(
                 400,
@@ -242,52 +233,30 @@ class Service:
                 "context_length_exceeded",
             )
 
-    async def _prompt(self, asked: Asked) -> tuple[int, ...]:
-        """The prompt's token ids. A thread of its own makes them: long texts take a while, and the
-        loop must go on."""
-        if isinstance(asked.content, tuple):
-            return asked.content
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._texts, self._tokens, asked)
-
     def _tokens(self, asked: Asked) -> tuple[int, ...]:
         reserved = sorted(set(asked.template) & self._reserved)
         if reserved:
-            raise ApiError(
-                400, f"'{reserved[0]}' is no value for a template.", "chat_template_kwargs"
-            )
+            message = f"'{reserved[0]}' is no value for a template."
+            raise ApiError(400, message, "chat_template_kwargs")
         try:
             if asked.kind == CHAT:
-                return tuple(
-                    render_prompt(self._tokenizer, asked.content, arguments=dict(asked.template))
-                )
+                arguments = dict(asked.template)
+                return tuple(render_prompt(self._tokenizer, asked.content, arguments=arguments))
             asked.content.encode("utf-8")  # half a surrogate pair, which JSON can hold, is no text
             return tuple(self._tokenizer.encode(asked.content))
         except UserError as error:
             raise ApiError(400, str(error), "messages") from error
         except UnicodeEncodeError as error:
-            raise ApiError(
-                400, "the prompt is not valid text (a lone surrogate).", "prompt"
-            ) from error
+            message = "the prompt is not valid text (a lone surrogate)."
+            raise ApiError(400, message, "prompt") from error
         # a template that cannot work with the values it was given
         except (TypeError, ValueError) as error:
-            raise ApiError(
-                400,
-                f"the chat template fails on this conversation ({type(error).__name__}).",
-                "messages",
-            ) from error
+            message = f"the chat template fails on this conversation ({type(error).__name__})."
+            raise ApiError(400, message, "messages") from error
 
     def refused(self, error: ApiError) -> None:
         """Count a request that ended with an error."""
-        known = {
-            401: "unauthorized",
-            429: "overloaded",
-            499: "cancelled",
-            500: "error",
-            503: "unavailable",
-            504: "timeout",
-        }
-        self.metrics.requests.labels(known.get(error.status, "invalid")).inc()
+        self.metrics.requests.labels(OUTCOMES.get(error.status, "invalid")).inc()
 
     # From the worker
 
@@ -306,14 +275,15 @@ class Service:
         """Take nothing new, let what runs end for `serve.grace_seconds`, then break off the
         rest."""
         self.draining = True
-        end = time.monotonic() + self.config.grace_seconds
-        while self.open and time.monotonic() < end:
-            await asyncio.sleep(0.02)
+        await self._wait_until_empty(self.config.grace_seconds)
         for ticket in list(self.open):
             self.scheduler.cancel(ticket.job)
             ticket.job.deliver(Failed(ApiError(503, "the server has stopped.", code="unavailable")))
-        limit = time.monotonic() + 2.0
-        while self.open and time.monotonic() < limit:
+        await self._wait_until_empty(2.0)
+
+    async def _wait_until_empty(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while self.open and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
     def facts(self) -> dict[str, str | int]:

@@ -13,54 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from inference.decoding.arm import Arm
 from inference.decoding.clock import StepClock
-from inference.decoding.config import DecodeConfig
-from inference.decoding.costs import Bench, Call, CostCurves, StepKey, measure_grid
+from inference.decoding.costs import CostCurves
 from inference.decoding.draft import Draft
 from inference.measure.metrics import divide
-from inference.target.model import TargetModel
 
 MEASURED = ("draft", "verify", "commit")
 """The phases of a step that have a curve."""
-
-
-def measure_curves(
-    target: TargetModel,
-    drafter: Any,
-    drafts: Sequence[Draft],
-    decode: DecodeConfig,
-    batches: Sequence[int],
-    lengths: Sequence[int],
-    text: Sequence[int],
-    repeats: int,
-    seed: int = 0,
-) -> CostCurves:
-    """Curves of all `drafts`: verify by nodes; draft and commit under each draft's label, at every
-    batch size and length.
-
-    text: token ids of real prompts. Drafts that stop early cost what the whole chain costs to
-    draft.
-    """
-    shapes = {draft.unstopped.label: draft.unstopped for draft in drafts if draft.shape != "none"}
-    stopped = max((draft.size for draft in drafts if draft.family == "adaptive"), default=1)
-    sizes = sorted({*range(1, 1 + stopped), *(draft.size for draft in drafts)})
-    widest = max(sizes) + max((draft.depth for draft in drafts), default=0)
-
-    def steps(bench: Bench) -> dict[StepKey, Call]:
-        calls: dict[StepKey, Call] = {}
-        for label, draft in shapes.items():
-            arm = Arm(label, drafter, draft.on(decode))
-            step = bench.step(arm, draft.tree(decode, target.device))
-            calls[label, "draft", draft.size], calls[label, "commit", draft.size] = step
-        return calls
-
-    rows, depths = sorted(set(batches)), sorted(set(lengths))
-    return measure_grid(
-        target, sizes, rows, depths, widest, text, [drafter], steps, repeats, 2, seed
-    )
 
 
 @dataclass(frozen=True)
@@ -85,14 +45,10 @@ class StepCosts:
 
     def phases(self, draft: Draft, b: float, length: float, nodes: float = 0) -> dict[str, float]:
         """Seconds by phase of a step in b rows, the longest of which holds `length` tokens. nodes:
-        those verified, where drafts stop early; 0: all.
-        """
-        raw = self.on_curves(draft, b, length, nodes)
+        those verified, where drafts stop early; 0: all."""
+        found = self.on_curves(draft, b, length, nodes)
         ratios, other = self.correction(draft.family, b)
-        return {
-            **{phase: raw[phase] * ratios.get(phase, 1.0) for phase in MEASURED},
-            "other": other,
-        }
+        return {name: found[name] * ratios.get(name, 1.0) for name in MEASURED} | {"other": other}
 
     def step(self, draft: Draft, b: float, length: float, nodes: float = 0) -> float:
         """Seconds of a step: see `phases`."""
@@ -105,11 +61,11 @@ class StepCosts:
         verify = self.curves.verify(nodes or draft.size, b, length)
         if draft.shape == "none":
             return {"draft": 0.0, "verify": verify, "commit": 0.0}
-        label, size = draft.unstopped.label, draft.size
+        step = (draft.unstopped.label, draft.size, b, length)
         return {
-            "draft": self.curves.draft(label, size, b, length),
+            "draft": self.curves.draft(*step),
             "verify": verify,
-            "commit": self.curves.commit(label, size, b, length),
+            "commit": self.curves.commit(*step),
         }
 
     def correction(self, family: str, b: float) -> tuple[Mapping[str, float], float]:
@@ -121,11 +77,10 @@ class StepCosts:
         below = max((rows for rows in known if rows <= b), default=known[0])
         above = min((rows for rows in known if rows >= b), default=known[-1])
         low, high = self.calibrations[family, below], self.calibrations[family, above]
-        share = divide(b - below, above - below)
-        share = min(max(share, 0.0), 1.0)
+        share = min(max(divide(b - below, above - below), 0.0), 1.0)
         ratios = {
-            phase: low.ratios[phase] + share * (high.ratios[phase] - low.ratios[phase])
-            for phase in low.ratios
+            phase: ratio + share * (high.ratios[phase] - ratio)
+            for phase, ratio in low.ratios.items()
         }
         return ratios, low.other + share * (high.other - low.other)
 
@@ -134,25 +89,21 @@ class StepCosts:
         Sums over the runs: the ratio of a draft that costs next to nothing says little about one
         that costs much.
         """
-        expected, booked, steps, other = (
-            dict.fromkeys(MEASURED, 0.0),
-            dict.fromkeys(MEASURED, 0.0),
-            0,
-            0.0,
-        )
+        expected, booked = dict.fromkeys(MEASURED, 0.0), dict.fromkeys(MEASURED, 0.0)
+        other = 0.0
         for run in runs:
-            raw = self.on_curves(run.draft, rows, run.length, run.nodes)
-            steps += run.clock.passes
+            step = self.on_curves(run.draft, rows, run.length, run.nodes)
             for phase, seconds in run.clock.seconds.items():
-                if phase in MEASURED and raw[phase]:
-                    expected[phase] += run.clock.passes * raw[phase]
+                if phase in MEASURED and step[phase]:
+                    expected[phase] += run.clock.passes * step[phase]
                     booked[phase] += seconds
                 elif phase != "prefill":  # also what a loop without drafter books to drafting
                     other += seconds
         ratios = {
-            phase: divide(booked[phase], expected[phase]) if expected[phase] else 1.0
-            for phase in MEASURED
+            phase: divide(booked[phase], seconds) if seconds else 1.0
+            for phase, seconds in expected.items()
         }
+        steps = sum(run.clock.passes for run in runs)
         self.calibrations[family, rows] = Calibration(ratios, divide(other, steps))
 
 

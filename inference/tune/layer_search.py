@@ -10,17 +10,17 @@ acceptance) proposes, by a draw from its posterior (Thompson sampling), the most
 the neighbours of the best ones; every `GREEDY_EVERY`-th trial follows the model's mean, without a
 draw.
 
-    parts, head_cost = parts_of(target) found = search_layers(parts, evaluate,
-    SearchConfig(evaluations=60, depth=4, fixed_cost=head_cost)) found.kept(found.best),
-    found.best.speedup
+    parts, head_cost = parts_of(target)
+    config = SearchConfig(evaluations=60, depth=4, fixed_cost=head_cost)
+    best = search_layers(parts, evaluate, config).best
 
 Legend: U parts, E trials.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -53,8 +53,7 @@ LEAST = 1e-2
 @dataclass(frozen=True, order=True)
 class SkippablePart:
     """Something that can be left out: a layer (0-based), or its "attention" or "mlp". cost: its
-    share of what one token costs the target, the unskippable rest (LM head) excluded.
-    """
+    share of what one token costs the target, the unskippable rest (LM head) excluded."""
 
     layer: int
     what: str
@@ -114,48 +113,31 @@ class SearchResult:
     def best(self) -> Trial:
         return max(self.trials, key=lambda trial: trial.value)
 
-    def kept(self, trial: Trial) -> list[SkippablePart]:
-        """The parts that a trial kept."""
-        return [part for part, keep in zip(self.parts, trial.kept, strict=True) if keep]
-
 
 def parts_of(
     target: TargetModel, sublayers: bool = False
 ) -> tuple[tuple[SkippablePart, ...], float]:
     """The parts of a target and the fixed cost (its LM head), in shares of the weights that
-    decoding one token reads.
-
-    sublayers: attention and MLP of a layer can be left out separately.
-    """
-    info, state = target.info, target.weights.state
-    sizes = {(layer, what): 0 for layer in range(info.num_layers) for what in ("attention", "mlp")}
+    decoding one token reads. sublayers: attention and MLP of a layer can be left out separately."""
+    state, both = target.weights.state, ("attention", "mlp")
+    wanted = both if sublayers else ("layer",)
+    layers = range(target.info.num_layers)
+    sizes = {(layer, what): 0 for layer in layers for what in wanted}
     for name in state:
-        pieces = name.split(".layers.", 1)
-        if len(pieces) == 2 and pieces[1].split(".")[0].isdigit():
-            number, rest = pieces[1].split(".", 1)
-            what = "attention" if "attn" in rest or "attention" in rest else "mlp"
+        number, _, rest = name.partition(".layers.")[2].partition(".")
+        if number.isdigit() and rest:
+            what = both["attn" not in rest and "attention" not in rest] if sublayers else "layer"
             sizes[int(number), what] += state[name].numel()
     head = target.weights.lm_head.numel()
     total = sum(sizes.values()) + head
-    if sublayers:
-        return tuple(
-            SkippablePart(layer, what, size / total) for (layer, what), size in sizes.items()
-        ), head / total
-    layers = (
-        SkippablePart(layer, "layer", (sizes[layer, "attention"] + sizes[layer, "mlp"]) / total)
-        for layer in range(info.num_layers)
-    )
-    return tuple(layers), head / total
+    parts = (SkippablePart(layer, what, size / total) for (layer, what), size in sizes.items())
+    return tuple(parts), head / total
 
 
 def search_layers(
-    parts: Sequence[SkippablePart],
-    evaluate: Evaluate,
-    config: SearchConfig,
-    start: Iterable[Chosen] = (),
+    parts: Sequence[SkippablePart], evaluate: Evaluate, config: SearchConfig
 ) -> SearchResult:
-    """Try sets of parts for the best speedup. start: sets that are tried first, before evenly
-    spread ones and prefixes.
+    """Try sets of parts for the best speedup: evenly spread ones and prefixes first.
 
     Raises `UserError` when there are fewer than two parts, none with attention, or no set within
     the cost allowed.
@@ -164,38 +146,15 @@ def search_layers(
         raise UserError(
             f"there is nothing to search among {len(parts)} parts of the target's layers."
         )
-    rng = np.random.default_rng(config.seed)
-    trials: dict[Chosen, Trial] = {}
-    for kept in [*start, *_seeds(parts)]:
-        if len(trials) < max(4, config.evaluations // 2):
-            _try(kept, parts, evaluate, config, trials)
-    wanted = min(config.evaluations, len(trials) + round(RANDOM_SHARE * config.evaluations))
-    for _ in range(20 * config.evaluations):
-        if len(trials) < wanted:
-            _try(_random_set(parts, config, rng), parts, evaluate, config, trials)
-    if not trials:
+    search = _Search(parts, evaluate, config, np.random.default_rng(config.seed))
+    search.run()
+    if not search.trials:
         raise UserError(
             f"no set of layers to start from costs at most {config.most_cost:g} of the target, of "
             f"which every drafted token pays {config.fixed_cost:.2f} for the LM head alone. Allow "
             "a larger cost."
         )
-    while len(trials) < config.evaluations:
-        pool = [
-            kept
-            for kept in _pool(parts, trials, rng)
-            if _cost(kept, parts, config) <= config.most_cost
-        ]
-        if not pool:
-            break
-        greedy = len(trials) % GREEDY_EVERY == 0
-        weights = _posterior(trials, config, rng, drawn=not greedy)
-        taus = accepted_length(np.exp(np.minimum(_features(pool) @ weights, 0.0)), config.depth)
-        expected = [
-            _value(tau, _cost(kept, parts, config), config)
-            for tau, kept in zip(taus, pool, strict=True)
-        ]
-        _try(pool[int(np.argmax(expected))], parts, evaluate, config, trials)
-    return SearchResult(tuple(parts), tuple(trials.values()))
+    return SearchResult(tuple(parts), tuple(search.trials.values()))
 
 
 def measure_tau(
@@ -213,92 +172,115 @@ def ideal_speedup(tau: float, depth: int, cost: float) -> float:
     return metrics.divide(tau, 1 + depth * cost)
 
 
-def _try(
-    kept: Chosen,
-    parts: Sequence[SkippablePart],
-    evaluate: Evaluate,
-    config: SearchConfig,
-    trials: dict[Chosen, Trial],
-) -> None:
-    cost = _cost(kept, parts, config)
-    if kept in trials or not _drafts(kept, parts) or cost > config.most_cost:
-        return
-    tau = evaluate(kept)
-    trials[kept] = Trial(
-        kept, cost, tau, ideal_speedup(tau, config.depth, cost), _value(tau, cost, config)
-    )
+@dataclass
+class _Search:
+    parts: Sequence[SkippablePart]
+    evaluate: Evaluate
+    config: SearchConfig
+    rng: np.random.Generator
+    trials: dict[Chosen, Trial] = field(default_factory=dict)
 
+    def run(self) -> None:
+        trials, count = self.trials, self.config.evaluations
+        for kept in self.seeds():
+            if len(trials) < max(4, count // 2):
+                self.attempt(kept)
+        wanted = min(count, len(trials) + round(RANDOM_SHARE * count))
+        for _ in range(20 * count):
+            if len(trials) < wanted:
+                self.attempt(self.random_set())
+        while trials and len(trials) < count:
+            pool = [kept for kept in self.pool() if self.cost(kept) <= self.config.most_cost]
+            if not pool:
+                break
+            weights = self.posterior(drawn=len(trials) % GREEDY_EVERY != 0)
+            logs = np.minimum(_features(pool) @ weights, 0.0)
+            taus = accepted_length(np.exp(logs), self.config.depth)
+            expected = [
+                self.value(tau, self.cost(kept)) for tau, kept in zip(taus, pool, strict=True)
+            ]
+            self.attempt(pool[int(np.argmax(expected))])
 
-def _value(tau: float, cost: float, config: SearchConfig) -> float:
-    """What the search raises."""
-    return float(tau) if config.objective == "tau" else ideal_speedup(tau, config.depth, cost)
+    def attempt(self, kept: Chosen) -> None:
+        """Evaluate a set that is new, drafts, and does not cost too much."""
+        cost = self.cost(kept)
+        if kept not in self.trials and self.drafts(kept) and cost <= self.config.most_cost:
+            tau = self.evaluate(kept)
+            speedup = ideal_speedup(tau, self.config.depth, cost)
+            self.trials[kept] = Trial(kept, cost, tau, speedup, self.value(tau, cost))
 
+    def value(self, tau: float, cost: float) -> float:
+        """What the search raises."""
+        depth = self.config.depth
+        return float(tau) if self.config.objective == "tau" else ideal_speedup(tau, depth, cost)
 
-def _drafts(kept: Chosen, parts: Sequence[SkippablePart]) -> bool:
-    """Whether a set keeps any attention, and leaves out anything."""
-    return any(keep and part.attends for keep, part in zip(kept, parts, strict=True)) and not all(
-        kept
-    )
+    def drafts(self, kept: Chosen) -> bool:
+        """Whether a set keeps any attention, and leaves out anything."""
+        pairs = zip(kept, self.parts, strict=True)
+        return any(keep and part.attends for keep, part in pairs) and not all(kept)
 
+    def cost(self, kept: Chosen) -> float:
+        pairs = zip(kept, self.parts, strict=True)
+        return self.config.fixed_cost + sum(part.cost for keep, part in pairs if keep)
 
-def _cost(kept: Chosen, parts: Sequence[SkippablePart], config: SearchConfig) -> float:
-    return config.fixed_cost + sum(
-        part.cost for keep, part in zip(kept, parts, strict=True) if keep
-    )
+    def seeds(self) -> list[Chosen]:
+        """Where a search starts: layers left out evenly, at several shares; the first layers alone;
+        single parts left out."""
+        layers = max(part.layer for part in self.parts) + 1
+        found: list[Chosen] = []
+        for share in (0.5, 0.75, 0.25):
+            count = max(2, round(layers * share))
+            spread = {round(place * (layers - 1) / (count - 1)) for place in range(count)}
+            found.append(tuple(part.layer in spread for part in self.parts))
+            found.append(tuple(part.layer < count for part in self.parts))
+        found += [tuple(other is not part for other in self.parts) for part in self.parts]
+        return list(dict.fromkeys(found))
 
+    def pool(self) -> list[Chosen]:
+        """Sets that were not tried: one part more or less than the best sets, one exchanged, and
+        random changes of two to four."""
+        count, found = len(self.parts), dict[Chosen, None]()
+        for trial in sorted(self.trials.values(), key=lambda trial: -trial.value)[:ELITE]:
+            kept = [place for place, keep in enumerate(trial.kept) if keep]
+            left = [place for place, keep in enumerate(trial.kept) if not keep]
+            changes = [[place] for place in range(count)]
+            changes += [[one, other] for one in kept for other in left]
+            for _ in range(8):
+                size = min(count, int(self.rng.integers(2, 5)))
+                changes.append(list(self.rng.choice(count, size, False)))
+            for change in changes:
+                new = tuple(keep != (place in change) for place, keep in enumerate(trial.kept))
+                if new not in self.trials and self.drafts(new):
+                    found[new] = None
+        return list(found)
 
-def _seeds(parts: Sequence[SkippablePart]) -> list[Chosen]:
-    """Where a search starts: layers left out evenly, at several shares; the first layers alone;
-    single parts left out."""
-    layers = max(part.layer for part in parts) + 1
-    found: list[Chosen] = []
-    for share in (0.5, 0.75, 0.25):
-        count = max(2, round(layers * share))
-        spread = {round(place * (layers - 1) / (count - 1)) for place in range(count)}
-        found.append(tuple(part.layer in spread for part in parts))
-        found.append(tuple(part.layer < count for part in parts))
-    found += [tuple(other is not part for other in parts) for part in parts]
-    return list(dict.fromkeys(found))
+    def random_set(self) -> Chosen:
+        """A random set that fills what may be spent, or a random share of it when speed is the
+        objective."""
+        fixed = self.config.fixed_cost
+        left = min(self.config.most_cost, 1.0) - fixed
+        if self.config.objective == "speedup":
+            left *= float(self.rng.uniform(0.2, 1.0))
+        kept = [False] * len(self.parts)
+        for place in self.rng.permutation(len(self.parts)):
+            if self.parts[place].cost <= left + 1e-9:
+                kept[place] = True
+                left -= self.parts[place].cost
+        return tuple(kept)
 
-
-def _pool(
-    parts: Sequence[SkippablePart], trials: dict[Chosen, Trial], rng: np.random.Generator
-) -> list[Chosen]:
-    """Sets that were not tried: one part more or less than the best sets, one exchanged, and random
-    changes of two to four."""
-    elite = sorted(trials.values(), key=lambda trial: -trial.value)[:ELITE]
-    found: dict[Chosen, None] = {}
-    for trial in elite:
-        kept = [place for place, keep in enumerate(trial.kept) if keep]
-        left = [place for place, keep in enumerate(trial.kept) if not keep]
-        changes = [[place] for place in range(len(parts))] + [
-            [one, other] for one in kept for other in left
-        ]
-        changes += [
-            list(rng.choice(len(parts), min(len(parts), int(rng.integers(2, 5))), False))
-            for _ in range(8)
-        ]
-        for change in changes:
-            candidate = tuple(keep != (place in change) for place, keep in enumerate(trial.kept))
-            if candidate not in trials and _drafts(candidate, parts):
-                found[candidate] = None
-    return list(found)
-
-
-def _random_set(
-    parts: Sequence[SkippablePart], config: SearchConfig, rng: np.random.Generator
-) -> Chosen:
-    """A random set that fills what may be spent, or a random share of it when speed is the
-    objective."""
-    budget = min(config.most_cost, 1.0)
-    if config.objective == "speedup":
-        budget = config.fixed_cost + (budget - config.fixed_cost) * float(rng.uniform(0.2, 1.0))
-    left, kept = budget - config.fixed_cost, [False] * len(parts)
-    for place in rng.permutation(len(parts)):
-        if parts[place].cost <= left + 1e-9:
-            kept[place] = True
-            left -= parts[place].cost
-    return tuple(kept)
+    def posterior(self, drawn: bool) -> NDArray[np.float64]:
+        """Weights [2U] of the linear model of log acceptance: a draw from their posterior given the
+        trials, or its mean."""
+        depth = self.config.depth
+        inputs = _features(list(self.trials))
+        values = np.log([acceptance_of(trial.tau, depth) for trial in self.trials.values()])
+        prior_mean = np.zeros(inputs.shape[1])
+        prior_mean[-1] = values.mean()
+        precision = inputs.T @ inputs / NOISE**2 + np.eye(inputs.shape[1]) / PRIOR**2
+        covariance = np.linalg.inv(precision)
+        mean = covariance @ (inputs.T @ values / NOISE**2 + prior_mean / PRIOR**2)
+        spread = (covariance + covariance.T) / 2
+        return np.asarray(self.rng.multivariate_normal(mean, spread) if drawn else mean)
 
 
 def accepted_length(acceptance: NDArray[np.float64], depth: int) -> NDArray[np.float64]:
@@ -318,21 +300,3 @@ def _features(sets: Sequence[Chosen]) -> NDArray[np.float64]:
     a constant [E, 2U]."""
     bits = np.asarray(sets, dtype=np.float64)
     return np.concatenate([bits, bits[:, :-1] * bits[:, 1:], np.ones((len(bits), 1))], 1)
-
-
-def _posterior(
-    trials: dict[Chosen, Trial], config: SearchConfig, rng: np.random.Generator, drawn: bool
-) -> NDArray[np.float64]:
-    """Weights [2U] of the linear model of log acceptance: a draw from their posterior given the
-    trials, or its mean."""
-    inputs = _features(list(trials))
-    values = np.log([acceptance_of(trial.tau, config.depth) for trial in trials.values()])
-    prior_mean = np.zeros(inputs.shape[1])
-    prior_mean[-1] = values.mean()
-    precision = inputs.T @ inputs / NOISE**2 + np.eye(inputs.shape[1]) / PRIOR**2
-    covariance = np.linalg.inv(precision)
-    mean = covariance @ (inputs.T @ values / NOISE**2 + prior_mean / PRIOR**2)
-    found: NDArray[np.float64] = (
-        rng.multivariate_normal(mean, (covariance + covariance.T) / 2) if drawn else mean
-    )
-    return found

@@ -30,8 +30,7 @@ from inference.target.model import TargetModel
 @dataclass
 class Replay:
     """Walks a drafter along texts that the target has written (one completion per prompt), with the
-    target's true states.
-    """
+    target's true states."""
 
     target: TargetModel
     drafter: Any
@@ -62,8 +61,7 @@ class Replay:
     @torch.no_grad()
     def passes(self, shape: DraftShape, limits: Limits | None = None) -> list[list[PassRecord]]:
         """The passes that decoding would have needed, per prompt. limits: where chains stop early;
-        `PassRecord.live` then says where.
-        """
+        `PassRecord.live` then says where."""
         passes: list[list[PassRecord]] = [[] for _ in self.texts]
         self.noise.keeps_logits = limits is not None and limits.wants_logits
         root = self.prompt.clone()  # [B]: where the last committed token stands

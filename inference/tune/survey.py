@@ -1,5 +1,5 @@
-"""What the tuner knows of acceptance: every draft walked along the target's answers to the tuning
-prompts, at one temperature.
+"""What the tuner knows of acceptance: every draft of its grid, walked along the target's answers to
+the tuning prompts, at one temperature.
 
 The prompts are cut into blocks that a batch decodes from beginning to end; a block is what speeds
 are predicted for, what is run to check them, and what their intervals resample.
@@ -8,24 +8,25 @@ are predicted for, what is run to check them, and what their intervals resample.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any
 
 from heads.api.errors import UserError
 from inference.decoding.adaptive.lengths import Limits
 from inference.decoding.config import DecodeConfig
-from inference.decoding.draft import NONE, Draft, DraftSettings
+from inference.decoding.draft import NONE, Draft
 from inference.decoding.engine import Engine
 from inference.decoding.requests import PassRecord, Request
 from inference.kernels.packed_linear import packed_linears
 from inference.measure.metrics import Outcome, TauEstimate, Totals, tau_estimate
 from inference.measure.prompts import Prompt, prompt_seed, select_prompts, to_requests
+from inference.target.memory import drafter_state_bytes
 from inference.target.model import TargetModel
 from inference.tune.config import TuneConfig
-from inference.tune.drafts import deepest, grid
 from inference.tune.replay import Replay
-from inference.tune.tree_search import RankStatistics, measure_ranks
+from inference.tune.tree_search import RankStatistics, measure_ranks, search_tree
 from inference.tune.workload import Answered, Steps, batch_steps
 
 REFILLS = 2
@@ -55,22 +56,17 @@ class Task:
         """Choose prompts as `config` says, those that fit; raises `UserError` when fewer than two
         are left."""
         known = sorted({prompt.domain for prompt in prompts})
-        unknown = [name for name in config.domains if name not in known]
+        wanted = config.domains or known
+        unknown = [name for name in wanted if name not in known]
         if unknown:
             raise UserError(
                 f"tune.domains names {unknown}, but the prompts are of: {', '.join(known)}."
             )
-        pool = [
-            prompt for prompt in prompts if not config.domains or prompt.domain in config.domains
-        ]
+        pool = [prompt for prompt in prompts if prompt.domain in wanted]
         chosen = select_prompts(pool, config.prompts_per_domain, config.seed)
         random.Random(config.seed).shuffle(chosen)
-        room = (
-            target.info.max_position_embeddings
-            - max((*config.nodes, *config.depths))
-            - config.tree_depth
-            - 2
-        )
+        widest = max((*config.nodes, *config.depths)) + config.tree_depth + 2
+        room = target.info.max_position_embeddings - widest
         fitting = to_requests(chosen, target.tokenizer, decode, capacity=room, overlong="skip")
         if len(fitting) < 2:
             raise UserError(
@@ -80,12 +76,8 @@ class Task:
             )
         kept = [chosen[request.index] for request in fitting]
         requests = tuple(replace(request, index=place) for place, request in enumerate(fitting))
-        return cls(
-            requests,
-            tuple(item.id for item in kept),
-            tuple(item.domain for item in kept),
-            decode.seed,
-        )
+        ids, domains = tuple(item.id for item in kept), tuple(item.domain for item in kept)
+        return cls(requests, ids, domains, decode.seed)
 
     @property
     def mean_prompt(self) -> int:
@@ -102,15 +94,13 @@ class Task:
         as the batch."""
         count, size = len(self.requests), REFILLS * batch
         blocks = max(FEWEST_BLOCKS, -(-count // size)) * rounds
-        return [
-            [(block * size + place) % count for place in range(size)] for block in range(blocks)
-        ]
+        starts = range(0, blocks * size, size)
+        return [[place % count for place in range(start, start + size)] for start in starts]
 
     def block_requests(self, blocks: Sequence[Sequence[int]]) -> list[list[Request]]:
         """The requests of blocks. A prompt that comes again samples with another seed, so that its
         text is another."""
-        visits = dict.fromkeys(range(len(self.requests)), 0)
-        found = []
+        visits, found = Counter[int](), []
         for block in blocks:
             requests = []
             for place, number in enumerate(block):
@@ -119,30 +109,6 @@ class Task:
                 visits[number] += 1
             found.append(requests)
         return found
-
-
-class SurveyedDraft(TypedDict):
-    """A draft with its passes over every answer."""
-
-    draft: DraftSettings
-    answers: list[tuple[int, list[tuple[int, int, int, int]]]]
-    """(tokens of the prompt, (accepted, committed, rejected, live) per pass)."""
-
-
-class Ranks(TypedDict):
-    """Acceptance by depth and rank; see `RankStatistics`."""
-
-    tested: list[int]
-    hits: list[list[int]]
-
-
-class SurveyContent(TypedDict):
-    """A `Survey` as JSON holds it."""
-
-    temperature: float
-    drafts: list[SurveyedDraft]
-    ranks: Ranks
-    refused: dict[str, str]
 
 
 @dataclass
@@ -162,44 +128,28 @@ class Survey:
 
     def steps(self, draft: Draft, blocks: Sequence[Sequence[int]], batch: int) -> Steps:
         """The steps in which a batch decodes the blocks."""
-        total = Steps()
-        for block in blocks:
-            total += batch_steps([self.answers[draft][number] for number in block], batch)
-        return total
+        answers = self.answers[draft]
+        each = (batch_steps([answers[number] for number in block], batch) for block in blocks)
+        return sum(each, Steps())
 
     def estimate(self, draft: Draft, seed: int = 0) -> TauEstimate:
         """tau of a draft on the prompts, its interval, and the survival by depth."""
-        outcomes = [
-            Outcome(str(number), "", answer.passes)
-            for number, answer in enumerate(self.answers[draft])
-        ]
+        numbered = enumerate(self.answers[draft])
+        outcomes = [Outcome(str(number), "", answer.passes) for number, answer in numbered]
         return tau_estimate(Totals.collect(outcomes, draft.depth), seed)
 
-    def to_dict(self) -> SurveyContent:
-        """As JSON holds it. A survey is not timed, so it can be made beforehand on a busy
-        machine."""
-        drafts: list[SurveyedDraft] = [
-            {
-                "draft": draft.plain(),
-                "answers": [
-                    (
-                        answer.prompt,
-                        [(r.accepted, r.committed, int(r.rejected), r.live) for r in answer.passes],
-                    )
-                    for answer in answers
-                ],
-            }
-            for draft, answers in self.answers.items()
-        ]
-        return {
-            "temperature": self.temperature,
-            "drafts": drafts,
-            "ranks": {"tested": self.ranks.tested, "hits": self.ranks.hits},
-            "refused": dict(self.refused),
-        }
+    def to_dict(self) -> dict[str, object]:
+        """As JSON holds it. A survey is not timed, so it can be made beforehand on a busy machine.
+        drafts[].answers: (tokens of the prompt, (accepted, committed, rejected, live) per pass)."""
+        drafts = []
+        for draft, answers in self.answers.items():
+            rows = [(answer.prompt, [_numbers(r) for r in answer.passes]) for answer in answers]
+            drafts.append({"draft": draft.plain(), "answers": rows})
+        facts = {"temperature": self.temperature, "refused": dict(self.refused)}
+        return {**facts, "drafts": drafts, "ranks": vars(self.ranks)}
 
     @classmethod
-    def from_dict(cls, values: SurveyContent) -> Survey:
+    def from_dict(cls, values: Mapping[str, Any]) -> Survey:
         """Read back `to_dict`."""
         answers = {
             Draft.read(item["draft"]): [
@@ -208,8 +158,65 @@ class Survey:
             ]
             for item in values["drafts"]
         }
-        ranks = RankStatistics(values["ranks"]["tested"], values["ranks"]["hits"])
+        ranks = RankStatistics(**values["ranks"])
         return cls(values["temperature"], answers, ranks, values["refused"])
+
+
+def _numbers(record: PassRecord) -> tuple[int, int, int, int]:
+    return record.accepted, record.committed, int(record.rejected), record.live
+
+
+def grid(
+    config: TuneConfig, target: TargetModel, drafter: Any, accuracy: Sequence[Sequence[float]]
+) -> tuple[list[Draft], dict[str, str]]:
+    """All drafts to weigh, plain decoding first, and those left out: label -> why the drafter
+    refused them.
+
+    accuracy [D][R]: measured rates by depth and rank, which static trees are searched from; empty:
+    no static trees.
+    """
+    wanted = [Draft("chain", depth) for depth in sorted(set(config.depths))]
+    depth, width = config.tree_depth, config.width
+    for nodes in sorted(set(config.nodes)):
+        if accuracy and accuracy[0][0] > 0:
+            found = search_tree(accuracy[:depth], nodes)
+            levels = max(len(path) for path in found.choices)
+            if levels < len(found.choices):  # a chain is there already
+                wanted.append(Draft("tree", levels, found.choices))
+        if nodes <= 1 + width + (depth - 1) * width**2:
+            wanted.append(Draft("dynamic", min(depth, nodes - 1), (), nodes, width))
+    reasons = {draft: refusal(target, drafter, draft) for draft in dict.fromkeys(wanted)}
+    kept = [NONE, *(draft for draft, why in reasons.items() if not why)]
+    refused = {draft.label: why for draft, why in reasons.items() if why}
+    longest = max(draft.depth if draft.shape == "chain" else 0 for draft in kept)
+    if longest > 1 and not drafter.needs.verified:
+        kept += [
+            Draft("chain", longest, adaptive="confidence", adaptive_threshold=threshold)
+            for threshold in sorted(set(config.thresholds))
+        ]
+    if len(kept) == 1:
+        raise UserError(
+            f"kind '{drafter.kind}' can draft none of the shapes to choose from: "
+            f"{next(iter(refused.values()))} Give shorter ones in tune.depths."
+        )
+    return kept, refused
+
+
+def refusal(target: TargetModel, drafter: Any, draft: Draft) -> str:
+    """Why `drafter` cannot fill a draft; empty when it can."""
+    try:
+        tree = draft.tree(DecodeConfig(), target.device)
+        drafter_state_bytes(drafter, tree, 1, 64, target.info, target.weights.embedding)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def deepest(config: TuneConfig, target: TargetModel, drafter: Any) -> int:
+    """The longest chain of the grid that the drafter can draft, trees' levels included; at least
+    1."""
+    asked = sorted({*config.depths, config.tree_depth}, reverse=True)
+    return next((d for d in asked if not refusal(target, drafter, Draft("chain", d))), 1)
 
 
 def survey(
@@ -230,25 +237,24 @@ def survey(
     longest = deepest(config, target, drafter)
     plain = replace(decode, shape="none", batch_size=min(16, len(requests)))
     texts = sorted(Engine(target, None, plain).run(requests), key=lambda done: done.request.index)
-    ranks = RankStatistics.empty(longest, 1)
+    ranks, accuracy = RankStatistics.empty(longest, 1), list[list[float]]()
     if config.nodes:
-        ranks = measure_ranks(
-            target, drafter, requests, replace(decode, shape="chain", depth=longest)
-        )
-    drafts, refused = grid(config, target, drafter, ranks.accuracy() if config.nodes else [])
+        chain = replace(decode, shape="chain", depth=longest)
+        ranks = measure_ranks(target, drafter, requests, chain)
+        accuracy = ranks.accuracy()
+    drafts, refused = grid(config, target, drafter, accuracy)
     replay = Replay(target, drafter, texts, decode.temperature)
-    answers = {NONE: [Answered(len(done.request.tokens), done.passes) for done in texts]}
+    passes: dict[Draft, Sequence[Sequence[PassRecord]]] = {NONE: [done.passes for done in texts]}
     with packed_linears(drafter):
         for draft in drafts[1:]:
-            own = draft.on(decode)
             limits = None
             if draft.family == "adaptive":
-                limits = Limits(
-                    own.adaptive_settings(), own.temperature, draft.depth, None, target.device
-                )
-            passes = replay.passes(draft.tree(decode, target.device), limits)
-            answers[draft] = [
-                Answered(len(done.request.tokens), records)
-                for done, records in zip(texts, passes, strict=True)
-            ]
+                stops, device = draft.on(decode).adaptive_settings(), target.device
+                limits = Limits(stops, decode.temperature, draft.depth, None, device)
+            passes[draft] = replay.passes(draft.tree(decode, target.device), limits)
+    lengths = [len(done.request.tokens) for done in texts]
+    answers = {
+        draft: [Answered(*pair) for pair in zip(lengths, found, strict=True)]
+        for draft, found in passes.items()
+    }
     return Survey(decode.temperature, answers, ranks, refused)

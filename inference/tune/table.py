@@ -12,22 +12,15 @@ from inference.tune.tuner import TuneRow
 def tune_table(name: str, rows: Sequence[TuneRow]) -> Table:
     """What was chosen, for the terminal."""
     found = Table(title=name)
-    for column in (
-        "batch size",
-        "temperature",
-        "draft",
-        "predicted tokens/s",
-        "measured",
-        "without",
-        "speedup",
-    ):
-        found.add_column(column, justify="left" if column == "draft" else "right")
+    titles = "batch size|temperature|draft|predicted tokens/s|measured|without|speedup"
+    for title in titles.split("|"):
+        found.add_column(title, justify="left" if title == "draft" else "right")
     for row in rows:
         low, high = row["speedup_ci95"]
         found.add_row(
             str(row["batch_size"]),
             f"{row['temperature']:g}",
-            str(row["label"]),
+            row["label"],
             f"{row['predicted_tokens_per_second']:.0f}",
             f"{row['tokens_per_second']:.0f}",
             f"{row['baseline_tokens_per_second']:.0f}",

@@ -80,8 +80,7 @@ def pooled(values: Sequence[float]) -> list[float]:
 @dataclass(frozen=True)
 class SearchedTree:
     """choices: paths of sibling ranks, as `DecodeConfig.choices` takes them; tau: tokens per
-    verification under the model.
-    """
+    verification under the model."""
 
     choices: tuple[tuple[int, ...], ...]
     tau: float

@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any, cast
 
 import torch
 
+from inference.decoding.arm import Arm
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
-from inference.decoding.costs import CurvesContent
+from inference.decoding.costs import Bench, Call, StepKey, measure_grid
 from inference.decoding.decode_file import Tuning
-from inference.decoding.draft import NONE, Draft, DraftSettings
+from inference.decoding.draft import NONE, Draft
 from inference.decoding.engine import Engine
 from inference.kernels.packed_linear import packed_linears
 from inference.measure import metrics
@@ -37,8 +37,8 @@ from inference.measure.profile import Turn, take_turns
 from inference.measure.prompts import Prompt
 from inference.target.model import TargetModel
 from inference.tune.config import TuneConfig
-from inference.tune.costs import StepCosts, TimedRun, measure_curves
-from inference.tune.survey import Ranks, Survey, Task, survey
+from inference.tune.costs import StepCosts, TimedRun
+from inference.tune.survey import Survey, Task, survey
 from inference.tune.workload import Answered, Steps, batch_steps
 
 Say = Callable[[str], None]
@@ -66,6 +66,17 @@ class Prediction:
     tau: float
     phases: Mapping[str, float]
 
+    def to_dict(self, speedup: float) -> dict[str, object]:
+        """As JSON holds it, with the draft's label and settings."""
+        return {
+            "label": self.draft.label,
+            **self.draft.plain(),
+            "tokens_per_second": self.tokens_per_second,
+            "speedup": speedup,
+            "tau": self.tau,
+            "step_ms": {name: 1000.0 * seconds for name, seconds in self.phases.items()},
+        }
+
 
 @dataclass(frozen=True)
 class DraftSpeed:
@@ -80,20 +91,9 @@ class DraftSpeed:
     speedup_ci95: list[float]
     tau: float
 
-    def to_dict(self) -> dict[str, str | int | float | list[float]]:
+    def to_dict(self) -> dict[str, object]:
         """As JSON holds it, with the draft's label."""
         return {**vars(self), "draft": self.draft.label}
-
-
-class PredictionRow(DraftSettings):
-    """A `Prediction` as JSON holds it."""
-
-    label: str
-    tokens_per_second: float
-    speedup: float
-    tau: float
-    step_ms: dict[str, float]
-    """By phase."""
 
 
 class TuneRow(Tuning):
@@ -102,36 +102,8 @@ class TuneRow(Tuning):
     label: str
     turns: int
     tokens_per_second_ci95: list[float]
-    predictions: list[PredictionRow]
-    measured: list[dict[str, str | int | float | list[float]]]
-    """See `DraftSpeed.to_dict`."""
-
-
-class Survival(Ranks):
-    """Acceptance by depth and rank at one temperature."""
-
-    temperature: float
-    refused: dict[str, str]
-    """Label of a draft that the drafter cannot fill -> why."""
-
-
-class CalibrationRow(TypedDict):
-    """The correction of the cost curves for one family of drafts."""
-
-    family: str
-    rows: int
-    ratios: dict[str, float]
-    other_ms: float
-
-
-class TuneFacts(TypedDict):
-    """What the rows of a tuning are based on."""
-
-    prompts: int
-    config: dict[str, object]
-    survival: list[Survival]
-    costs: CurvesContent
-    calibrations: list[CalibrationRow]
+    predictions: list[dict[str, object]]
+    measured: list[dict[str, object]]
 
 
 @dataclass
@@ -159,16 +131,7 @@ class Tuner:
     ) -> Tuner:
         """Choose the prompts. decode: sampling settings and seed; its draft, batch and lengths are
         the tuner's business."""
-        decode = replace(
-            decode,
-            max_new_tokens=config.max_new_tokens,
-            rule="match",
-            shape="none",
-            choices=(),
-            adaptive="none",
-            adaptive_lengths=(),
-            adaptive_costs=(),
-        )
+        decode = NONE.on(replace(decode, max_new_tokens=config.max_new_tokens, rule="match"))
         return cls(config, target, drafter, Task.of(config, target, prompts, decode), decode, say)
 
     def at(self, temperature: float) -> DecodeConfig:
@@ -180,9 +143,8 @@ class Tuner:
     def survey(self, temperature: float) -> Survey:
         """Acceptance at a temperature, measured once."""
         if temperature not in self.surveys:
-            self.say(
-                f"acceptance at temperature {temperature:g} on {len(self.task.requests)} prompts"
-            )
+            count = len(self.task.requests)
+            self.say(f"acceptance at temperature {temperature:g} on {count} prompts")
             found = survey(self.config, self.target, self.drafter, self.task, self.at(temperature))
             self.surveys[temperature] = found
         return self.surveys[temperature]
@@ -190,27 +152,37 @@ class Tuner:
     def step_costs(self) -> StepCosts:
         """Costs of all drafts of all temperatures at all batch sizes, measured once."""
         if self.costs is None:
-            drafts = list(
-                dict.fromkeys(
-                    draft for t in self.config.temperatures for draft in self.survey(t).drafts
-                )
-            )
-            batches = self.config.batches
-            self.say(
-                f"cost curves of {len(drafts)} drafts at batch sizes {', '.join(map(str, batches))}"
-            )
-            lengths = sorted({self.task.mean_prompt, self.task.longest})
-            text = [token for request in self.task.requests for token in request.tokens]
-            curves = measure_curves(
-                self.target,
-                self.drafter,
-                drafts,
-                self.decode,
-                batches,
-                lengths,
-                text,
-                self.config.repeats,
-                self.config.seed,
+            config, target, decode = self.config, self.target, self.decode
+            known = (self.survey(temperature).drafts for temperature in config.temperatures)
+            drafts = list(dict.fromkeys(draft for drafts in known for draft in drafts))
+            batches = ", ".join(map(str, config.batches))
+            self.say(f"cost curves of {len(drafts)} drafts at batch sizes {batches}")
+            # Drafts that stop early cost what the whole chain costs to draft.
+            whole = {draft.unstopped.label: draft.unstopped for draft in drafts if draft != NONE}
+            stopped = max((draft.size for draft in drafts if draft.family == "adaptive"), default=1)
+            sizes = sorted({*range(1, 1 + stopped), *(draft.size for draft in drafts)})
+            widest = max(sizes) + max((draft.depth for draft in drafts), default=0)
+
+            def steps(bench: Bench) -> dict[StepKey, Call]:
+                calls: dict[StepKey, Call] = {}
+                for label, draft in whole.items():
+                    arm = Arm(label, self.drafter, draft.on(decode))
+                    step = bench.step(arm, draft.tree(decode, target.device))
+                    calls[label, "draft", draft.size], calls[label, "commit", draft.size] = step
+                return calls
+
+            curves = measure_grid(
+                target,
+                sizes,
+                sorted(set(config.batches)),
+                sorted({self.task.mean_prompt, self.task.longest}),
+                widest,
+                [token for request in self.task.requests for token in request.tokens],
+                [self.drafter],
+                steps,
+                config.repeats,
+                2,
+                config.seed,
             )
             self.costs = StepCosts(curves)
         return self.costs
@@ -227,26 +199,18 @@ class Tuner:
         return costs
 
     def _calibrate(self, costs: StepCosts, batch: int) -> None:
-        """Correct the curves at a batch size by short decodings.
-
-        They use the draft with the best prediction of every family, and another chain.
-        """
-        temperature = self.config.temperatures[0]
+        """Correct the curves at a batch size by short decodings. They use the draft with the best
+        prediction of every family, and another chain."""
+        temperature, count = self.config.temperatures[0], len(self.task.requests)
         self.say(f"fixed time of a step at batch size {batch}")
-        drafts = representatives(
-            [item.draft for item in self.predictions(temperature, batch, costs)]
-        )
-        count = len(self.task.requests)
-        blocks = [
-            [(turn * batch + place) % count for place in range(batch)]
-            for turn in range(CALIBRATION_TURNS)
-        ]
+        predicted = self.predictions(temperature, batch, costs)
+        drafts = representatives([item.draft for item in predicted])
+        turn_rows = [range(turn * batch, (turn + 1) * batch) for turn in range(CALIBRATION_TURNS)]
+        blocks = [[row % count for row in rows] for rows in turn_rows]
         runs: dict[str, list[TimedRun]] = {}
-        for draft, turns in self.run(
-            drafts, temperature, batch, blocks, CALIBRATION_TOKENS
-        ).items():
-            done = [batch_steps(answers_of(turn), batch) for turn in turns]
-            steps = sum(done[1:], done[0])
+        done = self.run(drafts, temperature, batch, blocks, CALIBRATION_TOKENS)
+        for draft, turns in done.items():
+            steps = sum((batch_steps(answers_of(turn), batch) for turn in turns), Steps())
             run = TimedRun(draft, steps.mean_length, self.nodes(draft, steps), _sum_clocks(turns))
             runs.setdefault(draft.family, []).append(run)
         for family, found in runs.items():
@@ -256,21 +220,15 @@ class Tuner:
 
     def predictions(self, temperature: float, batch: int, costs: StepCosts) -> list[Prediction]:
         """Every draft's, the fastest first."""
-        found = self.survey(temperature)
-        blocks = self.task.blocks(batch, self.config.rounds)
-        rows = [
-            self.predict(draft, found.steps(draft, blocks, batch), found, batch, costs)
-            for draft in found.drafts
-        ]
+        found, blocks = self.survey(temperature), self.task.blocks(batch, self.config.rounds)
+        rows = []
+        for draft in found.drafts:
+            steps = found.steps(draft, blocks, batch)
+            phases = costs.phases(draft, batch, steps.mean_length, self.nodes(draft, steps))
+            speed = divide(steps.tokens, steps.steps * sum(phases.values()))
+            tau = found.estimate(draft, self.config.seed).tau
+            rows.append(Prediction(draft, speed, tau, phases))
         return sorted(rows, key=lambda item: -item.tokens_per_second)
-
-    def predict(
-        self, draft: Draft, steps: Steps, found: Survey, batch: int, costs: StepCosts
-    ) -> Prediction:
-        """One draft's, for steps that are known."""
-        phases = costs.phases(draft, batch, steps.mean_length, self.nodes(draft, steps))
-        speed = divide(steps.tokens, steps.steps * sum(phases.values()))
-        return Prediction(draft, speed, found.estimate(draft, self.config.seed).tau, phases)
 
     def nodes(self, draft: Draft, steps: Steps) -> float:
         """Nodes verified per row and step on average; 0 stands for the draft's size."""
@@ -280,20 +238,17 @@ class Tuner:
         self, drafts: Sequence[Draft], temperature: float, batch: int
     ) -> dict[Draft, list[Turn]]:
         """Drafts answer all prompts `rounds` times, taking turns with plain decoding, and those
-        close to the fastest `close_rounds` times on top; plain decoding always does.
-        """
+        close to the fastest `close_rounds` times on top; plain decoding always does."""
         blocks = self.task.blocks(batch, self.config.rounds + self.config.close_rounds)
         first = len(self.task.blocks(batch, self.config.rounds))
-        turns = self.run(list(dict.fromkeys([NONE, *drafts])), temperature, batch, blocks[:first])
+        turns = self.run([NONE, *drafts], temperature, batch, blocks[:first])
         speeds = self.speeds(turns)
         least = (1.0 - CLOSE) * speeds[0].tokens_per_second
         close = [item.draft for item in speeds if item.tokens_per_second >= least]
         if len(close) > 1 and blocks[first:]:
             labels = ", ".join(draft.label for draft in close)
             self.say(f"cannot be told apart yet: {labels}")
-            again = self.run(
-                list(dict.fromkeys([NONE, *close])), temperature, batch, blocks, skip=first
-            )
+            again = self.run([NONE, *close], temperature, batch, blocks, skip=first)
             turns = {draft: [*taken, *again.get(draft, [])] for draft, taken in turns.items()}
         return turns
 
@@ -318,17 +273,11 @@ class Tuner:
             ]
         decode = replace(self.at(temperature), batch_size=batch)
         room = self.task.longest + max(draft.size for draft in drafts) + 1
-        engines = {
-            draft: Engine(
-                self.target,
-                None if draft == NONE else self.drafter,
-                draft.on(decode),
-                capacity=room,
-            )
-            for draft in drafts
-        }
-        with ExitStack() as stack:  # once for all runs, as the target's weights are
-            stack.enter_context(packed_linears(self.drafter))
+        engines = {}
+        for draft in dict.fromkeys(drafts):
+            drafter = None if draft == NONE else self.drafter
+            engines[draft] = Engine(self.target, drafter, draft.on(decode), capacity=room)
+        with packed_linears(self.drafter):  # once for all runs, as the target's weights are
             return take_turns(engines, requests, batch)
 
     def speeds(self, turns: Mapping[Draft, Sequence[Turn]]) -> list[DraftSpeed]:
@@ -344,13 +293,13 @@ class Tuner:
             ratio, interval = metrics.speedup(total, plain, seed)
             found.append(
                 DraftSpeed(
-                    draft=draft,
-                    turns=len(taken),
-                    tokens_per_second=metrics.tokens_per_second(total),
-                    tokens_per_second_ci95=list(metrics.tokens_per_second_ci95(total, seed)),
-                    speedup=ratio,
-                    speedup_ci95=list(interval),
-                    tau=metrics.tau_estimate(total, seed).tau,
+                    draft,
+                    len(taken),
+                    metrics.tokens_per_second(total),
+                    list(metrics.tokens_per_second_ci95(total, seed)),
+                    ratio,
+                    list(interval),
+                    metrics.tau_estimate(total, seed).tau,
                 )
             )
         return sorted(found, key=lambda item: -item.tokens_per_second)
@@ -359,81 +308,57 @@ class Tuner:
 
     def tune(self) -> list[TuneRow]:
         """One row per batch size and temperature."""
-        return [
-            self.row(temperature, batch)
-            for temperature in self.config.temperatures
-            for batch in self.config.batches
-        ]
+        config = self.config
+        return [self.row(heat, batch) for heat in config.temperatures for batch in config.batches]
 
     def row(self, temperature: float, batch: int) -> TuneRow:
         """Predict, run the best few, and choose among them, at one batch size and temperature."""
         predicted = self.predictions(temperature, batch, self.calibrate(batch))
-        finalists = [item.draft for item in predicted if item.draft != NONE][
-            : self.config.finalists
-        ]
+        finalists = [item.draft for item in predicted if item.draft != NONE]
+        finalists = finalists[: self.config.finalists]
         labels = ", ".join(draft.label for draft in finalists)
         self.say(f"batch size {batch}, temperature {temperature:g}: running {labels}")
         measured = self.speeds(self.compare(finalists, temperature, batch))
-        expected = {item.draft: item for item in predicted}
-        plain = expected[NONE].tokens_per_second
-        speedups = {
-            draft: divide(item.tokens_per_second, plain) for draft, item in expected.items()
-        }
+        speeds = {item.draft: item.tokens_per_second for item in predicted}
+        speedups = {draft: divide(speed, speeds[NONE]) for draft, speed in speeds.items()}
         best = choose(measured, speedups)
-        return {
+        plain = next(item for item in measured if item.draft == NONE)
+        row = {
             "batch_size": batch,
             "temperature": temperature,
+            **vars(best),
             "draft": best.draft.plain(),
             "label": best.draft.label,
-            "predicted_tokens_per_second": expected[best.draft].tokens_per_second,
-            "turns": best.turns,
-            "tokens_per_second": best.tokens_per_second,
-            "tokens_per_second_ci95": best.tokens_per_second_ci95,
-            "speedup": best.speedup,
-            "speedup_ci95": best.speedup_ci95,
-            "tau": best.tau,
-            "baseline_tokens_per_second": next(
-                item.tokens_per_second for item in measured if item.draft == NONE
-            ),
-            "predictions": [
-                {
-                    "label": item.draft.label,
-                    **item.draft.plain(),
-                    "tokens_per_second": item.tokens_per_second,
-                    "speedup": speedups[item.draft],
-                    "tau": item.tau,
-                    "step_ms": {name: 1000.0 * seconds for name, seconds in item.phases.items()},
-                }
-                for item in predicted
-            ],
+            "predicted_tokens_per_second": speeds[best.draft],
+            "baseline_tokens_per_second": plain.tokens_per_second,
+            "predictions": [item.to_dict(speedups[item.draft]) for item in predicted],
             "measured": [item.to_dict() for item in measured],
         }
+        return cast(TuneRow, row)
 
-    def facts(self) -> TuneFacts:
-        """What the rows are based on."""
+    def facts(self) -> dict[str, object]:
+        """What the rows are based on: acceptance per temperature, cost curves, their
+        corrections."""
         costs = self.step_costs()
+        survival = [
+            {"temperature": temperature, **asdict(found.ranks), "refused": dict(found.refused)}
+            for temperature, found in self.surveys.items()
+        ]
+        calibrations = [
+            {
+                "family": family,
+                "rows": rows,
+                "ratios": dict(item.ratios),
+                "other_ms": 1000.0 * item.other,
+            }
+            for (family, rows), item in sorted(costs.calibrations.items())
+        ]
         return {
             "prompts": len(self.task.requests),
             "config": asdict(self.config),
-            "survival": [
-                {
-                    "temperature": temperature,
-                    "tested": found.ranks.tested,
-                    "hits": found.ranks.hits,
-                    "refused": dict(found.refused),
-                }
-                for temperature, found in self.surveys.items()
-            ],
+            "survival": survival,
             "costs": costs.curves.to_dict(),
-            "calibrations": [
-                {
-                    "family": family,
-                    "rows": rows,
-                    "ratios": dict(item.ratios),
-                    "other_ms": 1000.0 * item.other,
-                }
-                for (family, rows), item in sorted(costs.calibrations.items())
-            ],
+            "calibrations": calibrations,
         }
 
 
@@ -463,9 +388,7 @@ def choose(measured: Sequence[DraftSpeed], predicted: Mapping[Draft, float]) -> 
 
 def combine(predicted: float, measured: float, interval: Sequence[float]) -> float:
     """Geometric mean of a predicted and a measured speedup, weighted by inverse log variance.
-
-    interval: the measurement's, 95%. The longer the measurement, the less the prediction counts.
-    """
+    interval: the measurement's, 95%. The longer the measurement, the less the prediction counts."""
     low, high = interval
     if min(predicted, measured, low) <= 0.0:
         return measured
@@ -485,13 +408,9 @@ def representatives(ordered: Sequence[Draft]) -> list[Draft]:
     known from the commit before.
     """
     found = list({draft.family: draft for draft in reversed(ordered)}.values())
-    chains = [draft for draft in ordered if draft.family == "chain"]
-    far = [
-        item
-        for item in chains[1:]
-        if item.depth >= 2 * chains[0].depth or 2 * item.depth <= chains[0].depth
-    ]
-    return [*found, *far[:1]]
+    depths = [draft.depth for draft in ordered if draft.family == "chain"]
+    far = [depth for depth in depths[1:] if depth >= 2 * depths[0] or 2 * depth <= depths[0]]
+    return [*found, *(Draft("chain", depth) for depth in far[:1])]
 
 
 def answers_of(turn: Turn) -> list[Answered]:
@@ -500,7 +419,6 @@ def answers_of(turn: Turn) -> list[Answered]:
 
 
 def _sum_clocks(turns: Sequence[Turn]) -> StepClock:
-    """One clock with the sums over all turns."""
     clock = StepClock(torch.device("cpu"))
     for turn in turns:
         clock.passes += turn.steps

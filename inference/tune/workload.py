@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 
 from inference.decoding.requests import PassRecord
 from inference.measure.metrics import divide
@@ -28,11 +29,8 @@ class Answered:
 
 @dataclass(frozen=True)
 class Steps:
-    """Sums over the steps of a workload.
-
-    steps; tokens committed; length: cached tokens of the longest row; nodes: those verified, where
-    the longest row's limit decides.
-    """
+    """Sums over the steps of a workload. steps; tokens committed; length: cached tokens of the
+    longest row; nodes: those verified, where the longest row's limit decides."""
 
     steps: int = 0
     tokens: int = 0
@@ -40,12 +38,7 @@ class Steps:
     nodes: int = 0
 
     def __add__(self, other: Steps) -> Steps:
-        return Steps(
-            self.steps + other.steps,
-            self.tokens + other.tokens,
-            self.length + other.length,
-            self.nodes + other.nodes,
-        )
+        return Steps(*map(add, vars(self).values(), vars(other).values()))
 
     @property
     def mean_length(self) -> float:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from inference.export.layouts.base import captured_layers
 from inference.export.layouts.dflash import ENCODER, MASK_FILE
 from inference.export.layouts.folder import Folder
-from inference.export.layouts.layout import captured_layers
 from inference.export.layouts.llama import read_rope
 
 Weights = Mapping[str, Tensor]

@@ -149,8 +149,7 @@ def test_our_medusa_proposer_does_what_the_engines_own_does(
     rows: dict[tuple[str, int], LiveRow],
 ) -> None:
     for batch in (1, 3):
-        native, custom = rows["medusa", batch].theirs, rows["custom", batch].theirs
-        assert native is not None and custom is not None
+        native, custom = (rows[name, batch].answers["engine"] for name in ("medusa", "custom"))
         assert (native.tokens, native.steps, native.counts) == (
             custom.tokens,
             custom.steps,

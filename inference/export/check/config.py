@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from heads.api.config import NonEmpty, PositiveFloat, PositiveInt, config, require_one_of
 from heads.api.errors import UserError
 
-MODES = ("static", "live")
-
 
 @config("verify.live")
 @dataclass(frozen=True)
@@ -55,4 +53,4 @@ class VerifyConfig:
                 "verify.live.python=<a Python that has vLLM>, which compares the engine's own "
                 "drafts with ours, or verify.mode=static for the files alone."
             )
-        require_one_of("verify.mode", self.mode, MODES)
+        require_one_of("verify.mode", self.mode, ("static", "live"))

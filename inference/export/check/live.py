@@ -17,6 +17,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,75 +31,63 @@ from inference.decoding.sampling.distribution import SamplingSettings
 from inference.export.check.config import LiveConfig
 from inference.export.check.verify import find_source
 from inference.export.layouts.folder import Folder
+from inference.measure import vllm_process
 from inference.measure.metrics import divide
 from inference.measure.prompts import load_prompts, select_prompts, to_requests
-from inference.measure.vllm_process import EngineProcess, require_folder, serve, vllm_request
+from inference.measure.vllm_process import EngineProcess
 from inference.measure.vllm_worker import ServedMode, ServingMode
 from inference.target.model import TargetModel
 
 PLAIN = "plain"
 TOLERANCE = 0.02
 """How far the engine's acceptance length may be from ours, as a share of ours."""
-SAID = ("verify.live.python", "verify.live.seconds")
 CORRECTED = {
     "grouped_rms_norm": "vLLM's CPU kernel of rms_norm gives all layers of DFlash's context keys "
     "layer 0's k_norm; corrected in the engine's process"
 }
 """Faults of vLLM that a live check works around."""
-
-
-@dataclass(frozen=True)
-class Causes:
-    """Likely causes of another acceptance: from the first drafted token on, or only later."""
-
-    first: str
-    later: str
-
-
 _TAPS = (
     "the layers that are tapped (one off?), the order of fc's chunks, a norm per tap (fc_norm), "
     "the shift of the tokens, or the vocabulary map (d2t)"
 )
 _MODEL = "rotary frequencies, norms, a missing embedding or LM head, or another vocabulary"
-_BLOCK = Causes(
+_BLOCK = (
     "the layers that are tapped (one off?), the order of fc's chunks, the mask token's embedding, "
     "or causal against bidirectional attention in the block",
     "the embedding of the mask token, the attention within the block, or the positions of its "
     "slots (rope)",
 )
 CAUSES = {
-    "eagle": Causes(
+    "eagle": (
         "the order of embedding and feature in fc, the shift of the tokens, or a norm on the "
         "feature",
         "what a drafted step passes to the next: its output, without another norm, at the next "
         "position (rope)",
     ),
-    "eagle3": Causes(
+    "eagle3": (
         _TAPS,
         "what a drafted step passes to the next: before or after the final norm (norm_output), and "
         "its position (rope)",
     ),
-    "peagle": Causes(
+    "peagle": (
         _TAPS,
         "the embedding of the mask token, mask_hidden, or the positions of the mask tokens (rope)",
     ),
-    "mtp": Causes(
+    "mtp": (
         "the order of token and state in input_proj, the shift of the tokens, or a norm on either",
         "what a drafted step passes to the next: after its final norm, at the next position (rope)",
     ),
-    "medusa": Causes(
+    "medusa": (
         "which token a head predicts (head i at position t: t+2+i), the LM head, or a bias that "
         "was left out",
         "the order of the heads, or heads whose tensors have names that the engine does not know",
     ),
-    "distilled": Causes(_MODEL, "its cache: positions of drafted tokens (rope)"),
-    "pard": Causes(
-        _MODEL, "the mask token (pard_token) or the positions of the mask tokens (rope)"
-    ),
+    "distilled": (_MODEL, "its cache: positions of drafted tokens (rope)"),
+    "pard": (_MODEL, "the mask token (pard_token) or the positions of the mask tokens (rope)"),
     **dict.fromkeys(("dflash", "dflash2", "dspark", "domino"), _BLOCK),
 }
-"""Method -> likely causes."""
-UNKNOWN = Causes("the layout of its tensors", "the layout of its tensors")
+"""Method -> likely causes of another acceptance: from the first drafted token on, only later."""
+UNKNOWN = ("the layout of its tensors",) * 2
 
 
 @dataclass(frozen=True)
@@ -127,9 +116,9 @@ class Served:
 
     def mode(self) -> ServingMode:
         """The engine's settings for it."""
-        where = {} if self.folder is None else {"model": str(self.folder.resolve())}
-        told = {**where, **self.speculative}
-        return ServingMode(self.name, told, self.additional, self.corrections, self.overrides)
+        model = {} if self.folder is None else {"model": str(self.folder.resolve())}
+        settings = {**model, **self.speculative}
+        return ServingMode(self.name, settings, self.additional, self.corrections, self.overrides)
 
 
 @dataclass
@@ -155,9 +144,7 @@ class Counts:
 @dataclass(frozen=True)
 class Decoded:
     """One program's answers: tokens and accepted tokens per step of every prompt, and its counts.
-
-    tokens_per_second: of the whole pass over the prompts, reading them included.
-    """
+    tokens_per_second: of the whole pass over the prompts, reading them included."""
 
     tokens: list[list[int]]
     steps: list[list[int]]
@@ -167,51 +154,54 @@ class Decoded:
 
 @dataclass
 class LiveRow:
-    """An export at one batch size; `problems` is empty if it agrees with our decoder."""
+    """An export at one batch size; `problems` is empty if it agrees with our decoder.
+
+    answers: by program, "ours" and "engine"; empty if the engine refuses the export; plain: those
+    without a drafter.
+    """
 
     name: str
     kind: str
     engine: str
     batch: int
-    ours: Decoded | None = None
-    theirs: Decoded | None = None
-    plain_tokens_per_second: dict[str, float] = field(default_factory=dict)
+    answers: dict[str, Decoded] = field(default_factory=dict)
+    plain: dict[str, Decoded] = field(default_factory=dict)
     lossless: dict[str, int] = field(default_factory=dict)
     divergences: list[Divergence] = field(default_factory=list)
-    same_as_ours: int = 0
-    same_steps: int = 0
     corrected: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list)
 
     @property
     def difference(self) -> float:
         """(engine's acceptance length - ours) / ours."""
-        assert self.ours is not None and self.theirs is not None
-        return divide(self.theirs.counts.length, self.ours.counts.length) - 1.0
+        ours, theirs = (self.answers[side].counts.length for side in ("ours", "engine"))
+        return divide(theirs, ours) - 1.0
+
+    def count_equal(self, what: str) -> int:
+        """In how many answers both programs gave the same tokens or steps."""
+        pairs = zip(*(getattr(side, what) for side in self.answers.values()), strict=True)
+        return sum(ours == theirs for ours, theirs in pairs)
 
     def to_dict(self) -> dict[str, Any]:
         """What reports keep: everything but the texts."""
         shared = {"name": self.name, "kind": self.kind, "engine": self.engine, "batch": self.batch}
-        if self.ours is None or self.theirs is None:
+        if not self.answers:
             return {**shared, "problems": self.problems}
+        counts = {side: found.counts for side, found in self.answers.items()}
+        rates = {side: found.tokens_per_second for side, found in self.answers.items()}
+        plain = {f"{side}_plain": found.tokens_per_second for side, found in self.plain.items()}
+        kept = ("identical", "sequences", "near_ties", "mismatches")
         return {
             **shared,
-            "identical": self.lossless["identical"],
-            **{key: self.lossless[key] for key in ("sequences", "near_ties", "mismatches")},
+            **{name: self.lossless[name] for name in kept},
             "near_tie_margins": [item.margin for item in self.divergences if item.near_tie],
-            "identical_to_ours": self.same_as_ours,
-            "answers_with_equal_steps": self.same_steps,
-            "tau_ours": self.ours.counts.length,
-            "tau_engine": self.theirs.counts.length,
+            "identical_to_ours": self.count_equal("tokens"),
+            "answers_with_equal_steps": self.count_equal("steps"),
+            **{f"tau_{side}": found.length for side, found in counts.items()},
             "difference": self.difference,
-            "steps": {"ours": self.ours.counts.steps, "engine": self.theirs.counts.steps},
-            "positions": {"ours": self.ours.counts.rates, "engine": self.theirs.counts.rates},
-            "tokens_per_second": {
-                "ours": self.ours.tokens_per_second,
-                "engine": self.theirs.tokens_per_second,
-                "ours_plain": self.plain_tokens_per_second["ours"],
-                "engine_plain": self.plain_tokens_per_second["engine"],
-            },
+            "steps": {side: found.steps for side, found in counts.items()},
+            "positions": {side: found.rates for side, found in counts.items()},
+            "tokens_per_second": rates | plain,
             "corrected": [CORRECTED[name] for name in self.corrected],
             "problems": self.problems,
         }
@@ -231,98 +221,75 @@ def live_check(
     default: the target's. Raises `UserError` if vLLM cannot be run at all or its plain decoding
     fails; an export that it refuses is a row with a problem.
     """
-    require_folder(target, "a live check")
+    vllm_process.require_folder(target, "a live check")
     if not requests:
         raise UserError(
             "a live check needs prompts: none fits the target's positions with its answer."
         )
     named = [(str(request.index), 0, request) for request in requests]
     modes = [ServingMode(PLAIN), *(export.mode() for export in exports)]
-    asked = vllm_request(target, modes, named, requests[:1], batches)
+    asked = vllm_process.vllm_request(target, modes, named, requests[:1], batches)
     asked["max_model_len"] = positions or asked["max_model_len"]
-    served = serve(process, asked, target.device, "the live check's vLLM")
+    served = vllm_process.serve(process, asked, target.device, "the live check's vLLM")
     by_mode = {(mode.name, mode.batch): mode for mode in served}
     rows, known, counted = list[LiveRow](), Known(), dict[str, Counts]()
     for batch in batches:
-        plain = by_mode[PLAIN, batch]
-        if plain.error:
+        theirs = by_mode[PLAIN, batch]
+        if theirs.error:
             raise UserError(
-                f"vLLM cannot serve the target '{target.info.id}' by itself: {plain.error}"
+                f"vLLM cannot serve the target '{target.info.id}' by itself: {theirs.error}"
             )
-        theirs_plain = read_answers(plain, requests, 0)
-        ours_plain = decode(target, None, requests, 0, batch)
+        ours = decode(target, None, requests, 0, batch)
+        plain = {"ours": ours, "engine": read_answers(theirs, requests, 0)}
         for export in exports:
-            found = by_mode[export.name, batch]
-            row = LiveRow(export.name, export.kind, f"vllm {found.version}", batch)
+            found, depth = by_mode[export.name, batch], export.depth
+            row = LiveRow(export.name, export.kind, f"vllm {found.version}", batch, plain=plain)
             rows.append(row)
             if found.error:
                 row.problems.append(f"the engine refuses it: {found.error}")
                 continue
             row.corrected = tuple(found.corrected)
-            row.theirs = read_answers(found, requests, export.depth)
-            known_counts = counted.get(export.name)  # They do not depend on the batch.
-            row.ours = decode(target, export.drafter, requests, export.depth, batch, known_counts)
-            counted[export.name] = row.ours.counts
-            row.plain_tokens_per_second = {
-                "ours": ours_plain.tokens_per_second,
-                "engine": theirs_plain.tokens_per_second,
-            }
-            judge(row, export, target, requests, theirs_plain.tokens, known)
+            counts = counted.get(export.name)  # They do not depend on the batch.
+            ours = decode(target, export.drafter, requests, depth, batch, counts)
+            counted[export.name] = ours.counts
+            row.answers = {"ours": ours, "engine": read_answers(found, requests, depth)}
+            judge(row, export, target, requests, known)
     return rows
 
 
 def judge(
-    row: LiveRow,
-    export: Served,
-    target: TargetModel,
-    requests: Sequence[Request],
-    plain: Sequence[Sequence[int]],
-    known: Known,
+    row: LiveRow, export: Served, target: TargetModel, requests: Sequence[Request], known: Known
 ) -> None:
-    """Fill in a row's verdict.
-
-    Plain: the engine's own answers without a drafter; known: see `audit`.
-    """
-    assert row.ours is not None and row.theirs is not None
-    ours, theirs, settings = row.ours, row.theirs, SamplingSettings()
-    found = audit(target, requests, plain, theirs.tokens, settings, export.depth + 1, known)
+    """Fill in a row's verdict. known: see `audit`."""
+    plain, answers = row.plain["engine"].tokens, row.answers["engine"].tokens
+    width, settings = export.depth + 1, SamplingSettings()
+    found = audit(target, requests, plain, answers, settings, width, known)
     row.lossless, row.divergences = found.counts(), found.divergences
-    row.same_as_ours = count_equal(ours.tokens, theirs.tokens)
-    row.same_steps = count_equal(ours.steps, theirs.steps)
-    for item in found.divergences:
-        if not item.near_tie:
-            row.problems.append(
-                f"prompt {item.prompt}, token {item.place}: with the drafter the engine gives "
-                f"{item.found}, without it {item.expected}, which our target prefers by "
-                f"{item.margin:.3g}"
-            )
+    row.problems += [
+        f"prompt {item.prompt}, token {item.place}: with the drafter the engine gives "
+        f"{item.found}, without it {item.expected}, which our target prefers by {item.margin:.3g}"
+        for item in found.divergences
+        if not item.near_tie
+    ]
     if export.compared and abs(row.difference) > TOLERANCE:
         row.problems.append(describe_difference(row, requests))
 
 
-def count_equal(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> int:
-    """The number of answers that are equal."""
-    return sum(one == other for one, other in zip(ours, theirs, strict=True))
-
-
 def describe_difference(row: LiveRow, requests: Sequence[Request]) -> str:
     """Where acceptance parts, and the likely cause."""
-    assert row.ours is not None and row.theirs is not None
-    ours, theirs, causes = row.ours.counts, row.theirs.counts, CAUSES.get(row.kind, UNKNOWN)
+    ours, theirs = row.answers["ours"].counts, row.answers["engine"].counts
     place = first_position(ours.rates, theirs.rates)
     rates = f"ours {ours.rates[place]:.3f}, the engine's {theirs.rates[place]:.3f}"
     return (
         f"acceptance length {theirs.length:.3f} where ours is {ours.length:.3f} "
         f"({row.difference:+.1%}). They part at drafted position {place + 1} ({rates})"
-        f"{first_step(row, requests)}. Likely: {causes.later if place else causes.first}."
+        f"{first_step(row, requests)}. Likely: {CAUSES.get(row.kind, UNKNOWN)[place > 0]}."
     )
 
 
 def first_position(ours: Sequence[float], theirs: Sequence[float]) -> int:
-    """The first drafted position at which acceptance differs by more than the tolerance.
-
-    The one that differs most if none does.
-    """
+    """The first drafted position at which acceptance differs by more than the tolerance. The one
+    that differs most if none does."""
     pairs = zip(ours, theirs, strict=True)
     gaps = [abs(one - other) - TOLERANCE * max(one, 1e-9) for one, other in pairs]
     return next((place for place, gap in enumerate(gaps) if gap > 0), gaps.index(max(gaps)))
@@ -330,8 +297,8 @@ def first_position(ours: Sequence[float], theirs: Sequence[float]) -> int:
 
 def first_step(row: LiveRow, requests: Sequence[Request]) -> str:
     """The first step of an answer in which the programs accept another number of tokens."""
-    assert row.ours is not None and row.theirs is not None
-    for request, ours, theirs in zip(requests, row.ours.steps, row.theirs.steps, strict=True):
+    steps = (row.answers[side].steps for side in ("ours", "engine"))
+    for request, ours, theirs in zip(requests, *steps, strict=True):
         place = 1
         for mine, other in zip(ours, theirs, strict=False):
             if mine != other:
@@ -371,21 +338,25 @@ def decode(
     counts: Counts | None = None,
 ) -> Decoded:
     """Our decoder's answers: greedy, a chain of `depth`. counts: of these answers, if known."""
-    settings = DecodeConfig(
-        shape="chain" if depth else "none", depth=max(depth, 1), batch_size=batch
-    )
+    settings = DecodeConfig(depth=depth) if depth else DecodeConfig(shape="none", depth=1)
+    settings = replace(settings, batch_size=batch)
     engine = Engine(target, drafter, settings)
     list(engine.run(requests[:1]))  # Allocations and thread pools settle.
     begin = time.perf_counter()
-    done = {item.request.index: item for item in engine.run(requests)}
+    answers = in_order(engine, requests)
     seconds = time.perf_counter() - begin
-    answers = [done[request.index] for request in requests]
     tokens = [list(answer.tokens) for answer in answers]
     steps = [[item.committed for item in answer.passes] for answer in answers]
     if counts is None:
         wide = replace(settings, batch_size=max(batch, min(8, len(requests))))
         counts = count_steps(target, drafter, answers, depth, wide)
     return Decoded(tokens, steps, counts, divide(sum(map(len, tokens)), seconds))
+
+
+def in_order(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
+    """Answers in the order of their requests."""
+    done = {item.request.index: item for item in engine.run(requests)}
+    return [done[request.index] for request in requests]
 
 
 def count_steps(
@@ -400,25 +371,22 @@ def count_steps(
     An answer's last step is cut in our records, so every answer is decoded again with room behind
     its end and no token that ends it; up to there the text is the same.
     """
-    counts = Counts(0, 0, 0, [0] * depth)
-    if not depth:
-        return counts
-    endless = copy.copy(target)
-    endless.eos_token_ids = ()
-    longer = [replace(item.request, max_new_tokens=len(item.tokens) + depth) for item in answers]
-    again = {item.request.index: item for item in Engine(endless, drafter, settings).run(longer)}
-    for answer in answers:
-        there = 1
-        for item in again[answer.request.index].passes:
-            if there >= len(answer.tokens):
-                break
-            there += item.committed
-            counts.steps += 1
-            counts.drafted += depth
-            counts.accepted += item.accepted
-            for place in range(item.accepted):
-                counts.by_position[place] += 1
-    return counts
+    accepted: list[int] = []
+    if depth:
+        endless = copy.copy(target)
+        endless.eos_token_ids = ()
+        ends = [len(item.tokens) for item in answers]
+        longer = [
+            replace(item.request, max_new_tokens=end + depth)
+            for item, end in zip(answers, ends, strict=True)
+        ]
+        again = in_order(Engine(endless, drafter, settings), longer)
+        for end, answer in zip(ends, again, strict=True):
+            starts = accumulate((item.committed for item in answer.passes), initial=1)
+            pairs = zip(starts, answer.passes, strict=False)
+            accepted += [item.accepted for start, item in pairs if start < end]
+    by_position = [sum(count > place for count in accepted) for place in range(depth)]
+    return Counts(len(accepted), depth * len(accepted), sum(accepted), by_position)
 
 
 # One folder
@@ -438,7 +406,8 @@ def check_folder(
             "it with verify.live.python=<path>. `make serve-env` makes one "
             "(.venv-serve/bin/python)."
         )
-    process = EngineProcess(config.python, config.seconds, SAID)
+    names = ("verify.live.python", "verify.live.seconds")
+    process = EngineProcess(config.python, config.seconds, names)
     served = read_served(path, target, source)
     requests = make_requests(config, target, served.depth)
     return live_check(target, [served], requests, process, config.batches)
@@ -456,16 +425,15 @@ def read_served(path: Path, target: TargetModel, source: str = "") -> Served:
     """An exported folder with the drafter that it was made of."""
     folder = Folder.read(path)
     notes = folder.export
-    told = notes.speculative_config
-    if not told:
+    method = notes.speculative_config.get("method")
+    if not method:
         raise UserError(
             f"'{path}' does not say how it is served: `headstart export` did not write it. Check "
             "it with verify.mode=static."
         )
     if notes.engine not in ("vllm", "speculators"):
         raise UserError(
-            f"'{path}' is for {notes.engine}; a live check serves with vLLM. Export it with "
-            "export.engine=vllm."
+            f"'{path}' is for {notes.engine}; a live check serves with vLLM (export.engine=vllm)."
         )
     checkpoint, why = find_source(folder, source)
     if checkpoint is None:
@@ -473,10 +441,15 @@ def read_served(path: Path, target: TargetModel, source: str = "") -> Served:
             f"a live check compares with our own decoder, but {why}. Give verify.source="
             "<checkpoint folder>."
         )
-    drafter = load_drafter(checkpoint, target.info, target.weights)
-    corrections = ("grouped_rms_norm",) if told["method"] in ("dflash", "dspark") else ()
-    overrides = notes.hf_overrides
-    return Served(path.name, notes.method, drafter, path, told, {}, True, corrections, overrides)
+    return Served(
+        path.name,
+        notes.method,
+        load_drafter(checkpoint, target.info, target.weights),
+        path,
+        notes.speculative_config,
+        corrections=("grouped_rms_norm",) if method in ("dflash", "dspark") else (),
+        overrides=notes.hf_overrides,
+    )
 
 
 def lines(rows: Sequence[LiveRow]) -> list[str]:
@@ -484,23 +457,25 @@ def lines(rows: Sequence[LiveRow]) -> list[str]:
     found = []
     for row in rows:
         name = f"{row.name}, {row.engine}, batch {row.batch}"
-        if row.ours is None or row.theirs is None:
+        if not row.answers:
             found.append(f"{name}: {'; '.join(row.problems)}")
             continue
-        ours, theirs, counts = row.ours, row.theirs, row.lossless
-        plain = row.plain_tokens_per_second
+        ours, theirs, counts = row.answers["ours"], row.answers["engine"], row.lossless
+        speeds = {side: f"{item.tokens_per_second:.0f}" for side, item in row.plain.items()}
         found.append(
             f"{name}: text identical {counts['identical']}/{counts['sequences']} (near ties "
             f"{counts['near_ties']}), acceptance length {theirs.counts.length:.3f}, ours "
-            f"{ours.counts.length:.3f} ({row.difference:+.2%}), equal steps in {row.same_steps} "
-            f"answers; tokens/s {theirs.tokens_per_second:.0f} (engine without drafter "
-            f"{plain['engine']:.0f}), ours {ours.tokens_per_second:.0f} ({plain['ours']:.0f})"
+            f"{ours.counts.length:.3f} ({row.difference:+.2%}), equal steps in "
+            f"{row.count_equal('steps')} answers; tokens/s {theirs.tokens_per_second:.0f} (engine "
+            f"without drafter {speeds['engine']}), ours {ours.tokens_per_second:.0f} "
+            f"({speeds['ours']})"
         )
         places = (f"{place + 1:5d}" for place in range(len(ours.counts.rates)))
         found.append("  position   " + "  ".join(places))
         for label, side in (("engine", theirs), ("ours  ", ours)):
-            rates = (f"{rate:5.3f}" for rate in side.counts.rates)
-            found.append(f"  {label}     " + "  ".join(rates))
+            found.append(
+                f"  {label}     " + "  ".join(f"{rate:5.3f}" for rate in side.counts.rates)
+            )
         found += [f"  note: {CORRECTED[name]}" for name in row.corrected]
         found += [
             f"  near tie: prompt {item.prompt}, token {item.place}, {item.margin:.2g} apart"

@@ -13,9 +13,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from heads.api.errors import UserError
 from inference.decoding.decode_file import Tuned
-from inference.decoding.rules.names import DISTRIBUTION, LOSSY, TEXT, promise, rule_text
+from inference.decoding.rules import names
+from inference.decoding.rules.names import LOSSY, TEXT, promise, rule_text
 from inference.export.hub.config import PushConfig
-from inference.report.markdown import DEFINITIONS, depth_table, domain_table, facts, main_table
+from inference.report import markdown
 from inference.report.model import DraftFacts, Report
 
 LIBRARY = "headstart"
@@ -27,17 +28,7 @@ ENVIRONMENT = Environment(
     keep_trailing_newline=True,
     undefined=StrictUndefined,
 )
-ENVIRONMENT.globals |= {
-    "definitions": DEFINITIONS,
-    "facts": facts,
-    "main_table": main_table,
-    "domain_table": domain_table,
-    "depth_table": depth_table,
-    "lines": "\n".join,
-    "LOSSY": LOSSY,
-    "TEXT": TEXT,
-    "DISTRIBUTION": DISTRIBUTION,
-}
+ENVIRONMENT.globals |= {"markdown": markdown, "promises": names, "lines": "\n".join}
 TEMPLATE = ENVIRONMENT.get_template("card.md.j2")
 
 
@@ -60,10 +51,10 @@ def only_measured(report: Report, weights_sha256: str, source: str = "the report
     """The report with only the drafters of these weights; raises `UserError` without any."""
     found = [one for one in report.drafters if one.draft.weights_sha256 == weights_sha256]
     if not found:
-        names = ", ".join(one.name for one in report.drafters) or "nothing"
+        others = ", ".join(one.name for one in report.drafters) or "nothing"
         raise UserError(
             f"{source} did not measure this drafter: no entry has weights_sha256 "
-            f"{weights_sha256[:12]}... (it measured: {names}). The weights have changed since, or "
+            f"{weights_sha256[:12]}... (it measured: {others}). The weights have changed since, or "
             "it is another drafter's report. Run `headstart measure` again."
         )
     return report.model_copy(update={"drafters": found})
@@ -107,7 +98,7 @@ def card(
         )
     firsts = [report.drafters[0] for report in own.values()]
     draft = firsts[0].draft
-    by_domain = [pair for one in firsts for pair in one.domains.items()]
+    taus = [(name, found.tau) for one in firsts for name, found in one.domains.items()]
     return TEMPLATE.render(
         front=front_matter(checkpoint, about),
         name=about.repo.split("/")[-1],
@@ -126,10 +117,8 @@ def card(
         engines=engines or {},
         training=training,
         tuned=tuned,
-        domains=sorted({name for name, _ in by_domain}),
-        slowest=min(
-            ((name, found.tau) for name, found in by_domain), key=lambda pair: pair[1], default=None
-        ),
+        domains=sorted({name for name, _ in taus}),
+        slowest=min(taus, key=lambda pair: pair[1], default=None),
         batches=sorted({each.batch_size for each in settings}),
     )
 
@@ -137,28 +126,24 @@ def card(
 def base_model(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
     """Hub id of the target; empty if it has none."""
     target: str = checkpoint["target"]["id"]
-    return about.base_model or (
-        target if HUB_ID.fullmatch(target) and not Path(target).exists() else ""
-    )
+    own = target if HUB_ID.fullmatch(target) and not Path(target).exists() else ""
+    return about.base_model or own
 
 
 def front_matter(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
     """The YAML that the Hub reads."""
-    base = base_model(checkpoint, about)
-    kind = checkpoint["kind"]
+    tags = [LIBRARY, "speculative-decoding", "draft-model", checkpoint["kind"], *about.tags]
     fields: dict[str, Any] = {
         "library_name": LIBRARY,
         "pipeline_tag": "text-generation",
-        "tags": list(
-            dict.fromkeys([LIBRARY, "speculative-decoding", "draft-model", kind, *about.tags])
-        ),
+        "tags": list(dict.fromkeys(tags)),
     }
-    if base:
-        fields["base_model"] = base
-    if about.license:
-        fields["license"] = about.license
-    if about.datasets:
-        fields["datasets"] = list(about.datasets)
+    optional = {
+        "base_model": base_model(checkpoint, about),
+        "license": about.license,
+        "datasets": list(about.datasets),
+    }
+    fields |= {name: value for name, value in optional.items() if value}
     return yaml.safe_dump(fields, sort_keys=False)
 
 

@@ -14,25 +14,17 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
 from heads.api.errors import UserError
+from inference import manifest
 from inference.decoding.decode_file import DECODE_FILE, read_current
 from inference.export.engine_folder import serve
 from inference.export.hub.card import Training, base_model, card, only_measured
 from inference.export.hub.config import PushConfig
 from inference.export.layouts.folder import ExportNotes
 from inference.folders import EXPORT_FILE, replaced
-from inference.manifest import (
-    MANIFEST_FILE,
-    file_entry,
-    file_sha256,
-    read_manifest,
-    verify_file,
-    write_json,
-    write_manifest,
-)
+from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest
 from inference.report.model import Report, read_report, write_report
 
 CARD_FILE, REPORT_FILE = "README.md", "report.json"
@@ -43,10 +35,8 @@ SECRET = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
 @dataclass(frozen=True)
 class Sources:
-    """What a Hub folder is made of.
-
-    Reports: report.json files; engines: engine -> folder that `headstart export` wrote.
-    """
+    """What a Hub folder is made of. reports: report.json files; engines: engine -> folder that
+    `headstart export` wrote."""
 
     checkpoint: Path
     reports: Sequence[Path]
@@ -59,42 +49,7 @@ def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
     Raises `UserError` for a kind without weights, a missing report, one of other weights, a drafter
     that was not lossless, or an engine's folder that was exported from other weights.
     """
-    description = read_config(sources.checkpoint)
-    digest = _require(sources, description)
-    loaded = _titled([read_report(path) for path in sources.reports])
-    for title, report in loaded.items():
-        _check_target(title, report, description["target"])
-    own = {title: only_measured(report, digest, title) for title, report in loaded.items()}
-    exports = {
-        name: _export(name, folder, digest, description, about)
-        for name, folder in sorted(sources.engines.items())
-    }
-    from inference.report.plots import plot_all  # matplotlib takes a second to import
-
-    with replaced(out, STAGE, "push") as fresh:
-        images = [path.name for path in plot_all(own, fresh)]
-        engines = {name: notes.serve for name, notes in exports.items()}
-        tuned, training = read_current(sources.checkpoint), _training(sources.checkpoint)
-        text = card(loaded, digest, description, about, images, engines, training, tuned)
-        for name in (WEIGHTS_FILE, CONFIG_FILE, *((DECODE_FILE,) if tuned else ())):
-            shutil.copyfile(sources.checkpoint / name, fresh / name)
-        for number, report in enumerate(loaded.values(), 1):
-            name = REPORT_FILE if number == 1 else f"report_{number}.json"
-            write_report(report, fresh / name)
-        for name, notes in exports.items():
-            shutil.copytree(sources.engines[name], fresh / name)
-            write_json(fresh / name / EXPORT_FILE, asdict(notes))
-        (fresh / CARD_FILE).write_text(text, encoding="utf-8")
-        files = [file_entry(fresh, name) for name in sorted(_plain_files(fresh))]
-        facts = {"kind": description["kind"], "repo": about.repo, "files": files}
-        write_manifest(fresh, STAGE, facts)
-        check_folder(fresh)
-    return out
-
-
-def _require(sources: Sources, description: Mapping[str, Any]) -> str:
-    """The weights' SHA-256, when there are weights and a report."""
-    weights = sources.checkpoint / WEIGHTS_FILE
+    weights, description = sources.checkpoint / WEIGHTS_FILE, read_config(sources.checkpoint)
     if not weights.is_file():
         raise UserError(
             f"'{sources.checkpoint}' has no {WEIGHTS_FILE}: kind '{description['kind']}' has no "
@@ -105,15 +60,50 @@ def _require(sources: Sources, description: Mapping[str, Any]) -> str:
             f"'{sources.checkpoint}' has no measured report. Run `headstart measure`, then push "
             "with its report.json."
         )
-    return file_sha256(weights)
+    digest, target = file_sha256(weights), description["target"]
+    loaded = titled([read_report(path) for path in sources.reports])
+    for title, report in loaded.items():
+        measured = report.target
+        if measured.revision != target["revision"]:
+            raise UserError(
+                f"the report '{title}' was measured with target '{measured.id}' (revision "
+                f"{measured.revision}), but the drafter belongs to '{target['id']}' (revision "
+                f"{target['revision']}). Measure it with its own target."
+            )
+    own = {title: only_measured(report, digest, title) for title, report in loaded.items()}
+    address = base_model(description, about) or target["id"]
+    exports = {
+        name: read_export(name, folder, digest, address)
+        for name, folder in sorted(sources.engines.items())
+    }
+    from inference.report.plots import plot_all  # matplotlib takes a second to import
+
+    with replaced(out, STAGE, "push") as fresh:
+        images = [path.name for path in plot_all(own, fresh)]
+        engines = {name: notes.serve for name, notes in exports.items()}
+        tuned, training = read_current(sources.checkpoint), read_training(sources.checkpoint)
+        text = card(loaded, digest, description, about, images, engines, training, tuned)
+        for name in (WEIGHTS_FILE, CONFIG_FILE, *((DECODE_FILE,) if tuned else ())):
+            shutil.copyfile(sources.checkpoint / name, fresh / name)
+        for number, report in enumerate(loaded.values(), 1):
+            name = REPORT_FILE if number == 1 else f"report_{number}.json"
+            write_report(report, fresh / name)
+        for name, notes in exports.items():
+            shutil.copytree(sources.engines[name], fresh / name)
+            manifest.write_json(fresh / name / EXPORT_FILE, asdict(notes))
+        (fresh / CARD_FILE).write_text(text, encoding="utf-8")
+        files = [manifest.file_entry(fresh, name) for name in sorted(plain_files(fresh))]
+        facts = {"kind": description["kind"], "repo": about.repo, "files": files}
+        manifest.write_manifest(fresh, STAGE, facts)
+        check_folder(fresh)
+    return out
 
 
-def _export(
-    name: str, folder: Path, digest: str, description: Mapping[str, Any], about: PushConfig
-) -> ExportNotes:
+def read_export(name: str, folder: Path, digest: str, target: str) -> ExportNotes:
     """The notes of an engine's folder, with paths as they are in the repository.
 
-    Raises `UserError` for a folder without notes, or of other weights than `digest`.
+    target: as the serve command names it. Raises `UserError` for a folder without notes, or of
+    other weights than `digest`.
     """
     notes = ExportNotes.read(folder)
     found = notes.source.get("sha256", "")
@@ -127,37 +117,23 @@ def _export(
             f"'{folder}' was exported from other weights ({found[:12]}...) than the drafter that "
             f"is pushed ({digest[:12]}...). Run `headstart export` again."
         )
-    target = base_model(description, about) or description["target"]["id"]
     command = serve(name, target, Path(name), notes.speculative_config)
     return replace(notes, source={"checkpoint": "..", "sha256": found}, serve=command)
 
 
-def _training(checkpoint: Path) -> Training | None:
-    """How the drafter was trained, from the manifest of the training that wrote `checkpoint`.
-
-    None when it lies alone.
-    """
+def read_training(checkpoint: Path) -> Training | None:
+    """How the drafter was trained, from the manifest of the training that wrote `checkpoint`. None
+    when it lies alone."""
     folder = checkpoint.parent
     if not (folder / MANIFEST_FILE).is_file():
         return None
-    told = read_manifest(folder, "train")
-    git = told.get("provenance", {}).get("git", {})
-    revision, measured = str(git.get("revision", "")), told["best"]["tau"] is not None
-    return Training(told["steps"], told["tokens"], told["seconds"], revision, measured)
+    record = read_manifest(folder, "train")
+    revision = str(record.get("provenance", {}).get("git", {}).get("revision", ""))
+    measured = record["best"]["tau"] is not None
+    return Training(record["steps"], record["tokens"], record["seconds"], revision, measured)
 
 
-def _check_target(title: str, report: Report, target: Mapping[str, Any]) -> None:
-    """Refuse a report that was measured with another target than the drafter's own."""
-    measured = report.target
-    if measured.revision != target["revision"]:
-        raise UserError(
-            f"the report '{title}' was measured with target '{measured.id}' (revision "
-            f"{measured.revision}), but the drafter belongs to '{target['id']}' (revision "
-            f"{target['revision']}). Measure it with its own target."
-        )
-
-
-def _titled(reports: Sequence[Report]) -> dict[str, Report]:
+def titled(reports: Sequence[Report]) -> dict[str, Report]:
     """Reports under a title with their conditions; equal titles are numbered."""
     named: dict[str, Report] = {}
     for report in reports:
@@ -176,14 +152,13 @@ def check_folder(folder: Path) -> dict[str, int]:
         if not (folder / name).is_file():
             what = "a measured report (report.json)" if name == REPORT_FILE else name
             raise UserError(
-                f"'{folder}' is not pushed: it lacks {what}. Build the folder with `headstart "
-                "push`."
+                f"'{folder}' is not pushed: it lacks {what}. Build it with `headstart push`."
             )
     digest = file_sha256(folder / WEIGHTS_FILE)
     for path in sorted(folder.glob("report*.json")):
         only_measured(read_report(path), digest, f"'{path}'")
     files = {}
-    for name in sorted(_plain_files(folder)):
+    for name in sorted(plain_files(folder)):
         path = folder / name
         if path.suffix in TEXTS and SECRET.search(path.read_text(encoding="utf-8")):
             raise UserError(
@@ -198,22 +173,17 @@ def check_folder(folder: Path) -> dict[str, int]:
 def check_listed(folder: Path, names: Iterable[str]) -> None:
     """Raise `UserError` unless these files, the manifest aside, are as the manifest lists them."""
     listed = {entry["file"]: entry for entry in read_manifest(folder, STAGE)["files"]}
-    for name in names:
-        if name == MANIFEST_FILE:
-            continue
+    for name in (name for name in names if name != MANIFEST_FILE):
         if name not in listed:
             raise UserError(
                 f"'{folder / name}' is not in the folder's {MANIFEST_FILE}. Build it again with "
                 "`headstart push`."
             )
-        verify_file(folder, listed[name])
+        manifest.verify_file(folder, listed[name])
 
 
-def _plain_files(folder: Path) -> list[str]:
-    """Relative paths of all files.
-
-    Refused when there is a link or something else that is no plain file.
-    """
+def plain_files(folder: Path) -> list[str]:
+    """Relative paths of all files; raises `UserError` for a link or anything that is no file."""
     names = []
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):

@@ -11,13 +11,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import huggingface_hub
 from rich.console import Console
 
 from heads.api.checkpoint import WEIGHTS_FILE, read_config
 from heads.api.errors import UserError, suggest
 from inference.export.hub.config import OWN, PullConfig
-from inference.export.hub.exchange import Exchange, explain_errors, hub_address, transfer_for
+from inference.export.hub.exchange import Exchange, hub_address, hub_token
 from inference.export.hub.folder import check_listed
 from inference.folders import EXPORT_FILE
 from inference.manifest import MANIFEST_FILE, write_json
@@ -33,17 +32,21 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
     Raises `UserError` for a missing repository, revision or part, a token without rights, a
     connection that broke, a file that is not what was published, and a folder that exists.
     """
-    console = console or Console()
     if not config.repo:
         raise UserError("pull.repo is not set: give the repository as 'user/name'.")
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise UserError(
-            f"'{out}' exists already and is left alone. Delete it, or choose another folder with "
-            "pull.out."
+            f"'{out}' exists already. Delete it, or choose another folder with pull.out."
         )
     partial = partial_folder(out)
-    endpoint = hub_address()
-    names, commit = _listing(config, endpoint)
+    revision = f" and pull.revision={config.revision}" if config.revision else ""
+    missing = f"Check pull.repo{revision}; a private one needs a token."
+    kept = "Files that have arrived are kept; pull again to go on."
+    endpoint, token = hub_address(), hub_token()
+    exchange = Exchange(config.repo, endpoint, token, "pull", "read", missing, kept)
+    with exchange.connect() as api:
+        info = api.model_info(config.repo, revision=config.revision or None)
+    names, commit = sorted(file.rfilename for file in info.siblings or ()), str(info.sha)
     if not {WEIGHTS_FILE, MANIFEST_FILE} <= set(names):
         raise UserError(
             f"'{config.repo}' was not published by `headstart push` (it lacks {WEIGHTS_FILE} or "
@@ -51,26 +54,26 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
         )
     wanted = _part(config, names)
     write_json(partial / PARTIAL_FILE, {"stage": "pull", "repo": config.repo})
-    _fetch(config, endpoint, commit, wanted, partial)
-    shutil.rmtree(
-        partial / ".cache", ignore_errors=True
-    )  # the library's notes on what it has fetched
+    # One by one: the library's download of a whole snapshot accepts an incomplete folder if the Hub
+    # does not answer. Files that are there already are not fetched again.
+    with exchange.connect() as api:
+        for name in wanted:
+            api.hf_hub_download(config.repo, name, revision=commit, local_dir=partial)
+    # the library's notes on what it has fetched
+    shutil.rmtree(partial / ".cache", ignore_errors=True)
     check_listed(partial, wanted)
     if config.what in (OWN, EVERYTHING):
         read_config(partial)
     (partial / PARTIAL_FILE).unlink()
     os.replace(partial, out)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    console.print(
-        f"{config.repo} at {commit[:12]}: {len(wanted)} files, {size:,} bytes, in {out}",
-        soft_wrap=True,
-    )
+    text = f"{config.repo} at {commit[:12]}: {len(wanted)} files, {size:,} bytes, in {out}"
+    (console or Console()).print(text, soft_wrap=True)
     return out
 
 
 def partial_folder(out: Path) -> Path:
-    """The folder next to `out` in which files arrive; raises `UserError` if it is not a pull's
-    own."""
+    """The folder next to `out` in which files arrive; raises `UserError` unless a pull made it."""
     if out.name in ("", ".."):
         raise UserError(
             f"pull.out: '{out}' is not a name for a new folder. Give a folder with a name."
@@ -87,59 +90,17 @@ def partial_folder(out: Path) -> Path:
 
 
 def _part(config: PullConfig, names: Sequence[str]) -> list[str]:
-    """The files of the asked part, the manifest with them.
-
-    An engine's folder is one that holds an export.
-    """
+    """The files of the asked part, the manifest with them. An engine's folder is one that holds an
+    export."""
+    what = config.what
     engines = sorted({name.split("/")[0] for name in names if name.endswith("/" + EXPORT_FILE)})
     known = [OWN, *engines, EVERYTHING]
-    if config.what not in known:
-        raise UserError(
-            f"pull.what: '{config.repo}' holds no '{config.what}'.{suggest(config.what, known)}"
-        )
-    hidden = [
-        name for name in names if not name.startswith(".")
-    ]  # .gitattributes, which the Hub adds
-    if config.what == EVERYTHING:
-        return hidden
-    if config.what == OWN:
-        return [name for name in hidden if "/" not in name]
-    return [name for name in hidden if name.startswith(config.what + "/") or name == MANIFEST_FILE]
-
-
-def _listing(config: PullConfig, endpoint: str) -> tuple[list[str], str]:
-    """All file names of the repository, and the commit they are of."""
-    token = huggingface_hub.get_token() or ""
-    api = huggingface_hub.HfApi(endpoint=endpoint, token=token or False, library_name="headstart")
-    with explain_errors(_exchange(config, endpoint, token)):
-        info = api.model_info(config.repo, revision=config.revision or None)
-    return sorted(file.rfilename for file in info.siblings or ()), str(info.sha)
-
-
-def _fetch(
-    config: PullConfig, endpoint: str, commit: str, names: Sequence[str], partial: Path
-) -> None:
-    """Fetch the files of one commit that are not there yet; broken connections are retried.
-
-    One by one: the library's download of a whole snapshot accepts an incomplete folder if the Hub
-    does not answer.
-    """
-    token = huggingface_hub.get_token() or ""
-    with explain_errors(_exchange(config, endpoint, token)), transfer_for(endpoint):
-        for name in names:
-            huggingface_hub.hf_hub_download(
-                config.repo,
-                name,
-                revision=commit,
-                local_dir=partial,
-                token=token or False,
-                endpoint=endpoint,
-                library_name="headstart",
-            )
-
-
-def _exchange(config: PullConfig, endpoint: str, token: str) -> Exchange:
-    kept = "Files that have arrived are kept; pull again to go on."
-    revision = f" and pull.revision={config.revision}" if config.revision else ""
-    missing = f"Check pull.repo{revision}; a private one needs a token."
-    return Exchange(config.repo, endpoint, token, "pull.repo", "pull", "read", missing, kept)
+    if what not in known:
+        raise UserError(f"pull.what: '{config.repo}' holds no '{what}'.{suggest(what, known)}")
+    # .gitattributes, which the Hub adds, is left out
+    shown = [name for name in names if not name.startswith(".")]
+    if what == EVERYTHING:
+        return shown
+    if what == OWN:
+        return [name for name in shown if "/" not in name]
+    return [name for name in shown if name.startswith(what + "/") or name == MANIFEST_FILE]

@@ -9,25 +9,25 @@ Hub's own login and are passed to huggingface_hub only.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-import huggingface_hub
+from huggingface_hub import CommitOperationAdd, HfApi
 from rich.console import Console
 from rich.table import Table
 
 from heads.api.errors import UserError
 from inference.export.hub.config import PushConfig
-from inference.export.hub.exchange import Exchange, explain_errors, hub_address, transfer_for
+from inference.export.hub.exchange import Exchange, hub_address, hub_token
 from inference.export.hub.folder import Sources, build_folder, check_folder
 
 
 @dataclass
 class PushResult:
-    """The built folder, its files with their sizes in bytes, and the commit's address.
-
-    The address is empty after a dry run.
-    """
+    """The built folder, its files with their sizes in bytes, and the commit's address. The address
+    is empty after a dry run."""
 
     folder: Path
     files: dict[str, int] = field(default_factory=dict)
@@ -43,29 +43,28 @@ def push(
     `UserError` for a missing or wrong token, missing rights, a missing repository, and a connection
     that broke.
     """
-    console = console or Console()
     if not config.repo:
         raise UserError(
-            "push.repo is not set: give the repository as 'user/name'. The card names it, even in "
-            "a dry run."
+            "push.repo is not set: give the repository as 'user/name', in a dry run too."
         )
+    console = console or Console()
     folder = build_folder(sources, out, config)
     result = PushResult(folder, check_folder(folder))
-    endpoint = hub_address()
-    _show(config, result, endpoint, console)
+    show(config, result, console)
     if config.dry_run:
         console.print("Dry run: nothing was sent. Push with push.dry_run=false.")
         return result
-    result.url = upload(config, folder, endpoint)
+    result.url = upload(config, folder)
     console.print(f"Pushed: {result.url}", soft_wrap=True)
     if config.collection:
-        console.print(f"In the collection {collect(config, endpoint)}", soft_wrap=True)
+        console.print(f"In the collection {collect(config)}", soft_wrap=True)
     return result
 
 
-def _show(config: PushConfig, result: PushResult, endpoint: str, console: Console) -> None:
-    """What is in the folder and what a push does with it."""
-    console.print(f"Hub folder: {result.folder}", soft_wrap=True)
+def show(config: PushConfig, result: PushResult, console: Console) -> None:
+    """Print what is in the folder and what a push does with it."""
+    say = partial(console.print, soft_wrap=True)
+    say(f"Hub folder: {result.folder}")
     table = Table()
     table.add_column("file", no_wrap=True)
     table.add_column("bytes", justify="right")
@@ -73,86 +72,60 @@ def _show(config: PushConfig, result: PushResult, endpoint: str, console: Consol
         table.add_row(name, f"{size:,}")
     table.add_row("total", f"{sum(result.files.values()):,}", style="bold")
     console.print(table)
-    visibility = "private" if config.private else "public"
-    absent = (
-        f"created ({visibility}) if it does not exist"
-        if config.create
-        else "not created: it must exist"
-    )
-    console.print(
-        f"Repository {config.repo} at {endpoint}: {absent}; all files in one commit.",
-        soft_wrap=True,
-    )
+    made = f"created ({'private' if config.private else 'public'}) if it does not exist"
+    absent = made if config.create else "not created: it must exist"
+    say(f"Repository {config.repo} at {hub_address()}: {absent}; all files in one commit.")
     if config.collection:
-        console.print(
-            f"Then it is added to {_owner(config)}'s collection '{config.collection}'.",
-            soft_wrap=True,
-        )
+        say(f"Then it is added to {owner(config)}'s collection '{config.collection}'.")
 
 
-def _owner(config: PushConfig) -> str:
+def owner(config: PushConfig) -> str:
+    """The user or organisation of the repository."""
     return config.repo.split("/")[0]
 
 
-def upload(config: PushConfig, folder: Path, endpoint: str) -> str:
+def connect(config: PushConfig, kept: str) -> AbstractContextManager[HfApi]:
+    """The Hub's interface for a block. kept: what a failure leaves, and how to go on."""
+    token, missing = hub_token(), "Create it, or push with push.create=true."
+    if not token:
+        raise UserError(
+            "there is no Hub access token. Run `hf auth login`, or set HF_TOKEN (write access)."
+        )
+    return Exchange(config.repo, hub_address(), token, "push", "write", missing, kept).connect()
+
+
+def upload(config: PushConfig, folder: Path) -> str:
     """Send a checked folder to the Hub in one commit and return the commit's address."""
     files = check_folder(folder)
-    token = require_token("write")
-    api = huggingface_hub.HfApi(endpoint=endpoint, token=token, library_name="headstart")
-    with explain_errors(_exchange(config, endpoint, token)), transfer_for(endpoint):
+    kept = (
+        "Nothing was published: files appear in one commit at the end. Push again; what has "
+        "arrived is not sent twice."
+    )
+    with connect(config, kept) as api:
         if config.create:
             api.create_repo(config.repo, private=config.private, exist_ok=True)
         # create_commit rather than upload_folder: the latter may split a push into several commits
-        operations = [
-            huggingface_hub.CommitOperationAdd(name, str(folder / name)) for name in files
-        ]
+        operations = [CommitOperationAdd(name, str(folder / name)) for name in files]
         commit = api.create_commit(config.repo, operations, commit_message=config.message)
     return str(commit.commit_url)
 
 
-def collect(config: PushConfig, endpoint: str) -> str:
+def collect(config: PushConfig) -> str:
     """Put the pushed repository into the collection of that title; returns its identifier.
 
     The title is looked up among the user's collections: the Hub itself takes equal titles several
     times.
     """
-    token = require_token("write")
-    api = huggingface_hub.HfApi(endpoint=endpoint, token=token, library_name="headstart")
+    title, user, private = config.collection, owner(config), config.private
     kept = (
         f"'{config.repo}' is pushed and stays; only the collection lacks it. Push again: nothing "
         "is sent twice."
     )
-    with explain_errors(_exchange(config, endpoint, token, kept)):
-        known = (
-            found.slug
-            for found in api.list_collections(owner=_owner(config))
-            if found.title == config.collection
-        )
+    with connect(config, kept) as api:
+        known = (found.slug for found in api.list_collections(owner=user) if found.title == title)
         slug = next(known, None)
         if slug is None:
-            made = api.create_collection(
-                config.collection, namespace=_owner(config), private=config.private, exists_ok=True
-            )
+            made = api.create_collection(title, namespace=user, private=private, exists_ok=True)
             slug = made.slug
         api.add_collection_item(slug, config.repo, "model", exists_ok=True)
     return slug
-
-
-def _exchange(config: PushConfig, endpoint: str, token: str, kept: str = "") -> Exchange:
-    kept = kept or (
-        "Nothing was published: files appear in one commit at the end. Push again; what has "
-        "arrived is not sent twice."
-    )
-    missing = "Create it, or push with push.create=true."
-    return Exchange(config.repo, endpoint, token, "push.repo", "push", "write", missing, kept)
-
-
-def require_token(rights: str) -> str:
-    """The Hub token of the environment or of the Hub's own login."""
-    token = huggingface_hub.get_token()
-    if not token:
-        raise UserError(
-            "there is no Hub access token. Run `hf auth login`, or set HF_TOKEN to a token with "
-            f"{rights} access."
-        )
-    return token

@@ -1,4 +1,4 @@
-"""What layouts share: checkpoint, target, tables of tensors, and the results.
+"""What layouts share: checkpoint, target, tables of tensors, the engines' rules, and the results.
 
 A layout turns one of our checkpoints into the files of one format (`write`) and such files into a
 checkpoint (`read`). Both directions use the same `rows`: which of our tensors is which of theirs,
@@ -23,31 +23,23 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo, TargetWeights, tokenizer_hash
+from inference.export.config import ExportConfig
+from inference.export.layouts.folder import Folder, Json
 from inference.manifest import file_sha256
-from inference.target.loading import (
-    TargetConfig,
-    load_config,
-    load_model,
-    load_tokenizer,
-    shared_weights,
-)
+from inference.target import loading
 from inference.target.revision import revision_of
 
-Json = dict[str, Any]
-"""A JSON object of a foreign format, such as the content of a config.json."""
 Shapes = dict[str, tuple[int, ...]]
 """Tensor names and their shapes."""
 INTEGERS = ("d2t", "t2d", "pard_token")
 """Tensors of ours that are not floating-point."""
+IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One of our checkpoints.
-
-    method: what engines call such a drafter (`Kind.export_method`); drafter: its module, complete
-    but not bound to a target; sha256: of its weights file.
-    """
+    """One of our checkpoints. method: what engines call such a drafter (`Kind.export_method`);
+    drafter: its module, complete but not bound to a target; sha256: of its weights file."""
 
     folder: Path
     kind: str
@@ -85,50 +77,40 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 class Target:
     """The target's config.json and tokenizer, and its weights for the layouts that need them."""
 
-    def __init__(self, config: TargetConfig) -> None:
+    def __init__(self, config: loading.TargetConfig) -> None:
         self.config = config
-        self.described = load_config(config).get_text_config()
-        self.tokenizer = load_tokenizer(config)
+        self.described = loading.load_config(config).get_text_config()
+        self.tokenizer = loading.load_tokenizer(config)
 
     @classmethod
-    def of(cls, config: TargetConfig, info: TargetInfo) -> Target:
-        """The target of a drafter trained for `info`.
-
-        Raises `UserError` if `config` names another.
-        """
+    def of(cls, config: loading.TargetConfig, info: TargetInfo) -> Target:
+        """The target of a drafter trained for `info`; raises `UserError` if `config` is another."""
         target = cls(config)
-        target.require(info)
-        return target
-
-    def require(self, info: TargetInfo) -> None:
-        """Raise `UserError` unless this is the target that `info` describes."""
         found = {
-            "tokenizer_hash": tokenizer_hash(self.tokenizer),
-            "hidden_size": self.described.hidden_size,
-            "num_layers": self.described.num_hidden_layers,
-            "revision": revision_of(self.config.path, self.config.revision),
+            "tokenizer_hash": tokenizer_hash(target.tokenizer),
+            "hidden_size": target.described.hidden_size,
+            "num_layers": target.described.num_hidden_layers,
+            "revision": revision_of(config.path, config.revision),
         }
         for name, value in found.items():
             if getattr(info, name) != value:
                 raise UserError(
                     f"this drafter was trained for target '{info.id}' with {name} "
-                    f"{getattr(info, name)}, but target='{self.config.path}' has {value}. Give the "
+                    f"{getattr(info, name)}, but target='{config.path}' has {value}. Give the "
                     "target it was trained for (target.path=...)."
                 )
+        return target
 
     @property
     def rope(self) -> Json:
-        """The rotary parameters of its config.json.
-
-        Empty if it has several sets of them, or none.
-        """
+        """The rotary parameters of its config.json; empty if it has several sets, or none."""
         found = getattr(self.described, "rope_parameters", None) or {}
         return dict(found) if "rope_theta" in found else {}
 
     @cached_property
     def weights(self) -> TargetWeights:
         """Its embedding and LM head, read from its files."""
-        return shared_weights(load_model(self.config))
+        return loading.shared_weights(loading.load_model(self.config))
 
     def unused_token(self, chosen: int) -> int:
         """The id of a token that text does not hold, for drafters that read one as "unknown".
@@ -137,21 +119,20 @@ class Target:
         last token; else a token named unused, reserved or pad. Raises `UserError` without one.
         """
         size = int(self.described.vocab_size)
+        if chosen >= size:
+            raise UserError(
+                f"export.mask_token_id must lie below the vocabulary of {size}; given {chosen}."
+            )
         if chosen >= 0:
-            if chosen >= size:
-                raise UserError(
-                    f"export.mask_token_id must lie below the vocabulary of {size}; given {chosen}."
-                )
             return chosen
         if len(self.tokenizer) < size:
             return len(self.tokenizer)
-        names = self.tokenizer.get_vocab()
         ends = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id}
+        names = [(i, name) for name, i in self.tokenizer.get_vocab().items() if i not in ends]
         for word in ("unused", "reserved", "pad"):
-            fitting = [i for name, i in names.items() if word in name.lower() and "<" in name]
-            found = next((number for number in sorted(fitting) if number not in ends), None)
-            if found is not None:
-                return int(found)
+            fitting = [i for i, name in names if word in name.lower() and "<" in name]
+            if fitting:
+                return int(min(fitting))
         raise UserError(
             "this drafter was trained with a mask vector of its own, which engines read as the "
             "embedding of a token; the target's tokenizer has no unused one. Choose a token that "
@@ -169,9 +150,24 @@ class TensorRow:
     index: tuple[int, ...] = ()
 
 
+Expected = tuple[list[TensorRow], Shapes]
+"""The tensors that an engine looks for, and those that may be there besides."""
+
+
 def same_names(shapes: Shapes) -> list[TensorRow]:
     """Rows of tensors that have the same name on both sides."""
     return [TensorRow(name, name, shape) for name, shape in shapes.items()]
+
+
+def own_rows(
+    kind: str, values: Json, info: TargetInfo, left: Iterable[str] = ()
+) -> list[TensorRow]:
+    """The tensors of a drafter of ours but `left`, for layouts that have them under our names."""
+    with torch.device("meta"):
+        drafter = get_kind(kind).drafter_class(build_config(kind, values), info)
+    assert isinstance(drafter, TrainableDrafter), "layouts are of kinds with weights"
+    shapes = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
+    return same_names({name: shape for name, shape in shapes.items() if name not in left})
 
 
 @dataclass
@@ -195,11 +191,8 @@ class Written:
 
 @dataclass
 class Imported:
-    """A checkpoint of ours made of foreign files.
-
-    config: the values of the kind's configuration that differ from the defaults; notes: what was
-    left out or could not be known.
-    """
+    """A checkpoint of ours made of foreign files. config: the values of the kind's configuration
+    that differ from the defaults; notes: see `Receiver`."""
 
     kind: str
     config: Json
@@ -207,19 +200,68 @@ class Imported:
     notes: list[str] = field(default_factory=list)
 
 
+Writer = Callable[[Checkpoint, Target, ExportConfig], Written]
+"""(checkpoint, target, options) -> the folder for `options.engine`; raises `UserError` for what the
+engine or the layout cannot express."""
+
+
+def plain_rope(theta: float) -> Json:
+    """Rotary positions without scaling."""
+    return {"rope_type": "default", "rope_theta": float(theta)}
+
+
+def own_rope(checkpoint: Checkpoint, target: Target) -> Json:
+    """The rotary parameters of kinds that take the target's base without its scaling."""
+    return plain_rope(checkpoint.info.rope_theta)
+
+
 @dataclass(frozen=True)
-class Options:
-    """Choices of an export. tokens: drafts per step, 0: as many as it was trained for;
-    mask_token_id: see `Target.unused_token`.
-    """
+class Layout:
+    """The rules by which engines load a folder of one layout."""
 
-    tokens: int = 0
-    mask_token_id: int = -1
+    name: str
+    architectures: tuple[str, ...]
+    """Class names under which the engine finds its model."""
+    tensors: Callable[[Folder, TargetInfo], Expected]
+    """The tensors by the folder's config.json. Raises `UserError`, `KeyError`, `TypeError` or
+    `ValueError` for one that does not describe such a drafter."""
+    rope: Callable[[Checkpoint, Target], Json] | None = own_rope
+    """The rotary parameters that a checkpoint's folder must have; None: no rotary positions."""
+    draftable: Callable[[Json], tuple[int, str]] | None = None
+    """(most drafts per step, what gives them) by config.json; None: any number."""
+    taps: bool = False
+    """Whether the engine captures inner states of the target (see `captured_layers`)."""
+    block: bool = False
+    """Whether it drafts blocks: which slot gives which token has to be settled."""
+    eps: bool = True
+    """Whether its norms must have the target's epsilon."""
+    silent: bool = False
+    """Whether the engine ignores unknown and missing tensors without an error."""
 
 
-Writer = Callable[[Checkpoint, Target, Options, str], Written]
-"""(checkpoint, target, options, engine) -> the folder; raises `UserError` for what the engine or
-the layout cannot express."""
+def captured_layers(config: Json, layers: int, engine: str) -> tuple[int, ...]:
+    """The layers whose states an engine captures for a config.json of a drafter that reads taps.
+    config: `Folder.flat`; layers: of the target. L is the state after L layers."""
+    inner = config.get("dflash_config") or {}
+    numbered = inner.get("target_layer_ids") or config.get("target_layer_ids")
+    nested = (config.get("eagle_config") or {}).get(IDS)
+    if engine != "sglang" and config.get(IDS):
+        return tuple(config[IDS])
+    if config.get("aux_hidden_state_layer_ids"):
+        return tuple(config["aux_hidden_state_layer_ids"])
+    if numbered:
+        return tuple(layer + 1 for layer in numbered)
+    if nested:
+        return tuple(layer + (1 if engine == "sglang" else 0) for layer in nested)
+    return (2, layers // 2, layers - 3)
+
+
+def require_taps(taps: tuple[int, ...], layers: int, where: Path) -> None:
+    """Raise `UserError` unless the taps ascend and the target has such layers."""
+    if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > layers:
+        raise UserError(
+            f"'{where}' reads layers {list(taps)} of another target: this one has {layers}."
+        )
 
 
 def give(
@@ -241,12 +283,10 @@ def give(
 
 
 def take(
-    rows: Sequence[TensorRow], theirs: Mapping[str, Tensor], where: str, spare: Iterable[str] = ()
+    rows: Sequence[TensorRow], theirs: Mapping[str, Tensor], where: Path, spare: Iterable[str] = ()
 ) -> dict[str, Tensor]:
-    """Their tensors under our names. spare: names that may be there besides.
-
-    Raises `UserError` for missing, unknown and misshapen ones.
-    """
+    """Their tensors under our names. spare: names that may be there besides. Raises `UserError` for
+    missing, unknown and misshapen ones."""
     wanted = {row.theirs for row in rows}
     missing = sorted(wanted - set(theirs))
     odd = sorted(set(theirs) - wanted - set(spare))
@@ -259,19 +299,16 @@ def take(
     for row in rows:
         value = theirs[row.theirs]
         if tuple(value.shape) != row.shape:
-            raise UserError(
-                f"'{where}': tensor '{row.theirs}' has shape {list(value.shape)}, "
-                f"expected {list(row.shape)}."
-            )
-        if not row.index:
+            sizes = f"{list(value.shape)}, expected {list(row.shape)}"
+            raise UserError(f"'{where}': tensor '{row.theirs}' has shape {sizes}.")
+        if row.index and row.ours not in found:
+            parts = [each.index for each in rows if each.ours == row.ours]
+            lead = [1 + max(axis) for axis in zip(*parts, strict=True)]
+            found[row.ours] = value.new_empty(*lead, *row.shape)
+        if row.index:
+            found[row.ours][row.index] = value
+        else:
             found[row.ours] = value
-    for name in dict.fromkeys(row.ours for row in rows if row.index):
-        parts = [row for row in rows if row.ours == name]
-        lead = [1 + max(axis) for axis in zip(*(row.index for row in parts), strict=True)]
-        first = theirs[parts[0].theirs]
-        found[name] = torch.empty(*lead, *first.shape, dtype=first.dtype)
-        for row in parts:
-            found[name][row.index] = theirs[row.theirs]
     return found
 
 

@@ -7,8 +7,7 @@ is written out: a language model of its own has to be complete.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
@@ -17,29 +16,10 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn.blocks import LayerShape
 from heads.nn.small_lm.model import SmallLM
-from inference.export.layouts.base import (
-    Checkpoint,
-    Imported,
-    Json,
-    Options,
-    Shapes,
-    Target,
-    TensorRow,
-    Written,
-    give,
-    same_names,
-    take,
-)
-from inference.export.layouts.folder import Folder, Receiver
-from inference.export.layouts.layout import Layout
-from inference.export.layouts.llama import (
-    block_config,
-    follow_rope,
-    layer_rows,
-    plain_rope,
-    read_rope,
-    read_shape,
-)
+from inference.export.config import ExportConfig
+from inference.export.layouts import base, llama
+from inference.export.layouts.base import Checkpoint, Imported, Target, Written
+from inference.export.layouts.folder import Folder, Json, Receiver
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 READABLE = (*FAMILIES, "mistral")
@@ -52,51 +32,41 @@ DEPTH = 4
 """Drafts per step of a distilled drafter, unless the export sets another number."""
 
 
-def rows(
-    shape: LayerShape, layers: int, vocabulary: int, *, embedding: bool, head: bool
-) -> list[TensorRow]:
-    """The tensors of a small language model; embedding, head: whether it has its own."""
-    hidden = shape.hidden_size
-    shapes: Shapes = {"model.norm.weight": (hidden,)}
-    if embedding:
-        shapes[EMBEDDING] = (vocabulary, hidden)
-    if head:
-        shapes[HEAD] = (vocabulary, hidden)
-    found = same_names(shapes)
-    for index in range(layers):
-        found += layer_rows(f"model.layers.{index}.", f"model.layers.{index}.", shape)
-    return found
-
-
-def read_sizes(config: Json, where: str) -> tuple[LayerShape, int]:
+def read_sizes(folder: Folder) -> tuple[LayerShape, int]:
     """The layers' sizes, with the norms and biases of the model's family, and their number."""
-    shape, family = read_shape(config, where), config["model_type"]
-    bias = family == "qwen2" or shape.attention_bias
-    layers = int(config["num_hidden_layers"])
+    config = folder.flat
+    shape, family = llama.read_shape(config, folder.path), config["model_type"]
+    bias, layers = family == "qwen2" or shape.attention_bias, int(config["num_hidden_layers"])
     return replace(shape, qk_norm=family == "qwen3", attention_bias=bias), layers
 
 
-def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
+def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     """See `Layout.tensors`."""
-    config = folder.flat
-    shape, layers = read_sizes(config, str(folder.path))
-    head = not config.get("tie_word_embeddings")
-    table = rows(shape, layers, int(config["vocab_size"]), embedding=True, head=head)
+    config, (shape, layers) = folder.flat, read_sizes(folder)
+    tied = bool(config.get("tie_word_embeddings"))
+    values = {"num_layers": layers, **asdict(shape), "tie_embeddings": tied}
+    info = replace(info, vocab_size=int(config["vocab_size"]))
+    table = base.own_rows("distilled", values, info)
     if shape.qk_norm and shape.attention_bias:
         names = map(OUTPUT_BIAS.format, range(layers))
-        table += same_names(dict.fromkeys(names, (shape.hidden_size,)))
+        table += base.same_names(dict.fromkeys(names, (shape.hidden_size,)))
     return table, {}
 
 
-def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> Written:
-    """The folder of a `SmallLM`: a model that the engines, and transformers, load by itself."""
-    drafter, info, ours = checkpoint.drafter, checkpoint.info, checkpoint.tensors
+def language_model(checkpoint: Checkpoint) -> SmallLM:
+    drafter = checkpoint.drafter
     assert isinstance(drafter, SmallLM), f"kind '{checkpoint.kind}' is no language model"
+    return drafter
+
+
+def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
+    """The folder of a `SmallLM`: a model that the engines, and transformers, load by itself."""
+    drafter, info, ours = language_model(checkpoint), checkpoint.info, checkpoint.tensors
     config, shape, layers = drafter.config, drafter.shape, len(drafter.model.layers)
     own, tied = not config.share_embeddings, bool(config.tie_embeddings)
-    table = rows(shape, layers, info.vocab_size, embedding=own, head=own and not tied)
-    written = Written({}, give(table, ours, left=("pard_token",)), tokenizer=True)
-    tensors, dtype = written.tensors, ours["model.norm.weight"].dtype
+    tensors = {name: value for name, value in ours.items() if name != "pard_token"}
+    written = Written({}, tensors, tokenizer=True)
+    dtype = ours["model.norm.weight"].dtype
     if not own:
         weights = target.weights
         tied = weights.lm_head is weights.embedding
@@ -112,7 +82,7 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
     written.config = {
         "architectures": [FAMILIES[family]],
         "model_type": family,
-        **block_config(shape, info, layers, find_rope(checkpoint, target)),
+        **llama.block_config(shape, info, layers, find_rope(checkpoint, target)),
         "tie_word_embeddings": tied,
         **{name: value for name, value in special.items() if value is not None},
     }
@@ -129,20 +99,19 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
 
 def find_rope(checkpoint: Checkpoint, target: Target) -> Json:
     """The rotary parameters: the target's if its layers were copied, else the drafter's own."""
-    drafter = checkpoint.drafter
-    assert isinstance(drafter, SmallLM), f"kind '{checkpoint.kind}' is no language model"
+    drafter = language_model(checkpoint)
     config = drafter.config
     theta = config.rope_theta or checkpoint.info.rope_theta
     if config.from_target_layers:
-        return follow_rope(target, drafter.shape.head_dim, theta)
+        return llama.follow_rope(target, drafter.shape.head_dim, theta)
     if not config.rope_scaling:
-        return plain_rope(theta)
+        return base.plain_rope(theta)
     scaling = dict(zip(SCALING, config.rope_scaling, strict=True))
     scaling[SCALING[-1]] = int(scaling[SCALING[-1]])
     return {"rope_type": "llama3", "rope_theta": theta, **scaling}
 
 
-LAYOUT = Layout("causal", tuple(FAMILIES.values()), expect, rope=find_rope, eps=False)
+LAYOUT = base.Layout("causal", tuple(FAMILIES.values()), expect, rope=find_rope, eps=False)
 
 
 def matches(folder: Folder) -> bool:
@@ -151,65 +120,49 @@ def matches(folder: Folder) -> bool:
 
 
 def read(folder: Folder, receiver: Receiver) -> Imported:
-    """A distilled (or PARD) drafter from a causal language model with the target's vocabulary.
-
-    The vocabulary is padded or trimmed to the target's.
-    """
-    config, where, size = folder.config, str(folder.path), receiver.info.vocab_size
+    """A distilled (or PARD) drafter from a causal language model with the target's vocabulary. The
+    vocabulary is padded or trimmed to the target's."""
+    config, where, size = folder.config, folder.path, receiver.info.vocab_size
     odd = [name for name in ("mlp_bias", "use_sliding_window") if config.get(name)]
     if config.get("model_type") == "mistral" and config.get("sliding_window"):
         odd.append("sliding_window")
     if odd or str(config.get("hidden_act", "silu")) != "silu":
         what = ", ".join(odd) or "another activation"
         raise UserError(f"'{where}' has {what}, which our drafters do not have.")
-    theirs, notes = dict(folder.tensors), list[str]()
-    shape, layers = read_sizes(config, where)
-    for name in map(OUTPUT_BIAS.format, range(layers)):
-        extra = theirs.pop(name, None)
-        if extra is not None and bool(extra.any()):
-            raise UserError(
-                f"'{where}' has a bias on the output of its attention, which our drafters do not "
-                "have."
-            )
+    theirs = dict(folder.tensors)
+    shape, layers = read_sizes(folder)
+    extra = [theirs.pop(name, None) for name in map(OUTPUT_BIAS.format, range(layers))]
+    if any(bias is not None and bool(bias.any()) for bias in extra):
+        raise UserError(
+            f"'{where}' has a bias on the output of its attention, which our drafters do not have."
+        )
     tied = bool(config.get("tie_word_embeddings", False)) or HEAD not in theirs
     if tied:
         theirs.pop(HEAD, None)
     for name in (EMBEDDING, HEAD):
-        if name in theirs and theirs[name].shape[0] != size:
-            done = "padded" if theirs[name].shape[0] < size else "trimmed"
-            notes.append(f"{name}: {theirs[name].shape[0]} rows, {done} to {size}")
+        count = theirs[name].shape[0] if name in theirs else size
+        if count != size:
+            done = "padded" if count < size else "trimmed"
+            receiver.notes.append(f"{name}: {count} rows, {done} to {size}")
             theirs[name] = resize(theirs[name], size)
-    found = take(rows(shape, layers, size, embedding=True, head=not tied), theirs, where)
-    values = network(config, shape, layers)
-    values["tie_embeddings"] = tied
+    values = network(config, shape, layers) | {"tie_embeddings": tied}
+    found = base.take(base.own_rows("distilled", values, receiver.info), theirs, where)
     token = config.get("pard_token")
     if token is None:
-        return Imported("distilled", values, found, notes)
+        return Imported("distilled", values, found)
     values["pard_token"] = int(token)
-    return Imported("pard", values, found | {"pard_token": torch.tensor(int(token))}, notes)
+    return Imported("pard", values, found | {"pard_token": torch.tensor(int(token))})
 
 
-def network(config: Json, shape: LayerShape, layers: int) -> dict[str, Any]:
+def network(config: Json, shape: LayerShape, layers: int) -> Json:
     """The values of a `NetworkConfig`; raises `UserError` for rotary scalings that ours lack."""
-    rope = read_rope(config)
-    partial = float(rope.get("partial_rotary_factor") or 1.0)
-    if rope["rope_type"] not in ("default", "llama3") or partial != 1.0:
+    rope = llama.read_rope(config)
+    if rope["rope_type"] not in ("default", "llama3") or llama.is_partial(rope):
         raise UserError(
             f"rotary positions of type '{rope['rope_type']}' cannot be a drafter's: allowed are "
             "default and llama3."
         )
-    values: dict[str, Any] = {
-        "num_layers": layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate_size,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": float(rope["rope_theta"]),
-        "qk_norm": shape.qk_norm,
-        "attention_bias": shape.attention_bias,
-    }
+    values = {"num_layers": layers, **asdict(shape), "rope_theta": float(rope["rope_theta"])}
     if rope["rope_type"] == "llama3":
         values["rope_scaling"] = [float(rope[name]) for name in SCALING]
     return values
@@ -217,7 +170,6 @@ def network(config: Json, shape: LayerShape, layers: int) -> dict[str, Any]:
 
 def resize(table: Tensor, size: int) -> Tensor:
     """Rows [V', H] as [V, H]: padded with zeros or trimmed."""
-    found = torch.zeros(size, table.shape[1], dtype=table.dtype)
-    count = min(size, table.shape[0])
-    found[:count] = table[:count]
+    found = table.new_zeros(size, table.shape[1])
+    found[: len(table)] = table[:size]
     return found

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,33 +22,10 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn.block.config import Config
 from heads.nn.block.model import BlockModel
-from heads.nn.blocks import LayerShape
-from inference.export.layouts.base import (
-    Checkpoint,
-    Imported,
-    Json,
-    Options,
-    Shapes,
-    Target,
-    TensorRow,
-    Written,
-    give,
-    refuse,
-    same_names,
-    take,
-)
-from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Receiver
-from inference.export.layouts.layout import Layout, captured_layers, require_taps
-from inference.export.layouts.llama import (
-    block_config,
-    follow_rope,
-    layer_kinds,
-    layer_rows,
-    read_shape,
-    require_fit,
-    sizes_config,
-    with_qk_norm,
-)
+from inference.export.config import ExportConfig
+from inference.export.layouts import base, llama
+from inference.export.layouts.base import Checkpoint, Imported, Target, Written
+from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Json, Receiver
 
 MASK_FILE = "mask_embedding.pt"
 ARCHITECTURES = {
@@ -59,9 +37,12 @@ ARCHITECTURES = {
 MARKOV = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
 """Our dependencies that are DSpark's, and its names for them."""
 TEMPERATURES = "confidence_head.temperatures"
+OWN = ("mask_embedding", TEMPERATURES)
+"""Tensors of ours that the layouts store elsewhere or not at all."""
 ENCODER = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 """The names of these tensors in transformers' DFlash assistant."""
-TELLING = {
+DECODER = {theirs: ours for ours, theirs in ENCODER.items()}
+MARKS = {
     "markov_head.markov_w1.weight": "dspark",
     "prefix_gru.weight_ih_l0": "domino",
     "candidate_selector.predecessor_codebook": "dflash2",
@@ -70,123 +51,63 @@ TELLING = {
 """A tensor of each layout but plain DFlash's."""
 
 
-def rows(
-    config: Config, shape: LayerShape, layers: int, taps: int, vocabulary: int
-) -> list[TensorRow]:
-    """The tensors of a block drafter of our configuration, without mask vector and temperatures."""
-    hidden, rank = shape.hidden_size, config.dependency_rank
-    wide, codes = hidden + rank, (vocabulary, rank)
-    shapes: Shapes = {
-        "fc.weight": (hidden, taps * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    markov = config.dependency in MARKOV
-    if markov:
-        shapes |= {f"markov_head.markov_{part}.weight": codes for part in ("w1", "w2")}
-    if config.dependency == "gated":
-        shapes |= {
-            "markov_head.gate_proj.weight": (rank, wide),
-            "markov_head.gate_proj.bias": (rank,),
-        }
-    if config.dependency == "rnn":
-        shapes |= {
-            "markov_head.joint_proj.weight": (3 * rank, wide + rank),
-            "markov_head.joint_proj.bias": (3 * rank,),
-        }
-    if config.confidence:
-        shapes |= {
-            "confidence_head.proj.weight": (1, wide if markov else hidden),
-            "confidence_head.proj.bias": (1,),
-        }
-    if config.dependency == "gru":
-        shapes |= {
-            "prefix_gru.weight_ih_l0": (3 * rank, hidden),
-            "prefix_gru.weight_hh_l0": (3 * rank, rank),
-            "embed_proj.0.weight": (rank, wide),
-            "embed_proj.2.weight": codes,
-        }
-    if config.dependency == "selector":
-        shapes |= {
-            "candidate_selector.predecessor_codebook": codes,
-            "candidate_selector.successor_codebook": codes,
-            "candidate_selector.hidden_projection.weight": (rank, hidden),
-        }
-    found = []
-    for index in range(layers):
-        prefix = f"layers.{index}."
-        found += layer_rows(prefix, prefix, shape)
-        for part in ("attention_conv", "mlp_conv") if config.convolution else ():
-            groups = 4 * (hidden // config.conv_group_size)
-            shapes[f"{prefix}{part}.base_kernel"] = (2, 2, hidden)
-            shapes[f"{prefix}{part}.kernel_projection.weight"] = (groups, hidden)
-    return same_names(shapes) + found
-
-
-def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
+def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     """See `Layout.tensors`."""
     config, inner, theirs = folder.flat, folder.block, folder.tensors
-    shape = with_qk_norm(read_shape(config, str(folder.path)))
-    values = {"block_size": int(inner["block_size"]), **method_values(config, inner, theirs)}
-    own: Config = build_config("dflash", values)
-    layers, taps = (
-        int(config["num_hidden_layers"]),
-        captured_layers(config, info.num_layers, "vllm"),
-    )
-    table = rows(own, shape, layers, len(taps), info.vocab_size)
+    count = len(base.captured_layers(config, info.num_layers, "vllm"))
+    values = {
+        "block_size": int(inner["block_size"]),
+        "num_layers": int(config["num_hidden_layers"]),
+        "taps": list(range(1, count + 1)),
+        "start_from": "random",
+        **llama.sizes_config(llama.read_shape(config, folder.path), info),
+        **method_values(config, inner, theirs),
+    }
+    table = base.own_rows("dflash", values, info, OWN)
     if "encoder.fc.weight" in theirs:
-        names = {**{row.theirs: row.theirs for row in table}, **ENCODER}
-        table = [TensorRow(row.ours, names[row.theirs], row.shape) for row in table]
-    spare = (EMBEDDING, HEAD) if own.dependency in MARKOV else (EMBEDDING,)
+        table = [replace(row, theirs=ENCODER.get(row.theirs, row.theirs)) for row in table]
+    spare = (EMBEDDING, HEAD) if values.get("dependency") in MARKOV else (EMBEDDING,)
     return table, dict.fromkeys(spare, (info.vocab_size, info.hidden_size))
+
+
+def block_model(checkpoint: Checkpoint) -> BlockModel:
+    drafter = checkpoint.drafter
+    assert isinstance(drafter, BlockModel), f"kind '{checkpoint.kind}' is no block drafter"
+    return drafter
 
 
 def find_rope(checkpoint: Checkpoint, target: Target) -> Json:
     """The rotary parameters: the target's, which block drafters follow."""
-    drafter = checkpoint.drafter
-    assert isinstance(drafter, BlockModel), f"kind '{checkpoint.kind}' is no block drafter"
-    return follow_rope(target, drafter.shape.head_dim, checkpoint.info.rope_theta)
+    head_dim = block_model(checkpoint).shape.head_dim
+    return llama.follow_rope(target, head_dim, checkpoint.info.rope_theta)
 
 
-def layout(name: str, *architectures: str, most: bool = True) -> Layout:
-    """One of the layouts. most: whether its blocks give a token fewer than they have slots."""
+def draftable(config: Json) -> tuple[int, str]:
+    """See `Layout.draftable`: a block gives a token fewer than it has slots."""
+    inner = {**config, **(config.get("dflash_config") or {})}
+    size = int(inner["block_size"]) - 1
+    return size, f"blocks that give {size}"
 
-    def draftable(config: Json) -> tuple[int, str]:
-        inner = {**config, **(config.get("dflash_config") or {})}
-        size = int(inner["block_size"]) - 1
-        return size, f"blocks that give {size}"
 
-    return Layout(
-        name,
-        architectures,
-        expect,
-        find_rope,
-        draftable=draftable if most else None,
-        taps=True,
-        block=True,
+LAYOUTS = tuple(
+    base.Layout(name, names, expect, find_rope, most, taps=True, block=True)
+    for name, names, most in (
+        ("dflash", ("DFlashDraftModel",), draftable),
+        ("dflash2", ("DFlash2DraftModel",), draftable),
+        ("dspark", ("Qwen3DSparkModel", "DSparkDraftModel"), None),
+        ("domino", ("DFlashDraftModel",), draftable),
+        ("dflash-assistant", ("MuseGlimmerAssistantModel",), None),
     )
-
-
-LAYOUTS = (
-    layout("dflash", "DFlashDraftModel"),
-    layout("dflash2", "DFlash2DraftModel"),
-    layout("dspark", "Qwen3DSparkModel", "DSparkDraftModel", most=False),
-    layout("domino", "DFlashDraftModel"),
-    layout("dflash-assistant", "MuseGlimmerAssistantModel", most=False),
 )
 
 
-def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> Written:
-    """The folder for `engine`; raises `UserError` for what it cannot express."""
-    config, info, drafter = checkpoint.config, checkpoint.info, checkpoint.drafter
-    assert isinstance(drafter, BlockModel), f"kind '{checkpoint.kind}' is no block drafter"
-    require_expressible(checkpoint, engine)
+def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
+    """The folder for `options.engine`; raises `UserError` for what it cannot express."""
+    config, info, drafter = checkpoint.config, checkpoint.info, block_model(checkpoint)
+    require_expressible(checkpoint, options.engine)
     taps, layers, shape = drafter.needs.taps, len(drafter.layers), drafter.shape
-    ours, method = checkpoint.tensors, checkpoint.method
-    table = rows(config, with_qk_norm(shape), layers, len(taps), info.vocab_size)
-    token = config.mask_token_id
-    if token < 0:
-        token = target.unused_token(options.mask_token_id)
+    ours, method, learned = checkpoint.tensors, checkpoint.method, config.mask_token_id < 0
+    token = target.unused_token(options.mask_token_id) if learned else config.mask_token_id
     block = {
         "mask_token_id": token,
         "target_layer_ids": [tap - 1 for tap in taps],
@@ -195,7 +116,7 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
     described = {
         "architectures": [ARCHITECTURES[method]],
         "model_type": "qwen3",
-        **block_config(shape, info, layers, find_rope(checkpoint, target)),
+        **llama.block_config(shape, info, layers, find_rope(checkpoint, target)),
         "layer_types": ["full_attention"] * layers,
         "use_sliding_window": False,
         "sliding_window": None,
@@ -204,18 +125,18 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
         "num_target_layers": info.num_layers,
         **own_keys(config, method, block),
     }
-    depth = config.block_size - (0 if config.sample_from_anchor else 1)
-    told = {
+    speculative = {
         "method": "dspark" if method == "dspark" else "dflash",
-        "num_speculative_tokens": draft_length(options.tokens, depth, drafter.causal),
+        "num_speculative_tokens": draft_length(options.tokens, drafts(config), drafter.causal),
     }
-    written = Written(described, give(table, ours, ("mask_embedding", TEMPERATURES)), told)
+    tensors = {name: value for name, value in ours.items() if name not in OWN}
+    written = Written(described, tensors, speculative)
     if TEMPERATURES in ours and not bool((ours[TEMPERATURES] == 1).all()):
         written.kept["confidence_temperatures"] = ours[TEMPERATURES].double().tolist()
         written.notes.append(
             "the temperatures that calibrate the confidence per depth have no place in the layout"
         )
-    if config.mask_token_id < 0:
+    if learned:
         place_mask(written, ours["mask_embedding"], token, method, target)
     return written
 
@@ -240,25 +161,28 @@ def own_keys(config: Config, method: str, block: Json) -> Json:
         own |= {"pure_draft_prefix_len": 1, "shift_label": False}
         return {"dflash_config": block | own, "emb_dim": rank}
     if method == "dflash2":
-        block |= {
-            "conv_kernel_size": 2,
-            "conv_group_size": config.conv_group_size,
-            "selector_rank": rank,
-            "selector_top_k": config.selector_top_k,
-        }
+        block |= {"conv_kernel_size": 2, "conv_group_size": config.conv_group_size}
+        block |= {"selector_rank": rank, "selector_top_k": config.selector_top_k}
     return {"dflash_config": block | {"sample_from_anchor": False}}
+
+
+def drafts(config: Config) -> int:
+    """Tokens that a block gives."""
+    return config.block_size - (0 if config.sample_from_anchor else 1)
 
 
 def draft_length(asked: int, depth: int, causal: bool) -> int:
     """Drafts per step: all of the block's, or fewer where slots see earlier ones only."""
-    if not asked or asked == depth:
-        return depth
-    if asked > depth or not causal:
+    if asked and asked != depth and (asked > depth or not causal):
         why = "" if causal else ", no fewer because its slots see each other"
         raise UserError(
             f"export.tokens: this block drafts {depth} tokens per step{why}; given {asked}."
         )
-    return asked
+    return asked or depth
+
+
+OWN_MASK = "embeds the mask with the target's table, and this drafter learned a vector of its own"
+TRAIN_MASK = "head.mask_token_id=<an unused token of the target>"
 
 
 def require_expressible(checkpoint: Checkpoint, engine: str) -> None:
@@ -270,38 +194,33 @@ def require_expressible(checkpoint: Checkpoint, engine: str) -> None:
             anchor and not dspark,
             "it drafts from the root's own slot on (head.sample_from_anchor=true), which only "
             "DSpark does there",
-            "Train with head.sample_from_anchor=false, or head=dspark.",
+            "head.sample_from_anchor=false, or head=dspark",
         ),
         (
             checkpoint.drafter.needs.taps[0] == 0,
             "it reads the embeddings (tap 0), which have no layer id",
-            "Train with head.taps of 1 and more.",
+            "head.taps of 1 and more",
         ),
         (
             not sglang and config.dependency in ("gated", "rnn"),
             f"its DSpark has no '{config.dependency}' table",
-            "Train with head.dependency=markov, or serve it with SGLang.",
+            "head.dependency=markov, or serve it with SGLang",
         ),
         (
             sglang and config.in_block == "causal",
             "the slots of its blocks see each other in layers without a window",
-            "Train with head.in_block=bidirectional, or serve it with vLLM.",
+            "head.in_block=bidirectional, or serve it with vLLM",
         ),
         (
             sglang and dspark and not anchor,
             "its DSpark drafts from the root's slot on",
-            "Train with head.sample_from_anchor=true.",
+            "head.sample_from_anchor=true",
         ),
-        (
-            sglang and config.mask_token_id < 0,
-            "it always embeds the mask with the target's table, and this drafter learned a vector "
-            "of its own",
-            "Train with head.mask_token_id=<an unused token of the target>.",
-        ),
+        (sglang and config.mask_token_id < 0, f"it always {OWN_MASK}", TRAIN_MASK),
     )
     for applies, what, instead in refusals:
         if applies:
-            raise refuse(what, "SGLang" if sglang else "vLLM", instead)
+            raise base.refuse(what, "SGLang" if sglang else "vLLM", f"Train with {instead}.")
 
 
 def place_mask(written: Written, mask: Tensor, token: int, method: str, target: Target) -> None:
@@ -320,25 +239,15 @@ def place_mask(written: Written, mask: Tensor, token: int, method: str, target: 
     written.files[MASK_FILE] = buffer.getvalue()
 
 
-def write_assistant(
-    checkpoint: Checkpoint, target: Target, options: Options, engine: str
-) -> Written:
+def write_assistant(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
     """transformers' DFlash assistant: plain, bidirectional, with the embedding of a mask token."""
     config, described = checkpoint.config, target.described
     if config.mask_token_id < 0:
-        raise refuse(
-            "it embeds the mask with the target's table, and this drafter learned a vector of its "
-            "own",
-            "transformers",
-            "Train with head.mask_token_id=<an unused token of the target>.",
-        )
+        raise base.refuse(f"it {OWN_MASK}", "transformers", f"Train with {TRAIN_MASK}.")
     if config.in_block == "causal":
-        raise refuse(
-            "its assistant's blocks are bidirectional",
-            "transformers",
-            "Train with head.in_block=bidirectional.",
-        )
-    written = write(checkpoint, target, options, "vllm")
+        instead = "Train with head.in_block=bidirectional."
+        raise base.refuse("its assistant's blocks are bidirectional", "transformers", instead)
+    written = write(checkpoint, target, options)
     inner = written.config.pop("dflash_config")
     written.tensors = {ENCODER.get(name, name): value for name, value in written.tensors.items()}
     special = [f"{name}_token_id" for name in ("bos", "eos", "pad")]
@@ -359,15 +268,14 @@ def write_assistant(
 
 def matches(folder: Folder) -> bool:
     """Whether a folder is a block drafter: layers with normed heads after a projection."""
-    ours = {theirs: name for name, theirs in ENCODER.items()}
-    names = {ours.get(name, name) for name in folder.tensors}
+    names = {DECODER.get(name, name) for name in folder.tensors}
     needed = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
     return needed <= names and "layers.0.hidden_norm.weight" not in names
 
 
 def read(folder: Folder, receiver: Receiver) -> Imported:
     """Our checkpoint from z-lab's, DeepSpec's or an engine's layout."""
-    config, where = folder.config, str(folder.path)
+    config, where = folder.config, folder.path
     inner = config.get("dflash_config") or {}
     ids = inner.get("target_layer_ids", config.get("target_layer_ids"))
     token = inner.get("mask_token_id", config.get("mask_token_id"))
@@ -379,7 +287,7 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     if inner.get("use_swa"):  # z-lab's way to say that all layers slide
         window = inner.get("swa_window_size", config.get("sliding_window"))
         layers = {**config, "layer_types": ["sliding_attention"], "sliding_window": window}
-    kinds = layer_kinds(layers, receiver.info.max_position_embeddings, where)
+    kinds = llama.layer_kinds(layers, receiver.info.max_position_embeddings, where)
     causal = config.get("is_causal", inner.get("causal"))
     if causal is None:
         require_one_kind(kinds, where)
@@ -388,7 +296,7 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     return build(folder, config, receiver, taps, int(token), causal=bool(causal), extra=inner)
 
 
-def require_one_kind(kinds: set[str], where: str) -> None:
+def require_one_kind(kinds: set[str], where: Path) -> None:
     """Raise `UserError` for a mixture of sliding and full layers."""
     if len(kinds) > 1:
         raise UserError(
@@ -408,26 +316,24 @@ def build(
     extra: Json,
 ) -> Imported:
     """Our checkpoint, given taps, mask token and attention. extra: holds the keys of the method."""
-    where, info = str(folder.path), receiver.info
-    shape = read_shape(config, where)
-    require_fit(shape, config, info, where, scaled=True)
-    require_taps(taps, info.num_layers, where)
-    plain = {theirs: ours for ours, theirs in ENCODER.items()}
-    theirs = {plain.get(name, name): value for name, value in folder.tensors.items()}
-    notes: list[str] = []
-    values: dict[str, Any] = {
+    where, info = folder.path, receiver.info
+    shape = llama.read_shape(config, where)
+    llama.require_fit(shape, config, info, where, scaled=True)
+    base.require_taps(taps, info.num_layers, where)
+    theirs = {DECODER.get(name, name): value for name, value in folder.tensors.items()}
+    values: Json = {
         "block_size": int(config["block_size"]),
         "in_block": "causal" if causal else "bidirectional",
         "num_layers": int(config["num_hidden_layers"]),
         "taps": list(taps),
         "start_from": "random",
         "carry_root": False,
-        **sizes_config(shape, info),
+        **llama.sizes_config(shape, info),
         **method_values(config, extra, theirs),
     }
-    mask = take_mask(folder, theirs, receiver, token, notes)
+    mask = take_mask(folder, theirs, receiver, token)
     values["mask_token_id"] = token if mask is None else -1
-    receiver.drop_shared(HEAD, theirs, where, notes)
+    receiver.drop_shared(HEAD, theirs, where)
     offsets = theirs.pop("d2t", None)
     theirs.pop("t2d", None)
     if offsets is not None and bool(offsets.any()):
@@ -435,26 +341,22 @@ def build(
             f"'{where}' drafts from a reduced vocabulary, which our block drafters do not."
         )
     own: Config = build_config("dflash", values)
-    table = rows(own, with_qk_norm(shape), own.num_layers, len(taps), info.vocab_size)
-    found = take(table, theirs, where)
+    found = base.take(base.own_rows("dflash", values, info, OWN), theirs, where)
     if mask is not None:
         found["mask_embedding"] = mask
     if own.confidence:
-        depth = own.block_size - (0 if own.sample_from_anchor else 1)
-        kept = folder.export.kept.get("confidence_temperatures", [1.0] * depth)
+        kept = folder.export.kept.get("confidence_temperatures", [1.0] * drafts(own))
         found[TEMPERATURES] = torch.tensor(kept, dtype=found["confidence_head.proj.weight"].dtype)
-    return Imported("dflash", values, found, notes)
+    return Imported("dflash", values, found)
 
 
-def method_values(config: Json, extra: Json, theirs: Mapping[str, Tensor]) -> dict[str, Any]:
+def method_values(config: Json, extra: Json, theirs: Mapping[str, Tensor]) -> Json:
     """What a folder's extra tensors and keys say of the method, as values of our configuration."""
     markov = theirs.get("markov_head.markov_w1.weight")
     gru = theirs.get("prefix_gru.weight_hh_l0")
     codebook = theirs.get("candidate_selector.predecessor_codebook")
     anchored = extra.get("sample_from_anchor", markov is not None)
-    values: dict[str, Any] = {
-        "sample_from_anchor": bool(config.get("sample_from_anchor", anchored))
-    }
+    values: Json = {"sample_from_anchor": bool(config.get("sample_from_anchor", anchored))}
     if markov is not None:
         named = {name: ours for ours, name in MARKOV.items()}
         kind = str(config.get("markov_head_type", "vanilla"))
@@ -488,24 +390,20 @@ def method_values(config: Json, extra: Json, theirs: Mapping[str, Tensor]) -> di
 
 
 def take_mask(
-    folder: Folder, theirs: dict[str, Tensor], receiver: Receiver, token: int, notes: list[str]
+    folder: Folder, theirs: dict[str, Tensor], receiver: Receiver, token: int
 ) -> Tensor | None:
     """The mask's own vector [H], or None where it is the target's embedding of `token`."""
-    embedding, own = theirs.pop(EMBEDDING, None), receiver.weights.embedding
-    file = folder.path / MASK_FILE
+    embedding, file = theirs.pop(EMBEDDING, None), folder.path / MASK_FILE
     if file.is_file():
         state = torch.load(file, map_location="cpu", weights_only=True)
-        vector = state["embedding"] if isinstance(state, dict) else state
+        vector: Tensor = state["embedding"] if isinstance(state, dict) else state
         return vector.reshape(-1).clone()
     if embedding is None:
         return None
     if receiver.is_shared(EMBEDDING, embedding):
-        notes.append(f"{EMBEDDING}: a copy of the target's, left out")
+        receiver.notes.append(f"{EMBEDDING}: a copy of the target's, left out")
         return None
-    rest = torch.arange(own.shape[0]) != token
-    if embedding.shape != own.shape or not torch.equal(
-        own.to(embedding.dtype)[rest], embedding[rest]
-    ):
+    if not receiver.is_shared_but(token, embedding):
         raise UserError(
             f"'{folder.path}' has an embedding of its own; our block drafters share the target's "
             "(all rows but the mask token's must be equal). Was it made for this target?"

@@ -7,37 +7,16 @@ target's. EAGLE-2 is the same weights with another tree.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn.blocks import LayerShape
 from heads.nn.feature.base import layer_shape
-from inference.export.layouts.base import (
-    Checkpoint,
-    Imported,
-    Options,
-    Shapes,
-    Target,
-    TensorRow,
-    Written,
-    give,
-    refuse,
-    same_names,
-    take,
-)
+from inference.export.config import ExportConfig
+from inference.export.layouts import base, llama
+from inference.export.layouts.base import Checkpoint, Imported, Target, Written
 from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Receiver
-from inference.export.layouts.layout import Layout
-from inference.export.layouts.llama import (
-    block_config,
-    layer_rows,
-    plain_rope,
-    read_shape,
-    require_fit,
-    sizes_config,
-)
 
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
 DEPTH = 4
@@ -48,47 +27,39 @@ OTHER_FIRST_NORMS = (
     "midlayer.hidden_norm.weight",
     "norm.weight",
 )
-"""Tensors that tell other drafters with an `fc` from EAGLE-1."""
+"""Tensors of other drafters with an `fc`, which EAGLE-1 lacks."""
 
 
-def rows(shape: LayerShape, bias: bool) -> list[TensorRow]:
+def rows(shape: LayerShape, info: TargetInfo, bias: bool) -> list[base.TensorRow]:
     """The tensors of an EAGLE-1 drafter; bias: whether `fc` has one."""
-    hidden = shape.hidden_size
-    shapes: Shapes = {"fc.weight": (hidden, 2 * hidden)}
-    if bias:
-        shapes["fc.bias"] = (hidden,)
-    layer = layer_rows("layers.0.", "layers.0.", shape, norms=("post_attention_layernorm",))
-    return same_names(shapes) + layer
+    return base.own_rows("eagle", {**llama.sizes_config(shape, info), "fc_bias": bias}, info)
 
 
-def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
+def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     """See `Layout.tensors`."""
-    shape = read_shape(folder.flat, str(folder.path))
-    sglang = folder.architecture == ARCHITECTURES["sglang"]
-    return rows(shape, sglang), {EMBEDDING: (info.vocab_size, info.hidden_size)}
+    shape = llama.read_shape(folder.flat, folder.path)
+    table = rows(shape, info, folder.architecture == ARCHITECTURES["sglang"])
+    return table, {EMBEDDING: (info.vocab_size, info.hidden_size)}
 
 
-LAYOUT = Layout("eagle", (*ARCHITECTURES.values(), "EagleLlamaForCausalLM"), expect)
+LAYOUT = base.Layout("eagle", (*ARCHITECTURES.values(), "EagleLlamaForCausalLM"), expect)
 
 
-def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> Written:
-    """The folder for `engine`."""
-    config, info = checkpoint.config, checkpoint.info
+def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
+    """The folder for vLLM or SGLang."""
+    config, info, sglang = checkpoint.config, checkpoint.info, options.engine == "sglang"
     shape, bias = layer_shape(config, info), bool(config.fc_bias)
-    if engine == "vllm" and bias:
-        raise refuse(
-            "its projection `fc` has a bias",
-            "vLLM",
-            "Train with head.fc_bias=false, or serve it with SGLang.",
-        )
-    tensors = give(rows(shape, bias), checkpoint.tensors)
-    if engine == "sglang" and not bias:
+    if bias and not sglang:
+        instead = "Train with head.fc_bias=false, or serve it with SGLang."
+        raise base.refuse("its projection `fc` has a bias", "vLLM", instead)
+    tensors = dict(checkpoint.tensors)
+    if sglang and not bias:
         tensors["fc.bias"] = torch.zeros(shape.hidden_size, dtype=tensors["fc.weight"].dtype)
     described = {
-        "architectures": [ARCHITECTURES[engine]],
+        "architectures": [ARCHITECTURES[options.engine]],
         "model_type": "llama",
-        **block_config(shape, info, 1, plain_rope(info.rope_theta)),
-        "bias": engine == "sglang",
+        **llama.block_config(shape, info, 1, base.own_rope(checkpoint, target)),
+        "bias": sglang,
     }
     tokens = options.tokens or max(DEPTH, config.align_steps)
     return Written(described, tensors, {"method": "eagle", "num_speculative_tokens": tokens})
@@ -103,17 +74,15 @@ def matches(folder: Folder) -> bool:
 
 def read(folder: Folder, receiver: Receiver) -> Imported:
     """Our checkpoint from their folder; an `fc.bias` of zeros is none."""
-    config, where = folder.config, str(folder.path)
-    shape = read_shape(config, where)
-    require_fit(shape, config, receiver.info, where)
+    config, where = folder.config, folder.path
+    shape = llama.read_shape(config, where)
+    llama.require_fit(shape, config, receiver.info, where)
     if int(config.get("num_hidden_layers", 1)) != 1:
         raise UserError(f"'{where}' has {config['num_hidden_layers']} layers; our eagle has one.")
-    tensors, notes = dict(folder.tensors), list[str]()
+    tensors = dict(folder.tensors)
     for name in (EMBEDDING, HEAD):
-        receiver.drop_shared(name, tensors, where, notes)
+        receiver.drop_shared(name, tensors, where)
     bias = "fc.bias" in tensors and bool(tensors["fc.bias"].any())
-    found = take(rows(shape, bias), tensors, where, spare=("fc.bias",))
-    values: dict[str, Any] = sizes_config(shape, receiver.info)
-    if bias:
-        values["fc_bias"] = True
-    return Imported("eagle", values, found, notes)
+    found = base.take(rows(shape, receiver.info, bias), tensors, where, spare=("fc.bias",))
+    values = llama.sizes_config(shape, receiver.info) | ({"fc_bias": True} if bias else {})
+    return Imported("eagle", values, found)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,31 +17,24 @@ from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
-from inference.export.layouts.base import Json
 from inference.folders import EXPORT_FILE
 
+Json = dict[str, Any]
+"""A JSON object of a foreign format, such as the content of a config.json."""
 CONFIG = "config.json"
-FORMAT = 1
 PICKLES = ("*.pt", "*.bin", "*.pth")
 NOT_WEIGHTS = (
-    "training_args.bin",
-    "optimizer.pt",
-    "scheduler.pt",
-    "rng_state.pth",
-    "mask_embedding.pt",
-    "trainer_state.pt",
-)
+    "training_args.bin optimizer.pt scheduler.pt rng_state.pth mask_embedding.pt trainer_state.pt"
+).split()
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass
 class ExportNotes:
     """`headstart_export.json`: what an exported folder is and how it is served (docs/formats.md).
+    All fields are empty for the folder of another trainer."""
 
-    All fields are empty for the folder of another trainer.
-    """
-
-    format: int = FORMAT
+    format: int = 1
     kind: str = ""
     method: str = ""
     engine: str = "vllm"
@@ -68,19 +62,17 @@ class ExportNotes:
 
         Unknown keys are left out, and missing ones have their default: other versions wrote them.
         """
-        path = folder / EXPORT_FILE
-        if not path.is_file():
-            return cls()
-        content, empty = read_json(path), cls()
-        names = [each.name for each in fields(cls) if each.name in content]
-        for name in names:
-            wanted = type(getattr(empty, name))
+        path, found = folder / EXPORT_FILE, cls()
+        content = read_json(path) if path.is_file() else {}
+        for name in [each.name for each in fields(cls) if each.name in content]:
+            wanted = type(getattr(found, name))
             if not isinstance(content[name], wanted):
                 raise UserError(
                     f"'{path}' is broken: {name} must be a {wanted.__name__}, it is a "
                     f"{type(content[name]).__name__}. Export the drafter again."
                 )
-        return cls(**{name: content[name] for name in names})
+            setattr(found, name, content[name])
+        return found
 
 
 @dataclass(frozen=True)
@@ -94,10 +86,7 @@ class Folder:
 
     @classmethod
     def read(cls, path: Path) -> Folder:
-        """Read a folder.
-
-        Raises `UserError` if it lacks config.json or weights, or one is broken.
-        """
+        """Raises `UserError` if the folder lacks config.json or weights, or one is broken."""
         if not path.is_dir():
             raise UserError(
                 f"'{path}' is not a folder. Fetch the drafter first "
@@ -131,9 +120,8 @@ def read_json(path: Path) -> Json:
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"'{path}' is broken ({error}). Fetch it again.") from error
     if not isinstance(found, dict):
-        raise UserError(
-            f"'{path}' is broken: it must hold an object, not a {type(found).__name__}."
-        )
+        kind = type(found).__name__
+        raise UserError(f"'{path}' is broken: it must hold an object, not a {kind}.")
     return found
 
 
@@ -148,15 +136,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             raise UserError(
                 f"'{file}' cannot be read ({error}). It is cut off or damaged; fetch it again."
             ) from error
-    if files:
-        return found
-    items = {item for pattern in PICKLES for item in path.glob(pattern)}
-    for file in sorted(item for item in items if item.name not in NOT_WEIGHTS):
-        found.update(unpickle(file))
-    if not found:
-        raise UserError(
-            f"'{path}' holds no weights: neither *.safetensors nor {', '.join(PICKLES)}."
-        )
+    if not files:
+        items = {item for pattern in PICKLES for item in path.glob(pattern)}
+        for file in sorted(item for item in items if item.name not in NOT_WEIGHTS):
+            found.update(unpickle(file))
+        if not found:
+            kinds = ", ".join(PICKLES)
+            raise UserError(f"'{path}' holds no weights: neither *.safetensors nor {kinds}.")
     return found
 
 
@@ -176,18 +162,15 @@ def unpickle(file: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Receiver:
-    """The target that an imported drafter is for."""
+    """The target of an imported drafter. notes: what was left out or could not be known."""
 
     info: TargetInfo
     weights: TargetWeights
+    notes: list[str] = field(default_factory=list)
 
-    def drop_shared(
-        self, name: str, theirs: dict[str, Tensor], where: str, notes: list[str]
-    ) -> None:
+    def drop_shared(self, name: str, theirs: dict[str, Tensor], where: Path) -> None:
         """Take a copy of the target's embedding or LM head out of their tensors, and note it.
-
-        Raises `UserError` for one that is not the target's.
-        """
+        Raises `UserError` for one that is not the target's."""
         value = theirs.pop(name, None)
         if value is None:
             return
@@ -197,10 +180,17 @@ class Receiver:
                 f"'{where}' has an {what} of its own ('{name}' differs from the target's), which "
                 "our drafters of this kind share with the target. Was it made for this target?"
             )
-        notes.append(f"{name}: a copy of the target's, left out")
+        self.notes.append(f"{name}: a copy of the target's, left out")
 
     def is_shared(self, name: str, theirs: Tensor) -> bool:
         """Whether a tensor is the target's own, up to the rounding of its number format."""
-        embedding, head = self.weights.embedding, self.weights.lm_head
-        own = embedding if name.startswith("embed") else head
+        own = self.weights.embedding if name.startswith("embed") else self.weights.lm_head
         return own.shape == theirs.shape and torch.equal(own.to(theirs.dtype).cpu(), theirs.cpu())
+
+    def is_shared_but(self, token: int, embedding: Tensor) -> bool:
+        """Whether all rows of an embedding but the token's are the target's."""
+        own = self.weights.embedding
+        rest = torch.arange(own.shape[0]) != token
+        return own.shape == embedding.shape and torch.equal(
+            own.to(embedding.dtype)[rest], embedding[rest]
+        )

@@ -10,27 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from inference.export.layouts.base import (
-    Checkpoint,
-    Imported,
-    Options,
-    Shapes,
-    Target,
-    TensorRow,
-    Written,
-    give,
-    same_names,
-    take,
-)
+from inference.export.config import ExportConfig
+from inference.export.layouts import base
+from inference.export.layouts.base import Checkpoint, Imported, Target, TensorRow, Written
 from inference.export.layouts.folder import HEAD, Folder, Receiver
-from inference.export.layouts.layout import Layout
 
 PROPOSER = Path(__file__).parents[1] / "vllm_medusa.py"
 """A proposer that the folder holds for versions of vLLM without Medusa."""
@@ -48,23 +36,22 @@ def rows(heads: int, layers: int, hidden: int, vocabulary: int, own_heads: bool)
             found.append(TensorRow("residual_weight", f"{name}.weight", (hidden, hidden), at))
             found.append(TensorRow("residual_bias", f"{name}.bias", (hidden,), at))
         if own_heads:
-            found.append(
-                TensorRow("lm_heads", f"lm_heads.{head}.weight", (vocabulary, hidden), (head,))
-            )
+            size, name = (vocabulary, hidden), f"lm_heads.{head}.weight"
+            found.append(TensorRow("lm_heads", name, size, (head,)))
     return found
 
 
-def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
+def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     """See `Layout.tensors`."""
     config, hidden, size = folder.flat, info.hidden_size, info.vocab_size
     own = not config.get("original_lm_head", False)
     table = rows(int(config["num_heads"]), int(config["num_hidden_layers"]), hidden, size, own)
     if not config.get("medusa_fc_bias", False):
         table = [row for row in table if not row.theirs.endswith(".bias")]
-    return table + ([] if own else same_names({HEAD: (size, hidden)})), {}
+    return table + ([] if own else base.same_names({HEAD: (size, hidden)})), {}
 
 
-LAYOUT = Layout(
+LAYOUT = base.Layout(
     "medusa",
     ("MedusaModel",),
     expect,
@@ -74,39 +61,33 @@ LAYOUT = Layout(
 )
 
 
-def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> Written:
-    """vLLM's folder."""
+def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
     config, info = checkpoint.config, checkpoint.info
+    hidden, vocabulary = info.hidden_size, info.vocab_size
     heads, layers, own = config.num_heads, config.num_layers, config.own_lm_head
-    tensors = give(rows(heads, layers, info.hidden_size, info.vocab_size, own), checkpoint.tensors)
+    tensors = base.give(rows(heads, layers, hidden, vocabulary, own), checkpoint.tensors)
     if not own:
-        require_plain_head(target)
-        dtype = tensors["blocks.0.layers.0.weight"].dtype
-        tensors[HEAD] = target.weights.lm_head.to(dtype)
+        if any(name.endswith("lm_head.bias") for name in target.weights.state):
+            raise UserError(
+                "the target's LM head has a bias, which Medusa's layout cannot hold. Train with "
+                "head.own_lm_head=true."
+            )
+        tensors[HEAD] = target.weights.lm_head.to(tensors["blocks.0.layers.0.weight"].dtype)
     if options.tokens > heads:
         raise UserError(f"export.tokens: this drafter has {heads} heads; given {options.tokens}.")
     described = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
-        "hidden_size": info.hidden_size,
-        "vocab_size": info.vocab_size,
-        "truncated_vocab_size": info.vocab_size,
+        "hidden_size": hidden,
+        "vocab_size": vocabulary,
+        "truncated_vocab_size": vocabulary,
         "num_heads": heads,
         "num_hidden_layers": layers,
         "medusa_fc_bias": True,
         "original_lm_head": not own,
     }
-    told = {"method": "medusa", "num_speculative_tokens": options.tokens or heads}
-    return Written(described, tensors, told, {PROPOSER.name: PROPOSER.read_bytes()})
-
-
-def require_plain_head(target: Target) -> None:
-    """Raise `UserError` for a target whose LM head has a bias, which the layout cannot hold."""
-    if any(name.endswith("lm_head.bias") for name in target.weights.state):
-        raise UserError(
-            "the target's LM head has a bias, which Medusa's layout cannot hold. Train with "
-            "head.own_lm_head=true."
-        )
+    speculative = {"method": "medusa", "num_speculative_tokens": options.tokens or heads}
+    return Written(described, tensors, speculative, {PROPOSER.name: PROPOSER.read_bytes()})
 
 
 def matches(folder: Folder) -> bool:
@@ -120,20 +101,18 @@ def modernise(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of any of the three layouts under vLLM's names."""
     found = {}
     for name, value in tensors.items():
-        block, head = OLD_BLOCK.fullmatch(name), OLD_HEAD.fullmatch(name)
-        if block:
-            found[f"blocks.{block[1]}.layers.{block[2]}.{block[3]}"] = value
-        elif head:
-            found[f"lm_heads.{head[1]}.weight"] = value
-        else:
-            found[name.removeprefix("medusa_heads.")] = value
+        if block := OLD_BLOCK.fullmatch(name):
+            name = f"blocks.{block[1]}.layers.{block[2]}.{block[3]}"
+        elif head := OLD_HEAD.fullmatch(name):
+            name = f"lm_heads.{head[1]}.weight"
+        found[name.removeprefix("medusa_heads.")] = value
     return found
 
 
 def read(folder: Folder, receiver: Receiver) -> Imported:
     """Our checkpoint from Medusa heads; a missing bias is zero."""
-    where, info, config = str(folder.path), receiver.info, folder.config
-    theirs, notes = modernise(folder.tensors), list[str]()
+    where, info, config = folder.path, receiver.info, folder.config
+    theirs = modernise(folder.tensors)
     blocks = [match for name in theirs if (match := BLOCK.fullmatch(name))]
     if not blocks:
         raise UserError(f"'{where}' holds no Medusa block.")
@@ -146,11 +125,10 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
             f"'{where}' drafts from a reduced vocabulary (token_map), which our medusa does not."
         )
     for match in blocks:
-        weight = theirs[match[0]]
-        name = match[0].removesuffix("weight") + "bias"
-        theirs.setdefault(name, torch.zeros(weight.shape[0], dtype=weight.dtype))
-    receiver.drop_shared(HEAD, theirs, where, notes)
+        weight, name = theirs[match[0]], match[0].removesuffix("weight") + "bias"
+        theirs.setdefault(name, weight.new_zeros(weight.shape[0]))
+    receiver.drop_shared(HEAD, theirs, where)
     own = any(name.startswith("lm_heads.") for name in theirs)
-    found = take(rows(heads, layers, info.hidden_size, info.vocab_size, own), theirs, where)
-    values: dict[str, Any] = {"num_heads": heads, "num_layers": layers, "own_lm_head": own}
-    return Imported("medusa", values, found, notes)
+    found = base.take(rows(heads, layers, info.hidden_size, info.vocab_size, own), theirs, where)
+    values = {"num_heads": heads, "num_layers": layers, "own_lm_head": own}
+    return Imported("medusa", values, found)

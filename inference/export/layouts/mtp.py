@@ -12,6 +12,8 @@ target's sizes, and the number is given with --hf-overrides.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -19,132 +21,91 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn.blocks import LayerShape
 from heads.nn.feature.base import layer_shape
-from inference.export.layouts.base import (
-    Checkpoint,
-    Imported,
-    Json,
-    Options,
-    Shapes,
-    Target,
-    TensorRow,
-    Written,
-    give,
-    refuse,
-    same_names,
-    take,
-)
-from inference.export.layouts.folder import Folder, Receiver
-from inference.export.layouts.layout import Layout
-from inference.export.layouts.llama import (
-    block_config,
-    layer_rows,
-    plain_rope,
-    read_shape,
-    require_fit,
-    sizes_config,
-)
+from inference.export.config import ExportConfig
+from inference.export.layouts import base, llama
+from inference.export.layouts.base import Checkpoint, Imported, Shapes, Target, TensorRow, Written
+from inference.export.layouts.folder import Folder, Json, Receiver
 
 PREFIX = "model.mtp_layers.0."
 NAMES = {
+    "fc.weight": "input_proj.weight",
     "pre_fc_norm_embedding.weight": "token_layernorm.weight",
     "pre_fc_norm_hidden.weight": "hidden_layernorm.weight",
     "norm.weight": "final_layernorm.weight",
 }
-PROJECTION = PREFIX + "input_proj.weight"
+PROJECTION = PREFIX + NAMES["fc.weight"]
 SPECULATORS = "mtp_layers.0.input_proj.weight"
 """The projection in the library speculators, which reads the token first."""
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
+SIZES = ("hidden_size", "intermediate_size", *llama.HEADS)
 
 
-def rows(shape: LayerShape) -> list[TensorRow]:
+def rows(shape: LayerShape, info: TargetInfo) -> list[TensorRow]:
     """The tensors of the block, with the projection's halves as ours has them."""
-    hidden = shape.hidden_size
-    found = [TensorRow(f"mtp.{ours}", PREFIX + theirs, (hidden,)) for ours, theirs in NAMES.items()]
-    found.append(TensorRow("mtp.fc.weight", PROJECTION, (hidden, 2 * hidden)))
-    return found + layer_rows("mtp.layers.0.", PREFIX, shape)
+    table = base.own_rows("mtp", {"shared": True, **llama.sizes_config(shape, info)}, info)
+    names = [row.ours.removeprefix("mtp.").removeprefix("layers.0.") for row in table]
+    theirs = [PREFIX + NAMES.get(name, name) for name in names]
+    return [replace(row, theirs=name) for row, name in zip(table, theirs, strict=True)]
 
 
 def swap_halves(projection: Tensor) -> Tensor:
     """A projection [H, 2H] of (token, state) as one of (state, token), and back."""
-    token, state = projection.chunk(2, 1)
-    return torch.cat([state, token], 1).contiguous()
+    return torch.cat(projection.chunk(2, 1)[::-1], 1).contiguous()
 
 
 def biases(shape: LayerShape) -> Shapes:
     """The biases that Qwen2's attention has and ours has not."""
     query, value = shape.num_attention_heads, shape.num_key_value_heads
     counts = {"q": query, "k": value, "v": value}
-    return {
-        f"{PREFIX}self_attn.{name}_proj.bias": (count * shape.head_dim,)
-        for name, count in counts.items()
-    }
+    name = PREFIX + "self_attn.{}_proj.bias"
+    return {name.format(part): (count * shape.head_dim,) for part, count in counts.items()}
 
 
-def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
+def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     """See `Layout.tensors`."""
-    shape = read_shape({**folder.flat, "attention_bias": False}, str(folder.path))
-    return rows(shape) + same_names(biases(shape)), {}
+    shape = llama.read_shape({**folder.flat, "attention_bias": False}, folder.path)
+    return rows(shape, info) + base.same_names(biases(shape)), {}
 
 
-LAYOUT = Layout("mtp-mimo", ("MiMoForCausalLM",), expect, silent=True)
+LAYOUT = base.Layout("mtp-mimo", ("MiMoForCausalLM",), expect, silent=True)
 
 
-def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> Written:
+def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
     """The folder for vLLM and SGLang."""
-    config, info = checkpoint.config, checkpoint.info
+    config, info, vllm = checkpoint.config, checkpoint.info, options.engine == "vllm"
     if not config.shared:
-        raise refuse(
-            "engines recurse one block, and it has a block per depth",
-            {"vllm": "vLLM", "sglang": "SGLang"}[engine],
-            "Train with head.shared=true (head=fastmtp).",
-        )
+        what = "engines recurse one block, and it has a block per depth"
+        instead = "Train with head.shared=true (head=fastmtp)."
+        raise base.refuse(what, "vLLM" if vllm else "SGLang", instead)
     shape = layer_shape(config, info)
     if shape.head_dim * shape.num_attention_heads != shape.hidden_size:
-        raise refuse(
+        raise base.refuse(
             f"its heads are {shape.head_dim} wide, and MiMo's layer divides the hidden size by the "
             "number of heads",
             "an engine",
             f"Train with head.head_dim={shape.hidden_size // shape.num_attention_heads}.",
         )
-    if engine == "vllm":
-        require_sizes_of_target(shape, info)
-    tensors = give(rows(shape), checkpoint.tensors)
+    sizes = {name: (getattr(shape, name), getattr(info, name)) for name in SIZES}
+    wrong = [f"{name} {own} instead of {its}" for name, (own, its) in sizes.items() if own != its]
+    if vllm and wrong:
+        what = f"its layer is not built like the target's ({', '.join(wrong)})"
+        raise base.refuse(what, "vLLM", "Train with the target's own sizes (0).")
+    tensors = base.give(rows(shape, info), checkpoint.tensors)
     tensors[PROJECTION] = swap_halves(tensors[PROJECTION])
     dtype = tensors[PROJECTION].dtype
     tensors |= {name: torch.zeros(size, dtype=dtype) for name, size in biases(shape).items()}
     described = {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "qwen2",
-        **block_config(shape, info, 1, plain_rope(info.rope_theta)),
+        **llama.block_config(shape, info, 1, base.own_rope(checkpoint, target)),
         "num_nextn_predict_layers": 1,
         "use_sliding_window": False,
     }
-    told = {"method": "mtp", "num_speculative_tokens": options.tokens or config.depths}
+    speculative = {"method": "mtp", "num_speculative_tokens": options.tokens or config.depths}
     note = (
         "the engine blanks the token at position 0, which the drafter was trained with: one row of "
         "its cache differs"
     )
-    return Written(described, tensors, told, notes=[note])
-
-
-def require_sizes_of_target(shape: LayerShape, info: TargetInfo) -> None:
-    """Raise `UserError` unless the layer has the target's sizes, with which vLLM builds it."""
-    wrong = [name for name in SIZES if getattr(shape, name) != getattr(info, name)]
-    if wrong:
-        sizes = ", ".join(
-            f"{name} {getattr(shape, name)} instead of {getattr(info, name)}" for name in wrong
-        )
-        raise refuse(
-            f"its layer is not built like the target's ({sizes})",
-            "vLLM",
-            "Train with the target's own sizes (0).",
-        )
+    return Written(described, tensors, speculative, notes=[note])
 
 
 def matches(folder: Folder) -> bool:
@@ -154,7 +115,7 @@ def matches(folder: Folder) -> bool:
 
 def read(folder: Folder, receiver: Receiver) -> Imported:
     """Our checkpoint (one recursed block) from MiMo's layout, or from speculators'."""
-    where, info = str(folder.path), receiver.info
+    where, info = folder.path, receiver.info
     config: Json = folder.config.get("transformer_layer_config", folder.config)
     token_first = SPECULATORS in folder.tensors
     theirs = {
@@ -166,17 +127,13 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     # The block may have been stitched into the target: the target's own weights are left out.
     theirs = {name: value for name, value in theirs.items() if name.startswith(PREFIX)}
     if any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in theirs):
-        raise UserError(
-            f"'{where}' has norms on query and key heads, which our MTP blocks do not have."
-        )
-    shape = read_shape({**config, "attention_bias": False}, where)
-    require_fit(shape, config, info, where)
-    for name in biases(shape):
-        if bool(theirs.pop(name, torch.zeros(1)).any()):
-            raise UserError(
-                f"'{where}' has biases on its attention, which our MTP blocks do not have."
-            )
-    found = take(rows(shape), theirs, where)
+        raise UserError(f"'{where}' has norms on query and key heads, which our MTP blocks lack.")
+    shape = llama.read_shape({**config, "attention_bias": False}, where)
+    llama.require_fit(shape, config, info, where)
+    spare = [theirs.pop(name) for name in biases(shape) if name in theirs]
+    if any(bool(bias.any()) for bias in spare):
+        raise UserError(f"'{where}' has biases on its attention, which our MTP blocks lack.")
+    found = base.take(rows(shape, info), theirs, where)
     if not token_first:
         found["mtp.fc.weight"] = swap_halves(found["mtp.fc.weight"])
-    return Imported("mtp", {"shared": True, **sizes_config(shape, info)}, found)
+    return Imported("mtp", {"shared": True, **llama.sizes_config(shape, info)}, found)

@@ -12,19 +12,10 @@ from dataclasses import dataclass
 from heads.api.errors import UserError
 from inference.export.config import ENGINES
 from inference.export.layouts import causal, dflash, eagle, eagle3, medusa, mtp, speculators
-from inference.export.layouts.base import Checkpoint, Options, Target, Writer, Written
+from inference.export.layouts.base import Layout, Writer
 
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        eagle.LAYOUT,
-        *eagle3.LAYOUTS,
-        *dflash.LAYOUTS,
-        mtp.LAYOUT,
-        medusa.LAYOUT,
-        causal.LAYOUT,
-    )
-}
+_ALL = (*(eagle.LAYOUT, mtp.LAYOUT, medusa.LAYOUT, causal.LAYOUT), *eagle3.LAYOUTS, *dflash.LAYOUTS)
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _ALL}
 """Layouts by name. Those of the library speculators are wrapped ones: `speculators-<name>`."""
 
 
@@ -59,79 +50,66 @@ def _block(name: str, **others: Route | str) -> Ways:
     return found | others
 
 
+_EAGLE = Route("eagle", eagle.write)
+_EAGLE3 = Route("eagle3", eagle3.write)
+_MIMO = Route("mtp-mimo", mtp.write)
+_CAUSAL = Route("causal", causal.write)
+_ALONE = "the library has no stand-alone drafters; vLLM serves the folder for vllm"
+_DOMINO = "it has no Domino; SGLang has"
+_ASSISTANT = Route("dflash-assistant", dflash.write_assistant)
+
+
+def _ways(*ways: Route | str) -> Ways:
+    """The ways to vLLM, SGLang, speculators and transformers."""
+    return dict(zip(ENGINES, ways, strict=True))
+
+
 ROUTES: dict[str, Ways] = {
-    "eagle": {
-        "vllm": Route("eagle", eagle.write),
-        "sglang": Route("eagle", eagle.write),
-        "speculators": "the library has no EAGLE-1; vLLM serves the folder for vllm",
-        "transformers": _STATES,
-    },
-    "eagle3": {
-        "vllm": Route("eagle3", eagle3.write),
-        "sglang": Route("eagle3", eagle3.write),
-        "speculators": Route("speculators-eagle3", speculators.write_eagle3),
-        "transformers": _STATES,
-    },
-    "peagle": {
-        "vllm": Route("peagle", eagle3.write),
-        "sglang": "it has no P-EAGLE; vLLM has",
-        "speculators": Route("speculators-peagle", speculators.write_eagle3),
-        "transformers": _STATES,
-    },
-    "mtp": {
-        "vllm": Route("mtp-mimo", mtp.write),
-        "sglang": Route("mtp-mimo", mtp.write),
-        "speculators": "its MTP layers have norms on query and key heads, ours have none",
-        "transformers": "it builds MTP blocks from the target's own layer class, for families that "
-        "come with them",
-    },
-    "dflash": _block("dflash", transformers=Route("dflash-assistant", dflash.write_assistant)),
+    "eagle": _ways(
+        _EAGLE, _EAGLE, "the library has no EAGLE-1; vLLM serves the folder for vllm", _STATES
+    ),
+    "eagle3": _ways(
+        _EAGLE3, _EAGLE3, Route("speculators-eagle3", speculators.write_eagle3), _STATES
+    ),
+    "peagle": _ways(
+        Route("peagle", eagle3.write),
+        "it has no P-EAGLE; vLLM has",
+        Route("speculators-peagle", speculators.write_eagle3),
+        _STATES,
+    ),
+    "mtp": _ways(
+        _MIMO,
+        _MIMO,
+        "its MTP layers have norms on query and key heads, ours have none",
+        "it builds MTP blocks from the target's own layer class, for families that come with them",
+    ),
+    "dflash": _block("dflash", transformers=_ASSISTANT),
     "dflash2": _block("dflash2"),
     "dspark": _block("dspark"),
-    "domino": _block(
-        "domino", vllm="it has no Domino; SGLang has", speculators="it has no Domino; SGLang has"
-    ),
+    "domino": _block("domino", vllm=_DOMINO, speculators=_DOMINO),
     "dflare": _nowhere(f"a mixture of taps per layer: {_BLOCKS}"),
     "treeflash": _nowhere(f"states conditioned on the parent: {_BLOCKS}"),
     "mixed": _nowhere(f"parts of several block drafters: {_BLOCKS}"),
-    "distilled": {
-        **{engine: Route("causal", causal.write) for engine in ("vllm", "sglang", "transformers")},
-        "speculators": "the library has no stand-alone drafters; vLLM serves the folder for vllm",
-    },
-    "pard": {
-        "vllm": Route("causal", causal.write),
-        "sglang": "its stand-alone drafters are autoregressive, without mask tokens; vLLM has them",
-        "speculators": "the library has no stand-alone drafters; vLLM serves the folder for vllm",
-        "transformers": "it asks its assistant for one token at a time, and a PARD drafter's later "
-        "tokens need mask tokens",
-    },
-    "medusa": {
-        "vllm": Route("medusa", medusa.write),
-        "sglang": "it has no Medusa; vLLM up to 0.32 has, and later ones run it as a custom class",
-        "speculators": "the library has no Medusa; vLLM serves the folder for vllm",
-        "transformers": _STATES,
-    },
+    "distilled": _ways(_CAUSAL, _CAUSAL, _ALONE, _CAUSAL),
+    "pard": _ways(
+        _CAUSAL,
+        "its stand-alone drafters are autoregressive, without mask tokens; vLLM has them",
+        _ALONE,
+        "it asks its assistant for one token at a time, and a PARD drafter's later tokens need "
+        "mask tokens",
+    ),
+    "medusa": _ways(
+        Route("medusa", medusa.write),
+        "it has no Medusa; vLLM up to 0.32 has, and later ones run it as a custom class",
+        "the library has no Medusa; vLLM serves the folder for vllm",
+        _STATES,
+    ),
     "hydra_heads": _nowhere(_HEADS),
-    "early_exit": _nowhere(_SELF),
-    "quantized_self": _nowhere(_SELF),
-    "cascade": _nowhere(_LOOP),
-    "jacobi": _nowhere(_LOOP),
-    "lookahead": _nowhere(_LOOP),
-    "ngram": _nowhere(_LOOKUP),
-    "suffix": _nowhere(_LOOKUP),
+    **dict.fromkeys(("early_exit", "quantized_self"), _nowhere(_SELF)),
+    **dict.fromkeys(("cascade", "jacobi", "lookahead"), _nowhere(_LOOP)),
+    **dict.fromkeys(("ngram", "suffix"), _nowhere(_LOOKUP)),
 }
 """Method -> engine -> the way there, or why there is none."""
-
-
-def write(
-    checkpoint: Checkpoint, target: Target, options: Options, engine: str
-) -> tuple[str, Written]:
-    """The layout's name and the folder of a drafter for an engine.
-
-    Raises `UserError` without a way.
-    """
-    route = find_route(checkpoint.method, engine)
-    return route.layout, route.write(checkpoint, target, options, engine)
 
 
 def find_route(method: str, engine: str) -> Route:
@@ -145,20 +123,15 @@ def find_route(method: str, engine: str) -> Route:
 def markdown() -> str:
     """The routes as a table for docs/serving.md, and the reasons where there is none."""
     lines = ["| method | " + " | ".join(ENGINES) + " |", "|---" * (len(ENGINES) + 1) + "|"]
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, dict[str, None]] = {}
     for method, ways in ROUTES.items():
-        cells = []
+        cells = [method]
         for engine in ENGINES:
             found = ways[engine]
-            if isinstance(found, Route):
-                cells.append(found.layout)
-            else:
-                cells.append("no")
-                reasons.setdefault(f"{engine}: {found}" if _OWN not in found else found, []).append(
-                    method
-                )
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    why = [
-        f"* {', '.join(dict.fromkeys(methods))}: {reason}." for reason, methods in reasons.items()
-    ]
+            cells.append(found.layout if isinstance(found, Route) else "no")
+            if isinstance(found, str):
+                reason = found if _OWN in found else f"{engine}: {found}"
+                reasons.setdefault(reason, {})[method] = None
+        lines.append(f"| {' | '.join(cells)} |")
+    why = [f"* {', '.join(methods)}: {reason}." for reason, methods in reasons.items()]
     return "\n".join([*lines, "", *why])

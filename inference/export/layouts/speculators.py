@@ -7,20 +7,13 @@ so that both read alike).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from heads.api.errors import UserError
-from inference.export.layouts import dflash, eagle3, mtp
-from inference.export.layouts.base import (
-    Checkpoint,
-    Imported,
-    Json,
-    Options,
-    Target,
-    Written,
-    refuse,
-)
-from inference.export.layouts.folder import Folder, Receiver
-from inference.export.layouts.layout import IDS
-from inference.export.layouts.llama import layer_kinds
+from inference.export.config import ExportConfig
+from inference.export.layouts import base, dflash, eagle3, llama, mtp
+from inference.export.layouts.base import IDS, Checkpoint, Imported, Target, Written
+from inference.export.layouts.folder import Folder, Json, Receiver
 
 VERSION = "0.9.0"
 CLASSES = {
@@ -31,12 +24,7 @@ CLASSES = {
     "dspark": "DSparkDraftModel",
 }
 NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
-MARKOV = (
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-)
+MARKOV = "markov_rank markov_head_type enable_confidence_head confidence_head_with_markov".split()
 SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 BLOCK_IDS = "aux_hidden_state_layer_ids"
 DRAFTER_KEYS = frozenset(
@@ -49,39 +37,34 @@ DRAFTER_KEYS = frozenset(
 """Keys of an engine's config.json that are not the decoder layer's."""
 
 
-def write_eagle3(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> Written:
+def write_eagle3(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
     """The library's folder of an EAGLE-3 or P-EAGLE drafter, which vLLM serves too."""
-    written = eagle3.write(checkpoint, target, options, "vllm")
+    written = eagle3.write(checkpoint, target, replace(options, engine="vllm"))
     parallel = eagle3.MASK in written.tensors
     written.tensors = {
         name.replace("midlayer.", "layers.0."): value for name, value in written.tensors.items()
     }
     named = (*NORMS, "draft_vocab_size", "target_hidden_size", IDS)
-    own = {key: written.config[key] for key in named}
-    own["embed_requires_grad"] = parallel
+    own = {key: written.config[key] for key in named} | {"embed_requires_grad": parallel}
     if parallel:
         own["mask_token_id"] = written.config["mask_token_id"]
-    wrap(written, checkpoint.method, own, target)
-    return written
+    return wrap(written, checkpoint.method, own, target)
 
 
-def write_block(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> Written:
+def write_block(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
     """The library's folder of a block drafter, which vLLM serves too."""
-    config, method = checkpoint.config, checkpoint.method
-    written = dflash.write(checkpoint, target, options, "vllm")
+    config = checkpoint.config
+    written = dflash.write(checkpoint, target, replace(options, engine="vllm"))
     if config.mask_token_id < 0:
-        raise refuse(
+        raise base.refuse(
             "its block drafters embed the mask with the target's table, and this one learned a "
             "vector of its own",
             "speculators",
-            "Train with head.mask_token_id=<an unused token of the target>, or export for vllm.",
+            f"Train with {dflash.TRAIN_MASK}, or export for vllm.",
         )
     if config.in_block == "causal":
-        raise refuse(
-            "its full-attention layers are bidirectional inside a block",
-            "speculators",
-            "Export for vllm.",
-        )
+        what = "its full-attention layers are bidirectional inside a block"
+        raise base.refuse(what, "speculators", "Export for vllm.")
     described = written.config
     inner = described.get("dflash_config", described)
     own = {
@@ -92,14 +75,13 @@ def write_block(checkpoint: Checkpoint, target: Target, options: Options, engine
         "sliding_window_non_causal": True,
         "sample_from_anchor": config.sample_from_anchor,
         "target_hidden_size": None,
+        **{key: described[key] for key in MARKOV if key in described},
+        **{key: inner[key] for key in SELECTOR if key in inner},
     }
-    own |= {key: described[key] for key in MARKOV if key in described}
-    own |= {key: inner[key] for key in SELECTOR if key in inner}
-    wrap(written, method, own, target)
-    return written
+    return wrap(written, checkpoint.method, own, target)
 
 
-def wrap(written: Written, method: str, own: Json, target: Target) -> None:
+def wrap(written: Written, method: str, own: Json, target: Target) -> Written:
     """Turn an engine's config.json into the library's. own: the drafter's own keys."""
     engine = written.config
     layer = {key: value for key, value in engine.items() if key not in DRAFTER_KEYS}
@@ -127,6 +109,7 @@ def wrap(written: Written, method: str, own: Json, target: Target) -> None:
         },
         "tie_word_embeddings": False,
     }
+    return written
 
 
 def matches(folder: Folder) -> bool:
@@ -136,27 +119,23 @@ def matches(folder: Folder) -> bool:
 
 def read(folder: Folder, receiver: Receiver) -> Imported:
     """Our checkpoint from a folder that the library saved."""
-    theirs, where = folder.config, str(folder.path)
+    theirs, where = folder.config, folder.path
     method, token = theirs["speculators_model_type"], theirs.get("mask_token_id")
     if method == "mtp":
         return mtp.read(folder, receiver)
     if method not in CLASSES:
-        raise UserError(
-            f"'{where}' is a '{method}' drafter of speculators; we read "
-            f"{', '.join((*CLASSES, 'mtp'))}."
-        )
+        known = ", ".join((*CLASSES, "mtp"))
+        raise UserError(f"'{where}' is a '{method}' drafter of speculators; we read {known}.")
     if not isinstance(theirs.get("transformer_layer_config"), dict):
         raise UserError(f"'{where}': config.json has no transformer_layer_config.")
     flat = {**folder.flat, "tie_word_embeddings": False}
     flat.pop("transformer_layer_config")
-    kinds = layer_kinds(flat, receiver.info.max_position_embeddings, where)
+    kinds = llama.layer_kinds(flat, receiver.info.max_position_embeddings, where)
     block = method not in ("eagle3", "peagle")
-    ids = theirs.get(BLOCK_IDS if block else IDS)
-    if not ids:
-        raise UserError(
-            f"'{where}': config.json names no layers of the target ({BLOCK_IDS if block else IDS})."
-        )
-    taps = tuple(int(number) for number in ids)
+    key = BLOCK_IDS if block else IDS
+    if not theirs.get(key):
+        raise UserError(f"'{where}': config.json names no layers of the target ({key}).")
+    taps = tuple(int(number) for number in theirs[key])
     if not block:
         parallel = method == "peagle"
         return eagle3.build(folder, flat, receiver, taps, parallel=parallel, token=token)
@@ -167,7 +146,7 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     dflash.require_one_kind(kinds, where)
     found = dflash.build(folder, flat, receiver, taps, int(token), causal=causal, extra=theirs)
     if not causal and not non_causal:
-        found.notes.append(
+        receiver.notes.append(
             "sliding_window_non_causal is false: the library trained full layers bidirectionally "
             "all the same, and so they are imported; vLLM would run the original folder causally"
         )

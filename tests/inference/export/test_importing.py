@@ -135,7 +135,7 @@ def test_eagle_3_is_refused_for_what_would_ruin_it(target: TargetModel, tmp_path
     refused("damaged", good, {**mine, "d2t": mine["d2t"] + torch.arange(40)})
     refused("t2d and d2t name different", good, {**mine, "t2d": ~mine["t2d"]})
     refused("which is not the same", {**good, ids: [2, 3], "eagle_config": {ids: [2, 3]}}, mine)
-    refused("made for another target", {**good, ids: [2, 30]}, mine)
+    refused("of another target", {**good, ids: [2, 30]}, mine)
     refused("another target's", {**good, "hidden_size": 64}, mine)
     refused("rope_theta 500000", {**good, "rope_theta": 500000.0}, mine)
     refused("scales its rotary", {**good, "rope_scaling": {"type": "linear", "factor": 2.0}}, mine)

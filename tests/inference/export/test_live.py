@@ -15,7 +15,6 @@ from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
-from inference.export.check import live
 from inference.export.check.config import LiveConfig
 from inference.export.check.live import (
     Served,
@@ -27,6 +26,7 @@ from inference.export.check.live import (
     live_check,
     read_served,
 )
+from inference.measure import vllm_process
 from inference.measure.vllm_process import EngineProcess
 from inference.measure.vllm_worker import ServedMode
 from inference.target.model import TargetModel
@@ -156,7 +156,7 @@ def check(
     requests: list[Request],
     **options: Any,
 ) -> Any:
-    monkeypatch.setattr(live, "serve", stand_in)
+    monkeypatch.setattr(vllm_process, "serve", stand_in)
     served = Served("head", "eagle3", ours, Path("exported"), TOLD, **options)
     return live_check(stand_in.target, [served], requests, PROCESS, (1, 2))
 

@@ -201,7 +201,7 @@ FAULTS: list[tuple[Any, ...]] = [
     ("eagle3_plain", float_map, "dtype: 'd2t' is torch.float32"),
     ("eagle3", short_positions, "positions: they end at 64, the target's at 256"),
     ("dflash", anchored, "anchor: sample_from_anchor is true"),
-    ("dspark", anchor_unsaid, "anchor: sample_from_anchor is not said"),
+    ("dspark", anchor_unsaid, "anchor: sample_from_anchor is not set"),
     ("peagle", wrong_class, "architecture: 'PeagleLlamaForCausalLM' is none"),
     ("eagle3", other_eps, "norm eps: rms_norm_eps is 0.001"),
     ("eagle3", not_finite, "tensor: 'norm.weight'"),

@@ -141,7 +141,7 @@ def test_a_folder_that_exists_is_left_alone(pushed: Path, tmp_path: Path) -> Non
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.md").write_text("years of work", encoding="utf-8")
-    with pytest.raises(UserError, match="exists already and is left alone"):
+    with pytest.raises(UserError, match=r"exists already\. Delete it"):
         pull(OURS, mine)
     assert fetched(mine) == {"thesis.md": b"years of work"}
 

@@ -69,7 +69,7 @@ def refused(hub: HubStandIn, folder: Path, config: PushConfig = REAL) -> str:
     """The message of an upload that fails; the repository must hold nothing, the token must not be
     told."""
     with pytest.raises(UserError) as caught:
-        upload(config, folder, hub.url)
+        upload(config, folder)
     assert not any(hub.repos.values()), "something was published"
     message = str(caught.value)
     assert "hf_" not in message and "\n" not in message
@@ -121,9 +121,9 @@ def test_a_push_puts_the_whole_folder_online_in_one_commit(
 
 
 def test_pushing_again_sends_no_large_file_twice(hub: HubStandIn, built: Path) -> None:
-    upload(REAL, built, hub.url)
+    upload(REAL, built)
     before = hub.uploads_started
-    upload(REAL, built, hub.url)
+    upload(REAL, built)
     assert hub.uploads_started == before > 0
 
 
@@ -175,7 +175,7 @@ def test_an_upload_that_is_cut_off_publishes_nothing_and_can_be_repeated(
     assert not any("/commit/" in request for request in hub.requests)
     assert contents(built) == before
     hub.cut_uploads = False
-    upload(REAL, built, hub.url)
+    upload(REAL, built)
     assert hub.repos[REPO] == before
 
 
@@ -189,7 +189,7 @@ def test_a_hub_that_fails_publishes_nothing(hub: HubStandIn, built: Path, place:
         and "Push again" in message
     )
     hub.failures.clear()
-    upload(REAL, built, hub.url)
+    upload(REAL, built)
     assert hub.repos[REPO] == contents(built)
 
 
@@ -211,12 +211,13 @@ def test_something_that_is_no_hub(hub: HubStandIn, built: Path) -> None:
     assert "does not answer like a Hub" in refused(hub, built)
 
 
-def test_nobody_listens(hub: HubStandIn, built: Path) -> None:
+def test_nobody_listens(hub: HubStandIn, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv("HF_ENDPOINT", address)
     with pytest.raises(UserError, match=f"the connection to {address} broke"):
-        upload(REAL, built, address)
+        upload(REAL, built)
 
 
 def test_offline_mode_is_named(
@@ -230,10 +231,9 @@ def test_offline_mode_is_named(
 def test_the_environment_alone_decides_where_a_push_goes(hub: HubStandIn, built: Path) -> None:
     """A fresh process, as the command line is one: HF_ENDPOINT and HF_TOKEN, nothing else."""
     code = (
-        "import os, sys; from pathlib import Path; from inference.export.hub.config import "
+        "import sys; from pathlib import Path; from inference.export.hub.config import "
         "PushConfig; from inference.export.hub.push import upload; "
-        "print(upload(PushConfig(repo=sys.argv[1]), Path(sys.argv[2]), "
-        "os.environ['HF_ENDPOINT']))"
+        "print(upload(PushConfig(repo=sys.argv[1]), Path(sys.argv[2])))"
     )
     environment = {
         k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -451,5 +451,5 @@ def test_whatever_breaks_the_repository_is_untouched_and_one_line_says_why(
     hub.failures[place] = status
     assert len(refused(hub, built)) < 500
     hub.failures.clear()
-    upload(REAL, built, hub.url)
+    upload(REAL, built)
     assert hub.repos[REPO] == contents(built)
