@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from heads.api.checkpoint import load_drafter
+from heads.api.checkpoint import WEIGHTS_FILE, load_drafter, read_config
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.draft import DraftSettings
 from inference.decoding.engine import Engine
+from inference.manifest import file_sha256
 from inference.measure.prompts import Prompt, to_requests
 from inference.staleness.config import WatchConfig
 from inference.staleness.evidence import Sums
@@ -36,14 +37,9 @@ class Comparison:
     answers: dict[str, DomainAnswers] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        grid = self.reference.grid()
-        self.test = DriftTest(
-            grid,
-            self.reference.most,
-            self.reference.evidence(grid),
-            self.config.tolerance,
-            self.config.alarm_rate,
-        )
+        known, config = self.reference, self.config
+        evidence = known.evidence()
+        self.test = DriftTest(known.grid, known.most, evidence, config.tolerance, config.alarm_rate)
 
     def add(self, fresh: Iterable[Fresh], *, stop: bool = False) -> None:
         """Give the test one answer after the other. stop: end with the first alarm."""
@@ -60,23 +56,22 @@ class Comparison:
     def add_metrics(self, paths: Sequence[str]) -> None:
         """Give the test one look per scrape of a server's metrics."""
         test, reference = self.test, self.reference
+        widest = max(reference.domains, key=reference.spread)
         for totals in read_scrapes([Path(path) for path in paths]):
             for domain, (accepted, passes) in totals.items():
-                widest = max(reference.domains, key=reference.spread)
                 known = domain if domain in test.reference else widest
                 spread, prior = reference.spread(known), test.reference[known].passes
                 test.replace(domain, Sums(test.grid, accepted, passes, spread, prior))
 
     def require_fresh(self) -> None:
         """Raise `UserError` where no answer was of a domain that the reference knows."""
-        if self.test.fresh:
-            return
-        seen = ", ".join(map(repr, self.test.unknown)) or "none"
-        raise UserError(
-            "no fresh answer is of a domain that the reference knows "
-            f"({', '.join(self.reference.domains)}); found: {seen}. Give traffic of those domains, "
-            "or make a reference with these by watch.learn=true."
-        )
+        if not self.test.fresh:
+            seen = ", ".join(map(repr, self.test.unknown)) or "none"
+            raise UserError(
+                "no fresh answer is of a domain that the reference knows "
+                f"({', '.join(self.reference.domains)}); found: {seen}. Give traffic of those "
+                "domains, or make a reference with these by watch.learn=true."
+            )
 
     def as_reference(self, target: dict[str, str], source: str) -> Reference:
         """The fresh answers as a reference: to be the next one, or to be looked at one by one."""
@@ -95,6 +90,35 @@ def count(answers: dict[str, DomainAnswers], fresh: Fresh) -> None:
     answers.setdefault(fresh.domain, DomainAnswers()).answers.append(fresh.passes)
 
 
+def learn_reference(
+    config: WatchConfig,
+    prompts: Sequence[Prompt],
+    checkpoint: Path,
+    target: TargetModel,
+    decode: DecodeConfig,
+    source: str,
+) -> Reference:
+    """The reference of a drafter, whose own target decodes `prompts`; raises `UserError` for too
+    few of every domain. source: where the reference is to lie, for messages."""
+    answers: dict[str, DomainAnswers] = {}
+    for fresh in decode_prompts(config, prompts, checkpoint, target, decode, changed=False):
+        count(answers, fresh)
+    weights = file_sha256(checkpoint / WEIGHTS_FILE)
+    reference = Reference(
+        target={"id": target.info.id, "revision": target.info.revision},
+        drafter={"kind": str(read_config(checkpoint)["kind"]), "weights_sha256": weights},
+        draft=draft_of(decode),
+        temperature=decode.temperature,
+        tokens=decode.max_new_tokens,
+        tallies=answers,
+        depth=decode.tree().max_depth,
+        source=source,
+        system=config.system,
+    )
+    reference.evidence()
+    return reference
+
+
 def decode_prompts(
     config: WatchConfig,
     prompts: Sequence[Prompt],
@@ -107,7 +131,7 @@ def decode_prompts(
 
     changed: whether the target may be another version of the one that the drafter was trained for.
     """
-    chosen = with_system(list(prompts), config.system)
+    chosen = with_system(prompts, config.system)
     random.Random(config.seed).shuffle(chosen)
     chosen = chosen[: config.max_prompts]
     drafter = load_drafter(checkpoint, target.info, target.weights, changed_target=changed)

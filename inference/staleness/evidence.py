@@ -34,7 +34,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil, floor, log
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -84,34 +83,12 @@ def shift_below(share: float) -> int:
     return floor(log(share) / log(1.0 + STEP) + 1e-9)
 
 
-class RatioEvidence(Protocol):
-    """What is known about one acceptance."""
-
-    accepted: float
-    passes: float
-    answers: int
-
-    @property
-    def exact(self) -> bool:
-        """Whether nothing was taken as normal."""
-        ...
-
-    def below(self) -> Floats:
-        """Logarithm of the evidence that the truth lies below each point of `Grid.lower` [G +
-        1]."""
-        ...
-
-    def above(self) -> Floats:
-        """Logarithm of the evidence that the truth lies above each point of `Grid.upper` [G +
-        1]."""
-        ...
-
-
 class Bets:
     """Evidence from single answers; see the module. most: P, where answers are cut; answers:
     (accepted, passes) of each."""
 
     exact = True
+    """Nothing is taken as normal."""
 
     def __init__(self, grid: Grid, most: int, answers: Iterable[tuple[int, int]] = ()) -> None:
         self.grid, self.most = grid, most
@@ -126,18 +103,18 @@ class Bets:
         """Count one answer."""
         self._below += below_factors(self.grid, self.most, accepted, passes)
         self._above += above_factors(self.grid, self.most, accepted, passes)
-        self.accepted, self.passes, self.answers = (
-            self.accepted + accepted,
-            self.passes + passes,
-            self.answers + 1,
-        )
+        self.accepted += accepted
+        self.passes += passes
+        self.answers += 1
 
     def below(self) -> Floats:
-        """See `RatioEvidence`."""
+        """Logarithm [G + 1] of the evidence that the truth lies below each point of
+        `Grid.lower`."""
         return log_mean(self._below)
 
     def above(self) -> Floats:
-        """See `RatioEvidence`."""
+        """Logarithm [G + 1] of the evidence that the truth lies above each point of
+        `Grid.upper`."""
         return log_mean(self._above)
 
 
@@ -166,23 +143,17 @@ class Sums:
     exact = False
 
     def __init__(
-        self,
-        grid: Grid,
-        accepted: float,
-        passes: float,
-        spread: float,
-        prior: float,
-        answers: int = 0,
+        self, grid: Grid, accepted: float, passes: float, spread: float, prior: float
     ) -> None:
-        self.grid, self.spread, self.prior, self.answers = grid, spread, prior, answers
-        self.accepted, self.passes = accepted, passes
+        self.grid, self.accepted, self.passes = grid, accepted, passes
+        self.spread, self.prior, self.answers = spread, prior, 0
 
     def below(self) -> Floats:
-        """See `RatioEvidence`."""
+        """See `Bets.below`."""
         return self._mixture(self.grid.lower * self.passes - self.accepted)
 
     def above(self) -> Floats:
-        """See `RatioEvidence`; at infinity nothing is held."""
+        """See `Bets.above`; at infinity nothing is held."""
         return np.append(self._mixture(self.accepted - self.grid.values * self.passes), -np.inf)
 
     def _mixture(self, excess: Floats) -> Floats:
@@ -192,6 +163,10 @@ class Sums:
         z = excess / np.sqrt(variance + prior)
         phi = torch.special.log_ndtr(torch.from_numpy(z)).numpy()
         return np.asarray(log(2.0) + 0.5 * np.log(prior / (variance + prior)) + 0.5 * z * z + phi)
+
+
+RatioEvidence = Bets | Sums
+"""What is known about one acceptance."""
 
 
 def log_mean(values: Floats) -> Floats:

@@ -7,10 +7,12 @@ Counters give totals only.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow.compute as pc
 
 from heads.api.errors import UserError
@@ -19,19 +21,12 @@ from inference.decoding.requests import Request
 from inference.measure.prompts import Prompt
 from inference.server.scrape import read_samples
 from inference.staleness.reference import Reference, first_passes
-from inference.verifications import (
-    SEQUENCES,
-    VERIFICATIONS,
-    RecordedDrafter,
-    read_facts,
-    read_table,
-)
+from inference.verifications import SEQUENCES, VERIFICATIONS, read_facts, read_table
 
-ACCEPTED, PASSES, INFO = (
-    "headstart_accepted_drafts_total",
-    "headstart_verify_passes_total",
-    "headstart_info",
-)
+ACCEPTED, PASSES = "headstart_accepted_drafts_total", "headstart_verify_passes_total"
+Totals = dict[str, tuple[float, float]]
+"""Domain -> (accepted drafted tokens, passes)."""
+NOTHING = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -50,19 +45,15 @@ def with_system(prompts: Sequence[Prompt], system: str) -> list[Prompt]:
     `UserError` for prompts of token ids."""
     if not system:
         return list(prompts)
-    found = []
+    found, first = [], {"role": "system", "content": system}
     for prompt in prompts:
         if prompt.messages is None:
             raise UserError(
                 f"watch.system: prompt '{prompt.id}' is given as token ids, so no system prompt "
                 "can be put before it. Give messages."
             )
-        rest = tuple(message for message in prompt.messages if message["role"] != "system")
-        found.append(
-            Prompt(
-                prompt.id, prompt.domain, messages=({"role": "system", "content": system}, *rest)
-            )
-        )
+        rest = [message for message in prompt.messages if message["role"] != "system"]
+        found.append(Prompt(prompt.id, prompt.domain, messages=(first, *rest)))
     return found
 
 
@@ -75,18 +66,14 @@ def decode_fresh(
     most: passes that count. Short answers finish first; a test that stops early must not see them
     first.
     """
-    depth = engine.tree.max_depth
     waiting: dict[int, Fresh] = {}
-    order = iter([request.index for request in requests])
-    due = next(order, None)
+    due = deque(request.index for request in requests)
     for completion in engine.run(requests):
-        prompt = prompts[completion.request.index]
-        passes = first_passes((record.accepted for record in completion.passes), depth, most)
-        waiting[completion.request.index] = Fresh(prompt.domain, passes)
-        while due in waiting:
-            assert due is not None
-            yield waiting.pop(due)
-            due = next(order, None)
+        place, accepted = completion.request.index, (one.accepted for one in completion.passes)
+        passes = first_passes(accepted, engine.tree.max_depth, most)
+        waiting[place] = Fresh(prompts[place].domain, passes)
+        while due and due[0] in waiting:
+            yield waiting.pop(due.popleft())
 
 
 # Records
@@ -99,7 +86,7 @@ def read_recorded(folder: Path, reference: Reference) -> list[Fresh]:
     another temperature.
     """
     facts = read_facts(folder)
-    drafter = facts.get("drafter") or RecordedDrafter(name="", kind=None, weights_sha256="")
+    drafter = facts.get("drafter") or {}
     kind, weights = drafter.get("kind"), drafter.get("weights_sha256")
     expected = reference.drafter.get("weights_sha256")
     if kind != reference.drafter.get("kind"):
@@ -119,10 +106,8 @@ def read_recorded(folder: Path, reference: Reference) -> list[Fresh]:
         raise UserError(
             f"'{folder}' has no finished answer yet. Let the server answer some requests first."
         )
-    fitting = ended.filter(
-        pc.less(pc.abs(pc.subtract(ended["temperature"], reference.temperature)), 1e-3)
-    )
-    fitting = fitting.filter(pc.not_equal(fitting["finish"], "cancelled"))
+    same = np.abs(ended["temperature"].to_numpy() - reference.temperature) < 1e-3
+    fitting = ended.filter(same).filter(pc.field("finish") != "cancelled")
     if not fitting.num_rows:
         found = sorted({round(value, 3) for value in ended["temperature"].to_pylist()})
         raise UserError(
@@ -131,27 +116,28 @@ def read_recorded(folder: Path, reference: Reference) -> list[Fresh]:
             f"{', '.join(f'{value:g}' for value in found[:5])}. Make a reference at that "
             "temperature with watch.learn=true."
         )
-    passes = _passes(folder)
+    table = read_table(folder, VERIFICATIONS).select(["sequence", "position", "accepted"])
+    passes = defaultdict[str, list[int]](list)
+    for row in table.sort_by([("sequence", "ascending"), ("position", "ascending")]).to_pylist():
+        passes[row["sequence"]].append(row["accepted"])
     return [
-        Fresh(
-            row["domain"],
-            first_passes(passes.get(row["sequence"], ()), reference.depth, reference.most),
+        Fresh(name, first_passes(passes[sequence], reference.depth, reference.most))
+        for sequence, name in zip(
+            *fitting.sort_by("time").select(["sequence", "domain"]).to_pydict().values(),
+            strict=True,
         )
-        for row in fitting.sort_by("time").select(["sequence", "domain"]).to_pylist()
     ]
 
 
 def require_same_draft(folder: Path, draft: Mapping[str, object], reference: Reference) -> None:
     """Raise `UserError` where records are of another draft than the reference: more drafted tokens,
     more accepted ones."""
-    choices = reference.draft.get("choices") or ()
+    shape, choices = reference.draft.get("shape"), reference.draft.get("choices")
     nodes = {"chain": reference.depth + 1, "dynamic": reference.draft.get("nodes")}
     known = {
-        "shape": reference.draft.get("shape"),
+        "shape": shape,
         "depth": reference.depth,
-        "nodes": nodes.get(
-            str(reference.draft.get("shape")), len(choices) + 1 if choices else None
-        ),
+        "nodes": nodes.get(str(shape), len(choices) + 1 if choices else None),
         "adaptive": "none",
     }
     for name, value in known.items():
@@ -163,59 +149,40 @@ def require_same_draft(folder: Path, draft: Mapping[str, object], reference: Ref
             )
 
 
-def _passes(folder: Path) -> dict[str, list[int]]:
-    """Sequence -> drafted tokens that each of its passes accepted, in order."""
-    table = read_table(folder, VERIFICATIONS).select(["sequence", "position", "accepted"])
-    found: dict[str, list[int]] = {}
-    for row in table.sort_by([("sequence", "ascending"), ("position", "ascending")]).to_pylist():
-        found.setdefault(row["sequence"], []).append(row["accepted"])
-    return found
-
-
 # Prometheus
 
 
-def read_scrapes(paths: Sequence[Path]) -> list[dict[str, tuple[float, float]]]:
-    """Per look, domain -> (accepted drafted tokens, passes) since the first server started.
+def read_scrapes(paths: Sequence[Path]) -> list[Totals]:
+    """Per look, the totals since the first server started.
 
     paths: files with what /metrics showed, or folders of such files, in the order of time (of names
     in a folder). Counters that fall belong to a server that was started again. Raises `UserError`
     for a file that cannot be read or has none of the counters.
     """
-    files = [
-        file
-        for path in paths
-        for file in (sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path])
-    ]
+    files: list[Path] = []
+    for path in paths:
+        files += sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
     if not files:
         raise UserError(f"watch.metrics: there are no files in {', '.join(map(str, paths))}.")
-    looks: list[dict[str, tuple[float, float]]] = []
-    before: dict[str, tuple[float, float]] = {}
-    base: dict[str, tuple[float, float]] = {}
+    looks: list[Totals] = []
+    before: Totals = {}
+    base: Totals = {}
     for file in files:
         now = read_counters(file)
-        if any(now.get(domain, (0.0, 0.0))[1] < passes for domain, (_, passes) in before.items()):
+        if any(now.get(domain, NOTHING)[1] < passes for domain, (_, passes) in before.items()):
             base = _sum(base, before)
         before = now
         looks.append(_sum(base, now))
     return looks
 
 
-def _sum(
-    one: Mapping[str, tuple[float, float]], other: Mapping[str, tuple[float, float]]
-) -> dict[str, tuple[float, float]]:
-    none = (0.0, 0.0)
-    return {
-        name: (
-            one.get(name, none)[0] + other.get(name, none)[0],
-            one.get(name, none)[1] + other.get(name, none)[1],
-        )
-        for name in one.keys() | other.keys()
-    }
+def _sum(one: Totals, other: Totals) -> Totals:
+    pairs = {name: (one.get(name, NOTHING), other.get(name, NOTHING)) for name in {*one, *other}}
+    return {name: (a[0] + b[0], a[1] + b[1]) for name, (a, b) in pairs.items()}
 
 
-def read_counters(path: Path) -> dict[str, tuple[float, float]]:
-    """Domain -> (accepted drafted tokens, passes) of one scrape in Prometheus' text format."""
+def read_counters(path: Path) -> Totals:
+    """The totals of one scrape in Prometheus' text format."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -237,8 +204,5 @@ def read_counters(path: Path) -> dict[str, tuple[float, float]]:
             f"watch.metrics: '{path}' has no {PASSES}. Give what a server of Headstart shows at "
             "/metrics, as text (format 0.0.4)."
         )
-    return {
-        domain: (found[ACCEPTED].get(domain, 0.0), passes)
-        for domain, passes in found[PASSES].items()
-        if passes
-    }
+    counted = {domain: passes for domain, passes in found[PASSES].items() if passes}
+    return {name: (found[ACCEPTED].get(name, 0.0), passes) for name, passes in counted.items()}

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,26 +42,14 @@ class Counters(NamedTuple):
     answers: str
 
 
-COUNTERS = (
-    Counters(
-        "headstart_requests_total",
-        "outcome",
-        "headstart_prompt_tokens_total",
-        "headstart_generated_tokens_total",
-    ),
-    Counters(
-        "vllm:request_success_total",
-        "finished_reason",
-        "vllm:prompt_tokens_total",
-        "vllm:generation_tokens_total",
-    ),
-    Counters(
-        "sglang:num_requests_total",
-        "",
-        "sglang:prompt_tokens_total",
-        "sglang:generation_tokens_total",
-    ),
-)
+COUNTERS = [
+    Counters(prefix + requests, outcome, prefix + "prompt_tokens_total", prefix + answers)
+    for prefix, requests, outcome, answers in (
+        ("headstart_", "requests_total", "outcome", "generated_tokens_total"),
+        ("vllm:", "request_success_total", "finished_reason", "generation_tokens_total"),
+        ("sglang:", "num_requests_total", "", "generation_tokens_total"),
+    )
+]
 
 
 @dataclass(frozen=True)
@@ -108,8 +97,21 @@ def read_traffic(config: TrafficConfig, tokenizer: Any, context: int) -> list[Ar
         _request(line, f"{config.file}, line {number}", config, tokenizer) for number, line in lines
     ]
     found.sort(key=lambda arrival: arrival.time)
-    first = found[0].time
-    return [Arrival(item.time - first, item.prompt, item.answer, item.domain) for item in found]
+    return [replace(item, time=item.time - found[0].time) for item in found]
+
+
+def needed_context(config: TrafficConfig, arrivals: Sequence[Arrival], limit: int) -> int:
+    """Positions per row; raises `UserError` for traffic that does not fit into them, or into the
+    target's `limit`."""
+    longest = max(item.prompt + item.answer for item in arrivals)
+    context = config.context or longest
+    if longest > context or context > limit:
+        raise UserError(
+            f"a request of the traffic takes {longest} positions (prompt and answer); "
+            f"traffic.context is {context} and the target has {limit}. Leave such requests out, or "
+            "say shorter answers."
+        )
+    return context
 
 
 # A log of requests
@@ -174,19 +176,17 @@ def drawn(config: TrafficConfig, read: Sequence[Sample], context: int) -> list[A
     module."""
 
     def by(label: str, name: str) -> dict[str, float]:
-        found: dict[str, float] = {}
+        found = defaultdict[str, float](float)
         for sample in read:
             if sample.name == name:
-                key = sample.labels.get(label, "")
-                found[key] = found.get(key, 0.0) + float(sample.value)
+                found[sample.labels.get(label, "")] += float(sample.value)
         return found
 
     known_names = {sample.name for sample in read}
     names = next((one for one in COUNTERS if one.requests in known_names), COUNTERS[0])
     outcomes = by(names.outcome, names.requests)
-    answered = sum(
-        value for outcome, value in outcomes.items() if not names.outcome or outcome in ANSWERED
-    )
+    ends = ANSWERED if names.outcome else list(outcomes)
+    answered = sum(outcomes.get(end, 0.0) for end in ends)
     prompts, answers = by("domain", names.prompts), by("domain", names.answers)
     if not answered or not sum(prompts.values()) or not sum(answers.values()):
         raise UserError(
@@ -194,8 +194,7 @@ def drawn(config: TrafficConfig, read: Sequence[Sample], context: int) -> list[A
             f"{names.prompts}, {names.answers}). Take /metrics of `headstart serve`, vLLM or "
             "SGLang after it has answered some."
         )
-    busy = sum(by("phase", "headstart_engine_seconds_total").values())
-    seconds = config.seconds or busy
+    seconds = config.seconds or sum(by("phase", "headstart_engine_seconds_total").values())
     if seconds <= 0:
         raise UserError(
             "traffic.seconds is not set, and the file does not say how long its engine was busy. "
@@ -207,17 +206,15 @@ def drawn(config: TrafficConfig, read: Sequence[Sample], context: int) -> list[A
     known = sorted(answers)
     shares = np.array([answers[name] for name in known])
     domains = rng.choice(len(known), count, p=shares * divide(1.0, float(shares.sum())))
-    mean_prompt = max(1.0, divide(sum(prompts.values()), answered))
-    mean_answer = max(1.0, divide(sum(answers.values()), answered))
-    lengths = (
-        rng.geometric(divide(1.0, mean_prompt), count),
-        rng.geometric(divide(1.0, mean_answer), count),
+    long_prompts, long_answers = (
+        rng.geometric(divide(1.0, max(1.0, divide(sum(tokens.values()), answered))), count)
+        for tokens in (prompts, answers)
     )
     # a tail that no row holds was refused, or cut, when it was counted
-    prompt_lengths = np.minimum(lengths[0], context - 1)
-    answer_lengths = np.minimum(lengths[1], context - prompt_lengths)
-    drawn_lengths = np.stack([prompt_lengths, answer_lengths], 1).tolist()
+    prompt_lengths = np.minimum(long_prompts, context - 1)
+    answer_lengths = np.minimum(long_answers, context - prompt_lengths)
+    columns = (times - times[0], prompt_lengths, answer_lengths, domains)
     return [
-        Arrival(float(time - times[0]), prompt, answer, known[domain])
-        for time, (prompt, answer), domain in zip(times, drawn_lengths, domains, strict=True)
+        Arrival(time, prompt, answer, known[domain])
+        for time, prompt, answer, domain in zip(*(c.tolist() for c in columns), strict=True)
     ]

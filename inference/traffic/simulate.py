@@ -100,15 +100,13 @@ def simulate(jobs: Sequence[SimulatedRequest], costs: Costs) -> list[Served]:
                 steps = min(steps, max(1, ceil(divide(jobs[coming].arrival.time - now, step))))
             before = max(row.length for row in running)
             for row in running:
-                row.length += int(
-                    cumulated[row.job][row.done + steps] - cumulated[row.job][row.done]
-                )
+                commits = cumulated[row.job]
+                row.length += int(commits[row.done + steps] - commits[row.done])
                 row.done += steps
             # the middle of the leap's lengths: rows grow about evenly
             last = max(row.length for row in running)
-            now += steps * costs.step(
-                len(running), before + (last - before) * divide(steps - 1, 2 * steps)
-            )
+            middle = before + (last - before) * divide(steps - 1, 2 * steps)
+            now += steps * costs.step(len(running), middle)
             for row in running:
                 if row.done == len(jobs[row.job].commits):
                     end[row.job] = now
@@ -143,12 +141,6 @@ def concurrency(
         if count:
             spent[count] = spent.get(count, 0.0) + moment - since
         count, since = count + change, moment
-    total, found = sum(spent.values()), []
-    for share in shares:
-        passed = 0.0
-        for level in sorted(spent):
-            passed += spent[level]
-            if passed >= share * total:
-                found.append(level)
-                break
-    return found
+    total, levels = sum(spent.values()), sorted(spent)
+    passed = np.cumsum([spent[level] for level in levels])
+    return [levels[place] for place in np.searchsorted(passed, np.array(shares) * total)]

@@ -115,7 +115,6 @@ class LoopConfig:
             trained = [*self.recipes, *self.sweep]
             raise UserError(
                 f"loop.rounds={self.rounds} trains one drafter in rounds, but this loop trains "
-                f"{trained}. "
-                "Choose one with loop.recipes=[<recipe>], or leave the recipes out and choose "
-                "head=<name>."
+                f"{trained}. Choose one with loop.recipes=[<recipe>], or leave the recipes out and "
+                "choose head=<name>."
             )

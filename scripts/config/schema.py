@@ -183,7 +183,7 @@ class Settings:
             for item in self.overrides
             if understands(STAGES[stage], item) and item.key_or_group not in taken
         ]
-        return compose_settings(STAGES[stage], [*front, *own, *back])
+        return load_settings(STAGES[stage], [*front, *own, *back])
 
 
 def understands(stage: Stage, override: Override) -> bool:
@@ -192,13 +192,10 @@ def understands(stage: Stage, override: Override) -> bool:
     return key == "debug" or (key != "experiment" and key.split(".")[0] in stage.groups)
 
 
-def load_settings(stage: Stage, overrides: Sequence[str]) -> Settings:
-    """Compose the stage's configuration with `overrides` and build it; raises `UserError`."""
-    return compose_settings(stage, parse(overrides))
-
-
-def compose_settings(stage: Stage, given: Sequence[Override]) -> Settings:
-    """The settings of a stage under overrides that were read already."""
+def load_settings(stage: Stage, overrides: Sequence[str | Override]) -> Settings:
+    """Compose the stage's configuration with `overrides` (texts, or as `parse` reads them) and
+    build it; raises `UserError`."""
+    given = parse(overrides)
     composed = compose_stage(stage, given)
     return Settings(stage, composed.values, composed.choices, given)
 
@@ -207,7 +204,8 @@ def compose_settings(stage: Stage, given: Sequence[Override]) -> Settings:
 def group_classes() -> dict[str, type]:
     """Group -> its class; `head` is left out, whose class is the `Config` of the chosen kind."""
     found = {name.rstrip("_"): cls for name, cls in get_type_hints(Settings).items()}
-    return {name: cls for name, cls in found.items() if cls is not HeadSettings}
+    del found["head"]
+    return found
 
 
 def attribute(group: str) -> str:
@@ -267,8 +265,8 @@ def complete(group: str, values: Any) -> Any:
 
     Raises `UserError` for values that the group's class does not take.
     """
-    found = build_group(group, values)
-    return plain(found) if group != "head" else {"kind": found.kind, **plain(found.config)}
+    found = plain(build_group(group, values))
+    return found if group != "head" else {"kind": found["kind"], **found["config"]}
 
 
 # Files for other processes

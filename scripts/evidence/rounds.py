@@ -43,7 +43,7 @@ from scripts.evidence.common import (
 )
 from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
 from scripts.tools.recording import cpu_target
-from train.feedback import build
+from train.feedback.build import build
 from train.feedback.config import FeedbackConfig
 
 SCRIPT = "scripts.evidence.rounds"

@@ -27,7 +27,7 @@ from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
 from scripts.evidence import throughput
 from scripts.evidence.common import DOCS, REPORTS, read_json
-from scripts.stages.plan import job_of
+from scripts.stages.train import job_of
 from scripts.tools.common import Section, make_parser, run
 from train.engines.base import Objective
 from train.planning.dry_run import dry_batch, dry_step, plan_drafter

@@ -4,11 +4,16 @@ names."""
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import platform
 import random
+import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,24 +22,21 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from rich.console import Console
 
+from inference.target.hardware import device_facts
+from inference.target.model import TargetModel
 from scripts.config.compose import REPOSITORY
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
 
 PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "peft",
-    "deepspeed",
-    "hydra-core",
-    "safetensors",
-    "triton",
-    "headstart",
-)
+    "torch transformers accelerate datasets peft deepspeed hydra-core safetensors triton headstart"
+).split()
 LONGEST_DIFF = 200_000
+PROGRESS_SECONDS = 30.0
+WIDE = 132
+"""Columns of a table that is not printed on a terminal."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,8 @@ def versions() -> dict[str, str]:
     """Installed versions of the packages that results depend on."""
     found = {}
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -81,48 +81,28 @@ def git_state() -> dict[str, Any]:
 
     A difference of more than `LONGEST_DIFF` characters is cut; `diff_cut` records that.
     """
-    root = REPOSITORY
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=20
+        ).stdout
+
     try:
-        revision = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=20,
-        )
-        changes = subprocess.run(
-            ["git", "diff", "HEAD"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=20,
-        )
+        revision, diff = git("rev-parse", "HEAD").strip(), git("diff", "HEAD")
     except (OSError, subprocess.SubprocessError):
         return {}
-    diff = changes.stdout
-    return {
-        "revision": revision.stdout.strip(),
-        "diff": diff[:LONGEST_DIFF],
-        "diff_cut": len(diff) > LONGEST_DIFF,
-    }
+    return {"revision": revision, "diff": diff[:LONGEST_DIFF], "diff_cut": len(diff) > LONGEST_DIFF}
 
 
 def device(settings: Settings) -> dict[str, Any]:
     """The accelerator, or the processor and its threads: those that the stage computes with."""
-    asked = str((settings.resolved.get("target") or {}).get("device", ""))
+    asked = (settings.resolved.get("target") or {}).get("device")
     if torch.cuda.is_available() and asked != "cpu":
-        return {
-            "kind": "cuda",
-            "name": torch.cuda.get_device_name(),
-            "count": torch.cuda.device_count(),
-        }
-    return {
-        "kind": "cpu",
-        "name": platform.processor() or platform.machine(),
-        "threads": settings.run.threads or torch.get_num_threads(),
-    }
+        name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
+        return {"kind": "cuda", "name": name, "count": count}
+    name, threads = platform.processor() or platform.machine(), settings.run.threads
+    return {"kind": "cpu", "name": name, "threads": threads or torch.get_num_threads()}
 
 
 def prepare_process(config: RunConfig) -> None:
@@ -138,8 +118,46 @@ def prepare_process(config: RunConfig) -> None:
 
 
 def is_main_process() -> bool:
-    """True in the process that writes: rank 0 of a launched job, or the only one."""
+    """Whether this is the process that writes: rank 0 of a launched job, or the only one."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def say(text: str) -> None:
+    """Print in the main process."""
+    if is_main_process():
+        print(text, flush=True)
+
+
+def console() -> Console:
+    """The terminal, or wide lines where the output goes elsewhere: a table that is cut off says
+    nothing."""
+    return Console() if sys.stdout.isatty() else Console(width=WIDE)
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[str], None]]:
+    """Yield what shows a line of progress: in place of the last one on a terminal, elsewhere
+    printed every `PROGRESS_SECONDS` at most."""
+    screen, last = console(), -math.inf
+
+    def print_some(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PROGRESS_SECONDS:
+            last = time.monotonic()
+            print(text, flush=True)
+
+    with screen.status(title) as status:
+        yield status.update if screen.is_terminal else print_some
+
+
+def result_facts(settings: Settings, target: TargetModel) -> dict[str, Any]:
+    """What opens the result file of a stage that measures: format, command, target, device."""
+    return {
+        "format": 1,
+        "command": shlex.join(["headstart", settings.stage.name, *settings.arguments]),
+        "target": {"id": target.info.id, "revision": target.info.revision},
+        "device": device_facts(target.device),
+    }
 
 
 def shown(path: Path) -> str:

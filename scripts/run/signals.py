@@ -75,14 +75,10 @@ def handler_of(owner: int) -> Handler:
             signal.signal(other, signal.SIG_IGN)
         if os.environ.get("RANK", "0") in ("", "0"):
             name = signal.Signals(number).name
-            line = (
-                f"\nheadstart: {name}: nothing is lost; the same command continues where this one "
-                "stopped.\n"
-            )
+            line = "nothing is lost; the same command continues where this one stopped."
             with suppress(OSError):
-                os.write(
-                    2, line.encode()
-                )  # past Python's own buffers, in which the signal may have come
+                # past Python's own buffers, in which the signal may have come
+                os.write(2, f"\nheadstart: {name}: {line}\n".encode())
         raise SystemExit(0)
 
     return leave
@@ -91,9 +87,8 @@ def handler_of(owner: int) -> Handler:
 def watch(hears: int, leave: Handler) -> None:
     """End the process `GRACE_SECONDS` after a signal that is `leave`'s; returns when nothing is to
     be heard any more."""
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, {*SIGNALS, signal.SIGINT}
-    )  # what the main thread blocks is to wait for it
+    # what the main thread blocks is to wait for it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGINT})
     with os.fdopen(hears, "rb", buffering=0) as numbers:
         while number := numbers.read(1):
             if number[0] in SIGNALS and signal.getsignal(number[0]) in (leave, signal.SIG_IGN):

@@ -16,11 +16,11 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +38,6 @@ from inference.manifest import (
     write_bytes,
     write_manifest,
 )
-from inference.target.chat import Span
 from inference.verifications import SEQUENCES, read_facts, read_table
 from train.data.answers import DONE, PACKED, SETTINGS, SHARD_SCHEMA, SHARDS, AnswerRow
 from train.data.manifest import AnswersManifest, read_answers
@@ -80,32 +79,17 @@ class FeedbackReport(TypedDict):
     hard_prompts: int
 
 
-class FeedbackKey(TypedDict):
-    """What decides the result: settings, and per source the SHA-256 of every file read."""
-
-    settings: dict[str, object]
-    inputs: list[dict[str, str]]
-
-
 class FeedbackFacts(FeedbackReport):
-    """The manifest's entry `feedback`."""
+    """The manifest's entry `feedback`. key: what decides the result, which is the settings and per
+    source the SHA-256 of every file read."""
 
-    key: FeedbackKey
+    key: dict[str, object]
 
 
 class FeedbackManifest(AnswersManifest):
     """A folder of answers with feedback."""
 
     feedback: NotRequired[FeedbackFacts]
-
-
-class InheritedFacts(TypedDict):
-    """What the new manifest takes over from the first folder of answers."""
-
-    round: int
-    target: dict[str, object]
-    sampling: dict[str, object]
-    data: dict[str, object]
 
 
 @dataclass
@@ -145,13 +129,11 @@ class AnswerSource:
     def documents(self, info: TargetInfo) -> Iterator[Document]:
         """Every document, in order."""
         records = VerificationRecords(self.records, info)
-        rows = self._answers() if self.answers is not None else self._sequences(info)
-        for row in rows:
+        for row in self._answers() if self.answers is not None else self._sequences(info):
             tokens = np.asarray(row["tokens"], np.int32)
-            spans: list[Span] = [(low, high) for low, high in row["spans"]]
-            yield Document(
-                row, tokens, mask_of(spans, len(tokens)), evidence_of(tokens, records.of(row["id"]))
-            )
+            supervised = mask_of([(low, high) for low, high in row["spans"]], len(tokens))
+            evidence = evidence_of(tokens, records.of(row["id"]))
+            yield Document(row, tokens, supervised, evidence)
 
     def _answers(self) -> Iterator[AnswerRow]:
         assert self.answers is not None
@@ -203,24 +185,21 @@ def build(
     `UserError` for damaged input, input of several targets, or when nothing is left to train on.
     """
     sources, info, facts = _open(records, answers, config, info)
-    settings = {
-        name: value
-        for name, value in json.loads(json.dumps(asdict(config))).items()
-        if name not in STAGE_KEYS
-    }
-    inputs = [source.check(info) for source in sources]
-    key: FeedbackKey = {"settings": settings, "inputs": inputs}
+    settings = json.loads(json.dumps(asdict(config)))
+    for name in STAGE_KEYS:
+        del settings[name]
+    key = {"settings": settings, "inputs": [source.check(info) for source in sources]}
     if (out / MANIFEST_FILE).is_file():
         manifest = cast(FeedbackManifest, read_answers(out))
-        if "feedback" in manifest and manifest["feedback"].get("key") == key:
-            for entry in manifest["shards"]:
-                verify_file(out, entry)
-            return manifest
         if "feedback" not in manifest:
             raise UserError(
                 f"'{out}' holds answers that are no feedback, and is not overwritten. Give "
                 "another folder."
             )
+        if manifest["feedback"].get("key") == key:
+            for entry in manifest["shards"]:
+                verify_file(out, entry)
+            return manifest
         (out / MANIFEST_FILE).unlink()
     if (out / SETTINGS).is_file():
         raise UserError(
@@ -231,7 +210,9 @@ def build(
         shutil.rmtree(out / name, ignore_errors=True)
     tally, costs, seen = _tally(sources, info, config)
     weighing = Weighing.of(config, tally)
-    writer = _Writer(out, config, weighing, _limit(costs, config.hard_prompts))
+    hard = round(config.hard_prompts * len(costs))
+    limit = sorted(costs, reverse=True)[hard - 1] if hard else float("inf")
+    writer = _Writer(out, config, weighing, limit)
     for source in sources:
         for document in source.documents(info):
             writer.add(document)
@@ -262,7 +243,7 @@ def _open(
     answers: Sequence[Path],
     config: FeedbackConfig,
     info: TargetInfo | None,
-) -> tuple[list[AnswerSource], TargetInfo, InheritedFacts]:
+) -> tuple[list[AnswerSource], TargetInfo, dict[str, object]]:
     """What to read, of which target, and what the new manifest takes over."""
     if config.sequences:
         if info is None or not records:
@@ -270,11 +251,9 @@ def _open(
                 "feedback.sequences takes documents from records: give their folders, as "
                 "feedback.records."
             )
-        return (
-            [AnswerSource(None, folder) for folder in records],
-            info,
-            {"round": 1, "target": info.to_dict(), "sampling": {}, "data": {"answers": "records"}},
-        )
+        facts = {"round": 1, "target": info.to_dict(), "sampling": {}}
+        sources = [AnswerSource(None, folder) for folder in records]
+        return sources, info, {**facts, "data": {"answers": "records"}}
     if not answers:
         raise UserError(
             "there are no answers to make feedback of: give their folders, as feedback.answers."
@@ -285,14 +264,11 @@ def _open(
             "each, in order."
         )
     manifests = [read_answers(folder) for folder in answers]
-    info = TargetInfo.from_dict(manifests[0]["target"])
-    facts: InheritedFacts = {
-        "round": 1 + max(manifest.get("round", 0) for manifest in manifests),
-        "target": manifests[0]["target"],
-        "sampling": manifests[0].get("sampling", {}),
-        "data": manifests[0].get("data", {}),
-    }
-    return [AnswerSource(folder, own) for folder, own in zip_longest(answers, records)], info, facts
+    first, last_round = manifests[0], max(manifest.get("round", 0) for manifest in manifests)
+    facts = {"round": 1 + last_round, "target": first["target"]}
+    facts |= {"sampling": first.get("sampling", {}), "data": first.get("data", {})}
+    sources = [AnswerSource(folder, own) for folder, own in zip_longest(answers, records)]
+    return sources, TargetInfo.from_dict(first["target"]), facts
 
 
 def _tally(
@@ -314,12 +290,6 @@ def _tally(
     if tally.unfit:
         logger.warning("%d verifications do not fit the answers and are left out", tally.unfit)
     return tally, costs, seen
-
-
-def _limit(costs: list[float], share: float) -> float:
-    """The cost from which a prompt is among the hardest `share`."""
-    count = round(share * len(costs))
-    return sorted(costs, reverse=True)[count - 1] if count else float("inf")
 
 
 def _report(tally: WeightTotals, weighing: Weighing, writer: _Writer) -> FeedbackReport:
@@ -364,20 +334,15 @@ class _Writer:
     prompts: int = 0
     shards: list[FileEntry] = field(default_factory=list)
     _waiting: list[AnswerRow] = field(default_factory=list)
-    _hard: list[str] = field(default_factory=list)
-    _known: set[str] = field(default_factory=set)
+    _hard: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Id -> line of hard_prompts.jsonl."""
 
     @property
     def schema(self) -> pa.Schema:
         """Columns of the shards."""
-        schema = SHARD_SCHEMA
-        for name, there in (
-            ("weights", self.config.weighs),
-            ("anchors", self.config.anchor_weights),
-        ):
-            if there:
-                schema = schema.append(pa.field(name, pa.list_(pa.float32())))
-        return schema
+        own = {"weights": self.config.weighs, "anchors": self.config.anchor_weights}
+        fields = [pa.field(name, pa.list_(pa.float32())) for name, there in own.items() if there]
+        return pa.schema([*SHARD_SCHEMA, *fields])
 
     def add(self, document: Document) -> None:
         """Take a document; what is left of it waits for its shard."""
@@ -406,43 +371,57 @@ class _Writer:
             self._flush()
 
     def _note_prompt(self, document: Document) -> None:
-        row = document.row
-        if (
-            document.evidence.passes
-            and document.cost >= self.limit
-            and row["id"] not in self._known
-        ):
-            self._known.add(row["id"])
-            prompt = row["tokens"][: row["spans"][0][0]]
-            line = {
-                "id": row["id"],
-                "domain": row["domain"],
-                "tokens": list(prompt),
-                "cost": document.cost,
-            }
-            self._hard.append(json.dumps(line, ensure_ascii=False))
+        row, cost = document.row, document.cost
+        if document.evidence.passes and cost >= self.limit:
+            prompt = list(row["tokens"][: row["spans"][0][0]])
+            line = {"id": row["id"], "domain": row["domain"], "tokens": prompt, "cost": cost}
+            self._hard.setdefault(row["id"], line)
 
     def _flush(self) -> None:
-        if not self._waiting:
-            return
         name = f"{SHARDS}/shard-{len(self.shards):05d}.parquet"
-        sink = pa.BufferOutputStream()
-        pq.write_table(
-            pa.Table.from_pylist(self._waiting, schema=self.schema), sink, compression="zstd"
-        )
+        table, sink = pa.Table.from_pylist(self._waiting, self.schema), pa.BufferOutputStream()
+        pq.write_table(table, sink, compression="zstd")
         write_bytes(self.out / name, sink.getvalue().to_pybytes())
         self.shards.append(file_entry(self.out, name, rows=len(self._waiting)))
         self._waiting = []
 
     def finish(self) -> None:
         """Write what waits; the hardest prompts come first."""
-        self._flush()
+        if self._waiting:
+            self._flush()
         self.prompts = len(self._hard)
         path = self.out / HARD_PROMPTS
         path.unlink(missing_ok=True)
         if self._hard:
-            lines = sorted(self._hard, key=lambda line: -json.loads(line)["cost"])
-            write_bytes(path, ("\n".join(lines) + "\n").encode())
+            write_lines(path, sorted(self._hard.values(), key=lambda line: -line["cost"]))
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Write JSON lines atomically."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    write_bytes(path, "".join(lines).encode())
+
+
+def read_lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """The rows of files of JSON lines."""
+    for path in paths:
+        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+
+
+def summary(manifest: FeedbackManifest) -> str:
+    """What was found, by domain, for people."""
+    found = manifest["feedback"]
+    depths = ["-" if share is None else f"{share:.2f}" for share in found["acceptance"]]
+    lines = [
+        f"{found['documents']} of {manifest['counts']['input']} documents, "
+        f"{found['verifications']} verifications, {found['errors']} first errors; acceptance by "
+        f"depth {' '.join(depths)}"
+    ]
+    for name, one in found["domains"].items():
+        tau = "-" if one["tau"] is None else f"{one['tau']:.2f}"
+        share, weight = one["share"], one["weight"]
+        lines.append(f"  {name}: tau {tau}, {share:.0%} of the tokens, mean weight {weight:.2f}")
+    return "\n".join(lines)
 
 
 def spans_of(mask: NDArray[np.bool_]) -> list[list[int]]:

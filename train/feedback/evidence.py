@@ -12,7 +12,6 @@ Legend: N tokens of a document.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, cast
@@ -63,27 +62,14 @@ class TokenEvidence:
     committed: int = 0
     unfit: int = 0
 
-    @classmethod
-    def nothing(cls, length: int) -> TokenEvidence:
-        """Of a document without records."""
-        return cls(
-            np.zeros(length, np.int16),
-            np.zeros(length, bool),
-            np.ones(length, np.float32),
-            np.zeros(length, np.int16),
-        )
-
-    def part(self, begin: int, end: int) -> TokenEvidence:
-        """That of the tokens [begin, end)."""
-        own = slice(begin, end)
-        return TokenEvidence(self.depth[own], self.failed[own], self.chance[own], self.roots[own])
-
 
 def evidence_of(tokens: NDArray[np.int32], rows: list[Verification]) -> TokenEvidence:
     """What the verifications `rows` of one sequence say of its tokens [N]. One that the tokens
     contradict is left out and counted: it is of another answer to the same prompt.
     """
-    found, length = TokenEvidence.nothing(len(tokens)), len(tokens)
+    length = len(tokens)
+    depth, roots = np.zeros(length, np.int16), np.zeros(length, np.int16)
+    found = TokenEvidence(depth, np.zeros(length, bool), np.ones(length, np.float32), roots)
     for row in rows:
         root, kept, error = row["position"], row["accepted"], row["error_depth"]
         at = root + kept + 1
@@ -95,9 +81,9 @@ def evidence_of(tokens: NDArray[np.int32], rows: list[Verification]) -> TokenEvi
         end = min(at + 1, length)
         found.committed += end - root - 1
         found.roots[root] = error or -1
-        for depth in range(1, min(kept, length - 1 - root) + 1):
-            found.depth[root + depth] = depth
-            found.chance[root + depth] = _chance(row["log_q"][depth - 1], row["log_p"][depth - 1])
+        for level in range(1, min(kept, length - 1 - root) + 1):
+            found.depth[root + level] = level
+            found.chance[root + level] = _chance(row["log_q"][level - 1], row["log_p"][level - 1])
         if error and at < length:
             found.depth[at], found.failed[at] = error, True
             found.chance[at] = _chance(row["pick_log_q"], row["pick_log_p"])
@@ -150,7 +136,3 @@ class VerificationRecords:
         if places is None:
             return []
         return cast(list[Verification], self._table.take(pa.array(places)).to_pylist())
-
-    def sequences(self) -> Iterator[str]:
-        """The names of all sequences."""
-        yield from self._places

@@ -40,8 +40,8 @@ from scripts.stages.loop.speed import measure_generation
 from scripts.stages.loop.steps import Step, perform
 from scripts.stages.loop.table import show
 from scripts.stages.measure import measure_run
-from train.feedback import build
 from train.feedback.branches import write_branches
+from train.feedback.build import build
 from train.feedback.config import FeedbackConfig
 from train.feedback.variations import write_variations
 from train.recording import RECORDS

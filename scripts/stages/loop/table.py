@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.table import Table
 
 from inference.measure.metrics import Gain
+from scripts.run.process import console
 from scripts.stages.loop.record import LoopRecord, Measured, OpenLoopRecord, RoundRecord
-from scripts.stages.report import console
 
 ENDS = {
     "rounds": "all rounds were played",
