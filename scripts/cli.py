@@ -41,8 +41,7 @@ Errors are one message; {debug}=1 adds the traceback."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status (0 done, 1 our own failure, 2 a mistake in what was
-    given, 3 not complete, 130 interrupted)."""
+    """Run one command; its exit status: 0, 1 failure, 2 mistake, 3 incomplete, 130 stopped."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return dispatch(given)
@@ -65,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def dispatch(given: list[str]) -> int:
-    """Find the stage and the flags in `given` and hand over; raises `UserError` for an unknown
-    stage."""
+    """Find stage and flags and hand over; raises `UserError` for an unknown stage."""
     if not given or given[0] in ("--help", "-h", "help"):
         width = max(map(len, STAGES))
         stages = [f"  {stage.name:<{width}}  {stage.summary}" for stage in STAGES.values()]
@@ -135,8 +133,7 @@ def split_flags(rest: list[str]) -> tuple[set[str], list[str], str]:
 
 
 def disk_complaint(error: BaseException | None) -> str | None:
-    """What to tell a person when the disk is full, also where a library put its own words around
-    that; None for other errors."""
+    """The message for a full disk, also where a library wrapped the error; else None."""
     while error is not None:
         number = error.errno if isinstance(error, OSError) else None
         if number in FULL or any(os.strerror(full) in str(error) for full in FULL):
@@ -151,7 +148,6 @@ def disk_complaint(error: BaseException | None) -> str | None:
 
 
 def version() -> str:
-    """The installed version, or a hint when the packages are used without installation."""
     metadata = importlib.import_module("importlib.metadata")
     try:
         return str(metadata.version("headstart"))

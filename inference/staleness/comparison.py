@@ -50,7 +50,6 @@ class Comparison:
                 break
 
     def add_records(self, folder: Path) -> None:
-        """Give the test the answers that a server, a measurement or a generation recorded."""
         self.add(read_recorded(folder, self.reference))
 
     def add_metrics(self, paths: Sequence[str]) -> None:
@@ -86,7 +85,6 @@ class Comparison:
 
 
 def count(answers: dict[str, DomainAnswers], fresh: Fresh) -> None:
-    """Add an answer to its domain's."""
     answers.setdefault(fresh.domain, DomainAnswers()).answers.append(fresh.passes)
 
 
@@ -147,7 +145,6 @@ def decode_prompts(
 
 
 def draft_of(decode: DecodeConfig) -> DraftSettings:
-    """The draft of a reference, as watch.json holds it."""
     draft: DraftSettings = {"shape": decode.shape, "depth": decode.depth, "choices": []}
     if decode.shape in ("tree", "dynamic"):
         draft["choices"] = [list(choice) for choice in decode.choices]

@@ -74,7 +74,6 @@ class Grid:
 
 
 def ratio(shift: int) -> float:
-    """What a value is multiplied by when it moves by `shift` points."""
     return float((1.0 + STEP) ** shift)
 
 
@@ -100,7 +99,6 @@ class Bets:
             self.add(accepted, passes)
 
     def add(self, accepted: int, passes: int) -> None:
-        """Count one answer."""
         self._below += below_factors(self.grid, self.most, accepted, passes)
         self._above += above_factors(self.grid, self.most, accepted, passes)
         self.accepted += accepted
@@ -128,7 +126,6 @@ def below_factors(grid: Grid, most: int, accepted: int, passes: int) -> Floats:
 
 
 def above_factors(grid: Grid, most: int, accepted: int, passes: int) -> Floats:
-    """The same [C, G + 1] for those who bet on a high acceptance."""
     won = (accepted / grid.upper - passes) / most
     return np.asarray(np.log1p(SHARES[:, None] * won))
 
@@ -170,14 +167,12 @@ RatioEvidence = Bets | Sums
 
 
 def log_mean(values: Floats) -> Floats:
-    """Logarithm of the mean over the first axis of exp(values)."""
     top = values.max(0)
     return np.asarray(top + np.log(np.exp(values - top).mean(0)))
 
 
 def interval(evidence: RatioEvidence, grid: Grid, miss: float) -> tuple[float, float]:
-    """The acceptances that the evidence does not contradict, at a chance of at most `miss` that the
-    truth is ever left out."""
+    """The acceptances that are not contradicted, at a chance of `miss` to leave the truth out."""
     least = log(2.0 / miss)
     low = grid.upper[:-1][evidence.above()[:-1] >= least]
     high = grid.lower[evidence.below() >= least]

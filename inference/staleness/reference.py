@@ -57,7 +57,6 @@ class DomainAnswers:
 
     @property
     def acceptance(self) -> float:
-        """Accepted drafted tokens per pass; 0 without a pass."""
         return sum(map(sum, self.answers)) / max(1, sum(map(len, self.answers)))
 
     def by_depth(self, depth: int) -> list[float]:
@@ -106,19 +105,16 @@ class Reference:
 
     @property
     def most(self) -> int:
-        """Passes of an answer that count."""
         return passes_within(self.tokens, self.depth)
 
     @property
     def domains(self) -> list[str]:
-        """What can be watched."""
         tallies = self.tallies.items()
         enough = {name for name, tally in tallies if len(tally.answers) >= LEAST_ANSWERS}
         return sorted({*self.figures, *enough})
 
     @property
     def grid(self) -> Grid:
-        """The acceptances that are considered."""
         return Grid(self.depth)
 
     def evidence(self) -> dict[str, RatioEvidence]:
@@ -219,8 +215,7 @@ def find_reference(given: str, drafter: Path, weights_sha256: str) -> Reference:
 
 
 def require_reference(path: Path) -> None:
-    """Raise `UserError` where `path` is a file that is no reference; writing a reference would
-    replace it."""
+    """Raise `UserError` where `path` is another file than a reference, which would be replaced."""
     if not path.exists():
         return
     try:

@@ -85,8 +85,7 @@ class DriftTest:
         return [name for name, peak in self._peaks.items() if peak >= self.needed]
 
     def add(self, domain: str, accepted: int, passes: int) -> None:
-        """Count one fresh answer and look. One of a domain that the reference does not know is only
-        counted."""
+        """Count one fresh answer and look; one of an unknown domain is only counted."""
         self.answers += 1
         if domain in self.reference:
             self._bets(self.fresh, domain).add(accepted, passes)
@@ -108,7 +107,6 @@ class DriftTest:
             self.unknown[domain] = evidence
 
     def look(self, domain: str) -> None:
-        """Note the evidence that there is now."""
         shift = shift_below(1.0 - self.tolerance)
         self._now[domain] = fallen(self.reference[domain], self.fresh[domain], shift)
         together = sum(self._now.values())
@@ -149,7 +147,6 @@ class DriftTest:
 
 
 def mean_acceptance(values: list[float], passes: np.ndarray) -> float:
-    """Acceptances of domains, weighted by the fresh passes in each."""
     weights = passes if passes.sum() else np.ones(len(values))
     return float(np.average(values, weights=weights))
 
@@ -168,8 +165,7 @@ def fallen(reference: RatioEvidence, fresh: RatioEvidence, shift: int) -> float:
 
 
 def risen(reference: RatioEvidence, fresh: RatioEvidence, shift: int) -> float:
-    """Logarithm of the evidence that the fresh acceptance lies above `ratio(shift)` of the
-    reference's."""
+    """The same for a fresh acceptance above `ratio(shift)` of the reference's."""
     below, above = reference.below()[:-1], fresh.above()
     cells = np.arange(len(below))
     return float((below + above[np.clip(cells + shift, 0, len(above) - 1)]).min())

@@ -41,8 +41,7 @@ class Fresh:
 
 
 def with_system(prompts: Sequence[Prompt], system: str) -> list[Prompt]:
-    """The prompts with a system message put first, in place of one that they have; raises
-    `UserError` for prompts of token ids."""
+    """The prompts with another system message; raises `UserError` for token ids."""
     if not system:
         return list(prompts)
     found, first = [], {"role": "system", "content": system}
@@ -130,8 +129,7 @@ def read_recorded(folder: Path, reference: Reference) -> list[Fresh]:
 
 
 def require_same_draft(folder: Path, draft: Mapping[str, object], reference: Reference) -> None:
-    """Raise `UserError` where records are of another draft than the reference: more drafted tokens,
-    more accepted ones."""
+    """Raise `UserError` where records are of another draft than the reference."""
     shape, choices = reference.draft.get("shape"), reference.draft.get("choices")
     nodes = {"chain": reference.depth + 1, "dynamic": reference.draft.get("nodes")}
     known = {
@@ -182,7 +180,6 @@ def _sum(one: Totals, other: Totals) -> Totals:
 
 
 def read_counters(path: Path) -> Totals:
-    """The totals of one scrape in Prometheus' text format."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -85,7 +85,6 @@ class Way:
     memory: Mapping[str, int]
 
     def jobs(self, arrivals: Sequence[Arrival], seed: int) -> list[SimulatedRequest]:
-        """The traffic as this way decodes it."""
         rng, found = np.random.default_rng(seed), []
         for item in arrivals:
             kept = self.kept.get(item.domain) or self.kept[""]
@@ -93,15 +92,13 @@ class Way:
         return found
 
     def speed(self, jobs: Sequence[SimulatedRequest], rows: int) -> float:
-        """Tokens per second of decoding `rows` of these jobs together, prompts and waiting left
-        out."""
+        """Tokens per second of decoding `rows` of these jobs together, without their prompts."""
         lengths = [job.arrival.prompt + job.arrival.answer * 0.5 for job in jobs]
         length = divide(sum(lengths), len(jobs))
         return rows * divide(tau_of(jobs), self.costs.step(rows, length))
 
 
 def tau_of(jobs: Sequence[SimulatedRequest]) -> float:
-    """Tokens per verification."""
     return divide(sum(sum(job.commits) for job in jobs), sum(len(job.commits) for job in jobs))
 
 
@@ -210,8 +207,6 @@ def advise(
 
 
 def seen_by_users(jobs: Sequence[SimulatedRequest], served: Sequence[Served]) -> UserView:
-    """Throughput, and quantiles of the latency and of the time to the first token."""
-
     def quantiles(moments: list[float]) -> dict[str, float]:
         waits = [at - job.arrival.time for at, job in zip(moments, jobs, strict=True)]
         return {name: float(np.quantile(waits, share)) for name, share in QUANTILES.items()}

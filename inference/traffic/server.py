@@ -70,8 +70,7 @@ def server_costs(
 
 
 def kept_tokens(found: Survey, draft: Draft, task: Task) -> dict[str, list[int]]:
-    """Domain -> tokens of each verification; "" has all domains'. An answer's last verification is
-    left out: its end cut it."""
+    """Domain ("": all) -> tokens of each verification but an answer's last, which its end cut."""
     by_domain: dict[str, list[int]] = {"": []}
     for answer, domain in zip(found.answers[draft], task.domains, strict=True):
         counts = [record.committed for record in answer.passes[:-1]]

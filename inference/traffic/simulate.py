@@ -35,15 +35,12 @@ class Costs:
 
     @property
     def rows(self) -> int:
-        """Most rows decoded together."""
         return len(self.fixed)
 
     def step(self, rows: int, length: float) -> float:
-        """Seconds of a step."""
         return self.fixed[rows - 1] + self.per_token[rows - 1] * length
 
     def read(self, lengths: Sequence[int]) -> float:
-        """Seconds of reading prompts of these lengths together."""
         return self.prefill + self.prefill_token * len(lengths) * max(lengths)
 
 
@@ -132,8 +129,7 @@ def draw_commits(answer: int, commits: Sequence[int], rng: np.random.Generator) 
 def concurrency(
     jobs: Sequence[SimulatedRequest], served: Sequence[Served], shares: Sequence[float]
 ) -> list[int]:
-    """Requests in the server (waiting or decoded) at quantiles of time, of the time in which there
-    was any."""
+    """Requests in the server at quantiles of the time in which there was any."""
     changes = sorted([(job.arrival.time, 1) for job in jobs] + [(item.end, -1) for item in served])
     spent: dict[int, float] = {}
     count, since = 0, 0.0

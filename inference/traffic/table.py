@@ -9,7 +9,6 @@ from inference.traffic.advice import TrafficAdvice
 
 
 def traffic_table(advice: TrafficAdvice) -> Table:
-    """One line per drafter and length."""
     level, requests = advice["concurrency"], advice["traffic"]["requests"]
     found = Table(title=f"{requests} requests, at most {advice['rows']} decoded together")
     found.add_column("drafter")
@@ -34,7 +33,6 @@ def traffic_table(advice: TrafficAdvice) -> Table:
 
 
 def advice_lines(advice: TrafficAdvice) -> list[str]:
-    """What to do, in a sentence for each concurrency."""
     lines = []
     for name, best in advice["best"].items():
         where = f"at {advice['concurrency'][name]} requests ({name})"

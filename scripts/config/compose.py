@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,12 @@ EXTRA_VARIABLE = "HEADSTART_CONF"
 searched after conf/."""
 
 
-@dataclass(frozen=True)
-class Composition:
-    """What the YAML files and the command line say together."""
+def compose_stage(stage: Stage, given: Sequence[Override]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Compose a stage's configuration; raises `UserError` for what cannot be composed.
 
-    values: dict[str, Any]
-    """Group -> plain values, interpolations resolved, of the groups that the stage reads."""
-    choices: dict[str, Any]
-    """Option group -> chosen option, or options for recipes; None where there is none."""
-
-
-def compose_stage(stage: Stage, given: Sequence[Override]) -> Composition:
-    """Compose a stage's configuration; raises `UserError` for what does not exist or cannot be
-    read."""
+    Returns group -> plain values, interpolations resolved, of the groups that the stage reads; and
+    option group -> chosen option, or options for recipes, None where there is none.
+    """
     OmegaConf.register_new_resolver("repo", repository_path, replace=True)
     accepted = [check_override(stage, item) for item in given]
     searchpath = ",".join(f"file://{folder}" for folder in extra_folders())
@@ -64,7 +56,7 @@ def compose_stage(stage: Stage, given: Sequence[Override]) -> Composition:
     for name in map(str, composed):
         if name not in GROUPS:
             raise UserError(f"{name}: there is no such group.{suggest(name, GROUPS)}")
-    return Composition({group: plain(composed, group) for group in stage.groups}, choices)
+    return {group: plain(composed, group) for group in stage.groups}, choices
 
 
 def plain(composed: Any, group: str) -> Any:
@@ -99,8 +91,7 @@ def parse(overrides: Sequence[str | Override]) -> list[Override]:
 
 
 def check_override(stage: Stage, override: Override) -> str:
-    """The override as Hydra shall apply it; raises `UserError` for a group, option or key that does
-    not exist."""
+    """The override as Hydra shall apply it; raises `UserError` for one that sets nothing."""
     key, value, given = override.key_or_group, override.value(), f"'{override.input_line}'"
     if override.is_sweep_override():
         raise UserError(
@@ -157,8 +148,7 @@ def extra_folders() -> list[Path]:
 
 
 def repository_path(relative: str) -> str:
-    """`${repo:path}`: a path inside the repository as a person standing in the working directory
-    would write it."""
+    """`${repo:path}`: a path inside the repository as seen from the working directory."""
     found, here = REPOSITORY / relative, Path.cwd().resolve()
     return str(found.relative_to(here)) if found.is_relative_to(here) else str(found)
 

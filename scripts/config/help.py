@@ -42,8 +42,7 @@ class Field:
 
 
 def stage_help(stage: Stage, overrides: list[str]) -> str:
-    """The help text of a stage, for the configuration that `overrides` compose."""
-    composed = compose_stage(stage, parse(overrides))
+    values, choices = compose_stage(stage, parse(overrides))
     lines = [
         f"headstart {stage.name}: {stage.summary}",
         "",
@@ -55,14 +54,13 @@ def stage_help(stage: Stage, overrides: list[str]) -> str:
     ]
     for group in OPTION_GROUPS:
         if group in stage.groups or group in RECIPE_GROUPS:
-            choice = composed.choices.get(group)
+            choice = choices.get(group)
             chosen = choice if isinstance(choice, list) else [choice]
             marked = [f"{name}*" if name in chosen else name for name in options(group)]
             lines.append(f"  {group:<11} {', '.join(marked)}")
     lines += ["", "keys (key=value; the values are those in use):"]
     for group in stage.groups:
-        values = composed.values[group]
-        lines += key_lines(f"  {group}", group_fields(group, values), values)
+        lines += key_lines(f"  {group}", group_fields(group, values[group]), values[group])
     return "\n".join(lines)
 
 
@@ -85,7 +83,6 @@ def spelt(value: Any) -> str:
 
 
 def group_fields(group: str, values: Any) -> list[Field]:
-    """The fields of a group's dataclass; for `head` those of the chosen kind."""
     if group == "head":
         kind = str(values.get("kind"))
         own = [Field("kind", kind, f"Drafter kind: heads/{kind}.py.")]
@@ -98,8 +95,7 @@ def group_fields(group: str, values: Any) -> list[Field]:
 
 @cache
 def fields_of(file: Path, name: str) -> list[Field]:
-    """Fields and their docstrings of a dataclass that a source file defines or imports, inherited
-    ones first; empty when it does neither."""
+    """Fields of a dataclass that a source file defines or imports, inherited ones first."""
     if not file.is_file():
         return []
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -115,8 +111,7 @@ def fields_of(file: Path, name: str) -> list[Field]:
 
 
 def allowed(file: Path, kind: str) -> str:
-    """What a type allows, in words: the options of a `Literal`, the limits of a type of
-    heads.api.config."""
+    """What a type allows, in words: options of a `Literal`, or limits."""
     node = type_node(file, kind)
     if node is None:
         return ""
@@ -152,7 +147,6 @@ def type_node(file: Path, kind: str) -> ast.expr | None:
 
 
 def source_of(module: str) -> Path:
-    """The file of a module of this repository."""
     return REPOSITORY / Path(*module.split(".")).with_suffix(".py")
 
 
@@ -173,8 +167,7 @@ def class_fields(file: Path, node: ast.ClassDef) -> Iterator[Field]:
 
 
 def default_text(node: ast.expr) -> str:
-    """A default value as one would write it on the command line; a factory is named by what it
-    makes."""
+    """A default value as on the command line; a factory is named by what it makes."""
     try:
         return spelt(ast.literal_eval(node))
     except ValueError:

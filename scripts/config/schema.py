@@ -135,7 +135,6 @@ class Settings:
 
     @property
     def arguments(self) -> list[str]:
-        """The overrides as they were written."""
         return [str(item.input_line) for item in self.overrides]
 
     @property
@@ -193,11 +192,9 @@ def understands(stage: Stage, override: Override) -> bool:
 
 
 def load_settings(stage: Stage, overrides: Sequence[str | Override]) -> Settings:
-    """Compose the stage's configuration with `overrides` (texts, or as `parse` reads them) and
-    build it; raises `UserError`."""
+    """The checked settings of a stage under `overrides`; raises `UserError`."""
     given = parse(overrides)
-    composed = compose_stage(stage, given)
-    return Settings(stage, composed.values, composed.choices, given)
+    return Settings(stage, *compose_stage(stage, given), given)
 
 
 @cache
@@ -209,12 +206,10 @@ def group_classes() -> dict[str, type]:
 
 
 def attribute(group: str) -> str:
-    """The attribute of `Settings` that holds a group."""
     return f"{group}_" if keyword.iskeyword(group) else group
 
 
 def build_group(group: str, values: Any) -> Any:
-    """The object behind a top-level key, from plain values."""
     return build_head(values) if group == "head" else build(group_classes()[group], values, group)
 
 

@@ -30,13 +30,12 @@ class Stage:
 
     @property
     def module(self) -> str:
-        """The module that runs it: `run(settings: Settings) -> int | None`, the exit status, None
-        for 0."""
+        """The module with `run(settings)`, which returns the exit status or None for 0."""
         return f"scripts.stages.{self.code or self.root}"
 
     @property
     def root(self) -> str:
-        """The name of the stage's root in conf/, which is base.yaml for a stage that has none."""
+        """The stage's root in conf/, which is base.yaml where there is no such file."""
         return self.name.replace("-", "_")
 
     def expand_short(self, overrides: list[str]) -> list[str]:

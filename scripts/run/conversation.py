@@ -40,7 +40,6 @@ class Chat:
         self.messages = list(self.opening)
 
     def clear(self) -> None:
-        """Forget the conversation, but not the system message."""
         self.messages = list(self.opening)
 
     def answer(self, prompt: str) -> Answer:
@@ -87,7 +86,6 @@ class TextStream:
 
 
 def summary(answer: Answer, name: str) -> str:
-    """One line of numbers about an answer."""
     tau = divide(sum(item.committed for item in answer.passes), len(answer.passes))
     speed = divide(answer.tokens, answer.seconds)
     total = f"{answer.tokens} tokens in {answer.seconds:.2f} s"
@@ -95,7 +93,6 @@ def summary(answer: Answer, name: str) -> str:
 
 
 def converse(chat: Chat, name: str) -> None:
-    """The terminal loop."""
     console = Console()
     console.print(
         f"{chat.engine.target.info.id} with {name}. /clear forgets the conversation, /quit or "

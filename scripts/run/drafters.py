@@ -50,13 +50,12 @@ class Found:
 
     @property
     def folder(self) -> Path:
-        """The checkpoint of a drafter that is known to have one."""
+        """The checkpoint, of a drafter that is known to have one."""
         assert self.checkpoint is not None, f"'{self.name}' needs no training"
         return self.checkpoint
 
     @property
     def has_weights(self) -> bool:
-        """Whether there is a checkpoint with trained weights."""
         return self.checkpoint is not None and (self.checkpoint / WEIGHTS_FILE).is_file()
 
     @property
@@ -85,7 +84,6 @@ def trained(run: RunConfig) -> dict[str, Found]:
 
 
 def checkpoints(run: RunConfig) -> dict[str, Found]:
-    """Name -> drafter for everything below <run>/train/ that has a best checkpoint."""
     folders = sorted((run.directory / "train").glob(f"*/{BEST}/{CHECKPOINT_FILE}"))
     return {path.parents[1].name: at(path.parent) for path in folders}
 
@@ -107,16 +105,14 @@ def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
 
 
 def at(folder: Path) -> Found:
-    """The drafter in a checkpoint folder or in a train stage's folder; raises `UserError` when
-    there is none."""
+    """The drafter in a checkpoint's or train stage's folder; raises `UserError` for neither."""
     checkpoint = folder / BEST if (folder / BEST / CHECKPOINT_FILE).is_file() else folder
     kind, whole = str(read_config(checkpoint)["kind"]), checkpoint.resolve()
     return Found(whole.parent.name if checkpoint.name == BEST else whole.name, kind, checkpoint)
 
 
 def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | None = None) -> Found:
-    """A drafter by its name in `heads` (see `untrained`) or in this run, by folder, or by a recipe
-    that needs no training."""
+    """A drafter by name in `heads` or in this run, by folder, or by a recipe without training."""
     known = checkpoints(run)
     if heads and given in heads:
         return untrained(given, heads[given])
@@ -174,8 +170,7 @@ def untrained(name: str, values: Mapping[str, Any]) -> Found:
 
 
 def untrained_recipes() -> list[str]:
-    """The recipes whose drafters work as they are; one that says nothing without more settings is
-    not among them."""
+    """The recipes whose drafters work as they are, without more settings."""
     found = []
     for recipe in options("head"):
         with suppress(UserError):
@@ -184,8 +179,7 @@ def untrained_recipes() -> list[str]:
 
 
 def load(found: Found, target: TargetModel, values: Mapping[str, Any] | None = None) -> Any:
-    """The drafter itself, for `target`. values: changes to the configuration of one without a
-    checkpoint."""
+    """The drafter itself. values: changes to the configuration of one without a checkpoint."""
     if found.checkpoint is not None:
         return load_drafter(found.checkpoint, target.info, target.weights)
     merged = {**found.values, **(values or {})}
@@ -196,8 +190,7 @@ def load(found: Found, target: TargetModel, values: Mapping[str, Any] | None = N
 def draft_settings(
     found: Found, decode: DecodeConfig, changes: Mapping[str, Any] | None = None
 ) -> DecodeConfig:
-    """`decode` with the draft (`DRAFT_KEYS`) that the drafter was trained for, and `changes` on top
-    of that."""
+    """`decode` with the draft (`DRAFT_KEYS`) that it was trained for, then `changes`."""
     stored, changes = found.trained_with("decode"), changes or {}
     for key in changes:
         if key not in DRAFT_KEYS:
@@ -236,8 +229,7 @@ def decode_settings(
 
 
 def asked_draft(settings: Settings) -> dict[str, Any]:
-    """The part of the draft that was given: as decode.<key>=..., or by an option of `decode` that
-    is no chain."""
+    """The part of the draft that is given, as decode.<key> or by an option that is no chain."""
     decode = settings.decode
     whole = settings.given("decode") and decode.shape not in ("none", "chain")
     named = [key for key in DRAFT_KEYS if whole or settings.given(f"decode.{key}")]

@@ -52,11 +52,9 @@ class RunRecord:
 
     @property
     def complete(self) -> bool:
-        """Whether the stage has nothing left to do."""
         return self.state == "complete"
 
     def write(self, folder: Path) -> None:
-        """Write <folder>/run.json."""
         content = asdict(self)
         for key in ("finished", "copied_from"):
             if not content[key]:
@@ -74,8 +72,7 @@ class StageFolder:
 
     @property
     def session(self) -> dict[str, Any]:
-        """Command, code, versions and machine of this process, for manifests; the code's difference
-        is in run.json."""
+        """This process, for manifests; the code's difference is in run.json only."""
         found = asdict(self.record.sessions[-1])
         git = found["git"]
         found["git"] = {"revision": git["revision"], "changed": bool(git["diff"])} if git else {}
@@ -91,7 +88,6 @@ class StageFolder:
         return self.complete
 
     def finish(self) -> None:
-        """Mark the stage complete."""
         if is_main_process():
             self.record.state, self.record.finished = "complete", now()
             self.record.write(self.path)
@@ -142,8 +138,7 @@ def open_folder(
 
 
 def holds_results(path: Path) -> bool:
-    """Whether a stage got as far as writing something: a start that was refused must not block the
-    corrected one."""
+    """Whether a stage got as far as writing something: a refused start blocks no corrected one."""
     return any(
         file.name not in (RUN_FILE, CONFIG_FILE)
         and file.suffix != PARTIAL
@@ -188,8 +183,7 @@ def read_record(path: Path) -> RunRecord | None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The resolved settings that a stage folder was made with; raises `UserError` when there are
-    none."""
+    """The resolved settings of a stage folder; raises `UserError` when there are none."""
     file = path / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"'{path}' is not a stage folder: it has no {CONFIG_FILE}.")
@@ -201,8 +195,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def changes(
     path: Path, previous: RunRecord, settings: Settings, hashes: Mapping[str, str]
 ) -> list[str]:
-    """What differs between the settings and inputs that a folder was made with and the present
-    ones, in words."""
+    """What differs from the settings and inputs that a folder was made with, in words."""
     before, after = comparable(read_config(path), settings.resolved)
     before["run.seed"], after["run.seed"] = previous.seed, settings.run.seed
     return [
@@ -211,7 +204,6 @@ def changes(
 
 
 def different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The keys with another value on either side, sorted."""
     return [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
 
 

@@ -55,7 +55,6 @@ class Session:
 
 
 def this_session(settings: Settings) -> Session:
-    """The session of this process, with the device that the stage's settings choose."""
     return Session(
         started=now(),
         command=["headstart", *sys.argv[1:]],
@@ -68,7 +67,6 @@ def this_session(settings: Settings) -> Session:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that results depend on."""
     found = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -96,7 +94,7 @@ def git_state() -> dict[str, Any]:
 
 
 def device(settings: Settings) -> dict[str, Any]:
-    """The accelerator, or the processor and its threads: those that the stage computes with."""
+    """The accelerator, or the processor and its threads, that the stage computes with."""
     asked = (settings.resolved.get("target") or {}).get("device")
     if torch.cuda.is_available() and asked != "cpu":
         name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
@@ -106,8 +104,7 @@ def device(settings: Settings) -> dict[str, Any]:
 
 
 def prepare_process(config: RunConfig) -> None:
-    """Seed Python, numpy and torch, set torch's threads, and keep libraries' progress bars out of
-    files."""
+    """Seed all generators, set torch's threads, keep libraries' progress bars out of files."""
     random.seed(config.seed)
     np.random.seed(config.seed)  # libraries draw from the global state
     torch.manual_seed(config.seed)
@@ -118,7 +115,7 @@ def prepare_process(config: RunConfig) -> None:
 
 
 def is_main_process() -> bool:
-    """Whether this is the process that writes: rank 0 of a launched job, or the only one."""
+    """Whether this is rank 0 of a launched job, or the only process."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -129,8 +126,7 @@ def say(text: str) -> None:
 
 
 def console() -> Console:
-    """The terminal, or wide lines where the output goes elsewhere: a table that is cut off says
-    nothing."""
+    """The terminal, or wide lines elsewhere: a table that is cut off says nothing."""
     return Console() if sys.stdout.isatty() else Console(width=WIDE)
 
 
@@ -167,5 +163,4 @@ def shown(path: Path) -> str:
 
 
 def now() -> str:
-    """The time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

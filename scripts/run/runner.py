@@ -78,14 +78,12 @@ def run_one(settings: Settings) -> int:
 
 
 def output_folder(settings: Settings) -> Path:
-    """The folder that `generate` or `train` fills."""
     name = settings.stage.name
     return stage_folder(settings) if name == "train" else settings.run.directory / name
 
 
 def is_complete(settings: Settings) -> bool:
-    """Whether `generate` or `train` has nothing left to do: asked to stop by a signal they end
-    without an error."""
+    """Whether nothing is left to do: stopped by a signal, a stage ends without an error."""
     record = read_record(output_folder(settings))
     return record is not None and record.complete
 

@@ -27,8 +27,7 @@ from scripts.stages.measure import load
 
 
 def run(settings: Settings) -> int:
-    """Audit, print the summary; returns the exit status. An unchanged complete audit is only shown
-    again."""
+    """Audit, print the summary; returns the exit status."""
     config, out = settings.audit, settings.run.directory / settings.audit.name
     named = [drafters.find(name, settings.run) for name in config.drafters]
     found = named or list(drafters.trained(settings.run).values())
@@ -45,7 +44,6 @@ def run(settings: Settings) -> int:
 
 
 def examine(settings: Settings, found: Sequence[Found], out: Path, git: dict[str, Any]) -> None:
-    """Run the checks and write audit.json and audit.md."""
     config, decode, head = settings.audit, settings.decode, settings.head
 
     def load_target(precision: str) -> TargetModel:

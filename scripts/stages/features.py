@@ -25,7 +25,6 @@ from train.processes import terminable
 
 
 def run(settings: Settings) -> None:
-    """Write the store, or serve."""
     prepare_process(settings.run)
     if settings.features.serve:
         serve(settings)
@@ -55,8 +54,7 @@ def run(settings: Settings) -> None:
 
 
 def all_heads(settings: Settings) -> tuple[tuple[str, str, Any], ...]:
-    """(name, kind, configuration) of `head` and of every name in features.heads, which stand for
-    conf/head as it is."""
+    """(name, kind, configuration) of `head` and of the recipes in features.heads."""
     found = {str(settings.choices["head"]): settings.head}
     keys = [item.key_or_group for item in settings.overrides]
     common = [

@@ -22,7 +22,6 @@ from scripts.run.process import console, prepare_process, say, shown
 
 
 def run(settings: Settings) -> None:
-    """Measure, print the table and where the report is."""
     report = measure_run(settings)
     print_table(read_report(report), console())
     say(shown(report))
@@ -37,16 +36,9 @@ def measure_run(settings: Settings) -> Path:
         prepare_process(settings.run)
         target = TargetModel.load(settings.target)
         arms = [arm(item, target, settings) for item in found]
-        loaded = load(settings.bench)
-        measure(
-            settings.bench,
-            target,
-            arms,
-            loaded.prompts,
-            out,
-            revision=loaded.revision,
-            recording=settings.measure.records,
-        )
+        bench, loaded, recording = settings.bench, load(settings.bench), settings.measure.records
+        prompts, revision = loaded.prompts, loaded.revision
+        measure(bench, target, arms, prompts, out, revision=revision, recording=recording)
         folder.finish()
     return out / REPORT_FILE
 
@@ -72,7 +64,6 @@ def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
 
 
 def arm(found: Found, target: TargetModel, settings: Settings) -> Arm:
-    """One contestant: the drafter with its own draft."""
     config = settings.measure
     changes = {**config.draft, **config.drafts.get(found.name, {})}
     own = drafters.decode_settings(found, settings, target, 1, changes)

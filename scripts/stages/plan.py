@@ -29,7 +29,6 @@ from train.tracking.tracker import TrackerConfig
 
 
 def run(settings: Settings) -> None:
-    """Plan, write the plan down and show it."""
     prepare_process(settings.run)
     job = job_of(settings)
     content = make_plan(job, settings.plan, speed_of(job, settings.plan))
@@ -41,7 +40,7 @@ def run(settings: Settings) -> None:
 
 
 def speed_of(job: TrainingJob, config: PlanConfig) -> Speed:
-    """How fast it will be: by a GPU's figures, by a run's summary, or by real steps taken now."""
+    """How fast it will be: by a GPU's figures, a run's summary, or real steps taken now."""
     if config.gpu:
         return Speed.of(config)
     if config.measured:
@@ -50,7 +49,6 @@ def speed_of(job: TrainingJob, config: PlanConfig) -> Speed:
 
 
 def few_steps(job: TrainingJob, steps: int) -> Summary:
-    """The summary of so many real steps of the training, of which nothing is kept."""
     config = replace(
         job.config,
         max_steps=steps,

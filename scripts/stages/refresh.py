@@ -37,14 +37,7 @@ from train.data.manifest import AnswersManifest
 from train.generate.loop import OwnDecoder
 from train.generate.run import generate
 from train.manifest import TrainManifest
-from train.refresh.record import (
-    FORMAT,
-    BothTargets,
-    RefreshCost,
-    RefreshedDrafter,
-    RefreshRecord,
-    RefreshSettings,
-)
+from train.refresh.record import FORMAT, RefreshCost, RefreshedDrafter, RefreshRecord
 from train.refresh.start import RefreshConfig
 from train.run import train
 
@@ -91,22 +84,18 @@ def refresh(
     new = out / manifest["checkpoint"]
     with timed(times, "measure"):
         before, after = (measure_tau(settings, decode, path) for path in (old.folder, new))
+    used = {"lr": manifest["settings"]["optim"]["lr"], "draft": decode.shape}
+    used |= {"temperature": decode.temperature, "rule": decode.rule}
     return RefreshRecord(
-        FORMAT,
-        RefreshedDrafter(shown(old.folder), shown(new), old.kind),
-        BothTargets(read_config(old.folder)["target"], manifest["target"]),
-        RefreshSettings(
-            **asdict(settings.refresh),
-            lr=manifest["settings"]["optim"]["lr"],
-            draft=decode.shape,
-            temperature=decode.temperature,
-            rule=decode.rule,
-        ),
-        before,
-        after,
-        goal,
-        manifest["ended_by"],
-        RefreshCost(
+        format=FORMAT,
+        drafter=RefreshedDrafter(shown(old.folder), shown(new), old.kind),
+        target={"old": read_config(old.folder)["target"], "new": manifest["target"]},
+        settings=asdict(settings.refresh) | used,
+        before=before,
+        after=after,
+        goal=goal,
+        ended_by=manifest["ended_by"],
+        cost=RefreshCost(
             made["counts"]["done"],
             made["counts"]["tokens"],
             manifest["steps"],
@@ -119,8 +108,7 @@ def refresh(
 
 @contextmanager
 def timed(path: Path, part: str) -> Iterator[None]:
-    """Note the seconds of a part in a file, unless they are there: from an earlier session. A part
-    that is killed half-way is not counted."""
+    """Note the seconds of a part in a file, unless an earlier session has finished it."""
     begun = time.monotonic()
     yield
     known = read_seconds(path)
@@ -129,15 +117,13 @@ def timed(path: Path, part: str) -> Iterator[None]:
 
 
 def read_seconds(path: Path) -> dict[str, float]:
-    """Part -> seconds."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def answer(
     settings: Settings, old: Found, decode: DecodeConfig, out: Path, session: Mapping[str, Any]
 ) -> AnswersManifest:
-    """The new target's answers to some of the prompts, drafted for by the old drafter; returns the
-    manifest."""
+    """The new target's answers to some of the prompts, drafted for by the old drafter."""
     rows = min(settings.refresh.prompts, settings.data.limit or settings.refresh.prompts)
     data, sampling = with_benches(replace(settings.data, limit=rows)), settings.sampling
     backend = None
@@ -151,7 +137,6 @@ def answer(
 
 
 def load_pair(settings: Settings, checkpoint: Path) -> tuple[TargetModel, Any]:
-    """The new target, and a drafter that may be of the old one."""
     target = TargetModel.load(settings.target)
     return target, load_drafter(checkpoint, target.info, target.weights, changed_target=True)
 
@@ -159,8 +144,7 @@ def load_pair(settings: Settings, checkpoint: Path) -> tuple[TargetModel, Any]:
 def train_on(
     settings: Settings, old: Found, decode: DecodeConfig, answers: Path, out: Path, goal: float
 ) -> TrainManifest:
-    """Train from the old checkpoint; returns the manifest. The folder is a train stage's: other
-    stages find the drafter in it."""
+    """Train from the old checkpoint, in a folder that is a train stage's."""
     config, lr = settings.refresh, settings.optim.lr
     if not settings.given("optim.lr"):  # half of the old one, as far as that is known
         own = old.trained_with("optim").get("lr", lr)
@@ -209,8 +193,7 @@ def goal_of(settings: Settings, old: Found) -> float:
 
 
 def measure_tau(settings: Settings, decode: DecodeConfig, checkpoint: Path) -> TauEstimate:
-    """tau of a checkpoint with the new target on the prompts of `bench`, as many per domain as it
-    says."""
+    """tau of a checkpoint with the new target on the prompts of `bench`."""
     target, drafter = load_pair(settings, checkpoint)
     bench, limit = settings.bench, target.info.max_position_embeddings
     prompts = select_prompts(load(bench).prompts, bench.prompts_per_domain, bench.seed)

@@ -17,7 +17,6 @@ from scripts.run.process import console, shown
 
 
 def run(settings: Settings) -> None:
-    """Render the report, print its tables and the paths of what was written."""
     reports = [Path(item) for item in settings.report.reports] or measurements(settings.run)
     out = Path(settings.report.out or settings.run.directory)
     main = reports[0] / REPORT_FILE if reports[0].is_dir() else reports[0]
@@ -33,8 +32,7 @@ def run(settings: Settings) -> None:
 
 
 def require_report_folder(out: Path, main: Path) -> None:
-    """Raise `UserError` where rendering `main` into `out` would replace another measurement or
-    another file."""
+    """Raise `UserError` where `main` in `out` would replace another measurement or file."""
     text = out / "report.md"
     if text.is_file() and not text.read_bytes().startswith(HEADLINE.encode()):
         raise UserError(
@@ -49,8 +47,7 @@ def require_report_folder(out: Path, main: Path) -> None:
 
 
 def measurements(run: RunConfig) -> list[Path]:
-    """Folders of a run's measurements, the main one (`measure`) first; raises `UserError` when
-    there are none."""
+    """Folders of a run's measurements, `measure` first; raises `UserError` for none."""
     folders = sorted(path.parent for path in run.directory.glob(f"*/{REPORT_FILE}"))
     if not folders:
         raise UserError(

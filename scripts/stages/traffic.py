@@ -28,7 +28,6 @@ TRAFFIC_FILE = "traffic.json"
 
 
 def run(settings: Settings) -> None:
-    """Read the traffic, measure, simulate, write and show."""
     config, found, screen = settings.traffic, chosen(settings), console()
     file, out = Path(config.file).expanduser(), settings.run.directory / "traffic"
     folder = open_folder(settings, out, [file] if file.is_file() else [], stage_decides=True)
@@ -50,7 +49,7 @@ def run(settings: Settings) -> None:
 
 
 def chosen(settings: Settings) -> list[Found]:
-    """The drafters to advise on; raises `UserError` when there are none, or two of one name."""
+    """The drafters to advise on; raises `UserError` for none, or two of one name."""
     found = [drafters.find(name, settings.run) for name in settings.traffic.drafters]
     found = found or drafters.best_of_sweeps(drafters.trained(settings.run))
     if not found:

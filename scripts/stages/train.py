@@ -31,7 +31,6 @@ def run(settings: Settings) -> None:
 
 
 def job_of(settings: Settings) -> TrainingJob:
-    """The training that the settings describe."""
     return TrainingJob(
         settings.head.kind,
         settings.head.config,
@@ -49,7 +48,6 @@ def job_of(settings: Settings) -> TrainingJob:
 
 
 def summary(manifest: Mapping[str, Any], out: Path) -> str:
-    """One line: steps, best tau, place; and for a joint training the target's drift."""
     best, tau = manifest["best"], "tau was not measured"
     if best["tau"] is not None:
         low, high = best["tau_ci95"]

@@ -28,7 +28,6 @@ TUNE_FILE = "tune.json"
 
 
 def run(settings: Settings) -> None:
-    """Tune, write decode.yaml and tune.json, and show what was chosen."""
     config, found, screen = settings.tune, chosen(settings), console()
     require_tuned(found.folder)
     files = [found.folder / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
@@ -56,8 +55,7 @@ def run(settings: Settings) -> None:
 
 
 def chosen(settings: Settings) -> Found:
-    """The drafter to tune; raises `UserError` for one without a checkpoint, which has no place for
-    the result."""
+    """The drafter to tune; raises `UserError` for one without a checkpoint."""
     run, given = settings.run, settings.tune.drafter
     found = drafters.find(given, run) if given else drafters.choose(run, several=False)[0]
     if not found.has_weights:

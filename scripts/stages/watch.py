@@ -55,8 +55,7 @@ def learn(settings: Settings, found: Found, decode: DecodeConfig) -> int:
 
 
 def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
-    """Compare fresh traffic with the reference, print, write staleness.json; returns the exit
-    status."""
+    """Compare fresh traffic with the reference; returns the exit status."""
     config, weights = settings.watch, found.folder / WEIGHTS_FILE
     reference = find_reference(config.reference, found.folder, file_sha256(weights))
     comparison = Comparison(config, reference)

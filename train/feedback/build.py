@@ -65,9 +65,12 @@ class DomainReport(TypedDict):
     weight: float
 
 
-class FeedbackReport(TypedDict):
-    """What the records say. acceptance, cost: by depth from 1 on; unfit: verifications left out."""
+class FeedbackFacts(TypedDict):
+    """The manifest's entry `feedback`. key: what decides the result, which is the settings and per
+    source the SHA-256 of every file read; acceptance, cost: by depth from 1 on; unfit:
+    verifications left out."""
 
+    key: dict[str, object]
     documents: int
     verifications: int
     unfit: int
@@ -77,13 +80,6 @@ class FeedbackReport(TypedDict):
     domains: dict[str, DomainReport]
     mean_weight: float
     hard_prompts: int
-
-
-class FeedbackFacts(FeedbackReport):
-    """The manifest's entry `feedback`. key: what decides the result, which is the settings and per
-    source the SHA-256 of every file read."""
-
-    key: dict[str, object]
 
 
 class FeedbackManifest(AnswersManifest):
@@ -115,8 +111,7 @@ class AnswerSource:
     records: Path | None
 
     def check(self, info: TargetInfo) -> dict[str, str]:
-        """What was read, as name to SHA-256; raises `UserError` for what is damaged or of another
-        target."""
+        """Name -> SHA-256 of what is read; raises `UserError` for damage or another target."""
         files = VerificationRecords(self.records, info).files
         if self.answers is not None:
             checked_shards(self.answers, info)
@@ -127,7 +122,6 @@ class AnswerSource:
         }
 
     def documents(self, info: TargetInfo) -> Iterator[Document]:
-        """Every document, in order."""
         records = VerificationRecords(self.records, info)
         for row in self._answers() if self.answers is not None else self._sequences(info):
             tokens = np.asarray(row["tokens"], np.int32)
@@ -232,7 +226,7 @@ def build(
             "tokens": writer.supervised,
         },
         "shards": writer.shards,
-        "feedback": {"key": key, **_report(tally, weighing, writer)},
+        "feedback": _report(key, tally, weighing, writer),
     }
     write_manifest(out, "generate", content, provenance)
     return cast(FeedbackManifest, read_answers(out))
@@ -244,7 +238,6 @@ def _open(
     config: FeedbackConfig,
     info: TargetInfo | None,
 ) -> tuple[list[AnswerSource], TargetInfo, dict[str, object]]:
-    """What to read, of which target, and what the new manifest takes over."""
     if config.sequences:
         if info is None or not records:
             raise UserError(
@@ -274,7 +267,7 @@ def _open(
 def _tally(
     sources: Sequence[AnswerSource], info: TargetInfo, config: FeedbackConfig
 ) -> tuple[WeightTotals, list[float], int]:
-    """The sums over all documents, the cost of each that has records, and how many there are."""
+    """The sums over all documents, the cost of each with records, and their number."""
     tally, costs, seen = WeightTotals(), [], 0
     for source in sources:
         for document in source.documents(info):
@@ -292,7 +285,9 @@ def _tally(
     return tally, costs, seen
 
 
-def _report(tally: WeightTotals, weighing: Weighing, writer: _Writer) -> FeedbackReport:
+def _report(
+    key: dict[str, object], tally: WeightTotals, weighing: Weighing, writer: _Writer
+) -> FeedbackFacts:
     total = max(1, sum(one.supervised for one in tally.domains.values()))
     domains: dict[str, DomainReport] = {
         name: {
@@ -306,6 +301,7 @@ def _report(tally: WeightTotals, weighing: Weighing, writer: _Writer) -> Feedbac
     }
     depths = range(1, tally.deepest + 1)
     return {
+        "key": key,
         "documents": writer.rows,
         "verifications": sum(one.passes for one in tally.domains.values()),
         "unfit": tally.unfit,
@@ -339,7 +335,6 @@ class _Writer:
 
     @property
     def schema(self) -> pa.Schema:
-        """Columns of the shards."""
         own = {"weights": self.config.weighs, "anchors": self.config.anchor_weights}
         fields = [pa.field(name, pa.list_(pa.float32())) for name, there in own.items() if there]
         return pa.schema([*SHARD_SCHEMA, *fields])
@@ -386,7 +381,6 @@ class _Writer:
         self._waiting = []
 
     def finish(self) -> None:
-        """Write what waits; the hardest prompts come first."""
         if self._waiting:
             self._flush()
         self.prompts = len(self._hard)
@@ -397,19 +391,16 @@ class _Writer:
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write JSON lines atomically."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     write_bytes(path, "".join(lines).encode())
 
 
 def read_lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """The rows of files of JSON lines."""
     for path in paths:
         yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
 
 
 def summary(manifest: FeedbackManifest) -> str:
-    """What was found, by domain, for people."""
     found = manifest["feedback"]
     depths = ["-" if share is None else f"{share:.2f}" for share in found["acceptance"]]
     lines = [

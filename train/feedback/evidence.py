@@ -62,14 +62,17 @@ class TokenEvidence:
     committed: int = 0
     unfit: int = 0
 
+    @classmethod
+    def nothing(cls, length: int) -> TokenEvidence:
+        depth, roots = np.zeros(length, np.int16), np.zeros(length, np.int16)
+        return cls(depth, np.zeros(length, bool), np.ones(length, np.float32), roots)
+
 
 def evidence_of(tokens: NDArray[np.int32], rows: list[Verification]) -> TokenEvidence:
     """What the verifications `rows` of one sequence say of its tokens [N]. One that the tokens
     contradict is left out and counted: it is of another answer to the same prompt.
     """
-    length = len(tokens)
-    depth, roots = np.zeros(length, np.int16), np.zeros(length, np.int16)
-    found = TokenEvidence(depth, np.zeros(length, bool), np.ones(length, np.float32), roots)
+    found, length = TokenEvidence.nothing(len(tokens)), len(tokens)
     for row in rows:
         root, kept, error = row["position"], row["accepted"], row["error_depth"]
         at = root + kept + 1
@@ -127,11 +130,7 @@ class VerificationRecords:
             name: places[bounds[code] : bounds[code + 1]] for code, name in enumerate(names)
         }
 
-    def __len__(self) -> int:
-        return len(self._table) if self._places else 0
-
     def of(self, sequence: str) -> list[Verification]:
-        """The verifications of a sequence, by position of their roots."""
         places = self._places.get(sequence)
         if places is None:
             return []

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -32,7 +32,7 @@ BATCH = 64
 PROBES = ("x", "Another text, of 7 words or so.")
 
 
-class KnownPrompt(TypedDict):
+class KnownPrompt(NamedTuple):
     """A prompt of one user's text (token ids); cost: verify passes per token of its answer."""
 
     domain: str
@@ -101,7 +101,7 @@ def write_variations(
     seen: set[tuple[int, ...]] = {tuple(row["tokens"]) for row in read_lines(known)}
     found: list[Variation] = []
     if prompts and frame.tail and frame.tail[0] in target.eos_token_ids:
-        seen |= {(*frame.head, *item["text"], *frame.tail) for item in prompts}
+        seen |= {(*frame.head, *item.text, *frame.tail) for item in prompts}
         wanted = config.variations * len(prompts)
         for item in _write(target, frame, prompts, config, seed, wanted, arguments):
             if tuple(item["tokens"]) not in seen:
@@ -122,12 +122,11 @@ def write_variations(
 def _prompts(
     folders: Sequence[tuple[Path, Path]], target: TargetModel, frame: Frame
 ) -> Iterator[KnownPrompt]:
-    """Prompts of one user's text, and what their answers cost."""
     for answers, records in folders:
         for document in AnswerSource(answers, records).documents(target.info):
             text = frame.text_of(document.row["tokens"][: document.row["spans"][0][0]])
             if text:
-                yield {"domain": document.row["domain"], "text": text, "cost": document.cost or 1.0}
+                yield KnownPrompt(document.row["domain"], text, document.cost or 1.0)
 
 
 def _write(
@@ -146,11 +145,11 @@ def _write(
     tokenizer chooses.
     """
     draw = random.Random(f"variations {seed}")
-    chosen = draw.choices(prompts, [item["cost"] for item in prompts], k=wanted)
+    chosen = draw.choices(prompts, [item.cost for item in prompts], k=wanted)
     requests = []
     for number, item in enumerate(chosen):
         begun = draw.randint(1, config.variation_begin)
-        start = (*frame.head, *item["text"][:begun])
+        start = (*frame.head, *item.text[:begun])
         most = min(config.variation_tokens, target.info.max_position_embeddings - len(start))
         requests.append(Request(number, start, draw.getrandbits(63), most))
     decode = DecodeConfig(
@@ -169,5 +168,5 @@ def _write(
         if ends and text.strip() and not special & set(ids):
             message = {"role": "user", "content": text}
             tokens = render_prompt(target.tokenizer, [message], None, arguments)
-            domain = chosen[number]["domain"]
+            domain = chosen[number].domain
             yield {"id": f"variation-{seed}-{number}", "domain": domain, "tokens": tokens}

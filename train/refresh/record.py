@@ -26,31 +26,6 @@ class RefreshedDrafter:
 
 
 @dataclass(frozen=True)
-class BothTargets:
-    """The drafter's first target and the one that it was made to fit (`TargetInfo.to_dict`)."""
-
-    old: dict[str, Any]
-    new: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class RefreshSettings:
-    """The settings of the group `refresh`, the learning rate, and how tau was measured."""
-
-    drafter: str
-    prompts: int
-    old_target: str
-    lora_rank: int
-    until: str
-    restore: float
-    tau: float
-    lr: float
-    draft: str
-    temperature: float
-    rule: str
-
-
-@dataclass(frozen=True)
 class RefreshCost:
     """Answers of the new target, the training on them, and seconds by part over all sessions."""
 
@@ -68,8 +43,10 @@ class RefreshRecord:
 
     format: int
     drafter: RefreshedDrafter
-    target: BothTargets
-    settings: RefreshSettings
+    target: dict[str, dict[str, Any]]
+    """`old`, which the drafter was trained for, and `new`, as `TargetInfo.to_dict` gives them."""
+    settings: dict[str, int | float | str]
+    """The group `refresh`, and the learning rate and draft, temperature and rule that were used."""
     before: TauEstimate
     after: TauEstimate
     goal: float
@@ -78,7 +55,6 @@ class RefreshRecord:
     cost: RefreshCost
 
     def write(self, folder: Path) -> None:
-        """Write <folder>/refresh.json."""
         write_json(folder / REFRESH_FILE, asdict(self))
 
     @classmethod
@@ -91,7 +67,6 @@ class RefreshRecord:
         return build(cls, content, REFRESH_FILE)
 
     def summary(self) -> str:
-        """What came out and what it cost, for people."""
         cost, old, new = self.cost, self.before, self.after
         goal = f", of {self.goal:.2f} asked for in training" if self.goal else ""
         seconds = ", ".join(f"{part} {value:.0f} s" for part, value in cost.seconds.items())

@@ -70,7 +70,6 @@ class RefreshConfig:
 
     @property
     def scale(self) -> float:
-        """What updates are multiplied by."""
         return (self.lora_alpha or 2.0 * self.lora_rank) / max(1, self.lora_rank)
 
 
@@ -101,8 +100,7 @@ def prepare_start(
 def load_start(
     drafter: TrainableDrafter, folder: Path, info: TargetInfo, other_target: bool
 ) -> None:
-    """Fill `drafter` from a checkpoint completely or not at all; raises `UserError` for another
-    kind or target."""
+    """Fill `drafter` from a checkpoint; raises `UserError` for another kind or target."""
     content = read_config(folder)
     if content["kind"] != drafter.kind:
         raise UserError(
@@ -121,10 +119,8 @@ def load_start(
                 f"train.refresh.init_from: {error} If this target is a changed version of that "
                 "one, set train.refresh.other_target=true."
             ) from error
-    mine = asdict(drafter.config)
-    changed = [
-        name for name, value in mine.items() if _plain(content["config"].get(name)) != _plain(value)
-    ]
+    mine, known = asdict(drafter.config), content["config"]
+    changed = [name for name, value in mine.items() if _plain(known.get(name)) != _plain(value)]
     if changed:
         logger.warning(
             "the drafter in '%s' was made with other values of head.%s; its weights are used "
@@ -143,8 +139,8 @@ def carry(
     seed: int,
     load: LoadTarget,
 ) -> None:
-    """Add to a loaded drafter what a fresh one of the new target differs by from a fresh one of the
-    old target, for the same seed.
+    """Add to a loaded drafter the difference between fresh ones, for the same seed, of the new
+    target and of the old one.
 
     What a fresh drafter draws at random is the same in both and falls out; what it copies from the
     target moves as the target did (the arithmetic of task vectors, 2212.04089). fresh: state of the
@@ -159,19 +155,14 @@ def carry(
         )
     original = load(old_target)
     original.info.require_same_sizes(drafter.info)
-    before = (
-        new_drafter(drafter.kind, drafter.config, original.info, original.weights, seed)
-        .float()
-        .state_dict()
-    )
+    old = new_drafter(drafter.kind, drafter.config, original.info, original.weights, seed)
+    before = old.float().state_dict()
     for name, value in state.items():
         value += fresh[name] - before[name].to(value.device)
 
 
 def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> None:
-    """Freeze the drafter and give its linear layers trainable low-rank updates that are zero at
-    first; the same for a seed in every process.
-    """
+    """Freeze the drafter and give its linear layers trainable updates, zero at first, by seed."""
     names = [name for name, part in drafter.named_modules() if type(part) is nn.Linear]
     if not names:
         raise UserError(
@@ -209,8 +200,8 @@ def require_reached(drafter: TrainableDrafter, loss: Tensor) -> None:
     than was asked for.
     """
     loss.backward()
-    updates = {name: p for name, p in drafter.named_parameters() if name.endswith(_UP)}
-    unreached = [name.removesuffix(_UP) for name, p in updates.items() if p.grad is None]
+    updates = [item for item in drafter.named_parameters() if item[0].endswith(_UP)]
+    unreached = [name.removesuffix(_UP) for name, update in updates if update.grad is None]
     drafter.zero_grad(set_to_none=True)
     if unreached:
         raise UserError(
@@ -222,8 +213,7 @@ def require_reached(drafter: TrainableDrafter, loss: Tensor) -> None:
 
 @torch.no_grad()
 def merge_updates(state: Mapping[str, Tensor], config: RefreshConfig) -> dict[str, Tensor]:
-    """A drafter's `state_dict` with its low-rank updates added in and plain names; without updates
-    it is the state itself."""
+    """A drafter's `state_dict` with its low-rank updates added in and plain names."""
     found = {}
     for name, value in state.items():
         if name.endswith((_DOWN, _UP)):
@@ -239,7 +229,6 @@ def merge_updates(state: Mapping[str, Tensor], config: RefreshConfig) -> dict[st
 def trial_loss(
     drafter: TrainableDrafter, batch: TrainBatch, device_type: str, bfloat16: bool
 ) -> Tensor:
-    """The loss of one batch in the training's precision."""
     with torch.autocast(device_type, torch.bfloat16, enabled=bfloat16):
         return drafter.loss(batch).loss_sum
 

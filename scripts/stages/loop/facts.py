@@ -28,14 +28,12 @@ MADE_FILE, SPEED_FILE = "made.json", "speed.json"
 
 
 def answered(folder: Path) -> Answered:
-    """What a generate folder holds."""
     manifest = read_manifest(folder, "generate")
     counts, records = manifest["counts"], manifest.get("records", {})
     return Answered(counts["done"], counts["tokens"], records.get("verifications", 0))
 
 
 def trained(folder: Path) -> Trained:
-    """What a train folder holds."""
     manifest = read_manifest(folder, "train")
     checkpoint = folder / manifest["checkpoint"]
     return Trained(
@@ -48,7 +46,6 @@ def trained(folder: Path) -> Trained:
 
 
 def measured(folder: Path, name: str) -> Measured:
-    """One drafter's figures in a measurement."""
     report = read_report(folder / REPORT_FILE)
     entry = next(item for item in report.drafters if item.name == name).to_dict()
     known = {key: entry[key] for key in Measured.__dataclass_fields__ if key in entry}
@@ -56,31 +53,26 @@ def measured(folder: Path, name: str) -> Measured:
 
 
 def totals(folder: Path, name: str) -> Totals:
-    """Sums per prompt of one drafter in a measurement."""
-    found = [record for record in read_records(folder / FINAL_FILE) if record.arm == name]
     outcomes = [
-        Outcome(item.prompt, "", [PassRecord(*counts) for counts in item.passes]) for item in found
+        Outcome(record.prompt, "", [PassRecord(*counts) for counts in record.passes])
+        for record in read_records(folder / FINAL_FILE)
+        if record.arm == name
     ]
     deepest = max((p.accepted for outcome in outcomes for p in outcome.passes), default=0)
     return Totals.collect(outcomes, deepest)
 
 
 def gained(new: tuple[Path, str], old: tuple[Path, str]) -> Gain:
-    """What one measured drafter gains over another: each the measurement's folder and the name
-    there."""
+    """What a drafter gains over another, each as its measurement's folder and name."""
     return gain(totals(*new), totals(*old))
 
 
 def other_seconds(folder: Path) -> float:
-    """Seconds of a round's process beside its stages: writing prompts, and decoding a sample in two
-    ways."""
-    total = 0.0
-    for path in (*(folder / name / MADE_FILE for name in MORE), folder / SPEED_FILE):
-        if path.is_file():
-            content = json.loads(path.read_text(encoding="utf-8"))
-            names = ("seconds", "plain_seconds", "drafted_seconds")
-            total += sum(content.get(name, 0.0) for name in names)
-    return total
+    """Seconds beside the stages: writing prompts, and decoding a sample in two ways."""
+    files = [*(folder / name / MADE_FILE for name in MORE), folder / SPEED_FILE]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in files if path.is_file()]
+    names = ("seconds", "plain_seconds", "drafted_seconds")
+    return float(sum(content.get(name, 0.0) for content in found for name in names))
 
 
 def spent(stages: Sequence[Path], other: float = 0.0) -> Spent:
@@ -93,7 +85,6 @@ def spent(stages: Sequence[Path], other: float = 0.0) -> Spent:
 
 
 def spent_by(folder: Path) -> Spent:
-    """What one stage cost; nothing where it has not finished."""
     summary = folder / SUMMARY_FILE
     if summary.is_file():
         content = json.loads(summary.read_text(encoding="utf-8"))
@@ -102,7 +93,6 @@ def spent_by(folder: Path) -> Spent:
     record = read_record(folder)
     if record is None or not record.finished:
         return Spent()
-    last = record.sessions[-1]
-    begun, ended = (datetime.fromisoformat(text) for text in (last.started, record.finished))
-    seconds = (ended - begun).total_seconds()
+    last, ended = record.sessions[-1], datetime.fromisoformat(record.finished)
+    seconds = (ended - datetime.fromisoformat(last.started)).total_seconds()
     return Spent(seconds, 0.0, seconds * last.processes / 3600)

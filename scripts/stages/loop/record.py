@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import astuple, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,8 @@ class Spent:
     """Seconds times processes, in hours."""
 
     def __add__(self, other: Spent) -> Spent:
-        return Spent(
-            self.seconds + other.seconds,
-            self.tokens + other.tokens,
-            self.gpu_hours + other.gpu_hours,
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Spent(*(one + two for one, two in pairs))
 
 
 @dataclass
@@ -114,7 +111,6 @@ class RoundRecord:
 
     @property
     def answers(self) -> int:
-        """How many answers it generated."""
         parts = (self.generated, self.variations, self.branches)
         return sum(part.answers for part in parts if part is not None)
 
@@ -170,10 +166,8 @@ class LoopRecord:
     state: str = "complete"
 
     def write(self, run: Path) -> None:
-        """Write <run>/loop.json."""
-        content = as_json(self)
-        first = {key: content.pop(key) for key in ("format", "stage", "state")}
-        write_json(run / LOOP_FILE, first | content)
+        first = {"format": self.format, "stage": self.stage, "state": self.state}
+        write_json(run / LOOP_FILE, first | as_json(self))
 
     @classmethod
     def read(cls, run: Path) -> LoopRecord:

@@ -44,8 +44,7 @@ def run(settings: Settings) -> None:
 
 
 def reports_of(checkpoint: Path, folders: list[Path]) -> list[Path]:
-    """The reports that measured these very weights; all of them when none did, for the refusal's
-    message."""
+    """The reports that measured these very weights; all, for the refusal, when none did."""
     digest = file_sha256(checkpoint / WEIGHTS_FILE)
     fitting = [
         folder

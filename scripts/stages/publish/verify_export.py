@@ -18,7 +18,6 @@ from scripts.config.schema import Settings
 
 
 def run(settings: Settings) -> int:
-    """Check verify.dir and print what was found; the exit status."""
     if not settings.verify.dir:
         raise UserError(
             "verify.dir: give the folder to check, for instance one that `headstart export` wrote."
@@ -27,7 +26,6 @@ def run(settings: Settings) -> int:
 
 
 def static(settings: Settings) -> int:
-    """The check without an engine."""
     found = verify(settings.verify, settings.target)
     print(f"{settings.verify.dir}: {found.layout} for {found.engine}")
     notes = [f"note: {note}" for note in found.notes]
@@ -37,7 +35,7 @@ def static(settings: Settings) -> int:
 
 
 def live(settings: Settings) -> int:
-    """The check with the engine itself; if text or acceptance differ, the static one runs too."""
+    """The check with the engine itself; if it fails, the static one runs too."""
     config = settings.verify
     target = TargetModel.load(settings.target)
     rows = check_folder(config.live, target, Path(config.dir), config.source)
