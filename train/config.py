@@ -22,7 +22,7 @@ from train.joint.config import JointConfig
 from train.manifest import RunFacts
 from train.on_policy import OnPolicyConfig
 from train.optim import OptimConfig, ScheduleConfig
-from train.refresh.start import RefreshConfig
+from train.refresh import RefreshConfig
 from train.state import Snapshot
 from train.tracking.tracker import TrackerConfig
 

@@ -38,7 +38,7 @@ from train.loop import Evaluation, Progress, Trainer
 from train.manifest import BestFacts, TrainManifest, TrainOutcome, read_training
 from train.on_policy import OnPolicyFeatures
 from train.optim import learning_rate
-from train.refresh.start import merge_updates, prepare_start, require_reached, trial_loss
+from train.refresh import merge_updates, prepare_start, require_reached, trial_loss
 from train.state import StateStore
 from train.stopping import Stopped, StopRequest
 from train.target.parts import loader, trial_batch

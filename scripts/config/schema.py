@@ -33,9 +33,9 @@ from inference.target.loading import TargetConfig
 from inference.traffic.config import TrafficConfig
 from inference.tune.config import TuneConfig
 from scripts.config.compose import compose_stage, parse
-from scripts.config.loop import LoopConfig
 from scripts.config.own import (
     ChatConfig,
+    LoopConfig,
     MeasureConfig,
     RefreshStageConfig,
     ReportConfig,

@@ -37,8 +37,7 @@ from train.data.manifest import AnswersManifest
 from train.generate.loop import OwnDecoder
 from train.generate.run import generate
 from train.manifest import TrainManifest
-from train.refresh.record import FORMAT, RefreshCost, RefreshedDrafter, RefreshRecord
-from train.refresh.start import RefreshConfig
+from train.refresh import FORMAT, RefreshConfig, RefreshCost, RefreshedDrafter, RefreshRecord
 from train.run import train
 
 SECONDS_FILE = "seconds.json"

@@ -26,7 +26,7 @@ from tests.heads.micro import MicroTarget, micro_target, packed_batch
 from tests.train import micro_run
 from tests.train.micro_run import prepare, settings
 from train.loop import Trainer
-from train.refresh.start import RefreshConfig, load_start, merge_updates, prepare_start, require_reached
+from train.refresh import RefreshConfig, load_start, merge_updates, prepare_start, require_reached
 from train.run import train
 from train.stopping import Stopped
 

@@ -11,7 +11,7 @@ from typing import Any
 from heads.api.config import build
 from inference.manifest import write_json
 from inference.measure.metrics import Gain
-from scripts.config.loop import BudgetConfig, RoundConfig
+from scripts.config.own import BudgetConfig, RoundConfig
 from train.feedback.config import FeedbackConfig
 
 LOOP_FILE = "loop.json"

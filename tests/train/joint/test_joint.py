@@ -32,7 +32,7 @@ from train.joint.config import JointConfig
 from train.joint.objective import JointDrafter, PlainTokens
 from train.joint.run import JointRun
 from train.on_policy import OnPolicyConfig
-from train.refresh.start import RefreshConfig
+from train.refresh import RefreshConfig
 from train.run import train
 from train.tracking.tracker import LOG_FILE, read_log
 

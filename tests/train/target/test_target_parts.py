@@ -28,7 +28,7 @@ from tests.train import launch
 from tests.train.features.test_store import job, write
 from train.features.config import FeaturesConfig
 from train.on_policy import OnPolicyConfig
-from train.refresh.start import RefreshConfig
+from train.refresh import RefreshConfig
 from train.run import train
 from train.target.parts import StoredWeights, load_parts
 

@@ -1,1 +1,0 @@
-"""Refreshing a drafter: where its training starts (`start`), and what a refresh did (`record`)."""
