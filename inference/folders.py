@@ -28,10 +28,7 @@ FEEDBACK = "feedback"
 
 def require_folder_name(key: str, name: str, *, empty: bool = False) -> str:
     """Return `name` if it is the name of one folder; raises `UserError`, which names the setting
-    `key`, otherwise.
-
-    empty: "" is allowed (it stands for a default).
-    """
+    `key`, otherwise. empty: "" is allowed (it stands for a default)."""
     plain = name not in (".", "..") and not set(name) & set("/\\") and name.isprintable()
     if not plain or not (name or empty):
         raise UserError(
@@ -43,10 +40,7 @@ def require_folder_name(key: str, name: str, *, empty: bool = False) -> str:
 
 def stage_of(folder: Path) -> str:
     """The stage that wrote `folder`, as its record says; empty for a folder without a record of
-    ours.
-
-    Raises `UserError` for a record that is not readable.
-    """
+    ours. Raises `UserError` for a record that is not readable."""
     record = _read(folder / RUN_FILE)
     if record is not None:
         return str(record.get("stage") or "")

@@ -114,8 +114,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files of `write_bytes`, here and below, whose writer is gone: ended on
-    this machine, or on another one and the file unchanged for `STALE_SECONDS`.
-    """
+    this machine, or on another one and the file unchanged for `STALE_SECONDS`."""
     for path in folder.rglob(f"*{PARTIAL}"):
         if path.is_file() and abandoned(path):
             path.unlink(missing_ok=True)
@@ -162,10 +161,8 @@ def file_entry(directory: Path, relative: str, **size: Unpack[FileSize]) -> File
 
 
 def verify_file(directory: Path, entry: FileEntry) -> Path:
-    """The path of a listed file.
-
-    Raises `UserError` when it does not lie inside `directory`, is missing or was changed.
-    """
+    """The path of a listed file. Raises `UserError` when it does not lie inside `directory`, is
+    missing or was changed."""
     try:
         relative, expected = entry["file"], entry["sha256"]
     except (KeyError, TypeError) as error:

@@ -105,10 +105,8 @@ def dispatch(given: list[str]) -> int:
 
 def split_flags(rest: list[str]) -> tuple[set[str], list[str], str]:
     """Separate flags, overrides and the file of `--config`; raises `UserError` for an unknown flag.
-
     `--config <file>` is how a loop starts a stage in another process: all settings stand in the
-    file.
-    """
+    file."""
     spellings = {name: name for name in ("--help", "--multirun", "--show", "--plan", "--complete")}
     spellings |= {"-h": "--help", "-m": "--multirun", "--cfg": "--show"}
     flags, overrides, file = set(), [], ""

@@ -87,11 +87,8 @@ def prepare_start(
     load: LoadTarget = TargetModel.load,
 ) -> None:
     """Bring a fresh float32 drafter to where the training starts: weights of the checkpoint,
-    low-rank updates if asked for.
-
-    target, load: how the training's own target was loaded, and by what; an old one is loaded
-    likewise.
-    """
+    low-rank updates if asked for. target, load: how the training's own target was loaded, and by
+    what; an old one is loaded likewise."""
     if not config.init_from:
         return
     fresh = {name: value.clone() for name, value in drafter.state_dict().items()}
@@ -199,11 +196,9 @@ def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> 
 
 
 def require_reached(drafter: TrainableDrafter, loss: Tensor) -> None:
-    """Raise `UserError` if a low-rank update takes no part in `loss`; leaves no gradients behind.
-
-    A kind that reads a layer's weight without calling the layer would otherwise be trained on less
-    than was asked for.
-    """
+    """Raise `UserError` if a low-rank update takes no part in `loss`; leaves no gradients behind. A
+    kind that reads a layer's weight without calling the layer would otherwise be trained on less
+    than was asked for."""
     loss.backward()
     updates = [item for item in drafter.named_parameters() if item[0].endswith(_UP)]
     unreached = [name.removesuffix(_UP) for name, update in updates if update.grad is None]

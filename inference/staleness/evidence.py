@@ -131,11 +131,8 @@ def above_factors(grid: Grid, most: int, accepted: int, passes: int) -> Floats:
 
 
 class Sums:
-    """Evidence from totals; see the module.
-
-    spread: variance of a sum of (a - s n) per verify pass in it; prior: the passes for which the
-    mixture is sharpest.
-    """
+    """Evidence from totals; see the module. spread: variance of a sum of (a - s n) per verify pass
+    in it; prior: the passes for which the mixture is sharpest."""
 
     exact = False
 

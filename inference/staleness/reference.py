@@ -184,11 +184,8 @@ def require_counts(reference: Reference) -> None:
 
 def find_reference(given: str, drafter: Path, weights_sha256: str) -> Reference:
     """The reference of a drafter: the file or folder `given`, else what lies in its folder. Prefers
-    single answers to figures.
-
-    weights_sha256: of the drafter's weights. Raises `UserError` where there is none, or where it
-    measured other weights.
-    """
+    single answers to figures. weights_sha256: of the drafter's weights. Raises `UserError` where
+    there is none, or where it measured other weights."""
     place = Path(given) if given else drafter
     if given and not place.exists():
         raise UserError(f"watch.reference: there is no file or folder '{place}'.")

@@ -92,11 +92,8 @@ def summarise(
     target: Mapping[str, str],
     source: str,
 ) -> Staleness:
-    """What a watch found.
-
-    tallies: the fresh answers by domain; empty where only totals are known. target: the fresh
-    target's facts.
-    """
+    """What a watch found. tallies: the fresh answers by domain; empty where only totals are known.
+    target: the fresh target's facts."""
     changes, depth, known = test.changes(), reference.depth, reference.tallies
     for name, tally in tallies.items():
         if name in changes:

@@ -153,11 +153,8 @@ def mean_acceptance(values: list[float], passes: np.ndarray) -> float:
 
 def fallen(reference: RatioEvidence, fresh: RatioEvidence, shift: int) -> float:
     """Logarithm of the evidence that the fresh acceptance lies below `ratio(shift)` of the
-    reference's.
-
-    The reference's acceptance lies in one of the grid's cells, from one point to the next; the
-    evidence is taken at the end of the cell that claims less.
-    """
+    reference's. The reference's acceptance lies in one of the grid's cells, from one point to the
+    next; the evidence is taken at the end of the cell that claims less."""
     above, below = reference.above()[:-1], fresh.below()
     cells = np.arange(len(above))
     at = np.where(cells == 0, 0, np.clip(cells + shift, 0, len(below) - 1))

@@ -14,7 +14,6 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.draft import NONE, Draft
 from inference.measure.metrics import divide
@@ -112,12 +111,7 @@ def ways_to_serve(
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Way]:
     """Plain decoding and every drafter at every length, measured on this machine. decode: sampling
-    settings.
-
-    Raises `UserError` where there is no drafter, or a drafter can draft none of the lengths.
-    """
-    if not drafters:
-        raise UserError("there is no drafter to advise on. Name at least one in traffic.drafters.")
+    settings. Raises `UserError` where a drafter can draft none of the lengths."""
     batches = {1, config.rows, *(rows for rows in config.batches if rows <= config.rows)}
     tuning = TuneConfig(
         batches=tuple(sorted(batches)),

@@ -65,37 +65,26 @@ class Arrival:
 
 def read_traffic(config: TrafficConfig, tokenizer: Any, context: int) -> list[Arrival]:
     """The requests in the order of their arrival, from `config.file`; raises `UserError` naming
-    file and line.
-
-    context: positions that a row holds. What is drawn by mean lengths is cut there, as the counting
-    server did.
-    """
-    if not config.file:
-        raise UserError(
-            "traffic.file is not set: give a .jsonl of requests with times, or the text of a "
-            "server's /metrics."
-        )
-    path = Path(config.file).expanduser()
+    file and line. context: positions that a row holds. What is drawn by mean lengths is cut there,
+    as the counting server did."""
+    name, wanted = config.file, "a .jsonl of requests with times, or a server's /metrics as text."
+    if not name:
+        raise UserError(f"traffic.file is not set: give {wanted}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"traffic.file '{config.file}' cannot be read ({reason}).") from error
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        raise UserError(f"traffic.file '{name}' cannot be read ({reason}).") from error
+    lines = {number: line for number, line in enumerate(text.splitlines(), 1) if line.strip()}
     if not lines:
-        raise UserError(f"traffic.file '{config.file}' is empty.")
-    if not lines[0][1].lstrip().startswith("{"):
+        raise UserError(f"traffic.file '{name}' is empty.")
+    if not text.lstrip().startswith("{"):
         try:
             samples = list(read_samples(text))
         except ValueError as error:
-            raise UserError(
-                f"traffic.file '{config.file}', {error}. Give a .jsonl of requests, or the text "
-                "of a server's /metrics."
-            ) from error
+            raise UserError(f"traffic.file '{name}', {error}. Give {wanted}") from error
         return drawn(config, samples, context)
-    found = [
-        _request(line, f"{config.file}, line {number}", config, tokenizer) for number, line in lines
-    ]
+    found = [_request(lines[n], f"{name}, line {n}", config, tokenizer) for n in lines]
     found.sort(key=lambda arrival: arrival.time)
     return [replace(item, time=item.time - found[0].time) for item in found]
 

@@ -19,8 +19,7 @@ def play(
 ) -> tuple[list[Served], list[Arrival]]:
     """Hand every request in at its time (seconds since the start, ascending) and decode; when each
     was served, and the arrivals as they turned out, with the lengths of their answers.
-    `requests[i].index` is i.
-    """
+    `requests[i].index` is i."""
     first, end = [0.0] * len(requests), [0.0] * len(requests)
     lengths = [0] * len(requests)
     start = 0.0

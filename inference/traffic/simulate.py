@@ -25,8 +25,7 @@ from inference.traffic.arrivals import Arrival
 @dataclass(frozen=True)
 class Costs:
     """Seconds of what a server does. A step of b rows: fixed[b - 1] + per_token[b - 1] * L; reading
-    R prompts, padded to the longest of T tokens: prefill + prefill_token * R * T.
-    """
+    R prompts, padded to the longest of T tokens: prefill + prefill_token * R * T."""
 
     fixed: tuple[float, ...]
     per_token: tuple[float, ...]

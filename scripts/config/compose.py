@@ -32,11 +32,9 @@ searched after conf/."""
 
 
 def compose_stage(stage: Stage, given: Sequence[Override]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Compose a stage's configuration; raises `UserError` for what cannot be composed.
-
-    Returns group -> plain values, interpolations resolved, of the groups that the stage reads; and
-    option group -> chosen option, or options for recipes, None where there is none.
-    """
+    """Compose a stage's configuration; raises `UserError` for what cannot be composed. Returns
+    group -> plain values, interpolations resolved, of the groups that the stage reads; and option
+    group -> chosen option, or options for recipes, None where there is none."""
     OmegaConf.register_new_resolver("repo", repository_path, replace=True)
     accepted = [check_override(stage, item) for item in given]
     searchpath = ",".join(f"file://{folder}" for folder in extra_folders())

@@ -152,10 +152,8 @@ class SweepRow:
 @config("loop.budget")
 @dataclass(frozen=True)
 class BudgetConfig:
-    """What all rounds together may cost.
-
-    The first round always begins; a later one if it fits, judged by the most expensive one so far.
-    """
+    """What all rounds together may cost. The first round always begins; a later one if it fits,
+    judged by the most expensive one so far."""
 
     seconds: NonNegativeFloat = 0.0
     """Seconds of all stages of the rounds; 0: no limit."""

@@ -64,10 +64,7 @@ class HeadSettings:
 
 class Settings:
     """What a stage works with: one attribute per group that it reads; another group's does not
-    exist.
-
-    `import_` is the group `import`, which Python keeps for itself.
-    """
+    exist. `import_` is the group `import`, which Python keeps for itself."""
 
     run: RunConfig
     target: TargetConfig
@@ -108,10 +105,8 @@ class Settings:
         choices: Mapping[str, Any],
         overrides: Sequence[Override] = (),
     ) -> None:
-        """Build every group that the stage reads from plain values; raises `UserError`.
-
-        choices: option group -> chosen option. overrides: what was given beside the YAML files.
-        """
+        """Build every group that the stage reads from plain values; raises `UserError`. choices:
+        option group -> chosen option. overrides: what was given beside the YAML files."""
         self.stage = stage
         self.choices = dict(choices)
         self.resolved = dict(values)
@@ -256,10 +251,8 @@ def differences(
 
 
 def complete(group: str, values: Any) -> Any:
-    """Plain values of a group with the defaults of all keys that they leave out.
-
-    Raises `UserError` for values that the group's class does not take.
-    """
+    """Plain values of a group with the defaults of all keys that they leave out. Raises `UserError`
+    for values that the group's class does not take."""
     found = plain(build_group(group, values))
     return found if group != "head" else {"kind": found["kind"], **found["config"]}
 

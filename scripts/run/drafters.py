@@ -71,11 +71,8 @@ class Found:
 
 def trained(run: RunConfig) -> dict[str, Found]:
     """Name -> drafter for every finished or unfinished training of a run that has a best
-    checkpoint.
-
-    A drafter that was trained jointly (`joint=lora`) belongs to the target that came out of its own
-    training, not to the run's: it is left out.
-    """
+    checkpoint. A drafter that was trained jointly (`joint=lora`) belongs to the target that came
+    out of its own training, not to the run's: it is left out."""
     return {
         name: item
         for name, item in checkpoints(run).items()
@@ -238,9 +235,7 @@ def asked_draft(settings: Settings) -> dict[str, Any]:
 
 def choose(run: RunConfig, *, several: bool = True) -> list[Found]:
     """The drafter named by run.drafter, or the only one, or (`several`) with `all` every one.
-
-    Raises `UserError` when it is not clear which.
-    """
+    Raises `UserError` when it is not clear which."""
     known = trained(run)
     if run.drafter in known:
         return [known[run.drafter]]

@@ -210,12 +210,9 @@ def different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 def comparable(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings that decide what a folder holds, of both sides, by dotted path.
-
-    A key that one side leaves out has its default, so that a folder of an earlier version is
-    refused only for what is different. A group that cannot be read any more is compared as it was
-    written.
-    """
+    """The settings that decide what a folder holds, of both sides, by dotted path. A key that one
+    side leaves out has its default, so that a folder of an earlier version is refused only for what
+    is different. A group that cannot be read any more is compared as it was written."""
     sides: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for group in {*before, *after} - {*FREE_GROUPS}:
         both = [before.get(group) or {}, after.get(group) or {}]

@@ -75,10 +75,8 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """Revision and uncommitted difference of this repository; empty outside one.
-
-    A difference of more than `LONGEST_DIFF` characters is cut; `diff_cut` records that.
-    """
+    """Revision and uncommitted difference of this repository; empty outside one. A difference of
+    more than `LONGEST_DIFF` characters is cut; `diff_cut` records that."""
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]

@@ -32,11 +32,9 @@ def run_stage(
     ask: bool = False,
     file: str = "",
 ) -> int:
-    """Compose and run `stage`; returns the exit status, the worst of its runs.
-
-    multirun: run every combination of listed values. show: only print what was composed. ask: only
-    say whether it is complete. file: the settings, instead of overrides.
-    """
+    """Compose and run `stage`; returns the exit status, the worst of its runs. multirun: run every
+    combination of listed values. show: only print what was composed. ask: only say whether it is
+    complete. file: the settings, instead of overrides."""
     combinations = expand(overrides) if multirun else [list(overrides)]
     if file:
         jobs = [read_settings(stage, Path(file))]
@@ -61,11 +59,8 @@ def run_stage(
 
 def run_one(settings: Settings) -> int:
     """Run one stage with its settings in this process; returns its exit status (most stages have
-    none but 0).
-
-    Raises `UserError` for a target split over processes: a stage gives every process work of its
-    own.
-    """
+    none but 0). Raises `UserError` for a target split over processes: a stage gives every process
+    work of its own."""
     if (settings.resolved.get("target") or {}).get("tensor_parallel"):
         raise UserError(
             "target.tensor_parallel splits one target over the processes of a launch, but in "
@@ -90,11 +85,8 @@ def is_complete(settings: Settings) -> bool:
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
     """Every combination of the values listed in `overrides`, in order; each gets a drafter name of
-    its own.
-
-    `head=medusa,eagle3` needs no other name. Sweeping anything else names the drafter's folder
-    after the values, so that two runs never share one.
-    """
+    its own. `head=medusa,eagle3` needs no other name. Sweeping anything else names the drafter's
+    folder after the values, so that two runs never share one."""
     parsed = parse(overrides)
     if not any(override.is_sweep_override() for override in parsed):
         raise UserError(

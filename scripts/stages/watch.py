@@ -9,7 +9,12 @@ from pathlib import Path
 from heads.api.checkpoint import WEIGHTS_FILE
 from inference.decoding.config import DecodeConfig
 from inference.manifest import file_sha256
-from inference.staleness.comparison import Comparison, decode_prompts, learn_reference
+from inference.staleness.comparison import (
+    Comparison,
+    decode_prompts,
+    learn_reference,
+    read_recorded,
+)
 from inference.staleness.reference import WATCH_FILE, find_reference, require_reference
 from inference.staleness.result import show, summarise
 from inference.target.model import TargetModel
@@ -65,7 +70,7 @@ def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
         comparison.add_metrics(config.metrics)
     elif config.records:
         source, facts = config.records, read_facts(Path(config.records)).get("target") or {}
-        comparison.add_records(Path(source))
+        comparison.add(read_recorded(Path(source), reference))
     else:
         source = str(settings.bench.prompts or settings.bench.dataset)
         prepare_process(settings.run)

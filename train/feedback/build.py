@@ -387,7 +387,8 @@ class _Writer:
         path = self.out / HARD_PROMPTS
         path.unlink(missing_ok=True)
         if self._hard:
-            write_lines(path, sorted(self._hard.values(), key=lambda line: -line["cost"]))
+            hardest = sorted(self._hard.values(), key=lambda line: -line["cost"])
+            write_lines(path, hardest)
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

@@ -70,8 +70,7 @@ class TokenEvidence:
 
 def evidence_of(tokens: NDArray[np.int32], rows: list[Verification]) -> TokenEvidence:
     """What the verifications `rows` of one sequence say of its tokens [N]. One that the tokens
-    contradict is left out and counted: it is of another answer to the same prompt.
-    """
+    contradict is left out and counted: it is of another answer to the same prompt."""
     found, length = TokenEvidence.nothing(len(tokens)), len(tokens)
     for row in rows:
         root, kept, error = row["position"], row["accepted"], row["error_depth"]
@@ -103,8 +102,7 @@ def _chance(log_q: float | None, log_p: float | None) -> float:
 
 class VerificationRecords:
     """The verifications of a folder by sequence. A folder that is not there is empty. Raises
-    `UserError` for damaged records, or those of a target with another tokenizer.
-    """
+    `UserError` for damaged records, or those of a target with another tokenizer."""
 
     def __init__(self, folder: Path | None, info: TargetInfo) -> None:
         self._table = pa.table({})

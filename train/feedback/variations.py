@@ -139,11 +139,8 @@ def _write(
     arguments: Mapping[str, object] | None,
 ) -> Iterator[Variation]:
     """What the target writes, in order; `wanted` texts are begun, those that do not end or hold
-    special tokens are left out.
-
-    They are tokenised anew, as a user's text is: a model's own tokens need not be those that the
-    tokenizer chooses.
-    """
+    special tokens are left out. They are tokenised anew, as a user's text is: a model's own tokens
+    need not be those that the tokenizer chooses."""
     draw = random.Random(f"variations {seed}")
     chosen = draw.choices(prompts, [item.cost for item in prompts], k=wanted)
     requests = []
@@ -161,8 +158,8 @@ def _write(
     done = Engine(target, None, decode).run(requests)
     special = set(target.tokenizer.all_special_ids)
     for one in sorted(done, key=lambda completion: completion.request.index):
-        number, begun = one.request.index, one.request.tokens[len(frame.head) :]
-        ids = [*begun, *one.tokens[:-1]]
+        number = one.request.index
+        ids = [*one.request.tokens[len(frame.head) :], *one.tokens[:-1]]
         text = target.tokenizer.decode(ids)
         ends = one.finish == "stop" and one.tokens[-1] == frame.tail[0]
         if ends and text.strip() and not special & set(ids):

@@ -76,11 +76,9 @@ def other_seconds(folder: Path) -> float:
 
 
 def spent(stages: Sequence[Path], other: float = 0.0) -> Spent:
-    """What stages cost, from their folders, and `other` seconds of one process beside them.
-
-    Seconds of a training are those of all its sessions, setup included; of another stage those of
-    the session that completed it.
-    """
+    """What stages cost, from their folders, and `other` seconds of one process beside them. Seconds
+    of a training are those of all its sessions, setup included; of another stage those of the
+    session that completed it."""
     return sum(map(spent_by, stages), Spent(other, 0.0, other / 3600))
 
 

@@ -102,10 +102,8 @@ class RoundPlan:
     # Stages
 
     def generation(self, number: int, drafter: str, records: bool, hard: Path | None) -> Step:
-        """Answers to this round's prompts, with the last round's drafter (empty: plainly).
-
-        hard: prompts to answer again.
-        """
+        """Answers to this round's prompts, with the last round's drafter (empty: plainly). hard:
+        prompts to answer again."""
         found = self.answering(number, drafter, records)
         found = self.change(number, found, "data", **self.prompts(number, hard))
         return Step(f"round {number}: generate", found)
@@ -166,7 +164,7 @@ class RoundPlan:
         run = replace(found.run, root=str(self.folder(number)), name=TRIALS, drafter=name)
         return Step(f"round {number}: trial of {name}", found.put(run=run))
 
-    def part(self, first: int, last: int) -> dict[str, float]:
+    def part(self, first: int, last: int) -> dict[str, Any]:
         """Begin and end of the loop's schedule from round `first` to before round `last`."""
         whole, rounds = self.train.schedule, self.settings.loop.rounds
         width = whole.end - whole.begin
@@ -174,10 +172,8 @@ class RoundPlan:
         return {name: whole.begin + width * (place / rounds) for name, place in ends}
 
     def started(self, number: int, answers: Path, start: str, on_policy: bool) -> Settings:
-        """The train stage of a round with its seed, answers and start.
-
-        on_policy: whether it may train on the drafter's own drafts.
-        """
+        """The train stage of a round with its seed, answers and start. on_policy: whether it may
+        train on the drafter's own drafts."""
         found = self.compose("train", number)
         found = self.change(number, found, "train", seed=self.train.train.seed + number)
         run = replace(found.run, answers=str(answers))
@@ -186,10 +182,8 @@ class RoundPlan:
     def judged(
         self, number: int, checkpoints: Sequence[str], folder: Path | None = None
     ) -> Settings:
-        """The measurement that judges a round's drafter, or others as that one.
-
-        folder: the run where these lie; None: the round's.
-        """
+        """The measurement that judges a round's drafter, or others as that one. folder: the run
+        where these lie; None: the round's."""
         judge, prompts = self.settings.loop.round.judge, self.train.train.prompts
         chosen = any(item.key_or_group == "bench.prompts" for item in parse(judge))
         if len(prompts) != 1 and not chosen:
@@ -202,9 +196,8 @@ class RoundPlan:
         found = self.settings.derive("measure", self.recipe, before=["bench=jsonl"], more=more)
         if not found.bench.prompts:
             found = found.put(bench=replace(found.bench, prompts=prompts[0]))
-        own = {"name": "measure", "drafters": tuple(checkpoints)}
         none: Any = {"kinds": (), "heads": {}, "drafts": {}}
-        measure = replace(found.measure, **own, **none)
+        measure = replace(found.measure, name="measure", drafters=tuple(checkpoints), **none)
         return place(found.put(measure=measure), folder or self.folder(number))
 
 
@@ -218,10 +211,8 @@ def place(settings: Settings, folder: Path) -> Settings:
 
 
 def begin(settings: Settings, start: str, on_policy: bool) -> Settings:
-    """The settings of a training from checkpoint `start` (empty: as the recipe begins).
-
-    on_policy: whether it may train on the drafter's own drafts.
-    """
+    """The settings of a training from checkpoint `start` (empty: as the recipe begins). on_policy:
+    whether it may train on the drafter's own drafts."""
     train = settings.train
     if start:
         train = replace(train, refresh=replace(train.refresh, init_from=start))

@@ -180,10 +180,8 @@ class Rounds:
 
     def make(self, number: int, switch: str, start: str) -> bool:
         """Make prompts from this round's answers and answer them; returns whether there are any.
-
         Branches are also made from the answers to earlier branches. start: the drafter that helps
-        to answer (empty: none).
-        """
+        to answer (empty: none)."""
         plan, own, config = self.plan, self.plan.folder(number) / "generate", self.settings.feedback
         made = plan.made_prompts(number, switch)
         if not made.is_file():  # it appears whole, and answers may depend on it already
@@ -216,10 +214,8 @@ class Rounds:
 
     def feedback(self, number: int, switches: list[str], out: Path) -> Path:
         """The folder to train on: answers weighed and chosen by the records of their verifications.
-
         It is the round's own generate folder where nothing is asked of the records and no other
-        answers are read.
-        """
+        answers are read."""
         memory = self.config.round.memory
         read = range(0 if memory == 0 else max(0, number + 1 - memory), number + 1)
         own = [name for name in switches if name not in (ON_POLICY, *MORE)]

@@ -28,10 +28,8 @@ from scripts.stages.loop.record import HelpedGeneration
 
 
 def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGeneration:
-    """The content of <round>/speed.json, measured unless that was done.
-
-    settings: of the round's generate stage; folder: the round's; count: answers in the sample.
-    """
+    """The content of <round>/speed.json, measured unless that was done. settings: of the round's
+    generate stage; folder: the round's; count: answers in the sample."""
     path, key = folder / SPEED_FILE, file_sha256(folder / "generate" / MANIFEST_FILE)
     if path.is_file():
         stored = json.loads(path.read_text(encoding="utf-8"))

@@ -33,10 +33,8 @@ class Step:
 
 def perform(launch: str, step: Step) -> None:
     """Run a stage: behind the launcher where there is one and the stage can use it, else in this
-    process.
-
-    A measurement prints no table here: the report at the end of the loop shows all of them.
-    """
+    process. A measurement prints no table here: the report at the end of the loop shows all of
+    them."""
     if launch and step.stage.name in LAUNCHED:
         launch_step(launch, step)
         # a signal lets a stage save and end without an error
@@ -52,10 +50,8 @@ def perform(launch: str, step: Step) -> None:
 
 
 def launch_step(prefix: str, step: Step) -> None:
-    """Run a stage as a command of its own behind a launcher; raises `UserError` when it fails.
-
-    The settings go into <run>/launch/<stage>.yaml, which every process of the launch reads.
-    """
+    """Run a stage as a command of its own behind a launcher; raises `UserError` when it fails. The
+    settings go into <run>/launch/<stage>.yaml, which every process of the launch reads."""
     name, settings = step.stage.name, step.settings
     drafter = settings.run.drafter or str(settings.choices.get("head") or name)
     file = settings.run.directory / "launch" / f"{name}-{drafter}.yaml"
