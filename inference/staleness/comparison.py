@@ -69,6 +69,17 @@ class Comparison:
             if stop and self.test.alarms:
                 break
 
+    def add_decoded(
+        self, prompts: Sequence[Prompt], checkpoint: Path, target: TargetModel, decode: DecodeConfig
+    ) -> None:
+        """Give the test answers to `prompts`, decoded now."""
+        fresh = decode_prompts(self.config, prompts, checkpoint, target, decode, changed=True)
+        self.add(fresh, stop=self.config.stop)
+
+    def add_records(self, folder: Path) -> None:
+        """Give the test the answers that a server, a measurement or a generation recorded."""
+        self.add(read_recorded(folder, self.reference))
+
     def add_metrics(self, paths: Sequence[str]) -> None:
         """Give the test one look per scrape of a server's metrics."""
         test, reference = self.test, self.reference

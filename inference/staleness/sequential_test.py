@@ -87,26 +87,18 @@ class DriftTest:
     def add(self, domain: str, accepted: int, passes: int) -> None:
         """Count one fresh answer and look; one of an unknown domain is only counted."""
         self.answers += 1
-        if domain in self.reference:
-            self._bets(self.fresh, domain).add(accepted, passes)
-            self.look(domain)
-        else:
-            self._bets(self.unknown, domain).add(accepted, passes)
-
-    def _bets(self, place: dict[str, RatioEvidence], domain: str) -> Bets:
-        bets = place.setdefault(domain, Bets(self.grid, self.most))
+        place = self.fresh if domain in self.reference else self.unknown
+        bets = place.get(domain) or Bets(self.grid, self.most)
         assert isinstance(bets, Bets), "answers and totals cannot be mixed"
-        return bets
+        bets.add(accepted, passes)
+        self.replace(domain, bets)
 
     def replace(self, domain: str, evidence: RatioEvidence) -> None:
-        """Put newer totals of a domain in place of the former ones, and look."""
-        if domain in self.reference:
-            self.fresh[domain] = evidence
-            self.look(domain)
-        else:
+        """Put newer evidence of a domain in place of the former, and look."""
+        if domain not in self.reference:
             self.unknown[domain] = evidence
-
-    def look(self, domain: str) -> None:
+            return
+        self.fresh[domain] = evidence
         shift = shift_below(1.0 - self.tolerance)
         self._now[domain] = fallen(self.reference[domain], self.fresh[domain], shift)
         together = sum(self._now.values())

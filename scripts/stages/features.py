@@ -55,16 +55,15 @@ def run(settings: Settings) -> None:
 
 def all_heads(settings: Settings) -> tuple[tuple[str, str, Any], ...]:
     """(name, kind, configuration) of `head` and of the recipes in features.heads."""
-    found = {str(settings.choices["head"]): settings.head}
-    keys = [item.key_or_group for item in settings.overrides]
+    found = [(str(settings.choices["head"]), settings.head)]
     common = [
         item
-        for key, item in zip(keys, settings.overrides, strict=True)
-        if key.split(".")[0] != "head" and key != "features.heads"
+        for item in settings.overrides
+        if item.key_or_group.split(".")[0] != "head" and item.key_or_group != "features.heads"
     ]
     for name in settings.features.heads:
-        found[name] = load_settings(settings.stage, [*common, f"head={name}"]).head
-    return tuple((name, head.kind, head.config) for name, head in found.items())
+        found.append((name, load_settings(settings.stage, [*common, f"head={name}"]).head))
+    return tuple((name, head.kind, head.config) for name, head in found)
 
 
 def serve(settings: Settings) -> None:

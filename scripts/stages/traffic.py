@@ -15,9 +15,8 @@ from heads.api.errors import UserError
 from inference.manifest import write_json
 from inference.measure.prompts import load_prompts
 from inference.target.model import TargetModel
-from inference.traffic.advice import advise, ways_to_serve
+from inference.traffic.advice import advice_lines, advise, traffic_table, ways_to_serve
 from inference.traffic.arrivals import needed_context, read_traffic
-from inference.traffic.table import advice_lines, traffic_table
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found

@@ -9,12 +9,7 @@ from pathlib import Path
 from heads.api.checkpoint import WEIGHTS_FILE
 from inference.decoding.config import DecodeConfig
 from inference.manifest import file_sha256
-from inference.staleness.comparison import (
-    Comparison,
-    decode_prompts,
-    learn_reference,
-    read_recorded,
-)
+from inference.staleness.comparison import Comparison, learn_reference
 from inference.staleness.reference import WATCH_FILE, find_reference, require_reference
 from inference.staleness.result import show, summarise
 from inference.target.model import TargetModel
@@ -70,7 +65,7 @@ def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
         comparison.add_metrics(config.metrics)
     elif config.records:
         source, facts = config.records, read_facts(Path(config.records)).get("target") or {}
-        comparison.add(read_recorded(Path(source), reference))
+        comparison.add_records(Path(source))
     else:
         source = str(settings.bench.prompts or settings.bench.dataset)
         prepare_process(settings.run)
@@ -81,9 +76,7 @@ def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
             f"decoding as for the reference: {own.shape} of {reference.depth}, temperature "
             f"{own.temperature:g}, {own.max_new_tokens} tokens"
         )
-        prompts = load(settings.bench).prompts
-        fresh = decode_prompts(config, prompts, found.folder, target, own, changed=True)
-        comparison.add(fresh, stop=config.stop)
+        comparison.add_decoded(load(settings.bench).prompts, found.folder, target, own)
         facts = {"id": target.info.id, "revision": target.info.revision}
         facts |= {"quantization": settings.target.quantization, "system": config.system}
     comparison.require_fresh()

@@ -25,7 +25,7 @@ from heads.api.checkpoint import WEIGHTS_FILE
 from scripts.cli import main
 from scripts.evidence import rounds
 from scripts.evidence.common import REPORTS, read_json
-from scripts.stages.loop.record import LOOP_FILE
+from scripts.stages.loop.facts import LOOP_FILE
 from scripts.tools.common import make_parser, run
 
 CLOCKED = ("seconds", "gpu_hours", "plain_seconds", "drafted_seconds", "speedup", "speedup_ci95")

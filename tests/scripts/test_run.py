@@ -17,8 +17,8 @@ from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, load_settings
 from scripts.config.stages import STAGES
 from scripts.run.folder import changes, open_folder, read_config, read_record
+from scripts.stages.loop.facts import LoopRecord
 from scripts.stages.loop.plan import RoundPlan
-from scripts.stages.loop.record import LoopRecord
 
 
 def settings(run: RunConfig, **groups: Any) -> Settings:

@@ -25,17 +25,6 @@ from scripts.run.folder import read_record
 from scripts.run.process import shown
 from scripts.stages.loop import facts
 from scripts.stages.loop.plan import HARD_PROMPTS, MORE, PLAIN, TRIALS, RoundPlan, begin, place
-from scripts.stages.loop.record import (
-    LOOP_FILE,
-    BestRound,
-    HelpedGeneration,
-    LoopRecord,
-    LoopSettings,
-    OpenLoopRecord,
-    RoundRecord,
-    Spent,
-    Trained,
-)
 from scripts.stages.loop.speed import measure_generation
 from scripts.stages.loop.steps import Step, perform
 from scripts.stages.loop.table import change, show
@@ -64,13 +53,13 @@ class Rounds:
     """The rounds of one loop, and where they stand."""
 
     settings: Settings
-    done: list[RoundRecord] = field(default_factory=list)
+    done: list[facts.RoundRecord] = field(default_factory=list)
     off: dict[str, str] = field(default_factory=dict)
     """Switches that were turned off, and why."""
     best: int = 0
     stale: int = 0
     """Rounds in a row that brought no rise, for which no switch could be blamed."""
-    open_loop: OpenLoopRecord | None = None
+    open_loop: facts.OpenLoopRecord | None = None
     """What the rounds are compared with, once that is known."""
 
     def __post_init__(self) -> None:
@@ -86,7 +75,7 @@ class Rounds:
     def active(self) -> list[str]:
         return [name for name in self.wanted if name not in self.off]
 
-    def run(self) -> LoopRecord:
+    def run(self) -> facts.LoopRecord:
         """Play all rounds that are worth it, keep the best one as the run's drafter, and return the
         record."""
         if self.kept.exists() and not is_copy(self.kept, self.run_folder):
@@ -122,19 +111,19 @@ class Rounds:
                 return f"budget ({name})"
         return ""
 
-    def spent(self) -> Spent:
-        return sum((entry.spent for entry in self.done), Spent())
+    def spent(self) -> facts.Spent:
+        return sum((entry.spent for entry in self.done), facts.Spent())
 
-    def training(self, number: int) -> Trained:
+    def training(self, number: int) -> facts.Trained:
         found = self.done[number].training
         assert found is not None, "every finished round has a training"
         return found
 
     # One round
 
-    def play(self, number: int) -> RoundRecord:
+    def play(self, number: int) -> facts.RoundRecord:
         plan, folder, first = self.plan, self.plan.folder(number), number == 0
-        entry = RoundRecord(number, "" if first else self.training(self.best).checkpoint)
+        entry = facts.RoundRecord(number, "" if first else self.training(self.best).checkpoint)
         asked = [] if first else self.active
         learns = [name for name in asked if name != ON_POLICY]
         step = plan.generation(number, entry.start, bool(learns), self.hard_prompts(number))
@@ -173,9 +162,9 @@ class Rounds:
         print("\n[measure]", flush=True)
         measure_run(settings)
 
-    def helper(self, start: str, learns: list[str], generation: HelpedGeneration | None) -> str:
+    def helper(self, start: str, learns: list[str], speed: facts.HelpedGeneration | None) -> str:
         """The drafter that answers made prompts: none if it is slower and no records are read."""
-        slower = generation is not None and generation.speedup < 1.0
+        slower = speed is not None and speed.speedup < 1.0
         return "" if slower and set(learns) == {VARIATIONS} else start
 
     def make(self, number: int, switch: str, start: str) -> bool:
@@ -268,7 +257,7 @@ class Rounds:
 
     # The end
 
-    def run_open_loop(self) -> OpenLoopRecord:
+    def run_open_loop(self) -> facts.OpenLoopRecord:
         """What the rounds are compared with (`loop.round.open_loop`): one training without
         feedback, on as many tokens as all rounds had.
 
@@ -294,7 +283,7 @@ class Rounds:
         trained = facts.trained(out)
         self.measure(plan.judged(self.best, [trained.checkpoint], folder))
         rival = plan.folder(self.best) / "measure"
-        return OpenLoopRecord(
+        return facts.OpenLoopRecord(
             generated=facts.answered(answers),
             training=trained,
             measured=facts.measured(measured, plan.drafter),
@@ -302,13 +291,13 @@ class Rounds:
             spent=facts.spent([folder / "generate", out, measured]),
         )
 
-    def record(self, ended_by: str) -> LoopRecord:
+    def record(self, ended_by: str) -> facts.LoopRecord:
         """loop.json. ended_by: rounds, tau, or budget (what of it); empty while it runs."""
         measured = self.done[self.best].measured
         assert measured is not None, "every finished round was measured"
-        return LoopRecord(
+        return facts.LoopRecord(
             kind=self.plan.train.head.kind,
-            settings=LoopSettings(
+            settings=facts.LoopSettings(
                 self.config.rounds,
                 self.config.round,
                 self.config.budget,
@@ -316,7 +305,7 @@ class Rounds:
                 self.plan.train.train.on_policy.share,
             ),
             rounds=self.done,
-            best=BestRound(self.best, self.training(self.best).checkpoint, measured.tau),
+            best=facts.BestRound(self.best, self.training(self.best).checkpoint, measured.tau),
             off=self.off,
             ended_by=ended_by,
             spent=self.spent(),
@@ -324,7 +313,7 @@ class Rounds:
             state="complete" if ended_by else "running",
         )
 
-    def write(self, ended_by: str) -> LoopRecord:
+    def write(self, ended_by: str) -> facts.LoopRecord:
         record = self.record(ended_by)
         record.write(self.run_folder)
         return record
@@ -355,12 +344,12 @@ class Rounds:
 
 def is_copy(training: Path, run: Path) -> bool:
     """Whether a training is a round's copy: by its record, or by weights in <run>/loop.json."""
-    if not (run / LOOP_FILE).is_file():
+    if not (run / facts.LOOP_FILE).is_file():
         return False
     record = read_record(training)
     if record is not None and record.copied_from:
         return True
-    rounds = LoopRecord.read(run).rounds
+    rounds = facts.LoopRecord.read(run).rounds
     known = {entry.training.weights_sha256 for entry in rounds if entry.training is not None}
     return checkpoint_hash(training / "best") in known
 

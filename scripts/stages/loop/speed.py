@@ -23,8 +23,7 @@ from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, write_
 from inference.measure.metrics import divide
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings
-from scripts.stages.loop.facts import SPEED_FILE
-from scripts.stages.loop.record import HelpedGeneration
+from scripts.stages.loop.facts import SPEED_FILE, HelpedGeneration
 
 
 def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGeneration:

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from inference.measure.metrics import Gain
 from scripts.run.process import console
-from scripts.stages.loop.record import LoopRecord, Measured, OpenLoopRecord, RoundRecord
+from scripts.stages.loop.facts import LoopRecord, Measured, OpenLoopRecord, RoundRecord
 
 ENDS = {
     "rounds": "all rounds were played",
