@@ -272,9 +272,7 @@ def _tally(
     for source in sources:
         for document in source.documents(info):
             seen += 1
-            mask = document.supervised
-            if config.replay:
-                mask = replay_mask(document.evidence, mask, config)
+            mask = replay_mask(document.evidence, document.supervised, config)
             tally.add(document.row["domain"], document.evidence, mask)
             if document.evidence.passes:
                 costs.append(document.cost)
@@ -312,7 +310,7 @@ def _report(
         "cost": [float(weighing.cost[d]) for d in depths],
         "domains": domains,
         "mean_weight": writer.weight / max(1, writer.supervised),
-        "hard_prompts": writer.prompts,
+        "hard_prompts": len(writer.hard),
     }
 
 
@@ -327,11 +325,10 @@ class _Writer:
     rows: int = 0
     supervised: int = 0
     weight: float = 0.0
-    prompts: int = 0
     shards: list[FileEntry] = field(default_factory=list)
-    _waiting: list[AnswerRow] = field(default_factory=list)
-    _hard: dict[str, dict[str, Any]] = field(default_factory=dict)
+    hard: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Id -> line of hard_prompts.jsonl."""
+    _waiting: list[AnswerRow] = field(default_factory=list)
 
     @property
     def schema(self) -> pa.Schema:
@@ -342,9 +339,9 @@ class _Writer:
     def add(self, document: Document) -> None:
         """Take a document; what is left of it waits for its shard."""
         self._note_prompt(document)
-        row, mask, length = document.row.copy(), document.supervised, len(document.tokens)
+        row, length = document.row.copy(), len(document.tokens)
+        mask = replay_mask(document.evidence, document.supervised, self.config)
         if self.config.replay:
-            mask = replay_mask(document.evidence, mask, self.config)
             if not mask.any():
                 return
             length = int(np.flatnonzero(mask)[-1]) + 1
@@ -370,7 +367,7 @@ class _Writer:
         if document.evidence.passes and cost >= self.limit:
             prompt = list(row["tokens"][: row["spans"][0][0]])
             line = {"id": row["id"], "domain": row["domain"], "tokens": prompt, "cost": cost}
-            self._hard.setdefault(row["id"], line)
+            self.hard.setdefault(row["id"], line)
 
     def _flush(self) -> None:
         name = f"{SHARDS}/shard-{len(self.shards):05d}.parquet"
@@ -383,11 +380,10 @@ class _Writer:
     def finish(self) -> None:
         if self._waiting:
             self._flush()
-        self.prompts = len(self._hard)
         path = self.out / HARD_PROMPTS
         path.unlink(missing_ok=True)
-        if self._hard:
-            hardest = sorted(self._hard.values(), key=lambda line: -line["cost"])
+        if self.hard:
+            hardest = sorted(self.hard.values(), key=lambda line: -line["cost"])
             write_lines(path, hardest)
 
 

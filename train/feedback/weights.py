@@ -167,7 +167,7 @@ def replay_mask(
     """Which of the supervised tokens [N] stay so in replay: first errors, the drafts that they end
     from their roots on, and what is near. (A block is drafted from its root, so a head that drafts
     blocks sees the error only where the root counts.) A document without records keeps all."""
-    if not found.passes:
+    if not config.replay or not found.passes:
         return supervised
     near = np.zeros(len(supervised), dtype=bool)
     for at in np.flatnonzero(found.failed):
