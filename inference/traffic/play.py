@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from inference.decoding.batch import OnTokens
 from inference.decoding.engine import Engine
 from inference.decoding.requests import PassRecord, Request
 from inference.decoding.session import Session
@@ -28,9 +27,11 @@ def play(
         if record is None:
             first[request.index] = time.perf_counter() - start
 
-    on_tokens: OnTokens = shown
-    with Session(engine, capacity, on_tokens) as session:
-        _settle(session, requests[0])
+    with Session(engine, capacity, shown) as session:
+        # a request that does not count: buffers and thread pools come into being
+        session.add(requests[0])
+        while session.unfinished:
+            session.step()
         start, coming = time.perf_counter(), 0
         while coming < len(requests) or session.unfinished:
             now = time.perf_counter() - start
@@ -48,10 +49,3 @@ def play(
         for when, request, length in zip(times, requests, lengths, strict=True)
     ]
     return [Served(*moments) for moments in zip(first, end, strict=True)], arrivals
-
-
-def _settle(session: Session, request: Request) -> None:
-    """Answer a request that does not count: buffers and thread pools come into being."""
-    session.add(request)
-    while session.unfinished:
-        session.step()
