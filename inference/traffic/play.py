@@ -28,10 +28,7 @@ def play(
             first[request.index] = time.perf_counter() - start
 
     with Session(engine, capacity, shown) as session:
-        # a request that does not count: buffers and thread pools come into being
-        session.add(requests[0])
-        while session.unfinished:
-            session.step()
+        _settle(session, requests[0])
         start, coming = time.perf_counter(), 0
         while coming < len(requests) or session.unfinished:
             now = time.perf_counter() - start
@@ -49,3 +46,10 @@ def play(
         for when, request, length in zip(times, requests, lengths, strict=True)
     ]
     return [Served(*moments) for moments in zip(first, end, strict=True)], arrivals
+
+
+def _settle(session: Session, request: Request) -> None:
+    """Answer a request that does not count: buffers and thread pools come into being."""
+    session.add(request)
+    while session.unfinished:
+        session.step()
