@@ -28,10 +28,7 @@ FEEDBACK = "feedback"
 
 def require_folder_name(key: str, name: str, *, empty: bool = False) -> str:
     """Return `name` if it is the name of one folder; raises `UserError`, which names the setting
-    `key`, otherwise.
-
-    empty: "" is allowed (it stands for a default).
-    """
+    `key`, otherwise. empty: "" is allowed (it stands for a default)."""
     plain = name not in (".", "..") and not set(name) & set("/\\") and name.isprintable()
     if not plain or not (name or empty):
         raise UserError(
@@ -43,15 +40,12 @@ def require_folder_name(key: str, name: str, *, empty: bool = False) -> str:
 
 def stage_of(folder: Path) -> str:
     """The stage that wrote `folder`, as its record says; empty for a folder without a record of
-    ours.
-
-    Raises `UserError` for a record that is not readable.
-    """
+    ours. Raises `UserError` for a record that is not readable."""
     record = _read(folder / RUN_FILE)
     if record is not None:
         return str(record.get("stage") or "")
-    manifest = _read(folder / MANIFEST_FILE)
-    if manifest is not None and manifest.get("stage"):
+    manifest = _read(folder / MANIFEST_FILE) or {}
+    if manifest.get("stage"):
         return FEEDBACK if FEEDBACK in manifest else str(manifest["stage"])
     return "export" if (folder / EXPORT_FILE).is_file() else ""
 
@@ -63,14 +57,11 @@ def require_own(folder: Path, stage: str, setting: str, beside: Collection[str] 
     where the record lists the files, hold no others but `beside`. setting: the key that asks for
     the deletion, for the message.
     """
+    refuse = f"{setting}: '{folder}' is not deleted: "
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise UserError(
-            f"{setting}: '{folder}' is not a folder but a link or a file, and is not deleted. "
-            "Remove it yourself."
-        )
+        raise UserError(f"{refuse}it is not a folder but a link or a file. Remove it yourself.")
     if not folder.exists() or not any(folder.iterdir()):
         return
-    refuse = f"{setting}: '{folder}' is not deleted: "
     found = stage_of(folder)
     if not found:
         raise UserError(
@@ -82,24 +73,22 @@ def require_own(folder: Path, stage: str, setting: str, beside: Collection[str] 
             f"{refuse}stage '{found}' wrote it, not '{stage}'. Choose another name, or remove it "
             "yourself."
         )
+    allowed = ("", stage, "export" if stage == "push" else "")
     for record in (RUN_FILE, MANIFEST_FILE, EXPORT_FILE):
         for inner in folder.rglob(record):
             other = "" if inner.parent == folder else stage_of(inner.parent)
-            if other not in ("", stage, "export" if stage == "push" else ""):
+            if other not in allowed:
                 raise UserError(
                     f"{refuse}'{inner.parent}' in it was written by stage '{other}'. Move that "
                     "away first."
                 )
     listed = _listed(folder)
-    if listed is not None:
-        foreign = sorted(
-            name for name in _files(folder) if name not in listed and name not in beside
+    foreign = [] if listed is None else sorted({*_files(folder)} - listed - {*beside})
+    if foreign:
+        raise UserError(
+            f"{refuse}it holds files that stage '{stage}' did not write: {', '.join(foreign[:3])}. "
+            "Move them away, or remove the folder yourself."
         )
-        if foreign:
-            raise UserError(
-                f"{refuse}it holds files that stage '{stage}' did not write: "
-                f"{', '.join(foreign[:3])}. Move them away, or remove the folder yourself."
-            )
 
 
 def delete_own(folder: Path, stage: str, setting: str) -> None:
@@ -139,7 +128,6 @@ def replaced(out: Path, stage: str, setting: str, beside: Collection[str] = ()) 
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """The content of a record; None where there is none or it is none of ours."""
     if not file.is_file():
         return None
     try:
@@ -153,16 +141,13 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _listed(folder: Path) -> set[str] | None:
-    """The files that the folder's record lists, the record with them; None where it lists none."""
+    """The files that the folder's record lists, itself included; None where it lists none."""
     if (folder / RUN_FILE).is_file():
         return None
     manifest, export = _read(folder / MANIFEST_FILE), _read(folder / EXPORT_FILE)
     if manifest is not None and isinstance(manifest.get("files"), list):
-        return {
-            str(entry["file"])
-            for entry in manifest["files"]
-            if isinstance(entry, dict) and "file" in entry
-        } | {MANIFEST_FILE}
+        entries = [entry for entry in manifest["files"] if isinstance(entry, dict)]
+        return {MANIFEST_FILE, *(str(entry["file"]) for entry in entries if "file" in entry)}
     return {*map(str, export.get("files", ())), EXPORT_FILE} if export is not None else None
 
 

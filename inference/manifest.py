@@ -50,25 +50,17 @@ def write_manifest(
     content: Mapping[str, object],
     provenance: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write `directory/manifest.json` atomically and return its path.
-
-    `format` and `stage` come first, then `content`; `provenance` (command, versions, device, ...)
-    is stored under its own key.
-    """
-    assert not {"format", "stage", "provenance"} & set(content), (
-        "these keys are written by write_manifest"
-    )
-    full = {"format": FORMAT, "stage": stage, **content}
-    if provenance is not None:
-        full["provenance"] = dict(provenance)
+    """Write `directory/manifest.json` atomically and return its path: `format` and `stage`, then
+    `content`, then `provenance` (command, versions, device, ...) under its own key."""
+    assert not {"format", "stage", "provenance"} & set(content), "these are written here"
+    last = {} if provenance is None else {"provenance": dict(provenance)}
     path = directory / MANIFEST_FILE
-    write_json(path, full)
+    write_json(path, {"format": FORMAT, "stage": stage, **content, **last})
     return path
 
 
 def read_manifest(directory: Path, stage: str) -> dict[str, Any]:
-    """The manifest of a finished stage; raises `UserError` when it is absent, broken, of another
-    stage or another format."""
+    """The manifest of a finished stage; raises `UserError` for none, or another's."""
     path = directory / MANIFEST_FILE
     if not path.is_file():
         raise UserError(
@@ -96,8 +88,7 @@ def read_manifest(directory: Path, stage: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON atomically: after a kill either the old file or the new one is there, never half
-    of one."""
+    """Write JSON atomically: after a kill the old or the new file is there, never half of one."""
     write_bytes(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
 
 
@@ -123,8 +114,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files of `write_bytes`, here and below, whose writer is gone: ended on
-    this machine, or on another one and the file unchanged for `STALE_SECONDS`.
-    """
+    this machine, or on another one and the file unchanged for `STALE_SECONDS`."""
     for path in folder.rglob(f"*{PARTIAL}"):
         if path.is_file() and abandoned(path):
             path.unlink(missing_ok=True)
@@ -151,7 +141,6 @@ def abandoned(path: Path) -> bool:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of this machine exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -162,29 +151,23 @@ def alive(pid: int) -> bool:
 
 
 def file_sha256(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes, read in blocks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def file_entry(directory: Path, relative: str, **size: Unpack[FileSize]) -> FileEntry:
-    """A manifest's entry for one file of `directory`."""
     digest = file_sha256(safe_path(directory, relative))
     return {"file": relative, **size, "sha256": digest}
 
 
 def verify_file(directory: Path, entry: FileEntry) -> Path:
-    """The path of a listed file.
-
-    Raises `UserError` when it does not lie inside `directory`, is missing or was changed.
-    """
+    """The path of a listed file. Raises `UserError` when it does not lie inside `directory`, is
+    missing or was changed."""
     try:
         relative, expected = entry["file"], entry["sha256"]
     except (KeyError, TypeError) as error:
-        raise UserError(
-            f"the manifest in '{directory}' lists a file without path or sha256. Run the stage "
-            "again."
-        ) from error
+        message = "lists a file without path or sha256. Run the stage again."
+        raise UserError(f"the manifest in '{directory}' {message}") from error
     path = safe_path(directory, relative)
     if not path.is_file():
         raise UserError(
@@ -202,8 +185,7 @@ def verify_file(directory: Path, entry: FileEntry) -> Path:
 
 
 def safe_path(directory: Path, relative: str) -> Path:
-    """`directory / relative`, refused with `UserError` when it is absolute or would leave the
-    folder (links included)."""
+    """`directory / relative`; raises `UserError` for a path that would leave the folder."""
     pure = PurePosixPath(relative) if isinstance(relative, str) else PurePosixPath("/")
     path = directory / pure
     if (
@@ -220,6 +202,6 @@ def safe_path(directory: Path, relative: str) -> Path:
 
 
 def checkpoint_hash(folder: str | Path) -> str:
-    """SHA-256 of the weights file in a checkpoint's folder; empty where there is none."""
+    """SHA-256 of a checkpoint's weights; empty where there are none."""
     path = Path(folder) / WEIGHTS_FILE
     return file_sha256(path) if folder and path.is_file() else ""

@@ -20,9 +20,7 @@ from scripts.run.signals import leave_in_order
 
 DEBUG_VARIABLE = "HEADSTART_DEBUG"
 FULL = (errno.ENOSPC, errno.EDQUOT)
-FULL_WORDS = tuple(os.strerror(number) for number in FULL)
-"""How libraries that wrap such an error in one of their own (safetensors, pyarrow) spell it."""
-
+"""Of a full disk; libraries that wrap such an error (safetensors, pyarrow) spell it in words."""
 USAGE = """\
 Headstart trains drafters for speculative decoding and measures what each one is worth.
 
@@ -43,39 +41,34 @@ Errors are one message; {debug}=1 adds the traceback."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status (0 done, 1 our own failure, 2 a mistake in what was
-    given, 3 not complete, 130 interrupted)."""
+    """Run one command; its exit status: 0, 1 failure, 2 mistake, 3 incomplete, 130 stopped."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return dispatch(given)
-    except UserError as error:
-        if os.environ.get(DEBUG_VARIABLE):
-            raise
-        print(f"headstart{process_name()}: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         # The reader of a pipe (`| head`) has gone. Python would complain again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        complaint = disk_complaint(error)
+        complaint = str(error) if isinstance(error, UserError) else disk_complaint(error)
         if complaint is None or os.environ.get(DEBUG_VARIABLE):
             raise
-        print(f"headstart{process_name()}: {complaint}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        speaker = "headstart" if rank == "0" else f"headstart (process {rank})"
+        print(f"{speaker}: {complaint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(
-            "\nheadstart: interrupted; the same command continues where this one stopped.",
-            file=sys.stderr,
-        )
+        line = "interrupted; the same command continues where this one stopped."
+        print(f"\nheadstart: {line}", file=sys.stderr)
         return 130
 
 
 def dispatch(given: list[str]) -> int:
-    """Find the stage and the flags in `given` and hand over; raises `UserError` for an unknown
-    stage."""
+    """Find stage and flags and hand over; raises `UserError` for an unknown stage."""
     if not given or given[0] in ("--help", "-h", "help"):
-        print(usage())
+        width = max(map(len, STAGES))
+        stages = [f"  {stage.name:<{width}}  {stage.summary}" for stage in STAGES.values()]
+        print(USAGE.format(stages="\n".join(stages), debug=DEBUG_VARIABLE))
         return 0
     if given[0] in ("--version", "-V"):
         print(f"headstart {version()}")
@@ -112,20 +105,10 @@ def dispatch(given: list[str]) -> int:
 
 def split_flags(rest: list[str]) -> tuple[set[str], list[str], str]:
     """Separate flags, overrides and the file of `--config`; raises `UserError` for an unknown flag.
-
     `--config <file>` is how a loop starts a stage in another process: all settings stand in the
-    file.
-    """
-    spellings = {
-        "--help": "--help",
-        "-h": "--help",
-        "--multirun": "--multirun",
-        "-m": "--multirun",
-        "--show": "--show",
-        "--cfg": "--show",
-        "--plan": "--plan",
-        "--complete": "--complete",
-    }
+    file."""
+    spellings = {name: name for name in ("--help", "--multirun", "--show", "--plan", "--complete")}
+    spellings |= {"-h": "--help", "-m": "--multirun", "--cfg": "--show"}
     flags, overrides, file = set(), [], ""
     items = iter(rest)
     for item in items:
@@ -138,8 +121,7 @@ def split_flags(rest: list[str]) -> tuple[set[str], list[str], str]:
         elif item.startswith("-"):
             raise UserError(
                 f"there is no flag '{item}'.{suggest(item, spellings)} Settings are given without "
-                "dashes, "
-                "as key=value."
+                "dashes, as key=value."
             )
         else:
             overrides.append(item)
@@ -149,41 +131,21 @@ def split_flags(rest: list[str]) -> tuple[set[str], list[str], str]:
 
 
 def disk_complaint(error: BaseException | None) -> str | None:
-    """What to tell a person when the disk is full, also where a library put its own words around
-    that; None for other errors."""
-    if error is None:
-        return None
-    if (isinstance(error, OSError) and error.errno in FULL) or any(
-        words in str(error) for words in FULL_WORDS
-    ):
-        where = (
-            f" while writing '{error.filename}'"
-            if isinstance(error, OSError) and error.filename
-            else ""
-        )
-        return (
-            f"the disk is full{where} ({error}). What was complete is kept. Free some space, or "
-            "give another run.root; the same "
-            "command then continues where this one stopped."
-        )
-    return disk_complaint(error.__cause__ or error.__context__)
-
-
-def process_name() -> str:
-    """Which process of a launch speaks; nothing in the main one."""
-    rank = os.environ.get("RANK", "0")
-    return "" if rank == "0" else f" (process {rank})"
-
-
-def usage() -> str:
-    """The text of `headstart --help`."""
-    width = max(map(len, STAGES))
-    stages = "\n".join(f"  {stage.name:<{width}}  {stage.summary}" for stage in STAGES.values())
-    return USAGE.format(stages=stages, debug=DEBUG_VARIABLE)
+    """The message for a full disk, also where a library wrapped the error; else None."""
+    while error is not None:
+        number = error.errno if isinstance(error, OSError) else None
+        if number in FULL or any(os.strerror(full) in str(error) for full in FULL):
+            name = getattr(error, "filename", None)
+            where = f" while writing '{name}'" if name else ""
+            return (
+                f"the disk is full{where} ({error}). What was complete is kept. Free some space, "
+                "or give another run.root; the same command then continues where this one stopped."
+            )
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def version() -> str:
-    """The installed version, or a hint when the packages are used without installation."""
     metadata = importlib.import_module("importlib.metadata")
     try:
         return str(metadata.version("headstart"))

@@ -2,38 +2,43 @@
 that has changed since.
 
 A target that was fine-tuned, quantised or asked to think aloud is no longer the one its drafter
-learnt from, and acceptance falls. A short training on its new answers
-brings it back. With `lora_rank` only low-rank updates of the drafter's linear layers are trained
-(LoRA, 2106.09685, through peft): less optimiser state, and what was learnt stays near. Updates are
-merged wherever weights leave the training, so that what comes out is an ordinary checkpoint of the
-same kind.
+learnt from, and acceptance falls. A short training on its new answers brings it back. With
+`lora_rank` only low-rank updates of the drafter's linear layers are trained (LoRA, 2106.09685,
+through peft): less optimiser state, and what was learnt stays near. Updates are merged wherever
+weights leave the training, so that what comes out is an ordinary checkpoint of the same kind.
 
-Legend: none needed; weights are [out, in] as `nn.Linear` holds them.
+Weights are [out, in] as `nn.Linear` holds them. `RefreshRecord` is what `headstart refresh` leaves.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from heads.api.batch import TrainBatch
 from heads.api.checkpoint import WEIGHTS_FILE, load_weights, new_drafter, read_config
-from heads.api.config import NonNegativeFloat, NonNegativeInt, config
+from heads.api.config import NonNegativeFloat, NonNegativeInt, build, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import init
+from inference.manifest import write_json
+from inference.measure.metrics import TauEstimate
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 
 logger = logging.getLogger(__name__)
 LoadTarget = Callable[[TargetConfig], TargetModel]
 
+REFRESH_FILE = "refresh.json"
+FORMAT = 1
 ADAPTER = "default"
 """The one adapter's name inside peft's layers."""
 _BASE, _DOWN, _UP = ".base_layer.", f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
@@ -70,7 +75,6 @@ class RefreshConfig:
 
     @property
     def scale(self) -> float:
-        """What updates are multiplied by."""
         return (self.lora_alpha or 2.0 * self.lora_rank) / max(1, self.lora_rank)
 
 
@@ -83,11 +87,8 @@ def prepare_start(
     load: LoadTarget = TargetModel.load,
 ) -> None:
     """Bring a fresh float32 drafter to where the training starts: weights of the checkpoint,
-    low-rank updates if asked for.
-
-    target, load: how the training's own target was loaded, and by what; an old one is loaded
-    likewise.
-    """
+    low-rank updates if asked for. target, load: how the training's own target was loaded, and by
+    what; an old one is loaded likewise."""
     if not config.init_from:
         return
     fresh = {name: value.clone() for name, value in drafter.state_dict().items()}
@@ -101,8 +102,7 @@ def prepare_start(
 def load_start(
     drafter: TrainableDrafter, folder: Path, info: TargetInfo, other_target: bool
 ) -> None:
-    """Fill `drafter` from a checkpoint completely or not at all; raises `UserError` for another
-    kind or target."""
+    """Fill `drafter` from a checkpoint; raises `UserError` for another kind or target."""
     content = read_config(folder)
     if content["kind"] != drafter.kind:
         raise UserError(
@@ -121,10 +121,8 @@ def load_start(
                 f"train.refresh.init_from: {error} If this target is a changed version of that "
                 "one, set train.refresh.other_target=true."
             ) from error
-    mine = asdict(drafter.config)
-    changed = [
-        name for name, value in mine.items() if _plain(content["config"].get(name)) != _plain(value)
-    ]
+    mine, known = asdict(drafter.config), content["config"]
+    changed = [name for name, value in mine.items() if _plain(known.get(name)) != _plain(value)]
     if changed:
         logger.warning(
             "the drafter in '%s' was made with other values of head.%s; its weights are used "
@@ -143,8 +141,8 @@ def carry(
     seed: int,
     load: LoadTarget,
 ) -> None:
-    """Add to a loaded drafter what a fresh one of the new target differs by from a fresh one of the
-    old target, for the same seed.
+    """Add to a loaded drafter the difference between fresh ones, for the same seed, of the new
+    target and of the old one.
 
     What a fresh drafter draws at random is the same in both and falls out; what it copies from the
     target moves as the target did (the arithmetic of task vectors, 2212.04089). fresh: state of the
@@ -159,19 +157,14 @@ def carry(
         )
     original = load(old_target)
     original.info.require_same_sizes(drafter.info)
-    before = (
-        new_drafter(drafter.kind, drafter.config, original.info, original.weights, seed)
-        .float()
-        .state_dict()
-    )
+    old = new_drafter(drafter.kind, drafter.config, original.info, original.weights, seed)
+    before = old.float().state_dict()
     for name, value in state.items():
         value += fresh[name] - before[name].to(value.device)
 
 
 def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> None:
-    """Freeze the drafter and give its linear layers trainable low-rank updates that are zero at
-    first; the same for a seed in every process.
-    """
+    """Freeze the drafter and give its linear layers trainable updates, zero at first, by seed."""
     names = [name for name, part in drafter.named_modules() if type(part) is nn.Linear]
     if not names:
         raise UserError(
@@ -203,14 +196,12 @@ def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> 
 
 
 def require_reached(drafter: TrainableDrafter, loss: Tensor) -> None:
-    """Raise `UserError` if a low-rank update takes no part in `loss`; leaves no gradients behind.
-
-    A kind that reads a layer's weight without calling the layer would otherwise be trained on less
-    than was asked for.
-    """
+    """Raise `UserError` if a low-rank update takes no part in `loss`; leaves no gradients behind. A
+    kind that reads a layer's weight without calling the layer would otherwise be trained on less
+    than was asked for."""
     loss.backward()
-    updates = {name: p for name, p in drafter.named_parameters() if name.endswith(_UP)}
-    unreached = [name.removesuffix(_UP) for name, p in updates.items() if p.grad is None]
+    updates = [item for item in drafter.named_parameters() if item[0].endswith(_UP)]
+    unreached = [name.removesuffix(_UP) for name, update in updates if update.grad is None]
     drafter.zero_grad(set_to_none=True)
     if unreached:
         raise UserError(
@@ -222,8 +213,7 @@ def require_reached(drafter: TrainableDrafter, loss: Tensor) -> None:
 
 @torch.no_grad()
 def merge_updates(state: Mapping[str, Tensor], config: RefreshConfig) -> dict[str, Tensor]:
-    """A drafter's `state_dict` with its low-rank updates added in and plain names; without updates
-    it is the state itself."""
+    """A drafter's `state_dict` with its low-rank updates added in and plain names."""
     found = {}
     for name, value in state.items():
         if name.endswith((_DOWN, _UP)):
@@ -239,10 +229,77 @@ def merge_updates(state: Mapping[str, Tensor], config: RefreshConfig) -> dict[st
 def trial_loss(
     drafter: TrainableDrafter, batch: TrainBatch, device_type: str, bfloat16: bool
 ) -> Tensor:
-    """The loss of one batch in the training's precision."""
     with torch.autocast(device_type, torch.bfloat16, enabled=bfloat16):
         return drafter.loss(batch).loss_sum
 
 
 def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
+
+
+# What a refresh did
+
+
+@dataclass(frozen=True)
+class RefreshedDrafter:
+    """Folders of the old and the new checkpoint, and the kind of both."""
+
+    old: str
+    new: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class RefreshCost:
+    """Answers of the new target, the training on them, and seconds by part over all sessions."""
+
+    answers: int
+    answer_tokens: int
+    steps: int
+    training_tokens: int
+    training_seconds: float
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RefreshRecord:
+    """refresh.json. before, after: tau with the new target, of the old and of the new drafter."""
+
+    format: int
+    drafter: RefreshedDrafter
+    target: dict[str, dict[str, Any]]
+    """`old`, which the drafter was trained for, and `new`, as `TargetInfo.to_dict` gives them."""
+    settings: dict[str, int | float | str]
+    """The group `refresh`, and the learning rate and draft, temperature and rule that were used."""
+    before: TauEstimate
+    after: TauEstimate
+    goal: float
+    """The tau at which training ends; 0: the budget alone ends it."""
+    ended_by: str
+    cost: RefreshCost
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / REFRESH_FILE, asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> RefreshRecord:
+        """The record in a folder; raises `UserError` for a file of another format."""
+        path = folder / REFRESH_FILE
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.get("format") != FORMAT:
+            raise UserError(f"'{path}' is not a record of format {FORMAT}. Refresh again.")
+        return build(cls, content, REFRESH_FILE)
+
+    def summary(self) -> str:
+        cost, old, new = self.cost, self.before, self.after
+        goal = f", of {self.goal:.2f} asked for in training" if self.goal else ""
+        seconds = ", ".join(f"{part} {value:.0f} s" for part, value in cost.seconds.items())
+        return (
+            "tau on held-out prompts: "
+            f"{old.tau:.2f} [{old.ci95[0]:.2f}, {old.ci95[1]:.2f}] before, "
+            f"{new.tau:.2f} [{new.ci95[0]:.2f}, {new.ci95[1]:.2f}] after{goal} (ended by: "
+            f"{self.ended_by})\n"
+            f"cost: {cost.answers} answers ({cost.answer_tokens} tokens), {cost.steps} steps over "
+            f"{cost.training_tokens} tokens; {seconds}\n"
+            f"{self.drafter.new}"
+        )

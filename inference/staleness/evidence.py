@@ -34,7 +34,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil, floor, log
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -75,7 +74,6 @@ class Grid:
 
 
 def ratio(shift: int) -> float:
-    """What a value is multiplied by when it moves by `shift` points."""
     return float((1.0 + STEP) ** shift)
 
 
@@ -84,34 +82,12 @@ def shift_below(share: float) -> int:
     return floor(log(share) / log(1.0 + STEP) + 1e-9)
 
 
-class RatioEvidence(Protocol):
-    """What is known about one acceptance."""
-
-    accepted: float
-    passes: float
-    answers: int
-
-    @property
-    def exact(self) -> bool:
-        """Whether nothing was taken as normal."""
-        ...
-
-    def below(self) -> Floats:
-        """Logarithm of the evidence that the truth lies below each point of `Grid.lower` [G +
-        1]."""
-        ...
-
-    def above(self) -> Floats:
-        """Logarithm of the evidence that the truth lies above each point of `Grid.upper` [G +
-        1]."""
-        ...
-
-
 class Bets:
     """Evidence from single answers; see the module. most: P, where answers are cut; answers:
     (accepted, passes) of each."""
 
     exact = True
+    """Nothing is taken as normal."""
 
     def __init__(self, grid: Grid, most: int, answers: Iterable[tuple[int, int]] = ()) -> None:
         self.grid, self.most = grid, most
@@ -123,21 +99,20 @@ class Bets:
             self.add(accepted, passes)
 
     def add(self, accepted: int, passes: int) -> None:
-        """Count one answer."""
         self._below += below_factors(self.grid, self.most, accepted, passes)
         self._above += above_factors(self.grid, self.most, accepted, passes)
-        self.accepted, self.passes, self.answers = (
-            self.accepted + accepted,
-            self.passes + passes,
-            self.answers + 1,
-        )
+        self.accepted += accepted
+        self.passes += passes
+        self.answers += 1
 
     def below(self) -> Floats:
-        """See `RatioEvidence`."""
+        """Logarithm [G + 1] of the evidence that the truth lies below each point of
+        `Grid.lower`."""
         return log_mean(self._below)
 
     def above(self) -> Floats:
-        """See `RatioEvidence`."""
+        """Logarithm [G + 1] of the evidence that the truth lies above each point of
+        `Grid.upper`."""
         return log_mean(self._above)
 
 
@@ -151,38 +126,28 @@ def below_factors(grid: Grid, most: int, accepted: int, passes: int) -> Floats:
 
 
 def above_factors(grid: Grid, most: int, accepted: int, passes: int) -> Floats:
-    """The same [C, G + 1] for those who bet on a high acceptance."""
     won = (accepted / grid.upper - passes) / most
     return np.asarray(np.log1p(SHARES[:, None] * won))
 
 
 class Sums:
-    """Evidence from totals; see the module.
-
-    spread: variance of a sum of (a - s n) per verify pass in it; prior: the passes for which the
-    mixture is sharpest.
-    """
+    """Evidence from totals; see the module. spread: variance of a sum of (a - s n) per verify pass
+    in it; prior: the passes for which the mixture is sharpest."""
 
     exact = False
 
     def __init__(
-        self,
-        grid: Grid,
-        accepted: float,
-        passes: float,
-        spread: float,
-        prior: float,
-        answers: int = 0,
+        self, grid: Grid, accepted: float, passes: float, spread: float, prior: float
     ) -> None:
-        self.grid, self.spread, self.prior, self.answers = grid, spread, prior, answers
-        self.accepted, self.passes = accepted, passes
+        self.grid, self.accepted, self.passes = grid, accepted, passes
+        self.spread, self.prior, self.answers = spread, prior, 0
 
     def below(self) -> Floats:
-        """See `RatioEvidence`."""
+        """See `Bets.below`."""
         return self._mixture(self.grid.lower * self.passes - self.accepted)
 
     def above(self) -> Floats:
-        """See `RatioEvidence`; at infinity nothing is held."""
+        """See `Bets.above`; at infinity nothing is held."""
         return np.append(self._mixture(self.accepted - self.grid.values * self.passes), -np.inf)
 
     def _mixture(self, excess: Floats) -> Floats:
@@ -194,15 +159,17 @@ class Sums:
         return np.asarray(log(2.0) + 0.5 * np.log(prior / (variance + prior)) + 0.5 * z * z + phi)
 
 
+RatioEvidence = Bets | Sums
+"""What is known about one acceptance."""
+
+
 def log_mean(values: Floats) -> Floats:
-    """Logarithm of the mean over the first axis of exp(values)."""
     top = values.max(0)
     return np.asarray(top + np.log(np.exp(values - top).mean(0)))
 
 
 def interval(evidence: RatioEvidence, grid: Grid, miss: float) -> tuple[float, float]:
-    """The acceptances that the evidence does not contradict, at a chance of at most `miss` that the
-    truth is ever left out."""
+    """The acceptances that are not contradicted, at a chance of `miss` to leave the truth out."""
     least = log(2.0 / miss)
     low = grid.upper[:-1][evidence.above()[:-1] >= least]
     high = grid.lower[evidence.below() >= least]

@@ -13,7 +13,7 @@ Legend: D depth of the draft.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,16 @@ from inference.report.model import read_report
 from inference.staleness.evidence import Bets, Grid, RatioEvidence, Sums
 
 FORMAT = 1
+WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "target": dict,
+    "drafter": dict,
+    "draft": dict,
+    "depth": int,
+    "temperature": float,
+    "tokens": int,
+    "system": str,
+}
+"""What watch.json holds beside the answers, and the type of each."""
 WATCH_FILE, REPORT_FILE = "watch.json", "report.json"
 LEAST_ANSWERS = 8
 """Fewest answers of a domain that is watched."""
@@ -47,16 +57,12 @@ class DomainAnswers:
 
     @property
     def acceptance(self) -> float:
-        """Accepted drafted tokens per pass; 0 without a pass."""
         return sum(map(sum, self.answers)) / max(1, sum(map(len, self.answers)))
 
     def by_depth(self, depth: int) -> list[float]:
         """beta: the share of passes that accepted each depth."""
-        kept = [count for answer in self.answers for count in answer]
-        return [
-            sum(count >= level for count in kept) / max(1, len(kept))
-            for level in range(1, depth + 1)
-        ]
+        kept = np.array([count for answer in self.answers for count in answer])
+        return [float((kept >= level).sum() / max(1, len(kept))) for level in range(1, depth + 1)]
 
 
 def passes_within(tokens: int, depth: int) -> int:
@@ -81,11 +87,8 @@ def first_passes(accepted: Iterable[int], depth: int, most: int) -> list[int]:
 @dataclass(frozen=True)
 class Reference:
     """See the module. draft: the settings that its shape has; system: the system prompt that the
-    answers were given under.
-
-    figures: domain -> (acceptance, its standard error), of a card that has nothing else; then
-    `tallies` is empty.
-    """
+    answers were given under; figures: domain -> (acceptance, its standard error), of a card that
+    has nothing else, so that `tallies` is empty."""
 
     target: dict[str, str]
     drafter: dict[str, str]
@@ -102,34 +105,26 @@ class Reference:
 
     @property
     def most(self) -> int:
-        """Passes of an answer that count."""
         return passes_within(self.tokens, self.depth)
 
     @property
     def domains(self) -> list[str]:
-        """What can be watched."""
-        return sorted(
-            {
-                *self.figures,
-                *(
-                    name
-                    for name, tally in self.tallies.items()
-                    if len(tally.answers) >= LEAST_ANSWERS
-                ),
-            }
-        )
+        tallies = self.tallies.items()
+        enough = {name for name, tally in tallies if len(tally.answers) >= LEAST_ANSWERS}
+        return sorted({*self.figures, *enough})
 
+    @property
     def grid(self) -> Grid:
-        """The acceptances that are considered."""
         return Grid(self.depth)
 
-    def evidence(self, grid: Grid) -> dict[str, RatioEvidence]:
+    def evidence(self) -> dict[str, RatioEvidence]:
         """Domain -> evidence; raises `UserError` when there is no domain with enough answers."""
         if not self.domains:
             raise UserError(
                 f"'{self.source}' has no domain with {LEAST_ANSWERS} answers or more, so nothing "
                 "can be compared. Make a reference with watch.learn=true and more prompts."
             )
+        grid = self.grid
         if self.figures:
             share = self.passes / len(self.figures)
             return {
@@ -153,19 +148,8 @@ class Reference:
         """Write watch.json; only for references with answers."""
         assert not self.figures, "a card's figures are read from the card"
         tallies = {name: vars(tally) for name, tally in sorted(self.tallies.items())}
-        content = {
-            "format": FORMAT,
-            "stage": "watch",
-            "target": self.target,
-            "drafter": self.drafter,
-            "draft": self.draft,
-            "depth": self.depth,
-            "temperature": self.temperature,
-            "tokens": self.tokens,
-            "system": self.system,
-            "domains": tallies,
-        }
-        write_json(path, content)
+        facts = {name: getattr(self, name) for name in WRITTEN}
+        write_json(path, {"format": FORMAT, "stage": "watch", **facts, "domains": tallies})
 
     @classmethod
     def read(cls, path: Path) -> Reference:
@@ -174,20 +158,10 @@ class Reference:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["stage"] != "watch" or content["format"] != FORMAT:
                 raise KeyError("format")
-            tallies = {
-                str(name): DomainAnswers(**lists) for name, lists in content["domains"].items()
-            }
-            found = cls(
-                dict(content["target"]),
-                dict(content["drafter"]),
-                content["draft"],
-                float(content["temperature"]),
-                int(content["tokens"]),
-                tallies,
-                int(content["depth"]),
-                str(path),
-                str(content["system"]),
-            )
+            domains = content["domains"].items()
+            values: dict[str, Any] = {name: kind(content[name]) for name, kind in WRITTEN.items()}
+            tallies = {str(name): DomainAnswers(**lists) for name, lists in domains}
+            found = cls(**values, tallies=tallies, source=str(path))
             require_counts(found)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
@@ -201,9 +175,8 @@ def require_counts(reference: Reference) -> None:
     """Raise `ValueError` for counts that no drafter of this depth can have had."""
     for name, tally in reference.tallies.items():
         for answer in tally.answers:
-            if len(answer) > reference.most or not all(
-                0 <= count <= reference.depth for count in answer
-            ):
+            fitting = all(0 <= count <= reference.depth for count in answer)
+            if len(answer) > reference.most or not fitting:
                 raise ValueError(f"domain {name}: an answer's passes accepted {answer}")
         if not any(tally.answers):
             raise ValueError(f"domain {name} has no passes")
@@ -211,11 +184,8 @@ def require_counts(reference: Reference) -> None:
 
 def find_reference(given: str, drafter: Path, weights_sha256: str) -> Reference:
     """The reference of a drafter: the file or folder `given`, else what lies in its folder. Prefers
-    single answers to figures.
-
-    weights_sha256: of the drafter's weights. Raises `UserError` where there is none, or where it
-    measured other weights.
-    """
+    single answers to figures. weights_sha256: of the drafter's weights. Raises `UserError` where
+    there is none, or where it measured other weights."""
     place = Path(given) if given else drafter
     if given and not place.exists():
         raise UserError(f"watch.reference: there is no file or folder '{place}'.")
@@ -242,8 +212,7 @@ def find_reference(given: str, drafter: Path, weights_sha256: str) -> Reference:
 
 
 def require_reference(path: Path) -> None:
-    """Raise `UserError` where `path` is a file that is no reference; writing a reference would
-    replace it."""
+    """Raise `UserError` where `path` is another file than a reference, which would be replaced."""
     if not path.exists():
         return
     try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -26,30 +27,12 @@ VERDICTS = {
 }
 
 
-class DomainChange(TypedDict):
-    """A `Change` as JSON holds it; an unknown end of an interval is None."""
-
-    answers: int
-    reference: float
-    reference_ci95: list[float | None] | None
-    fresh: float
-    fresh_ci95: list[float | None] | None
-    change: float
-    change_ci95: list[float | None] | None
-    evidence: float
-    needed: float
-    verdict: str
-    by_depth: NotRequired[list[float]]
-    """Share of the passes that accepted each depth."""
-    reference_by_depth: NotRequired[list[float]]
-
-
 class UnknownDomain(TypedDict):
     """A domain that the reference does not have."""
 
     answers: int
     fresh: float
-    fresh_ci95: list[float]
+    fresh_ci95: tuple[float, float]
 
 
 class ReferenceFacts(TypedDict):
@@ -73,7 +56,8 @@ class TestSettings(TypedDict):
     draft: DraftSettings
 
 
-class Staleness(TypedDict):
+@dataclass(frozen=True)
+class Staleness:
     """The content of staleness.json."""
 
     format: int
@@ -84,52 +68,60 @@ class Staleness(TypedDict):
     reference: ReferenceFacts
     fresh: str
     test: TestSettings
-    domains: dict[str, DomainChange]
+    domains: dict[str, Change]
     unknown_domains: dict[str, UnknownDomain]
 
+    def write(self, out: Path) -> Path:
+        """Write staleness.json into `out`; returns its path. An end of an interval that is not
+        known is None, acceptance by depth is left out where only totals are known."""
+        content = asdict(self)
+        for domain in content["domains"].values():
+            for name, value in list(domain.items()):
+                if isinstance(value, tuple):
+                    domain[name] = [end if isfinite(end) else None for end in value]
+                elif name.endswith("by_depth") and value is None:
+                    del domain[name]
+        write_json(out / STALENESS_FILE, content)
+        return out / STALENESS_FILE
 
-def content(
+
+def summarise(
     test: DriftTest,
     reference: Reference,
     tallies: Mapping[str, DomainAnswers],
     target: Mapping[str, str],
     source: str,
 ) -> Staleness:
-    """The content of staleness.json.
-
-    tallies: the fresh answers by domain; empty where only totals are known. target: the fresh
-    target's facts.
-    """
-    changes = test.changes()
-    found = {name: domain_change(change) for name, change in changes.items()}
-    depth, known = reference.depth, reference.tallies
+    """What a watch found. tallies: the fresh answers by domain; empty where only totals are known.
+    target: the fresh target's facts."""
+    changes, depth, known = test.changes(), reference.depth, reference.tallies
     for name, tally in tallies.items():
-        if name in found:
-            found[name]["by_depth"] = tally.by_depth(depth)
-            found[name]["reference_by_depth"] = known[name].by_depth(depth) if known else []
+        if name in changes:
+            changes[name].by_depth = tally.by_depth(depth)
+            changes[name].reference_by_depth = known[name].by_depth(depth) if known else []
     unknown: dict[str, UnknownDomain] = {
         name: {
             "answers": bets.answers,
             "fresh": bets.accepted / max(1.0, bets.passes),
-            "fresh_ci95": list(interval(bets, test.grid, MISS)),
+            "fresh_ci95": interval(bets, test.grid, MISS),
         }
         for name, bets in test.unknown.items()
     }
     exact = all(part.exact for part in (*test.reference.values(), *test.fresh.values()))
     verdict = changes[OVERALL].verdict if changes else "open"
-    return {
-        "format": FORMAT,
-        "verdict": ALARM if test.alarms else verdict,
-        "alarms": test.alarms,
-        "alarm_after": test.alarm_after,
-        "target": dict(target),
-        "reference": {
+    return Staleness(
+        format=FORMAT,
+        verdict=ALARM if test.alarms else verdict,
+        alarms=test.alarms,
+        alarm_after=test.alarm_after,
+        target=dict(target),
+        reference={
             "source": reference.source,
             "target": reference.target,
             "drafter": reference.drafter,
         },
-        "fresh": source,
-        "test": {
+        fresh=source,
+        test={
             "tolerance": test.tolerance,
             "alarm_rate": test.alarm_rate,
             "guarantee": "exact" if exact else "normal",
@@ -138,83 +130,45 @@ def content(
             "temperature": reference.temperature,
             "draft": reference.draft,
         },
-        "domains": found,
-        "unknown_domains": unknown,
-    }
-
-
-def domain_change(change: Change) -> DomainChange:
-    """`change` as JSON holds it."""
-
-    def finite(ends: tuple[float, float] | None) -> list[float | None] | None:
-        return None if ends is None else [end if isfinite(end) else None for end in ends]
-
-    return {
-        "answers": change.answers,
-        "reference": change.reference,
-        "reference_ci95": finite(change.reference_ci95),
-        "fresh": change.fresh,
-        "fresh_ci95": finite(change.fresh_ci95),
-        "change": change.change,
-        "change_ci95": finite(change.change_ci95),
-        "evidence": change.evidence,
-        "needed": change.needed,
-        "verdict": change.verdict,
-    }
-
-
-def write(found: Staleness, out: Path) -> Path:
-    """Write staleness.json; returns its path."""
-    write_json(out / STALENESS_FILE, found)
-    return out / STALENESS_FILE
+        domains=changes,
+        unknown_domains=unknown,
+    )
 
 
 def show(found: Staleness, console: Console) -> None:
-    """Print the table and the verdict."""
-    table = Table(
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        title_justify="left",
-        title="accepted drafted tokens per verify pass",
-    )
-    for name in ("domain", "answers", "reference", "now", "change", "verdict"):
-        table.add_column(
-            name,
-            justify="left" if name in ("domain", "verdict") else "right",
-            no_wrap=name != "verdict",
+    title = "accepted drafted tokens per verify pass"
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title_justify="left", title=title)
+    table.add_column("domain", no_wrap=True)
+    for name in ("answers", "reference", "now", "change"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    for name, row in found.domains.items():
+        span = "domains moved differently"
+        if row.change_ci95 is not None:
+            span = "[{}, {}]".format(*map(_percent, row.change_ci95))
+        table.add_row(
+            "all together" if name == OVERALL else name,
+            str(row.answers or "-"),
+            f"{row.reference:.2f}",
+            f"{row.fresh:.2f}",
+            f"{_percent(row.change)} {span}",
+            ALARM if name in found.alarms else row.verdict,
         )
-    for name, row in found["domains"].items():
-        bounds = row["change_ci95"]
-        span = (
-            "domains moved differently"
-            if bounds is None
-            else f"[{_percent(bounds[0])}, {_percent(bounds[1])}]"
-        )
-        verdict = ALARM if name in found["alarms"] else row["verdict"]
-        shown = "all together" if name == OVERALL else name
-        numbers = (
-            f"{row['reference']:.2f}",
-            f"{row['fresh']:.2f}",
-            f"{_percent(row['change'])} {span}",
-        )
-        table.add_row(shown, str(row["answers"] or "-"), *numbers, verdict)
-    for name, unknown in found["unknown_domains"].items():
+    for name, unknown in found.unknown_domains.items():
         counted, now = str(unknown["answers"] or "-"), f"{unknown['fresh']:.2f}"
         table.add_row(name, counted, "-", now, "not in the reference", "-")
     console.print(table)
-    test = found["test"]
-    how = (
-        "whatever the answers' spread"
-        if test["guarantee"] == "exact"
-        else "taking sums as normal (only totals are known)"
-    )
+    test = found.test
+    how = "taking sums as normal (only totals are known)"
+    if test["guarantee"] == "exact":
+        how = "whatever the answers' spread"
     console.print(
-        f"{found['verdict']}: {VERDICTS[found['verdict']]}. False alarms: under "
+        f"{found.verdict}: {VERDICTS[found.verdict]}. False alarms: under "
         f"{test['alarm_rate']:.1%} over any number of looks, {how}; a loss of "
         f"{test['tolerance']:.0%} is tolerated. Intervals: 95%, for any number of looks.",
         soft_wrap=True,
     )
 
 
-def _percent(value: float | None) -> str:
-    return "?" if value is None else f"{100 * value:+.0f}%"
+def _percent(value: float) -> str:
+    return f"{100 * value:+.0f}%" if isfinite(value) else "?"

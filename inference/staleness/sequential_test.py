@@ -23,7 +23,6 @@ from math import inf, log
 
 import numpy as np
 
-from heads.api.errors import UserError
 from inference.staleness.evidence import Bets, Grid, RatioEvidence, interval, ratio, shift_below
 
 MISS = 0.05
@@ -32,13 +31,15 @@ OVERALL = "all"
 ALARM, FINE, OPEN = "alarm", "fine", "open"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Change:
-    """What is known of one domain, or of all. acceptance: accepted drafted tokens per verify pass.
+    """What is known of one domain, or of all: acceptance, which is accepted drafted tokens per
+    verify pass.
 
     change: fresh / reference - 1; its interval is None where domains moved so differently that no
     one ratio fits. evidence: natural logarithm of the largest e-value so far; verdict: alarm, fine
-    (a fall beyond the tolerance is ruled out) or open.
+    (a fall beyond the tolerance is ruled out) or open. by_depth: share of the passes that accepted
+    each depth, where single answers are known.
     """
 
     answers: int
@@ -51,15 +52,14 @@ class Change:
     evidence: float
     needed: float
     verdict: str
+    by_depth: list[float] | None = None
+    reference_by_depth: list[float] | None = None
 
 
 @dataclass
 class DriftTest:
     """Watches fresh answers against the reference's evidence by domain. most: passes of an answer
-    that count.
-
-    Raises `UserError` for a tolerance or alarm rate outside (0, 1).
-    """
+    that count."""
 
     grid: Grid
     most: int
@@ -74,13 +74,6 @@ class DriftTest:
     _peaks: dict[str, float] = field(default_factory=dict)
     _now: dict[str, float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for name in ("tolerance", "alarm_rate"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise UserError(
-                    f"watch.{name} must lie between 0 and 1; given: {getattr(self, name)}."
-                )
-
     @property
     def needed(self) -> float:
         """Logarithm of the e-value that raises an alarm."""
@@ -92,30 +85,20 @@ class DriftTest:
         return [name for name, peak in self._peaks.items() if peak >= self.needed]
 
     def add(self, domain: str, accepted: int, passes: int) -> None:
-        """Count one fresh answer and look. One of a domain that the reference does not know is only
-        counted."""
+        """Count one fresh answer and look; one of an unknown domain is only counted."""
         self.answers += 1
-        if domain in self.reference:
-            self._bets(self.fresh, domain).add(accepted, passes)
-            self.look(domain)
-        else:
-            self._bets(self.unknown, domain).add(accepted, passes)
-
-    def _bets(self, place: dict[str, RatioEvidence], domain: str) -> Bets:
-        bets = place.setdefault(domain, Bets(self.grid, self.most))
+        place = self.fresh if domain in self.reference else self.unknown
+        bets = place.get(domain) or Bets(self.grid, self.most)
         assert isinstance(bets, Bets), "answers and totals cannot be mixed"
-        return bets
+        bets.add(accepted, passes)
+        self.replace(domain, bets)
 
     def replace(self, domain: str, evidence: RatioEvidence) -> None:
-        """Put newer totals of a domain in place of the former ones, and look."""
-        if domain in self.reference:
-            self.fresh[domain] = evidence
-            self.look(domain)
-        else:
+        """Put newer evidence of a domain in place of the former, and look."""
+        if domain not in self.reference:
             self.unknown[domain] = evidence
-
-    def look(self, domain: str) -> None:
-        """Note the evidence that there is now."""
+            return
+        self.fresh[domain] = evidence
         shift = shift_below(1.0 - self.tolerance)
         self._now[domain] = fallen(self.reference[domain], self.fresh[domain], shift)
         together = sum(self._now.values())
@@ -129,10 +112,8 @@ class DriftTest:
     def changes(self) -> dict[str, Change]:
         """Domain -> what is known, `OVERALL` last; empty before the first answer."""
         names = [name for name in self.reference if name in self.fresh]
-        found = {name: self._change(name, [name]) for name in names}
-        if names:
-            found[OVERALL] = self._change(OVERALL, names)
-        return found
+        groups = {name: [name] for name in names} | ({OVERALL: names} if names else {})
+        return {name: self._change(name, domains) for name, domains in groups.items()}
 
     def _change(self, name: str, domains: list[str]) -> Change:
         known = [self.reference[domain] for domain in domains]
@@ -142,6 +123,7 @@ class DriftTest:
         after = mean_acceptance([part.accepted / max(1.0, part.passes) for part in fresh], passes)
         bounds = ratio_interval(list(zip(known, fresh, strict=True)), MISS)
         one = name != OVERALL
+        calm = FINE if bounds is not None and bounds[0] >= -self.tolerance else OPEN
         return Change(
             answers=sum(part.answers for part in fresh),
             reference=before,
@@ -152,28 +134,19 @@ class DriftTest:
             change_ci95=bounds,
             evidence=self._peaks[name],
             needed=self.needed,
-            verdict=self._verdict(name, bounds),
+            verdict=ALARM if name in self.alarms else calm,
         )
-
-    def _verdict(self, name: str, bounds: tuple[float, float] | None) -> str:
-        if name in self.alarms:
-            return ALARM
-        return FINE if bounds is not None and bounds[0] >= -self.tolerance else OPEN
 
 
 def mean_acceptance(values: list[float], passes: np.ndarray) -> float:
-    """Acceptances of domains, weighted by the fresh passes in each."""
     weights = passes if passes.sum() else np.ones(len(values))
     return float(np.average(values, weights=weights))
 
 
 def fallen(reference: RatioEvidence, fresh: RatioEvidence, shift: int) -> float:
     """Logarithm of the evidence that the fresh acceptance lies below `ratio(shift)` of the
-    reference's.
-
-    The reference's acceptance lies in one of the grid's cells, from one point to the next; the
-    evidence is taken at the end of the cell that claims less.
-    """
+    reference's. The reference's acceptance lies in one of the grid's cells, from one point to the
+    next; the evidence is taken at the end of the cell that claims less."""
     above, below = reference.above()[:-1], fresh.below()
     cells = np.arange(len(above))
     at = np.where(cells == 0, 0, np.clip(cells + shift, 0, len(below) - 1))
@@ -181,8 +154,7 @@ def fallen(reference: RatioEvidence, fresh: RatioEvidence, shift: int) -> float:
 
 
 def risen(reference: RatioEvidence, fresh: RatioEvidence, shift: int) -> float:
-    """Logarithm of the evidence that the fresh acceptance lies above `ratio(shift)` of the
-    reference's."""
+    """The same for a fresh acceptance above `ratio(shift)` of the reference's."""
     below, above = reference.below()[:-1], fresh.above()
     cells = np.arange(len(below))
     return float((below + above[np.clip(cells + shift, 0, len(above) - 1)]).min())
@@ -206,8 +178,6 @@ def ratio_interval(
 
     high = first(lambda shift: sum(fallen(*pair, shift) for pair in pairs) >= least)
     low = first(lambda shift: sum(risen(*pair, shift) for pair in pairs) < least) - 1
-    bounds = (
-        -1.0 if low == -span else ratio(low) - 1.0,
-        inf if high == span + 1 else ratio(high) - 1.0,
-    )
-    return bounds if bounds[0] <= bounds[1] else None
+    least_change = -1.0 if low == -span else ratio(low) - 1.0
+    most_change = inf if high == span + 1 else ratio(high) - 1.0
+    return (least_change, most_change) if least_change <= most_change else None

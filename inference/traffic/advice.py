@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import numpy as np
+from rich.table import Table
 
-from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.draft import NONE, Draft
 from inference.measure.metrics import divide
 from inference.measure.prompts import Prompt
+from inference.target.memory import gib
 from inference.target.model import TargetModel
 from inference.traffic.arrivals import Arrival
 from inference.traffic.config import TrafficConfig
@@ -61,38 +62,22 @@ class WayResult(UserView):
     """Beyond those of plain decoding."""
 
 
-class TrafficFacts(TypedDict):
-    """The traffic in numbers; tokens are means."""
-
-    requests: int
-    seconds: float
-    prompt_tokens: float
-    answer_tokens: float
-    domains: list[str]
-
-
-class BestWay(TypedDict):
-    """The way with the largest speedup."""
-
-    drafter: str
-    draft: str
-
-
 class TrafficAdvice(TypedDict):
     """The result of `advise`; concurrency and best by the names of `QUANTILES`."""
 
-    traffic: TrafficFacts
+    traffic: dict[str, object]
+    """Requests, seconds, mean tokens of prompts and answers, domains."""
     rows: int
     concurrency: dict[str, int]
     ways: list[WayResult]
-    best: dict[str, BestWay]
+    best: dict[str, dict[str, str]]
+    """`drafter` and `draft` of the way with the largest speedup."""
 
 
 @dataclass(frozen=True)
 class Way:
     """One way to serve: a drafter's name (`PLAIN` for none) and draft, its costs, tokens kept per
-    verification by domain ("": all), the memory it takes.
-    """
+    verification by domain ("": all), the memory it takes."""
 
     drafter: str
     draft: Draft
@@ -101,24 +86,21 @@ class Way:
     memory: Mapping[str, int]
 
     def jobs(self, arrivals: Sequence[Arrival], seed: int) -> list[SimulatedRequest]:
-        """The traffic as this way decodes it."""
-        rng = np.random.default_rng(seed)
-        return [
-            SimulatedRequest(
-                item, draw_commits(item.answer, self.kept.get(item.domain) or self.kept[""], rng)
-            )
-            for item in arrivals
-        ]
+        rng, found = np.random.default_rng(seed), []
+        for item in arrivals:
+            kept = self.kept.get(item.domain) or self.kept[""]
+            found.append(SimulatedRequest(item, draw_commits(item.answer, kept, rng)))
+        return found
 
     def speed(self, jobs: Sequence[SimulatedRequest], rows: int) -> float:
-        """Tokens per second of decoding `rows` of these jobs together, prompts and waiting left
-        out."""
-        passes = sum(len(job.commits) for job in jobs)
-        tokens = sum(sum(job.commits) for job in jobs)
-        length = divide(
-            sum(job.arrival.prompt + job.arrival.answer * 0.5 for job in jobs), len(jobs)
-        )
-        return rows * divide(divide(tokens, passes), self.costs.step(rows, length))
+        """Tokens per second of decoding `rows` of these jobs together, without their prompts."""
+        lengths = [job.arrival.prompt + job.arrival.answer * 0.5 for job in jobs]
+        length = divide(sum(lengths), len(jobs))
+        return rows * divide(tau_of(jobs), self.costs.step(rows, length))
+
+
+def tau_of(jobs: Sequence[SimulatedRequest]) -> float:
+    return divide(sum(sum(job.commits) for job in jobs), sum(len(job.commits) for job in jobs))
 
 
 def ways_to_serve(
@@ -131,16 +113,10 @@ def ways_to_serve(
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Way]:
     """Plain decoding and every drafter at every length, measured on this machine. decode: sampling
-    settings.
-
-    Raises `UserError` where there is no drafter, or a drafter can draft none of the lengths.
-    """
-    if not drafters:
-        raise UserError("there is no drafter to advise on. Name at least one in traffic.drafters.")
+    settings. Raises `UserError` where a drafter can draft none of the lengths."""
+    batches = {1, config.rows, *(rows for rows in config.batches if rows <= config.rows)}
     tuning = TuneConfig(
-        batches=tuple(
-            sorted({1, config.rows, *(rows for rows in config.batches if rows <= config.rows)})
-        ),
+        batches=tuple(sorted(batches)),
         temperatures=(config.temperature,),
         depths=config.depths,
         nodes=(),
@@ -184,9 +160,8 @@ def advise(
     plain = ways[0]
     plain_jobs = plain.jobs(arrivals, seed)
     plain_served = simulate(plain_jobs, plain.costs)
-    levels = dict(
-        zip(QUANTILES, concurrency(plain_jobs, plain_served, list(QUANTILES.values())), strict=True)
-    )
+    found = concurrency(plain_jobs, plain_served, list(QUANTILES.values()))
+    levels = dict(zip(QUANTILES, found, strict=True))
     together = {name: min(level, rows) for name, level in levels.items()}
     slow = {name: plain.speed(plain_jobs, count) for name, count in together.items()}
     results: list[WayResult] = []
@@ -199,9 +174,7 @@ def advise(
                 "drafter": way.drafter,
                 "draft": way.draft.label,
                 "depth": way.draft.depth,
-                "tau": divide(
-                    sum(sum(job.commits) for job in jobs), sum(len(job.commits) for job in jobs)
-                ),
+                "tau": tau_of(jobs),
                 **seen_by_users(jobs, served),
                 "speedup_at": {
                     name: divide(way.speed(jobs, count), slow[name])
@@ -213,7 +186,13 @@ def advise(
         )
     best = {name: max(results, key=lambda result: result["speedup_at"][name]) for name in QUANTILES}
     return {
-        "traffic": traffic_facts(arrivals),
+        "traffic": {
+            "requests": len(arrivals),
+            "seconds": arrivals[-1].time,
+            "prompt_tokens": divide(sum(item.prompt for item in arrivals), len(arrivals)),
+            "answer_tokens": divide(sum(item.answer for item in arrivals), len(arrivals)),
+            "domains": sorted({item.domain for item in arrivals if item.domain}),
+        },
         "rows": rows,
         "concurrency": levels,
         "ways": results,
@@ -224,26 +203,52 @@ def advise(
 
 
 def seen_by_users(jobs: Sequence[SimulatedRequest], served: Sequence[Served]) -> UserView:
-    """Throughput, and quantiles of the latency and of the time to the first token."""
+    def quantiles(moments: list[float]) -> dict[str, float]:
+        waits = [at - job.arrival.time for at, job in zip(moments, jobs, strict=True)]
+        return {name: float(np.quantile(waits, share)) for name, share in QUANTILES.items()}
+
     tokens = sum(job.arrival.answer for job in jobs)
-    whole = [item.end - job.arrival.time for job, item in zip(jobs, served, strict=True)]
-    first = [item.first - job.arrival.time for job, item in zip(jobs, served, strict=True)]
     return {
         "tokens_per_second": divide(tokens, max(item.end for item in served)),
-        "latency": {name: float(np.quantile(whole, share)) for name, share in QUANTILES.items()},
-        "first_token": {
-            name: float(np.quantile(first, share)) for name, share in QUANTILES.items()
-        },
+        "latency": quantiles([item.end for item in served]),
+        "first_token": quantiles([item.first for item in served]),
     }
 
 
-def traffic_facts(arrivals: Sequence[Arrival]) -> TrafficFacts:
-    """The traffic in numbers."""
-    count = len(arrivals)
-    return {
-        "requests": count,
-        "seconds": arrivals[-1].time,
-        "prompt_tokens": divide(sum(item.prompt for item in arrivals), count),
-        "answer_tokens": divide(sum(item.answer for item in arrivals), count),
-        "domains": sorted({item.domain for item in arrivals if item.domain}),
-    }
+def traffic_table(advice: TrafficAdvice) -> Table:
+    level, requests = advice["concurrency"], advice["traffic"]["requests"]
+    found = Table(title=f"{requests} requests, at most {advice['rows']} decoded together")
+    found.add_column("drafter")
+    found.add_column("draft")
+    speedups = (f"speedup at {level['p50']} (p50)", f"at {level['p95']} (p95)")
+    times = ("latency p50", "p95", "first token p50", "p95")
+    for column in ("tau", "tokens/s", *times, *speedups, "more memory"):
+        found.add_column(column, justify="right")
+    for way in advice["ways"]:
+        waits = [way["latency"], way["first_token"]]
+        seconds = [f"{item[name]:.2f} s" for item in waits for name in ("p50", "p95")]
+        found.add_row(
+            way["drafter"],
+            way["draft"],
+            f"{way['tau']:.2f}",
+            f"{way['tokens_per_second']:.0f}",
+            *seconds,
+            *(f"{way['speedup_at'][name]:.2f}" for name in ("p50", "p95")),
+            gib(way["extra_bytes"]),
+        )
+    return found
+
+
+def advice_lines(advice: TrafficAdvice) -> list[str]:
+    lines = []
+    for name, best in advice["best"].items():
+        where = f"at {advice['concurrency'][name]} requests ({name})"
+        if best["draft"] == "none":
+            lines.append(f"{where}: no speculation, nothing is faster than plain decoding")
+            continue
+        speedup = max(way["speedup_at"][name] for way in advice["ways"])
+        lines.append(
+            f"{where}: {best['drafter']}, {best['draft']}: {speedup:.2f} times as fast as plain "
+            "decoding"
+        )
+    return lines

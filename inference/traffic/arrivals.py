@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,26 +42,14 @@ class Counters(NamedTuple):
     answers: str
 
 
-COUNTERS = (
-    Counters(
-        "headstart_requests_total",
-        "outcome",
-        "headstart_prompt_tokens_total",
-        "headstart_generated_tokens_total",
-    ),
-    Counters(
-        "vllm:request_success_total",
-        "finished_reason",
-        "vllm:prompt_tokens_total",
-        "vllm:generation_tokens_total",
-    ),
-    Counters(
-        "sglang:num_requests_total",
-        "",
-        "sglang:prompt_tokens_total",
-        "sglang:generation_tokens_total",
-    ),
-)
+COUNTERS = [
+    Counters(prefix + requests, outcome, prefix + "prompt_tokens_total", prefix + answers)
+    for prefix, requests, outcome, answers in (
+        ("headstart_", "requests_total", "outcome", "generated_tokens_total"),
+        ("vllm:", "request_success_total", "finished_reason", "generation_tokens_total"),
+        ("sglang:", "num_requests_total", "", "generation_tokens_total"),
+    )
+]
 
 
 @dataclass(frozen=True)
@@ -76,40 +65,42 @@ class Arrival:
 
 def read_traffic(config: TrafficConfig, tokenizer: Any, context: int) -> list[Arrival]:
     """The requests in the order of their arrival, from `config.file`; raises `UserError` naming
-    file and line.
-
-    context: positions that a row holds. What is drawn by mean lengths is cut there, as the counting
-    server did.
-    """
-    if not config.file:
-        raise UserError(
-            "traffic.file is not set: give a .jsonl of requests with times, or the text of a "
-            "server's /metrics."
-        )
-    path = Path(config.file).expanduser()
+    file and line. context: positions that a row holds. What is drawn by mean lengths is cut there,
+    as the counting server did."""
+    name, wanted = config.file, "a .jsonl of requests with times, or a server's /metrics as text."
+    if not name:
+        raise UserError(f"traffic.file is not set: give {wanted}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"traffic.file '{config.file}' cannot be read ({reason}).") from error
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        raise UserError(f"traffic.file '{name}' cannot be read ({reason}).") from error
+    lines = {number: line for number, line in enumerate(text.splitlines(), 1) if line.strip()}
     if not lines:
-        raise UserError(f"traffic.file '{config.file}' is empty.")
-    if not lines[0][1].lstrip().startswith("{"):
+        raise UserError(f"traffic.file '{name}' is empty.")
+    if not text.lstrip().startswith("{"):
         try:
             samples = list(read_samples(text))
         except ValueError as error:
-            raise UserError(
-                f"traffic.file '{config.file}', {error}. Give a .jsonl of requests, or the text "
-                "of a server's /metrics."
-            ) from error
+            raise UserError(f"traffic.file '{name}', {error}. Give {wanted}") from error
         return drawn(config, samples, context)
-    found = [
-        _request(line, f"{config.file}, line {number}", config, tokenizer) for number, line in lines
-    ]
+    found = [_request(lines[n], f"{name}, line {n}", config, tokenizer) for n in lines]
     found.sort(key=lambda arrival: arrival.time)
-    first = found[0].time
-    return [Arrival(item.time - first, item.prompt, item.answer, item.domain) for item in found]
+    return [replace(item, time=item.time - found[0].time) for item in found]
+
+
+def needed_context(config: TrafficConfig, arrivals: Sequence[Arrival], limit: int) -> int:
+    """Positions per row; raises `UserError` for traffic that does not fit into them, or into the
+    target's `limit`."""
+    longest = max(item.prompt + item.answer for item in arrivals)
+    context = config.context or longest
+    if longest > context or context > limit:
+        raise UserError(
+            f"a request of the traffic takes {longest} positions (prompt and answer); "
+            f"traffic.context is {context} and the target has {limit}. Leave such requests out, or "
+            "say shorter answers."
+        )
+    return context
 
 
 # A log of requests
@@ -174,19 +165,17 @@ def drawn(config: TrafficConfig, read: Sequence[Sample], context: int) -> list[A
     module."""
 
     def by(label: str, name: str) -> dict[str, float]:
-        found: dict[str, float] = {}
+        found = defaultdict[str, float](float)
         for sample in read:
             if sample.name == name:
-                key = sample.labels.get(label, "")
-                found[key] = found.get(key, 0.0) + float(sample.value)
+                found[sample.labels.get(label, "")] += float(sample.value)
         return found
 
     known_names = {sample.name for sample in read}
     names = next((one for one in COUNTERS if one.requests in known_names), COUNTERS[0])
     outcomes = by(names.outcome, names.requests)
-    answered = sum(
-        value for outcome, value in outcomes.items() if not names.outcome or outcome in ANSWERED
-    )
+    ends = ANSWERED if names.outcome else list(outcomes)
+    answered = sum(outcomes.get(end, 0.0) for end in ends)
     prompts, answers = by("domain", names.prompts), by("domain", names.answers)
     if not answered or not sum(prompts.values()) or not sum(answers.values()):
         raise UserError(
@@ -194,8 +183,7 @@ def drawn(config: TrafficConfig, read: Sequence[Sample], context: int) -> list[A
             f"{names.prompts}, {names.answers}). Take /metrics of `headstart serve`, vLLM or "
             "SGLang after it has answered some."
         )
-    busy = sum(by("phase", "headstart_engine_seconds_total").values())
-    seconds = config.seconds or busy
+    seconds = config.seconds or sum(by("phase", "headstart_engine_seconds_total").values())
     if seconds <= 0:
         raise UserError(
             "traffic.seconds is not set, and the file does not say how long its engine was busy. "
@@ -207,17 +195,15 @@ def drawn(config: TrafficConfig, read: Sequence[Sample], context: int) -> list[A
     known = sorted(answers)
     shares = np.array([answers[name] for name in known])
     domains = rng.choice(len(known), count, p=shares * divide(1.0, float(shares.sum())))
-    mean_prompt = max(1.0, divide(sum(prompts.values()), answered))
-    mean_answer = max(1.0, divide(sum(answers.values()), answered))
-    lengths = (
-        rng.geometric(divide(1.0, mean_prompt), count),
-        rng.geometric(divide(1.0, mean_answer), count),
+    long_prompts, long_answers = (
+        rng.geometric(divide(1.0, max(1.0, divide(sum(tokens.values()), answered))), count)
+        for tokens in (prompts, answers)
     )
     # a tail that no row holds was refused, or cut, when it was counted
-    prompt_lengths = np.minimum(lengths[0], context - 1)
-    answer_lengths = np.minimum(lengths[1], context - prompt_lengths)
-    drawn_lengths = np.stack([prompt_lengths, answer_lengths], 1).tolist()
+    prompt_lengths = np.minimum(long_prompts, context - 1)
+    answer_lengths = np.minimum(long_answers, context - prompt_lengths)
+    columns = (times - times[0], prompt_lengths, answer_lengths, domains)
     return [
-        Arrival(float(time - times[0]), prompt, answer, known[domain])
-        for time, (prompt, answer), domain in zip(times, drawn_lengths, domains, strict=True)
+        Arrival(time, prompt, answer, known[domain])
+        for time, prompt, answer, domain in zip(*(c.tolist() for c in columns), strict=True)
     ]

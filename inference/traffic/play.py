@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from inference.decoding.batch import OnTokens
 from inference.decoding.engine import Engine
 from inference.decoding.requests import PassRecord, Request
 from inference.decoding.session import Session
@@ -19,8 +18,7 @@ def play(
 ) -> tuple[list[Served], list[Arrival]]:
     """Hand every request in at its time (seconds since the start, ascending) and decode; when each
     was served, and the arrivals as they turned out, with the lengths of their answers.
-    `requests[i].index` is i.
-    """
+    `requests[i].index` is i."""
     first, end = [0.0] * len(requests), [0.0] * len(requests)
     lengths = [0] * len(requests)
     start = 0.0
@@ -29,8 +27,7 @@ def play(
         if record is None:
             first[request.index] = time.perf_counter() - start
 
-    on_tokens: OnTokens = shown
-    with Session(engine, capacity, on_tokens) as session:
+    with Session(engine, capacity, shown) as session:
         _settle(session, requests[0])
         start, coming = time.perf_counter(), 0
         while coming < len(requests) or session.unfinished:

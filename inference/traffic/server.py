@@ -38,8 +38,7 @@ def measure_prefill(
 ) -> Prefill:
     """Time the engine's own reading of one short prompt and of several long ones, the drafter's
     start included; a line through both. Answers end with their first token, so nothing else is
-    decoded.
-    """
+    decoded."""
     ordered = sorted(task.requests, key=lambda request: len(request.tokens))
     points = []
     for chosen in ([ordered[0]], [ordered[-1]] * READ_TOGETHER):
@@ -64,18 +63,14 @@ def server_costs(
     """What the simulator needs. lengths: two different numbers of cached tokens, between which
     steps are taken to be linear."""
     low, high = lengths[0], lengths[-1]
-    fixed, slopes = [], []
-    for count in range(1, rows + 1):
-        near, far = costs.step(draft, count, low), costs.step(draft, count, high)
-        slope = max(0.0, divide(far - near, high - low))
-        slopes.append(slope)
-        fixed.append(max(0.0, near - slope * low))
+    near, far = ([costs.step(draft, n, at) for n in range(1, rows + 1)] for at in (low, high))
+    slopes = [max(0.0, divide(b - a, high - low)) for a, b in zip(near, far, strict=True)]
+    fixed = [max(0.0, a - slope * low) for a, slope in zip(near, slopes, strict=True)]
     return Costs(tuple(fixed), tuple(slopes), prefill.once, prefill.per_token)
 
 
 def kept_tokens(found: Survey, draft: Draft, task: Task) -> dict[str, list[int]]:
-    """Domain -> tokens of each verification; "" has all domains'. An answer's last verification is
-    left out: its end cut it."""
+    """Domain ("": all) -> tokens of each verification but an answer's last, which its end cut."""
     by_domain: dict[str, list[int]] = {"": []}
     for answer, domain in zip(found.answers[draft], task.domains, strict=True):
         counts = [record.committed for record in answer.passes[:-1]]
@@ -91,20 +86,11 @@ def memory_bytes(
     and weights, a pass's room."""
     engine = Engine(target, None if draft == NONE else drafter, draft.on(decode))
     slots, info = context + engine.tree.num_nodes + 1, target.info
-    state = drafter_state_bytes(
-        engine.drafter, engine.tree, rows, slots, info, target.weights.embedding
-    )
+    embedding, nodes = target.weights.embedding, engine.tree.num_nodes
+    state = drafter_state_bytes(engine.drafter, engine.tree, rows, slots, info, embedding)
     kernel = choose(TREE_ATTENTION, target.device, target.dtype).implementation == "triton"
-    plan = plan_memory(
-        info,
-        target.dtype,
-        rows,
-        slots,
-        engine.tree.num_nodes,
-        state,
-        min(decode.prefill_chunk, context),
-        kernel,
-    )
+    chunk = min(decode.prefill_chunk, context)
+    plan = plan_memory(info, target.dtype, rows, slots, nodes, state, chunk, kernel)
     return {
         "cache": plan.cache,
         "state": plan.drafter,

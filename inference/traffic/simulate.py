@@ -25,8 +25,7 @@ from inference.traffic.arrivals import Arrival
 @dataclass(frozen=True)
 class Costs:
     """Seconds of what a server does. A step of b rows: fixed[b - 1] + per_token[b - 1] * L; reading
-    R prompts, padded to the longest of T tokens: prefill + prefill_token * R * T.
-    """
+    R prompts, padded to the longest of T tokens: prefill + prefill_token * R * T."""
 
     fixed: tuple[float, ...]
     per_token: tuple[float, ...]
@@ -35,15 +34,12 @@ class Costs:
 
     @property
     def rows(self) -> int:
-        """Most rows decoded together."""
         return len(self.fixed)
 
     def step(self, rows: int, length: float) -> float:
-        """Seconds of a step."""
         return self.fixed[rows - 1] + self.per_token[rows - 1] * length
 
     def read(self, lengths: Sequence[int]) -> float:
-        """Seconds of reading prompts of these lengths together."""
         return self.prefill + self.prefill_token * len(lengths) * max(lengths)
 
 
@@ -100,15 +96,13 @@ def simulate(jobs: Sequence[SimulatedRequest], costs: Costs) -> list[Served]:
                 steps = min(steps, max(1, ceil(divide(jobs[coming].arrival.time - now, step))))
             before = max(row.length for row in running)
             for row in running:
-                row.length += int(
-                    cumulated[row.job][row.done + steps] - cumulated[row.job][row.done]
-                )
+                commits = cumulated[row.job]
+                row.length += int(commits[row.done + steps] - commits[row.done])
                 row.done += steps
             # the middle of the leap's lengths: rows grow about evenly
             last = max(row.length for row in running)
-            now += steps * costs.step(
-                len(running), before + (last - before) * divide(steps - 1, 2 * steps)
-            )
+            middle = before + (last - before) * divide(steps - 1, 2 * steps)
+            now += steps * costs.step(len(running), middle)
             for row in running:
                 if row.done == len(jobs[row.job].commits):
                     end[row.job] = now
@@ -134,8 +128,7 @@ def draw_commits(answer: int, commits: Sequence[int], rng: np.random.Generator) 
 def concurrency(
     jobs: Sequence[SimulatedRequest], served: Sequence[Served], shares: Sequence[float]
 ) -> list[int]:
-    """Requests in the server (waiting or decoded) at quantiles of time, of the time in which there
-    was any."""
+    """Requests in the server at quantiles of the time in which there was any."""
     changes = sorted([(job.arrival.time, 1) for job in jobs] + [(item.end, -1) for item in served])
     spent: dict[int, float] = {}
     count, since = 0, 0.0
@@ -143,12 +136,6 @@ def concurrency(
         if count:
             spent[count] = spent.get(count, 0.0) + moment - since
         count, since = count + change, moment
-    total, found = sum(spent.values()), []
-    for share in shares:
-        passed = 0.0
-        for level in sorted(spent):
-            passed += spent[level]
-            if passed >= share * total:
-                found.append(level)
-                break
-    return found
+    total, levels = sum(spent.values()), sorted(spent)
+    passed = np.cumsum([spent[level] for level in levels])
+    return [levels[place] for place in np.searchsorted(passed, np.array(shares) * total)]

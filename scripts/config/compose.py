@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +29,20 @@ REPOSITORY = CONF.parent
 EXTRA_VARIABLE = "HEADSTART_CONF"
 """Environment variable: more folders (separated like PATH) with groups and recipes of one's own,
 searched after conf/."""
-BASE = "base"
-"""The root of every stage that has none of its own."""
 
 
-@dataclass(frozen=True)
-class Composition:
-    """What the YAML files and the command line say together."""
-
-    values: dict[str, Any]
-    """Group -> plain values, interpolations resolved, of the groups that the stage reads."""
-    choices: dict[str, Any]
-    """Option group -> chosen option, or options for recipes; None where there is none."""
-
-
-def compose_stage(stage: Stage, given: Sequence[Override]) -> Composition:
-    """Compose a stage's configuration; raises `UserError` for what does not exist or cannot be
-    read."""
-    register_resolvers()
+def compose_stage(stage: Stage, given: Sequence[Override]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Compose a stage's configuration; raises `UserError` for what cannot be composed. Returns
+    group -> plain values, interpolations resolved, of the groups that the stage reads; and option
+    group -> chosen option, or options for recipes, None where there is none."""
+    OmegaConf.register_new_resolver("repo", repository_path, replace=True)
     accepted = [check_override(stage, item) for item in given]
     searchpath = ",".join(f"file://{folder}" for folder in extra_folders())
     if searchpath:
         accepted.append(f"hydra.searchpath=[{searchpath}]")
     try:
         with initialize_config_module("conf", version_base="1.3"):
-            root = stage.root if (CONF / f"{stage.root}.yaml").is_file() else BASE
+            root = stage.root if (CONF / f"{stage.root}.yaml").is_file() else "base"
             composed = compose(root, overrides=accepted, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(
@@ -67,7 +54,7 @@ def compose_stage(stage: Stage, given: Sequence[Override]) -> Composition:
     for name in map(str, composed):
         if name not in GROUPS:
             raise UserError(f"{name}: there is no such group.{suggest(name, GROUPS)}")
-    return Composition({group: plain(composed, group) for group in stage.groups}, choices)
+    return {group: plain(composed, group) for group in stage.groups}, choices
 
 
 def plain(composed: Any, group: str) -> Any:
@@ -79,113 +66,87 @@ def plain(composed: Any, group: str) -> Any:
         raise UserError(f"{error.full_key or group}: {first_line(error)}.") from error
 
 
-def parse(overrides: Sequence[str]) -> list[Override]:
+def parse(overrides: Sequence[str | Override]) -> list[Override]:
     """Hydra's reading of the overrides; raises `UserError` for one that cannot be read."""
     parsed = []
     for text in overrides:
+        if isinstance(text, Override):
+            parsed.append(text)
+            continue
         try:
             if "=" not in text:
                 raise UserError(
                     f"'{text}' is not a setting. Settings are key=value, for instance head=eagle3 "
-                    "or "
-                    "optim.lr=1e-4."
+                    "or optim.lr=1e-4."
                 )
             parsed += OverridesParser.create().parse_overrides([text])
         except HydraException as error:
             raise UserError(
                 f"'{text}' cannot be read ({first_line(error)}). Put quotes around values with "
-                "special "
-                "characters: 'key=\"a, b\"'."
+                "special characters: 'key=\"a, b\"'."
             ) from error
     return parsed
 
 
 def check_override(stage: Stage, override: Override) -> str:
-    """The override as Hydra shall apply it; raises `UserError` for a group, option or key that does
-    not exist."""
-    key = override.key_or_group
-    value = override.value()
+    """The override as Hydra shall apply it; raises `UserError` for one that sets nothing."""
+    key, value, given = override.key_or_group, override.value(), f"'{override.input_line}'"
     if override.is_sweep_override():
         raise UserError(
-            f"'{override.input_line}' lists several values. Add -m to run once per value, or write "
-            "[a,b] "
-            "for a list."
+            f"{given} lists several values. Add -m to run once per value, or write [a,b] for a "
+            "list."
         )
     if override.is_delete() or override.package is not None:
         raise UserError(
-            f"'{override.input_line}': only key=value is understood here; to clear a value write "
-            f"{key}=null."
+            f"{given}: only key=value is understood here; to clear a value write {key}=null."
         )
+    text = f"{key}={override.get_value_element_as_str()}"
     if key in OPTION_GROUPS and not isinstance(value, dict):
-        check_choice(key, value)
-        return f"{key}={override.get_value_element_as_str()}"
+        for name in value if isinstance(value, list) and key in RECIPE_GROUPS else [value]:
+            if name is not None and str(name) not in options(key):
+                own = " For a model of your own set target.path=<folder or Hub id>."
+                raise UserError(
+                    f"{key}={name}: there is no such option.{suggest(str(name), options(key))}"
+                    f"{own if key == 'target' else ''}"
+                )
+        return text
     group, *below = key.split(".")
     if group not in GROUPS:
-        raise UserError(
-            f"'{override.input_line}': there is no group '{group}'."
-            f"{suggest(group, {*GROUPS, *OPTION_GROUPS})}"
-        )
+        near = suggest(group, {*GROUPS, *OPTION_GROUPS})
+        raise UserError(f"{given}: there is no group '{group}'.{near}")
     if group not in stage.groups:
         raise UserError(
-            f"'{override.input_line}': stage '{stage.name}' does not read '{group}'. It reads: "
+            f"{given}: stage '{stage.name}' does not read '{group}'. It reads: "
             f"{', '.join(stage.groups)}."
         )
     if not below:
-        raise UserError(f"'{override.input_line}': set one key at a time, as {group}.<key>=value.")
-    return f"++{key}={override.get_value_element_as_str()}"
-
-
-def check_choice(group: str, value: Any) -> None:
-    """Refuse an option that has no file in the group's folders."""
-    several = value if isinstance(value, list) and group in RECIPE_GROUPS else [value]
-    for name in several:
-        if name is not None and str(name) not in options(group):
-            hint = (
-                " For a model of your own set target.path=<folder or Hub id>."
-                if group == "target"
-                else ""
-            )
-            raise UserError(
-                f"{group}={name}: there is no such "
-                f"option.{suggest(str(name), options(group))}{hint}"
-            )
+        raise UserError(f"{given}: set one key at a time, as {group}.<key>=value.")
+    return f"++{text}"
 
 
 def options(group: str) -> list[str]:
-    """The options of a group: the names of its YAML files, without importing anything."""
-    return sorted(
-        {path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")}
-    )
+    """The options of a group: the names of its YAML files."""
+    files = (path for folder in conf_folders() for path in (folder / group).glob("*.yaml"))
+    return sorted({path.stem for path in files})
 
 
 def conf_folders() -> list[Path]:
-    """Where configuration groups are looked for: this repository's conf/, then the user's own
-    folders."""
+    """The folders of configuration groups: this repository's conf/, then the user's own."""
     return [CONF, *extra_folders()]
 
 
 def extra_folders() -> list[Path]:
     """The folders named in HEADSTART_CONF; raises `UserError` for one that does not exist."""
-    folders = [
-        Path(item).resolve()
-        for item in os.environ.get(EXTRA_VARIABLE, "").split(os.pathsep)
-        if item
-    ]
+    named = os.environ.get(EXTRA_VARIABLE, "").split(os.pathsep)
+    folders = [Path(item).resolve() for item in named if item]
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{EXTRA_VARIABLE} names '{folder}', which is not a folder.")
     return folders
 
 
-@cache
-def register_resolvers() -> None:
-    """`${repo:path}`: a file of this repository, relative to the working directory when that is
-    possible."""
-    OmegaConf.register_new_resolver("repo", repository_path, replace=True)
-
-
 def repository_path(relative: str) -> str:
-    """A path inside the repository as a person standing in the working directory would write it."""
+    """`${repo:path}`: a path inside the repository as seen from the working directory."""
     found, here = REPOSITORY / relative, Path.cwd().resolve()
     return str(found.relative_to(here)) if found.is_relative_to(here) else str(found)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,8 +32,6 @@ class Field:
     """One key of a group as written in its dataclass."""
 
     name: str
-    kind: str
-    """The type, as source text."""
     default: str
     """The default, as source text."""
     meaning: str
@@ -43,54 +42,39 @@ class Field:
 
 
 def stage_help(stage: Stage, overrides: list[str]) -> str:
-    """The help text of a stage, for the configuration that `overrides` compose."""
-    composed = compose_stage(stage, parse(overrides))
+    values, choices = compose_stage(stage, parse(overrides))
     lines = [
         f"headstart {stage.name}: {stage.summary}",
         "",
-        "usage: headstart " + stage.name + " [group=option] [key=value] ...",
-    ]
-    lines += [
+        f"usage: headstart {stage.name} [group=option] [key=value] ...",
         "       -m with listed values (key=a,b) runs every combination; --show prints the composed "
         "configuration",
         "",
+        "groups (group=option; the option in use is marked):",
     ]
-    lines += ["groups (group=option; the option in use is marked):"]
     for group in OPTION_GROUPS:
         if group in stage.groups or group in RECIPE_GROUPS:
-            lines.append(
-                f"  {group:<11} "
-                + ", ".join(mark(name, composed.choices.get(group)) for name in options(group))
-            )
+            choice = choices.get(group)
+            chosen = choice if isinstance(choice, list) else [choice]
+            marked = [f"{name}*" if name in chosen else name for name in options(group)]
+            lines.append(f"  {group:<11} {', '.join(marked)}")
     lines += ["", "keys (key=value; the values are those in use):"]
     for group in stage.groups:
-        lines += [
-            f"  {key} = {value}{meaning}"
-            for key, value, meaning in keys(group, composed.values[group])
-        ]
+        lines += key_lines(f"  {group}", group_fields(group, values[group]), values[group])
     return "\n".join(lines)
 
 
-def mark(name: str, choice: Any) -> str:
-    """An option, starred when it is the chosen one."""
-    chosen = choice if isinstance(choice, list) else [choice]
-    return f"{name}*" if name in chosen else name
-
-
-def keys(group: str, values: Any) -> Iterator[tuple[str, str, str]]:
+def key_lines(prefix: str, found: Sequence[Field], values: Any) -> Iterator[str]:
     """Dotted key, value in use, and meaning of every key of a group."""
-    yield from _keys(group, group_fields(group, values), values)
-
-
-def _keys(prefix: str, found: Sequence[Field], values: Any) -> Iterator[tuple[str, str, str]]:
     for item in found:
         if item.below:
-            yield from _keys(f"{prefix}.{item.name}", item.below, values.get(item.name) or {})
+            yield from key_lines(f"{prefix}.{item.name}", item.below, values.get(item.name) or {})
             continue
-        shown = spelt(values[item.name]) if item.name in values else item.default
-        meaning = " ".join(item.meaning.split())
-        meaning += f" [{item.allowed}]" if item.allowed else ""
-        yield f"{prefix}.{item.name}", shown, f"\n      {meaning}" if meaning else ""
+        value = spelt(values[item.name]) if item.name in values else item.default
+        yield f"{prefix}.{item.name} = {value}"
+        allowed = f" [{item.allowed}]" if item.allowed else ""
+        if item.meaning or allowed:
+            yield f"      {' '.join(item.meaning.split())}{allowed}"
 
 
 def spelt(value: Any) -> str:
@@ -99,13 +83,11 @@ def spelt(value: Any) -> str:
 
 
 def group_fields(group: str, values: Any) -> list[Field]:
-    """The fields of a group's dataclass; for `head` those of the chosen kind."""
     if group == "head":
         kind = str(values.get("kind"))
-        own = [Field("kind", "str", kind, f"Drafter kind: heads/{kind}.py.")]
-        spec = find_spec(
-            f"heads.{kind}"
-        )  # also finds kinds in folders that were added to heads.__path__
+        own = [Field("kind", kind, f"Drafter kind: heads/{kind}.py.")]
+        # also finds kinds in folders that were added to heads.__path__
+        spec = find_spec(f"heads.{kind}")
         return own + (fields_of(Path(spec.origin), "Config") if spec and spec.origin else [])
     entries = {item.name.rstrip("_"): item for item in fields_of(SCHEMA, "Settings")}
     return list(entries[group].below)
@@ -113,44 +95,30 @@ def group_fields(group: str, values: Any) -> list[Field]:
 
 @cache
 def fields_of(file: Path, name: str) -> list[Field]:
-    """Fields and their docstrings of a dataclass that a source file defines or imports, inherited
-    ones first; empty when it does neither."""
+    """Fields of a dataclass that a source file defines or imports, inherited ones first."""
     if not file.is_file():
         return []
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            inherited = [
-                field
-                for base in node.bases
-                if isinstance(base, ast.Name)
-                for field in fields_of(file, base.id)
-            ]
-            return inherited + [
-                replace(item, below=tuple(below(file, item.kind)), allowed=allowed(file, item.kind))
-                for item in class_fields(node)
-            ]
-        if isinstance(node, ast.ImportFrom) and any(
-            (alias.asname or alias.name) == name for alias in node.names
-        ):
+            bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+            inherited = [field for base in bases for field in fields_of(file, base)]
+            return inherited + list(class_fields(file, node))
+        if isinstance(node, ast.ImportFrom) and name in [
+            alias.asname or alias.name for alias in node.names
+        ]:
             return fields_of(source_of(str(node.module)), name)
     return []
 
 
-def below(file: Path, kind: str) -> list[Field]:
-    """The keys of a field's type, when that is a dataclass of this repository."""
-    return fields_of(file, kind) if kind.isidentifier() and kind not in PLAIN else []
-
-
 def allowed(file: Path, kind: str) -> str:
-    """What a type allows, in words: the options of a `Literal`, the limits of a type of
-    heads.api.config."""
+    """What a type allows, in words: options of a `Literal`, or limits."""
     node = type_node(file, kind)
     if node is None:
         return ""
-    names = {item.id: item for item in ast.walk(node) if isinstance(item, ast.Name)}
+    names = [item.id for item in ast.walk(node) if isinstance(item, ast.Name)]
     if "Literal" in names:
-        options = [item.value for item in ast.walk(node) if isinstance(item, ast.Constant)]
-        return "one of " + ", ".join(str(option) for option in options if option is not None)
+        values = [item.value for item in ast.walk(node) if isinstance(item, ast.Constant)]
+        return "one of " + ", ".join(str(value) for value in values if value is not None)
     found = [name for name in names if name in bounds.BOUNDED]
     marks = [
         getattr(annotated_types, ast.unparse(item.func))(ast.literal_eval(item.args[0]))
@@ -160,8 +128,7 @@ def allowed(file: Path, kind: str) -> str:
     if not found and not marks:
         return ""
     hint = getattr(bounds, found[0]) if found else Annotated[(float, *marks)]
-    words = bounds.limits(hint)
-    words = words.replace("not be negative", "0 or more")
+    words = bounds.limits(hint).replace("not be negative", "0 or more")
     return words.removeprefix("be ").removeprefix("lie ")
 
 
@@ -180,7 +147,6 @@ def type_node(file: Path, kind: str) -> ast.expr | None:
 
 
 def source_of(module: str) -> Path:
-    """The file of a module of this repository."""
     return REPOSITORY / Path(*module.split(".")).with_suffix(".py")
 
 
@@ -188,21 +154,20 @@ PLAIN = ("int", "float", "bool", "str", "Any", "Path")
 """Types without keys of their own."""
 
 
-def class_fields(node: ast.ClassDef) -> Iterator[Field]:
+def class_fields(file: Path, node: ast.ClassDef) -> Iterator[Field]:
     """Annotated assignments of a class body, each with the string that follows it."""
-    for place, item in enumerate(node.body):
+    for item, follower in zip_longest(node.body, node.body[1:]):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            follower = node.body[place + 1] if place + 1 < len(node.body) else None
-            meaning = ""
+            meaning, kind = "", ast.unparse(item.annotation)
             if isinstance(follower, ast.Expr) and isinstance(follower.value, ast.Constant):
                 meaning = str(follower.value.value)
             default = "???" if item.value is None else default_text(item.value)
-            yield Field(item.target.id, ast.unparse(item.annotation), default, meaning)
+            below = fields_of(file, kind) if kind.isidentifier() and kind not in PLAIN else []
+            yield Field(item.target.id, default, meaning, tuple(below), allowed(file, kind))
 
 
 def default_text(node: ast.expr) -> str:
-    """A default value as one would write it on the command line; a factory is named by what it
-    makes."""
+    """A default value as on the command line; a factory is named by what it makes."""
     try:
         return spelt(ast.literal_eval(node))
     except ValueError:

@@ -33,9 +33,9 @@ from inference.target.loading import TargetConfig
 from inference.traffic.config import TrafficConfig
 from inference.tune.config import TuneConfig
 from scripts.config.compose import compose_stage, parse
-from scripts.config.loop import LoopConfig
 from scripts.config.own import (
     ChatConfig,
+    LoopConfig,
     MeasureConfig,
     RefreshStageConfig,
     ReportConfig,
@@ -64,10 +64,7 @@ class HeadSettings:
 
 class Settings:
     """What a stage works with: one attribute per group that it reads; another group's does not
-    exist.
-
-    `import_` is the group `import`, which Python keeps for itself.
-    """
+    exist. `import_` is the group `import`, which Python keeps for itself."""
 
     run: RunConfig
     target: TargetConfig
@@ -108,10 +105,8 @@ class Settings:
         choices: Mapping[str, Any],
         overrides: Sequence[Override] = (),
     ) -> None:
-        """Build every group that the stage reads from plain values; raises `UserError`.
-
-        choices: option group -> chosen option. overrides: what was given beside the YAML files.
-        """
+        """Build every group that the stage reads from plain values; raises `UserError`. choices:
+        option group -> chosen option. overrides: what was given beside the YAML files."""
         self.stage = stage
         self.choices = dict(choices)
         self.resolved = dict(values)
@@ -135,7 +130,6 @@ class Settings:
 
     @property
     def arguments(self) -> list[str]:
-        """The overrides as they were written."""
         return [str(item.input_line) for item in self.overrides]
 
     @property
@@ -183,7 +177,7 @@ class Settings:
             for item in self.overrides
             if understands(STAGES[stage], item) and item.key_or_group not in taken
         ]
-        return compose_settings(STAGES[stage], [*front, *own, *back])
+        return load_settings(STAGES[stage], [*front, *own, *back])
 
 
 def understands(stage: Stage, override: Override) -> bool:
@@ -192,31 +186,25 @@ def understands(stage: Stage, override: Override) -> bool:
     return key == "debug" or (key != "experiment" and key.split(".")[0] in stage.groups)
 
 
-def load_settings(stage: Stage, overrides: Sequence[str]) -> Settings:
-    """Compose the stage's configuration with `overrides` and build it; raises `UserError`."""
-    return compose_settings(stage, parse(overrides))
-
-
-def compose_settings(stage: Stage, given: Sequence[Override]) -> Settings:
-    """The settings of a stage under overrides that were read already."""
-    composed = compose_stage(stage, given)
-    return Settings(stage, composed.values, composed.choices, given)
+def load_settings(stage: Stage, overrides: Sequence[str | Override]) -> Settings:
+    """The checked settings of a stage under `overrides`; raises `UserError`."""
+    given = parse(overrides)
+    return Settings(stage, *compose_stage(stage, given), given)
 
 
 @cache
 def group_classes() -> dict[str, type]:
     """Group -> its class; `head` is left out, whose class is the `Config` of the chosen kind."""
     found = {name.rstrip("_"): cls for name, cls in get_type_hints(Settings).items()}
-    return {name: cls for name, cls in found.items() if cls is not HeadSettings}
+    del found["head"]
+    return found
 
 
 def attribute(group: str) -> str:
-    """The attribute of `Settings` that holds a group."""
     return f"{group}_" if keyword.iskeyword(group) else group
 
 
 def build_group(group: str, values: Any) -> Any:
-    """The object behind a top-level key, from plain values."""
     return build_head(values) if group == "head" else build(group_classes()[group], values, group)
 
 
@@ -263,12 +251,10 @@ def differences(
 
 
 def complete(group: str, values: Any) -> Any:
-    """Plain values of a group with the defaults of all keys that they leave out.
-
-    Raises `UserError` for values that the group's class does not take.
-    """
-    found = build_group(group, values)
-    return plain(found) if group != "head" else {"kind": found.kind, **plain(found.config)}
+    """Plain values of a group with the defaults of all keys that they leave out. Raises `UserError`
+    for values that the group's class does not take."""
+    found = plain(build_group(group, values))
+    return found if group != "head" else {"kind": found["kind"], **found["config"]}
 
 
 # Files for other processes

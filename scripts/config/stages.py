@@ -21,6 +21,8 @@ class Stage:
     short: tuple[tuple[str, str], ...] = ()
     """Short spellings of settings on the command line, (short, long), for groups that are not read.
     """
+    alone: bool = False
+    """Only the main process of a launch runs it."""
     continued: bool = False
     """A scheduler's signal ends it with status 0 wherever it is: the same command continues it."""
     recorded: bool = False
@@ -28,13 +30,12 @@ class Stage:
 
     @property
     def module(self) -> str:
-        """The module that runs it: `run(settings: Settings) -> int | None`, the exit status, None
-        for 0."""
+        """The module with `run(settings)`, which returns the exit status or None for 0."""
         return f"scripts.stages.{self.code or self.root}"
 
     @property
     def root(self) -> str:
-        """The name of the stage's root in conf/, which is base.yaml for a stage that has none."""
+        """The stage's root in conf/, which is base.yaml where there is no such file."""
         return self.name.replace("-", "_")
 
     def expand_short(self, overrides: list[str]) -> list[str]:
@@ -44,31 +45,19 @@ class Stage:
         found = []
         for item in overrides:
             key, equals, value = item.partition("=")
-            if key not in names:
-                found.append(item)
-            elif names[key] not in keys:
-                found.append(f"{names[key]}{equals}{value}")
+            if names.get(key) not in keys:
+                found.append(f"{names.get(key, key)}{equals}{value}")
         return found
 
 
-GENERATE = ("run", "target", "data", "sampling", "generate")
-FEATURES = ("run", "target", "head", "features", "engine", "train")
-TRAIN = (
-    "run",
-    "target",
-    "head",
-    "features",
-    "engine",
-    "optim",
-    "schedule",
-    "train",
-    "decode",
-    "joint",
-)
-MEASURE = ("run", "target", "decode", "bench", "measure")
-OWN = ("head", "joint")
-"""What a refresh takes from the old drafter."""
-AUDIT = ("run", "target", "head", "decode", "bench", "audit")
+def join(*groups: str) -> tuple[str, ...]:
+    """The names in texts with spaces between them, each once."""
+    return tuple(dict.fromkeys(" ".join(groups).split()))
+
+
+GENERATE = "run target data sampling generate"
+TRAIN = "run target head features engine optim schedule train decode joint"
+MEASURE = "run target decode bench measure"
 
 STAGES: dict[str, Stage] = {
     stage.name: stage
@@ -76,7 +65,7 @@ STAGES: dict[str, Stage] = {
         Stage(
             "generate",
             "let the target answer prompts; writes sharded answers and a manifest",
-            GENERATE,
+            join(GENERATE),
             continued=True,
             recorded=True,
         ),
@@ -84,13 +73,13 @@ STAGES: dict[str, Stage] = {
             "features",
             "write the target's features for a training to disk, or serve them to trainings "
             "elsewhere",
-            FEATURES,
+            join("run target head features engine train"),
             continued=True,
         ),
         Stage(
             "train",
             "train one drafter on the answers; keeps the checkpoint with the best measured tau",
-            TRAIN,
+            join(TRAIN),
             continued=True,
             recorded=True,
         ),
@@ -98,120 +87,115 @@ STAGES: dict[str, Stage] = {
             "plan",
             "predict a training's memory, disk and hours without training (also: headstart train "
             "--plan)",
-            (*TRAIN, "plan"),
+            join(TRAIN, "plan"),
         ),
         Stage(
             "measure",
             "decode held-out prompts with every drafter and without; writes report.json",
-            MEASURE,
+            join(MEASURE),
+            alone=True,  # others beside it would disturb the clock
         ),
         Stage(
             "audit",
             "prove that drafters do not change the target's text; ends with status 1 if one does",
-            AUDIT,
+            join("run target head decode bench audit"),
+            alone=True,
         ),
         Stage(
             "watch",
             "test whether a drafter still suits its target and traffic; ends with status 1 if it "
             "has gone stale",
-            ("run", "target", "decode", "bench", "watch"),
+            join("run target decode bench watch"),
+            alone=True,
         ),
         Stage(
             "refresh",
             "make a drafter fit a changed target again: the shortest training on its answers",
-            tuple(
-                name
-                for name in dict.fromkeys((*GENERATE, *TRAIN, "bench", "refresh"))
-                if name not in OWN
-            ),
+            # head and joint are those of the old drafter
+            join(GENERATE, "features engine optim schedule train decode bench refresh"),
         ),
         Stage(
             "feedback",
             "make training data of records: what the drafter got wrong, and where, becomes weights "
             "and choices",
-            ("run", "target", "feedback"),
+            join("run target feedback"),
         ),
         Stage(
             "tune",
             "choose draft length, tree and early stopping for this machine; writes decode.yaml "
             "into the checkpoint",
-            ("run", "target", "decode", "tune"),
+            join("run target decode tune"),
+            alone=True,
         ),
         Stage(
             "traffic",
             "simulate a server under given traffic: what speculation gains, per drafter and draft "
             "length",
-            ("run", "target", "decode", "traffic"),
+            join("run target decode traffic"),
+            alone=True,
         ),
         Stage(
-            "report", "render one or several report.json as markdown and plots", ("run", "report")
+            "report", "render one or several report.json as markdown and plots", join("run report")
         ),
         Stage(
             "push",
             "build a Hub folder from a measured drafter and upload it (dry run by default)",
-            ("run", "push"),
+            join("run push"),
             code="publish.push",
+            alone=True,
         ),
         Stage(
             "pull",
             "fetch a drafter that was pushed, checked file by file",
-            ("run", "pull"),
+            join("run pull"),
             code="publish.pull",
+            alone=True,
         ),
         Stage(
             "export",
             "write a trained drafter as a folder that vLLM, SGLang, speculators or transformers "
             "loads",
-            ("run", "target", "export"),
+            join("run target export"),
             code="publish.export",
             short=(("head", "run.drafter"), ("engine", "export.engine")),
+            alone=True,
         ),
         Stage(
             "verify-export",
             "check an exported folder as its engine would load it, or by serving it",
-            ("run", "target", "verify"),
+            join("run target verify"),
             code="publish.verify_export",
+            alone=True,
         ),
         Stage(
             "import",
             "make a checkpoint of a drafter that somebody else trained",
-            ("run", "target", "import"),
+            join("run target import"),
             code="publish.import_drafter",
+            alone=True,
         ),
         Stage(
             "chat",
             "talk to the target through a drafter in the terminal",
-            ("run", "target", "decode", "chat"),
+            join("run target decode chat"),
         ),
         Stage(
             "serve",
             "serve the target through a drafter: an OpenAI-compatible server with continuous "
             "batching",
-            ("run", "target", "decode", "serve"),
+            join("run target decode serve"),
         ),
         Stage(
             "loop",
             "generate, train every recipe, measure and report, skipping what is complete",
-            tuple(dict.fromkeys((*GENERATE, *TRAIN, *MEASURE, "feedback", "report", "loop"))),
+            join(GENERATE, TRAIN, MEASURE, "feedback report loop"),
             code="loop.stage",
         ),
     )
 }
 
-OPTION_GROUPS = (
-    "head",
-    "target",
-    "data",
-    "features",
-    "engine",
-    "optim",
-    "schedule",
-    "joint",
-    "decode",
-    "bench",
-    "run",
-    "experiment",
-    "debug",
+OPTION_GROUPS = join(
+    "head target data features engine optim schedule joint decode bench run experiment debug"
 )
 """Groups chosen by name (`group=option`); each is a folder under conf/."""
 

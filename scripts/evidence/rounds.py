@@ -33,7 +33,7 @@ from inference.target.model import TargetModel
 from scripts.evidence import common
 from scripts.evidence.common import Facts, cell, decode_prompts, read_json, run_stage
 from scripts.tools.common import PROMPTS, REPORTS, command, cpu_target
-from train.feedback import build
+from train.feedback.build import build
 from train.feedback.config import FeedbackConfig
 
 SCRIPT = "scripts.evidence.rounds"

@@ -16,7 +16,7 @@ from inference.manifest import write_json
 from inference.measure.metrics import divide
 from inference.report.markdown import markdown_table
 from scripts.evidence.common import DOCS, Facts, read_json, settings_of
-from scripts.stages.plan import job_of
+from scripts.stages.train import job_of
 from scripts.tools.common import REPORTS, Section, command
 from train.planning.plan import Speed, make_plan
 

@@ -29,7 +29,7 @@ from inference.export.check import live
 from inference.export.check.config import LiveConfig, VerifyConfig
 from inference.export.check.live import LiveRow, Served
 from inference.export.check.verify import verify
-from inference.export.config import ExportConfig
+from inference.export.config import Engine, ExportConfig
 from inference.export.engine_folder import export, prepare
 from inference.export.importing import import_folder
 from inference.export.layouts.base import Target
@@ -176,7 +176,7 @@ class Bench:
         self.checks |= {item.name: verdict for item in found}
         return found
 
-    def write(self, checkpoint: Path, out: Path, engine: str = "vllm") -> Facts:
+    def write(self, checkpoint: Path, out: Path, engine: Engine = "vllm") -> Facts:
         """Export a checkpoint; returns the static check's verdict."""
         read = prepare(checkpoint, engine)
         options = ExportConfig(engine=engine, out=str(out))

@@ -46,7 +46,7 @@ from inference.target.model import TargetModel
 from scripts.evidence import common
 from scripts.evidence.common import Facts, family_recipe, read_json, settings_of
 from scripts.evidence.foreign.speculators_worker import Channel, peak_bytes
-from scripts.stages.plan import job_of
+from scripts.stages.train import job_of
 from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, command, cpu_target
 from train import setup
 from train.data.pack import PackedData

@@ -36,23 +36,20 @@ class Chat:
 
     def __init__(self, engine: Engine, system: str, seed: int) -> None:
         self.engine, self.seed = engine, seed
-        self.opening: list[dict[str, str]] = (
-            [{"role": "system", "content": system}] if system else []
-        )
+        self.opening = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.opening)
 
     def clear(self) -> None:
-        """Forget the conversation, but not the system message."""
         self.messages = list(self.opening)
 
     def answer(self, prompt: str) -> Answer:
         """Answer `prompt`, printing the text as it is decoded, and remember both."""
-        tokenizer = self.engine.target.tokenizer
+        target = self.engine.target
         messages = [*self.messages, {"role": "user", "content": prompt}]
         seed = prompt_seed(self.seed, f"chat-{len(messages)}")
-        tokens = tuple(render_prompt(tokenizer, messages))
+        tokens = tuple(render_prompt(target.tokenizer, messages))
         request = Request(0, tokens, seed, self.engine.decode.max_new_tokens)
-        stream = TextStream(tokenizer, self.engine.target.eos_token_ids, colour=sys.stdout.isatty())
+        stream = TextStream(target.tokenizer, target.eos_token_ids, colour=sys.stdout.isatty())
         start = time.perf_counter()
 
         def show(_: Request, new: list[int], record: PassRecord | None) -> None:
@@ -61,9 +58,10 @@ class Chat:
         (completion,) = self.engine.run([request], on_tokens=show)
         seconds = time.perf_counter() - start
         stream.close()
-        if stream.text.strip():
-            self.messages = [*messages, {"role": "assistant", "content": stream.text}]
-        return Answer(stream.text, len(completion.tokens), completion.passes, seconds)
+        text = stream.pieces.text
+        if text.strip():
+            self.messages = [*messages, {"role": "assistant", "content": text}]
+        return Answer(text, len(completion.tokens), completion.passes, seconds)
 
 
 class TextStream:
@@ -72,31 +70,22 @@ class TextStream:
     def __init__(self, tokenizer: Any, ends: tuple[int, ...], colour: bool = False) -> None:
         self.pieces, self.colour = TextPieces(tokenizer, ends), colour
 
-    @property
-    def text(self) -> str:
-        """What has been printed."""
-        return self.pieces.text
-
     def add(self, new: list[int], drafted: int = 0) -> None:
         """Print what `new` tokens add; the first `drafted` of them are accepted drafts."""
-        self.show(self.pieces.add(new[:drafted]), drafted=True)
-        self.show(self.pieces.add(new[drafted:]))
+        self._print(self.pieces.add(new[:drafted]), self.colour)
+        self._print(self.pieces.add(new[drafted:]))
 
-    def show(self, piece: str, drafted: bool = False) -> None:
-        """Print a piece of text."""
+    def _print(self, piece: str, green: bool = False) -> None:
         if piece:
-            print(
-                f"{GREEN}{piece}{PLAIN}" if drafted and self.colour else piece, end="", flush=True
-            )
+            print(f"{GREEN}{piece}{PLAIN}" if green else piece, end="", flush=True)
 
     def close(self) -> None:
         """Print what was held back, and end the line."""
-        self.show(self.pieces.rest())
+        self._print(self.pieces.rest())
         print(flush=True)
 
 
 def summary(answer: Answer, name: str) -> str:
-    """One line of numbers about an answer."""
     tau = divide(sum(item.committed for item in answer.passes), len(answer.passes))
     speed = divide(answer.tokens, answer.seconds)
     total = f"{answer.tokens} tokens in {answer.seconds:.2f} s"
@@ -104,7 +93,6 @@ def summary(answer: Answer, name: str) -> str:
 
 
 def converse(chat: Chat, name: str) -> None:
-    """The terminal loop."""
     console = Console()
     console.print(
         f"{chat.engine.target.info.id} with {name}. /clear forgets the conversation, /quit or "
@@ -120,14 +108,12 @@ def converse(chat: Chat, name: str) -> None:
             return
         if prompt == "/clear":
             chat.clear()
-        elif prompt:
-            try:
-                console.print(
-                    summary(chat.answer(prompt), name), style="dim", highlight=False, markup=False
-                )
-            except UserError as error:  # most often a conversation that no longer fits
-                console.print(
-                    f"{error} (/clear starts a new conversation)", style="red", markup=False
-                )
-            except KeyboardInterrupt:
-                console.print("\n(stopped)", style="dim")
+            continue
+        try:
+            if prompt:
+                line = summary(chat.answer(prompt), name)
+                console.print(line, style="dim", highlight=False, markup=False)
+        except UserError as error:  # most often a conversation that no longer fits
+            console.print(f"{error} (/clear starts a new conversation)", style="red", markup=False)
+        except KeyboardInterrupt:
+            console.print("\n(stopped)", style="dim")

@@ -4,7 +4,8 @@ need no training."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,75 +49,70 @@ class Found:
     values: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
+    def folder(self) -> Path:
+        """The checkpoint, of a drafter that is known to have one."""
+        assert self.checkpoint is not None, f"'{self.name}' needs no training"
+        return self.checkpoint
+
+    @property
+    def has_weights(self) -> bool:
+        return self.checkpoint is not None and (self.checkpoint / WEIGHTS_FILE).is_file()
+
+    @property
     def stage_folder(self) -> Path | None:
         """The train stage's folder around the checkpoint, where there is one."""
         folder = self.checkpoint.parent if self.checkpoint else None
         return folder if folder is not None and (folder / CONFIG_FILE).is_file() else None
 
+    def trained_with(self, group: str) -> dict[str, Any]:
+        """A group of the settings that it was trained with; empty where they are not at hand."""
+        return (read_stage_config(self.stage_folder) if self.stage_folder else {}).get(group) or {}
+
 
 def trained(run: RunConfig) -> dict[str, Found]:
     """Name -> drafter for every finished or unfinished training of a run that has a best
-    checkpoint.
-
-    A drafter that was trained jointly belongs to the target that came out of its own training, not
-    to the run's: it is left out.
-    """
-    return {name: item for name, item in checkpoints(run).items() if not jointly_trained(item)}
+    checkpoint. A drafter that was trained jointly (`joint=lora`) belongs to the target that came
+    out of its own training, not to the run's: it is left out."""
+    return {
+        name: item
+        for name, item in checkpoints(run).items()
+        if item.trained_with("joint").get("mode", "none") == "none"
+    }
 
 
 def checkpoints(run: RunConfig) -> dict[str, Found]:
-    """Name -> drafter for everything below <run>/train/ that has a best checkpoint."""
     folders = sorted((run.directory / "train").glob(f"*/{BEST}/{CHECKPOINT_FILE}"))
     return {path.parents[1].name: at(path.parent) for path in folders}
 
 
-def jointly_trained(found: Found) -> bool:
-    """Whether a drafter's training changed the target as well (`joint=lora`)."""
-    folder = found.stage_folder
-    if folder is None:
-        return False
-    return (read_stage_config(folder).get("joint") or {}).get("mode", "none") != "none"
-
-
 def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
     """Of drafters named row@rate the one whose training measured the best tau, under the row's
-    name; all others as they are.
-
-    A training that has not finished does not count.
-    """
+    name; all others as they are. A training that has not finished does not count."""
     kept: dict[str, Found] = {}
     best: dict[str, float] = {}
     for name, item in found.items():
         row, mark, _ = name.partition(SWEPT)
         if not mark:
             kept[name] = item
-            continue
-        assert item.stage_folder is not None, "trained() looks into stage folders only"
-        if not (item.stage_folder / MANIFEST_FILE).is_file():
-            continue
-        tau = read_manifest(item.stage_folder, "train")["best"]["tau"] or 0.0
-        if tau > best.get(row, -1.0):
-            best[row], kept[row] = tau, replace(item, name=row)
+        elif (item.folder.parent / MANIFEST_FILE).is_file():
+            tau = read_manifest(item.folder.parent, "train")["best"]["tau"] or 0.0
+            if tau > best.get(row, -1.0):
+                best[row], kept[row] = tau, replace(item, name=row)
     return list(kept.values())
 
 
 def at(folder: Path) -> Found:
-    """The drafter in a checkpoint folder or in a train stage's folder; raises `UserError` when
-    there is none."""
+    """The drafter in a checkpoint's or train stage's folder; raises `UserError` for neither."""
     checkpoint = folder / BEST if (folder / BEST / CHECKPOINT_FILE).is_file() else folder
-    kind = str(read_config(checkpoint)["kind"])
-    name = (
-        checkpoint.resolve().parent.name if checkpoint.name == BEST else checkpoint.resolve().name
-    )
-    return Found(name, kind, checkpoint)
+    kind, whole = str(read_config(checkpoint)["kind"]), checkpoint.resolve()
+    return Found(whole.parent.name if checkpoint.name == BEST else whole.name, kind, checkpoint)
 
 
 def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | None = None) -> Found:
-    """A drafter by its name in `heads` (see `untrained`) or in this run, by folder, or by a recipe
-    that needs no training."""
-    known, described = checkpoints(run), heads or {}
-    if given in described:
-        return untrained(given, described[given])
+    """A drafter by name in `heads` or in this run, by folder, or by a recipe without training."""
+    known = checkpoints(run)
+    if heads and given in heads:
+        return untrained(given, heads[given])
     if given in known:
         return known[given]
     if Path(given).is_dir():
@@ -126,10 +122,24 @@ def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | No
         return untrained(given, {})
     raise UserError(
         f"there is no drafter '{given}' in '{run.directory}', and no checkpoint folder of that "
-        "name."
-        f"{suggest(given, known)} Recipes that need no training are given by their names: "
+        f"name.{suggest(given, known)} Recipes that need no training are given by their names: "
         f"{', '.join(recipes)}."
     )
+
+
+def find_trained(key: str, given: str, run: RunConfig) -> Found:
+    """The drafter that setting `key` names; raises `UserError` unless it has trained weights."""
+    if not given:
+        raise UserError(
+            f"{key} is missing: give the drafter's checkpoint folder, or its name in this run."
+        )
+    found = find(given, run)
+    if not found.has_weights:
+        raise UserError(
+            f"{key}: '{given}' has no trained weights ({WEIGHTS_FILE}). Give a trained drafter's "
+            "checkpoint folder, or its name in this run."
+        )
+    return found
 
 
 def untrained(name: str, values: Mapping[str, Any]) -> Found:
@@ -137,16 +147,16 @@ def untrained(name: str, values: Mapping[str, Any]) -> Found:
     that they change (default: `name`), or `kind` starts from the kind's own defaults. Raises
     `UserError` for one that has to be trained."""
     rest = dict(values)
-    recipe = rest.pop("recipe", None)
-    if recipe is None and "kind" not in rest:
-        recipe = name
+    recipe = rest.pop("recipe", None) or (None if "kind" in rest else name)
     if recipe is not None:
         if recipe not in options("head"):
             raise UserError(
-                f"measure.heads.{name}: there is no recipe "
-                f"'{recipe}'.{suggest(recipe, options('head'))}"
+                f"measure.heads.{name}: there is no recipe '{recipe}'."
+                f"{suggest(recipe, options('head'))}"
             )
-        rest = recipe_values(recipe) | rest
+        files = (folder / "head" / f"{recipe}.yaml" for folder in conf_folders())
+        file = next(path for path in files if path.is_file())
+        rest = yaml.safe_load(file.read_text(encoding="utf-8")) | rest
     kind = get_kind(str(rest.pop("kind")))
     if kind.needs_training(build(kind.config_class, rest, f"measure.heads.{name}")):
         raise UserError(
@@ -156,30 +166,17 @@ def untrained(name: str, values: Mapping[str, Any]) -> Found:
     return Found(name, kind.name, None, rest)
 
 
-def recipe_values(recipe: str) -> dict[str, Any]:
-    """The plain values of conf/head/<recipe>.yaml, `kind` among them."""
-    file = next(
-        path for folder in conf_folders() if (path := folder / "head" / f"{recipe}.yaml").is_file()
-    )
-    values: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return values
-
-
 def untrained_recipes() -> list[str]:
-    """The recipes whose drafters work as they are; one that says nothing without more settings is
-    not among them."""
+    """The recipes whose drafters work as they are, without more settings."""
     found = []
     for recipe in options("head"):
-        try:
+        with suppress(UserError):
             found.append(untrained(recipe, {}).name)
-        except UserError:
-            continue
     return found
 
 
 def load(found: Found, target: TargetModel, values: Mapping[str, Any] | None = None) -> Any:
-    """The drafter itself, for `target`. values: changes to the configuration of one without a
-    checkpoint."""
+    """The drafter itself. values: changes to the configuration of one without a checkpoint."""
     if found.checkpoint is not None:
         return load_drafter(found.checkpoint, target.info, target.weights)
     merged = {**found.values, **(values or {})}
@@ -190,20 +187,16 @@ def load(found: Found, target: TargetModel, values: Mapping[str, Any] | None = N
 def draft_settings(
     found: Found, decode: DecodeConfig, changes: Mapping[str, Any] | None = None
 ) -> DecodeConfig:
-    """`decode` with the draft (`DRAFT_KEYS`) that the drafter was trained for, and `changes` on top
-    of that."""
-    values: dict[str, Any] = {key: getattr(decode, key) for key in DRAFT_KEYS}
-    if found.stage_folder is not None:
-        stored = read_stage_config(found.stage_folder).get("decode", {})
-        values |= {key: stored[key] for key in DRAFT_KEYS if key in stored}
-    for key in changes or {}:
+    """`decode` with the draft (`DRAFT_KEYS`) that it was trained for, then `changes`."""
+    stored, changes = found.trained_with("decode"), changes or {}
+    for key in changes:
         if key not in DRAFT_KEYS:
             raise UserError(
-                f"measure.drafts.{found.name}.{key}: a draft has no such "
-                f"key.{suggest(str(key), DRAFT_KEYS)}"
+                f"measure.drafts.{found.name}.{key}: a draft has no such key."
+                f"{suggest(str(key), DRAFT_KEYS)}"
             )
-    values |= dict(changes or {})
-    return build(DecodeConfig, plain(decode) | values, "decode")
+    own = {key: stored[key] for key in DRAFT_KEYS if key in stored}
+    return build(DecodeConfig, {**plain(decode), **own, **changes}, "decode")
 
 
 def decode_settings(
@@ -221,40 +214,29 @@ def decode_settings(
     """
     asked = {**asked_draft(settings), **(changes or {})}
     own = draft_settings(found, settings.decode, asked)
-    adaptive = settings.decode.adaptive_settings().active
-    if asked or adaptive or found.checkpoint is None:
+    if asked or settings.decode.adaptive_settings().active or found.checkpoint is None:
         return own
-    told = advice(
+    advised = advice(
         found.checkpoint, target.info.revision, device_facts(target.device), batch, own.temperature
     )
-    if told is None:
+    if advised is None:
         return own
-    print(f"{found.name}: {told.line}", file=sys.stderr, flush=True)
-    return own if told.draft is None else told.draft.on(own)
+    print(f"{found.name}: {advised.line}", file=sys.stderr, flush=True)
+    return own if advised.draft is None else advised.draft.on(own)
 
 
 def asked_draft(settings: Settings) -> dict[str, Any]:
-    """The part of the draft that was given: as decode.<key>=..., or by an option of `decode` that
-    is no chain."""
+    """The part of the draft that is given, as decode.<key> or by an option that is no chain."""
     decode = settings.decode
-    named = [key for key in DRAFT_KEYS if settings.given(f"decode.{key}")]
-    if settings.given("decode") and decode.shape not in ("none", "chain"):
-        named = list(DRAFT_KEYS)
+    whole = settings.given("decode") and decode.shape not in ("none", "chain")
+    named = [key for key in DRAFT_KEYS if whole or settings.given(f"decode.{key}")]
     return {key: getattr(decode, key) for key in named}
-
-
-def one_of(run: RunConfig) -> Found:
-    """The drafter named by run.drafter, or the only one; raises `UserError` if it is unclear."""
-    return choose(run, several=False)[0]
 
 
 def choose(run: RunConfig, *, several: bool = True) -> list[Found]:
     """The drafter named by run.drafter, or the only one, or (`several`) with `all` every one.
-
-    Raises `UserError` when it is not clear which.
-    """
+    Raises `UserError` when it is not clear which."""
     known = trained(run)
-    everything = several and run.drafter == ALL
     if run.drafter in known:
         return [known[run.drafter]]
     if not known:
@@ -262,12 +244,14 @@ def choose(run: RunConfig, *, several: bool = True) -> list[Found]:
             f"'{run.directory}' holds no trained drafter. Train one first, or choose another "
             "run.name."
         )
-    if run.drafter and not everything:
+    if several and run.drafter == ALL:
+        return list(known.values())
+    if run.drafter:
         raise UserError(
             f"run.drafter: '{run.directory}' has trained no '{run.drafter}'."
             f"{suggest(run.drafter, known)}"
         )
-    if len(known) > 1 and not everything:
+    if len(known) > 1:
         raise UserError(
             f"'{run.directory}' has trained several drafters. Say which with run.drafter=<name>"
             f"{', or all' if several else ''}: {', '.join(known)}."
@@ -275,9 +259,12 @@ def choose(run: RunConfig, *, several: bool = True) -> list[Found]:
     return list(known.values())
 
 
-def weight_files(found: Found) -> list[Path]:
-    """The files of a checkpoint whose change makes a measurement stale."""
-    if found.checkpoint is None:
-        return []
-    names = (CHECKPOINT_FILE, WEIGHTS_FILE, DECODE_FILE)
-    return [file for name in names if (file := found.checkpoint / name).is_file()]
+def weight_files(found: Iterable[Found]) -> list[Path]:
+    """The files of checkpoints whose change makes a measurement stale."""
+    return [
+        file
+        for item in found
+        if item.checkpoint is not None
+        for name in (CHECKPOINT_FILE, WEIGHTS_FILE, DECODE_FILE)
+        if (file := item.checkpoint / name).is_file()
+    ]

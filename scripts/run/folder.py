@@ -22,7 +22,7 @@ from heads.api.errors import UserError
 from inference.folders import RUN_FILE, delete_own, stage_of
 from inference.manifest import PARTIAL, file_sha256, remove_leftovers, write_bytes, write_json
 from scripts.config.schema import Settings, complete
-from scripts.run.process import Session, is_main_process, now, shown, this_session
+from scripts.run.process import Session, is_main_process, now, say, shown, this_session
 
 FORMAT = 1
 CONFIG_FILE = "config.yaml"
@@ -52,15 +52,13 @@ class RunRecord:
 
     @property
     def complete(self) -> bool:
-        """Whether the stage has nothing left to do."""
         return self.state == "complete"
 
     def write(self, folder: Path) -> None:
-        """Write <folder>/run.json."""
-        optional = ("finished", "copied_from")
-        content = {
-            key: value for key, value in asdict(self).items() if value or key not in optional
-        }
+        content = asdict(self)
+        for key in ("finished", "copied_from"):
+            if not content[key]:
+                del content[key]
         write_json(folder / RUN_FILE, content)
 
 
@@ -74,15 +72,22 @@ class StageFolder:
 
     @property
     def session(self) -> dict[str, Any]:
-        """Command, code, versions and machine of this process, for manifests; the code's difference
-        is in run.json."""
+        """This process, for manifests; the code's difference is in run.json only."""
         found = asdict(self.record.sessions[-1])
         git = found["git"]
         found["git"] = {"revision": git["revision"], "changed": bool(git["diff"])} if git else {}
         return found
 
+    def skip(self) -> bool:
+        """Whether the stage has nothing left to do; prints that."""
+        if self.complete:
+            say(
+                f"{shown(self.path)} is complete; nothing has changed (run.overwrite=true starts "
+                "again)"
+            )
+        return self.complete
+
     def finish(self) -> None:
-        """Mark the stage complete."""
         if is_main_process():
             self.record.state, self.record.finished = "complete", now()
             self.record.write(self.path)
@@ -93,12 +98,10 @@ def open_folder(
 ) -> StageFolder:
     """Open `path` for the stage in `settings`, which reads the files `inputs`.
 
-    Raises `UserError` when it belongs to another run or another stage, or holds files that no stage
-    of ours wrote.
-
     Writes run.json and config.yaml (main process only) before the stage starts, so that an
     interrupted run is on record as well. stage_decides: the stage knows itself which changes
-    matter, so a changed folder is handed to it instead of being refused.
+    matter, so a changed folder is handed to it instead of being refused. Raises `UserError` when it
+    belongs to another run or another stage, or holds files that no stage of ours wrote.
     """
     config = settings.run
     hashes = {shown(file): file_sha256(file) for file in inputs}
@@ -112,7 +115,12 @@ def open_folder(
         accepted = config.accept_changes or not holds_results(path)
         changed = [] if accepted else changes(path, previous, settings, hashes)
         if changed and not stage_decides:
-            raise refusal(path, changed)
+            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+            raise UserError(
+                f"'{path}' was made with other settings: {'; '.join(changed[:5])}{more}. Choose "
+                "another run.name (or run.drafter), start again with run.overwrite=true, or "
+                "continue all the same with run.accept_changes=true."
+            )
         if previous.complete and not changed:
             return StageFolder(path, True, previous)
     record = RunRecord(
@@ -130,8 +138,7 @@ def open_folder(
 
 
 def holds_results(path: Path) -> bool:
-    """Whether a stage got as far as writing something: a start that was refused must not block the
-    corrected one."""
+    """Whether a stage got as far as writing something: a refused start blocks no corrected one."""
     return any(
         file.name not in (RUN_FILE, CONFIG_FILE)
         and file.suffix != PARTIAL
@@ -147,14 +154,13 @@ def require_free(path: Path, stage: str) -> None:
     if found and found != stage:
         raise UserError(
             f"'{path}' was written by stage '{found}'; '{stage}' does not write into it. Choose "
-            "another name (run.name, "
-            "run.drafter, or the stage's own)."
+            "another name (run.name, run.drafter, or the stage's own)."
         )
     if not found and holds_results(path):
         raise UserError(
             f"'{path}' holds files, but no record of stage '{stage}', which does not write between "
-            "other files. Choose another "
-            "name (run.name, run.drafter, or the stage's own), or move the files away."
+            "other files. Choose another name (run.name, run.drafter, or the stage's own), or move "
+            "the files away."
         )
 
 
@@ -177,8 +183,7 @@ def read_record(path: Path) -> RunRecord | None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The resolved settings that a stage folder was made with; raises `UserError` when there are
-    none."""
+    """The resolved settings of a stage folder; raises `UserError` when there are none."""
     file = path / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"'{path}' is not a stage folder: it has no {CONFIG_FILE}.")
@@ -190,33 +195,25 @@ def read_config(path: Path) -> dict[str, Any]:
 def changes(
     path: Path, previous: RunRecord, settings: Settings, hashes: Mapping[str, str]
 ) -> list[str]:
-    """What differs between the settings and inputs that a folder was made with and the present
-    ones, in words."""
+    """What differs from the settings and inputs that a folder was made with, in words."""
     before, after = comparable(read_config(path), settings.resolved)
     before["run.seed"], after["run.seed"] = previous.seed, settings.run.seed
-    found = [
-        f"{key} was {before.get(key)!r}, is {after.get(key)!r}"
-        for key in sorted({*before, *after})
-        if before.get(key) != after.get(key)
-    ]
-    known = previous.inputs
-    return found + [
-        f"{name} has changed"
-        for name in sorted({*known, *hashes})
-        if known.get(name) != hashes.get(name)
-    ]
+    return [
+        f"{key} was {before.get(key)!r}, is {after.get(key)!r}" for key in different(before, after)
+    ] + [f"{name} has changed" for name in different(previous.inputs, hashes)]
+
+
+def different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    return [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
 
 
 def comparable(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings that decide what a folder holds, of both sides, by dotted path.
-
-    A key that one side leaves out has its default, so that a folder of an earlier version is
-    refused only for what is different. A group that cannot be read any more is compared as it was
-    written.
-    """
-    sides: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    """The settings that decide what a folder holds, of both sides, by dotted path. A key that one
+    side leaves out has its default, so that a folder of an earlier version is refused only for what
+    is different. A group that cannot be read any more is compared as it was written."""
+    sides: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for group in {*before, *after} - {*FREE_GROUPS}:
         both = [before.get(group) or {}, after.get(group) or {}]
         with suppress(UserError, KeyError):
@@ -224,17 +221,6 @@ def comparable(
         for side, values in zip(sides, both, strict=True):
             side.update(flatten(values, group))
     return sides
-
-
-def refusal(path: Path, changed: Sequence[str]) -> UserError:
-    """The error for a folder that was made with other settings."""
-    more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-    return UserError(
-        f"'{path}' was made with other settings: {'; '.join(changed[:5])}{more}. Choose another "
-        "run.name (or run.drafter), "
-        "start again with run.overwrite=true, or continue all the same with "
-        "run.accept_changes=true."
-    )
 
 
 def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -247,8 +233,7 @@ def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def stage_folder(settings: Settings) -> Path:
-    """<root>/<name>/train/<drafter>: the drafter's name is the chosen head's unless it was given
-    one."""
+    """<root>/<name>/train/<drafter>; the chosen head names the drafter unless run.drafter does."""
     name = settings.run.drafter or str(settings.choices["head"])
     return settings.run.directory / "train" / name
 

@@ -4,11 +4,16 @@ names."""
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import platform
 import random
+import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,24 +22,21 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from rich.console import Console
 
+from inference.target.hardware import device_facts
+from inference.target.model import TargetModel
 from scripts.config.compose import REPOSITORY
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
 
 PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "peft",
-    "deepspeed",
-    "hydra-core",
-    "safetensors",
-    "triton",
-    "headstart",
-)
+    "torch transformers accelerate datasets peft deepspeed hydra-core safetensors triton headstart"
+).split()
 LONGEST_DIFF = 200_000
+PROGRESS_SECONDS = 30.0
+WIDE = 132
+"""Columns of a table that is not printed on a terminal."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,6 @@ class Session:
 
 
 def this_session(settings: Settings) -> Session:
-    """The session of this process, with the device that the stage's settings choose."""
     return Session(
         started=now(),
         command=["headstart", *sys.argv[1:]],
@@ -66,68 +67,42 @@ def this_session(settings: Settings) -> Session:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that results depend on."""
     found = {}
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def git_state() -> dict[str, Any]:
-    """Revision and uncommitted difference of this repository; empty outside one.
+    """Revision and uncommitted difference of this repository; empty outside one. A difference of
+    more than `LONGEST_DIFF` characters is cut; `diff_cut` records that."""
 
-    A difference of more than `LONGEST_DIFF` characters is cut; `diff_cut` records that.
-    """
-    root = REPOSITORY
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=20
+        ).stdout
+
     try:
-        revision = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=20,
-        )
-        changes = subprocess.run(
-            ["git", "diff", "HEAD"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=20,
-        )
+        revision, diff = git("rev-parse", "HEAD").strip(), git("diff", "HEAD")
     except (OSError, subprocess.SubprocessError):
         return {}
-    diff = changes.stdout
-    return {
-        "revision": revision.stdout.strip(),
-        "diff": diff[:LONGEST_DIFF],
-        "diff_cut": len(diff) > LONGEST_DIFF,
-    }
+    return {"revision": revision, "diff": diff[:LONGEST_DIFF], "diff_cut": len(diff) > LONGEST_DIFF}
 
 
 def device(settings: Settings) -> dict[str, Any]:
-    """The accelerator, or the processor and its threads: those that the stage computes with."""
-    asked = str((settings.resolved.get("target") or {}).get("device", ""))
+    """The accelerator, or the processor and its threads, that the stage computes with."""
+    asked = (settings.resolved.get("target") or {}).get("device")
     if torch.cuda.is_available() and asked != "cpu":
-        return {
-            "kind": "cuda",
-            "name": torch.cuda.get_device_name(),
-            "count": torch.cuda.device_count(),
-        }
-    return {
-        "kind": "cpu",
-        "name": platform.processor() or platform.machine(),
-        "threads": settings.run.threads or torch.get_num_threads(),
-    }
+        name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
+        return {"kind": "cuda", "name": name, "count": count}
+    name, threads = platform.processor() or platform.machine(), settings.run.threads
+    return {"kind": "cpu", "name": name, "threads": threads or torch.get_num_threads()}
 
 
 def prepare_process(config: RunConfig) -> None:
-    """Seed Python, numpy and torch, set torch's threads, and keep libraries' progress bars out of
-    files."""
+    """Seed all generators, set torch's threads, keep libraries' progress bars out of files."""
     random.seed(config.seed)
     np.random.seed(config.seed)  # libraries draw from the global state
     torch.manual_seed(config.seed)
@@ -138,8 +113,45 @@ def prepare_process(config: RunConfig) -> None:
 
 
 def is_main_process() -> bool:
-    """True in the process that writes: rank 0 of a launched job, or the only one."""
+    """Whether this is rank 0 of a launched job, or the only process."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def say(text: str) -> None:
+    """Print in the main process."""
+    if is_main_process():
+        print(text, flush=True)
+
+
+def console() -> Console:
+    """The terminal, or wide lines elsewhere: a table that is cut off says nothing."""
+    return Console() if sys.stdout.isatty() else Console(width=WIDE)
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[str], None]]:
+    """Yield what shows a line of progress: in place of the last one on a terminal, elsewhere
+    printed every `PROGRESS_SECONDS` at most."""
+    screen, last = console(), -math.inf
+
+    def print_some(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PROGRESS_SECONDS:
+            last = time.monotonic()
+            print(text, flush=True)
+
+    with screen.status(title) as status:
+        yield status.update if screen.is_terminal else print_some
+
+
+def result_facts(settings: Settings, target: TargetModel) -> dict[str, Any]:
+    """What opens the result file of a stage that measures: format, command, target, device."""
+    return {
+        "format": 1,
+        "command": shlex.join(["headstart", settings.stage.name, *settings.arguments]),
+        "target": {"id": target.info.id, "revision": target.info.revision},
+        "device": device_facts(target.device),
+    }
 
 
 def shown(path: Path) -> str:
@@ -149,5 +161,4 @@ def shown(path: Path) -> str:
 
 
 def now() -> str:
-    """The time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

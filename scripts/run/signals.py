@@ -62,11 +62,9 @@ def leave_in_order() -> Iterator[None]:
 
 
 def handler_of(owner: int) -> Handler:
-    """What process `owner` does on a signal. Children forked from it, such as a pool's, die of
-    theirs as they would have."""
+    """What process `owner` does on a signal; children forked from it die of theirs."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        """Say so once, be deaf to further signals, and leave with status 0."""
         if os.getpid() != owner:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -75,25 +73,19 @@ def handler_of(owner: int) -> Handler:
             signal.signal(other, signal.SIG_IGN)
         if os.environ.get("RANK", "0") in ("", "0"):
             name = signal.Signals(number).name
-            line = (
-                f"\nheadstart: {name}: nothing is lost; the same command continues where this one "
-                "stopped.\n"
-            )
+            line = "nothing is lost; the same command continues where this one stopped."
             with suppress(OSError):
-                os.write(
-                    2, line.encode()
-                )  # past Python's own buffers, in which the signal may have come
+                # past Python's own buffers, in which the signal may have come
+                os.write(2, f"\nheadstart: {name}: {line}\n".encode())
         raise SystemExit(0)
 
     return leave
 
 
 def watch(hears: int, leave: Handler) -> None:
-    """End the process `GRACE_SECONDS` after a signal that is `leave`'s; returns when nothing is to
-    be heard any more."""
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, {*SIGNALS, signal.SIGINT}
-    )  # what the main thread blocks is to wait for it
+    """End the process `GRACE_SECONDS` after a signal that is `leave`'s."""
+    # what the main thread blocks is to wait for it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGINT})
     with os.fdopen(hears, "rb", buffering=0) as numbers:
         while number := numbers.read(1):
             if number[0] in SIGNALS and signal.getsignal(number[0]) in (leave, signal.SIG_IGN):
@@ -103,5 +95,5 @@ def watch(hears: int, leave: Handler) -> None:
 
 @cache
 def children_forget() -> None:
-    """Let forked children not tell their parent what they are told."""
+    """Keep forked children from telling their parent of their own signals."""
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

@@ -25,7 +25,8 @@ NO_DRAFTER = "none"
 def run(settings: Settings) -> None:
     """Load target and drafter, then answer until the input ends."""
     prepare_process(settings.run)
-    engine, name = build_engine(settings, settings.chat.drafter)
+    engine, found = build_engine(settings, settings.chat.drafter)
+    name = found.name if found else "no drafter"
     chat = Chat(engine, settings.chat.system, settings.decode.seed)
     if sys.stdin.isatty():
         converse(chat, name)
@@ -36,23 +37,16 @@ def run(settings: Settings) -> None:
             "standard input is empty. Pipe a prompt in (`echo 'What is a list?' | headstart chat`) "
             "or use a terminal."
         )
-    answer = chat.answer(prompt)
-    print(summary(answer, name), file=sys.stderr)
+    print(summary(chat.answer(prompt), name), file=sys.stderr)
 
 
-def chosen(settings: Settings, given: str) -> Found | None:
-    """The drafter `given` (see `ChatConfig.drafter`); None where none is wanted, or trained."""
+def build_engine(settings: Settings, given: str) -> tuple[Engine, Found | None]:
+    """The decoder with the drafter `given`, and that drafter; None where nothing is drafted."""
     given = given or next(iter(drafters.trained(settings.run)), NO_DRAFTER)
-    return None if given == NO_DRAFTER else drafters.find(given, settings.run)
-
-
-def build_engine(settings: Settings, given: str) -> tuple[Engine, str]:
-    """The decoder with the drafter `given` (see `ChatConfig.drafter`), and that drafter's name."""
-    found = chosen(settings, given)
-    target = TargetModel.load(settings.target)
-    if found is None:
-        return Engine(target, None, settings.decode), "no drafter"
-    decode = drafters.decode_settings(found, settings, target, settings.decode.batch_size)
-    if decode.shape == "none":
-        return Engine(target, None, decode), "no drafter"
-    return Engine(target, drafters.load(found, target), decode), found.name
+    found = None if given == NO_DRAFTER else drafters.find(given, settings.run)
+    target, decode = TargetModel.load(settings.target), settings.decode
+    if found is not None:
+        decode = drafters.decode_settings(found, settings, target, decode.batch_size)
+        if decode.shape != "none":
+            return Engine(target, drafters.load(found, target), decode), found
+    return Engine(target, None, decode), None

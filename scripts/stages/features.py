@@ -10,13 +10,11 @@ it is stopped.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from inference.manifest import MANIFEST_FILE, read_manifest
 from inference.target.model import TargetModel
-from scripts.config.compose import parse
-from scripts.config.schema import Settings, compose_settings
+from scripts.config.schema import Settings, load_settings
 from scripts.run.folder import answers_folder, open_folder
 from scripts.run.process import prepare_process, shown
 from train.features.remote.server import FeatureServer
@@ -26,28 +24,13 @@ from train.processes import terminable
 
 
 def run(settings: Settings) -> None:
-    """Write the store, or serve."""
     prepare_process(settings.run)
     if settings.features.serve:
         serve(settings)
         return
     answers = answers_folder(settings)
     read_manifest(answers, "generate")  # its error tells how to generate answers
-    job = store_job(settings, answers)
-    with folder_lock(job.folder):  # other writers may be starting at this moment
-        folder = open_folder(settings, job.folder, [answers / MANIFEST_FILE], stage_decides=True)
-    manifest = write_features(job, folder.session if folder.record.sessions else None, say)
-    folder.finish()
-    say(
-        f"{shown(job.folder)}: {manifest['rows']} rows, {manifest['tokens']:,} tokens, "
-        f"{gib(manifest['bytes'])} in "
-        f"{len(manifest['shards'])} shards. Train on it with features=store and the same settings."
-    )
-
-
-def store_job(settings: Settings, answers: Path) -> StoreJob:
-    """What the settings ask to be stored."""
-    return StoreJob(
+    job = StoreJob(
         heads=all_heads(settings),
         target=settings.target,
         answers=answers,
@@ -58,21 +41,28 @@ def store_job(settings: Settings, answers: Path) -> StoreJob:
         seed=settings.train.seed,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
     )
+    with folder_lock(job.folder):  # other writers may be starting at this moment
+        folder = open_folder(settings, job.folder, [answers / MANIFEST_FILE], stage_decides=True)
+    manifest = write_features(job, folder.session if folder.record.sessions else None, say)
+    folder.finish()
+    say(
+        f"{shown(job.folder)}: {manifest['rows']} rows, {manifest['tokens']:,} tokens, "
+        f"{gib(manifest['bytes'])} in {len(manifest['shards'])} shards. Train on it with "
+        "features=store and the same settings."
+    )
 
 
 def all_heads(settings: Settings) -> tuple[tuple[str, str, Any], ...]:
-    """(name, kind, configuration) of `head` and of every name in features.heads, which stand for
-    conf/head as it is."""
-    found = [(str(settings.choices["head"]), settings.head.kind, settings.head.config)]
+    """(name, kind, configuration) of `head` and of the recipes in features.heads."""
+    found = [(str(settings.choices["head"]), settings.head)]
     common = [
         item
         for item in settings.overrides
         if item.key_or_group.split(".")[0] != "head" and item.key_or_group != "features.heads"
     ]
     for name in settings.features.heads:
-        other = compose_settings(settings.stage, [*common, *parse([f"head={name}"])]).head
-        found.append((name, other.kind, other.config))
-    return tuple(found)
+        found.append((name, load_settings(settings.stage, [*common, f"head={name}"]).head))
+    return tuple((name, head.kind, head.config) for name, head in found)
 
 
 def serve(settings: Settings) -> None:
@@ -87,11 +77,10 @@ def serve(settings: Settings) -> None:
     try:
         with terminable(), server:
             server.serve_forever()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ending:
         say(f"stopped after {server.served} requests")
-    except SystemExit:
-        say(f"stopped after {server.served} requests")
-        os._exit(0)
+        if isinstance(ending, SystemExit):
+            os._exit(0)
 
 
 def say(text: str) -> None:

@@ -9,7 +9,6 @@ from heads.api.errors import UserError
 from inference.decoding.arm import Arm
 from inference.measure.config import BenchConfig
 from inference.measure.datasets import Loaded, load_bench_prompts
-from inference.measure.prompts import Prompt
 from inference.measure.run import measure
 from inference.report.markdown import print_table
 from inference.report.model import REPORT_FILE, read_report
@@ -17,60 +16,38 @@ from inference.target.model import TargetModel
 from scripts.config.own import MeasureConfig, RunConfig
 from scripts.config.schema import Settings
 from scripts.run import drafters
-from scripts.run.drafters import Found, weight_files
+from scripts.run.drafters import Found
 from scripts.run.folder import open_folder
-from scripts.run.process import is_main_process, prepare_process, shown
-from scripts.stages.report import console
+from scripts.run.process import console, prepare_process, say, shown
 
 
 def run(settings: Settings) -> None:
-    """Measure, print the table and where the report is; an unchanged complete measurement is only
-    shown again."""
-    if not is_main_process():
-        return  # one process measures: others beside it would only disturb the clock
     report = measure_run(settings)
     print_table(read_report(report), console())
-    print(shown(report), flush=True)
+    say(shown(report))
 
 
 def measure_run(settings: Settings) -> Path:
     """Measure unless that was done and nothing has changed since; returns report.json's path."""
     out = settings.run.directory / settings.measure.name
     found = chosen(settings.measure, settings.run)
-    folder = open_folder(
-        settings, out, [file for item in found for file in weight_files(item)], stage_decides=True
-    )
-    if folder.complete:
-        print(
-            f"{shown(out)} is complete; nothing has changed (run.overwrite=true measures again)",
-            flush=True,
-        )
-        return out / REPORT_FILE
-    prepare_process(settings.run)
-    target = TargetModel.load(settings.target)
-    arms = [arm(item, target, settings) for item in found]
-    loaded = load(settings.bench)
-    measure(
-        settings.bench,
-        target,
-        arms,
-        loaded.prompts,
-        out,
-        revision=loaded.revision,
-        recording=settings.measure.records,
-    )
-    folder.finish()
+    folder = open_folder(settings, out, drafters.weight_files(found), stage_decides=True)
+    if not folder.skip():
+        prepare_process(settings.run)
+        target = TargetModel.load(settings.target)
+        arms = [arm(item, target, settings) for item in found]
+        bench, loaded, recording = settings.bench, load(settings.bench), settings.measure.records
+        prompts, revision = loaded.prompts, loaded.revision
+        measure(bench, target, arms, prompts, out, revision=revision, recording=recording)
+        folder.finish()
     return out / REPORT_FILE
 
 
 def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
-    """The drafters to measure, trained ones first; raises `UserError` when there are none or two
-    share a name."""
+    """The drafters to measure, trained ones first; raises `UserError` when there are none."""
     named = [drafters.find(name, run) for name in config.drafters]
-    found = [
-        *(named or drafters.best_of_sweeps(drafters.trained(run))),
-        *(drafters.find(kind, run, config.heads) for kind in config.kinds),
-    ]
+    found = named or drafters.best_of_sweeps(drafters.trained(run))
+    found += [drafters.find(kind, run, config.heads) for kind in config.kinds]
     if not found:
         raise UserError(
             f"there is nothing to measure: '{run.directory}' has no trained drafter. Train one, or "
@@ -87,7 +64,6 @@ def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
 
 
 def arm(found: Found, target: TargetModel, settings: Settings) -> Arm:
-    """One contestant: the drafter with its own draft."""
     config = settings.measure
     changes = {**config.draft, **config.drafts.get(found.name, {})}
     own = drafters.decode_settings(found, settings, target, 1, changes)
@@ -100,8 +76,3 @@ def arm(found: Found, target: TargetModel, settings: Settings) -> Arm:
 def load(bench: BenchConfig) -> Loaded:
     """The prompts to measure on, and the commit of the dataset they are from."""
     return load_bench_prompts(bench.prompts, bench.dataset, bench.domains)
-
-
-def prompts(bench: BenchConfig) -> list[Prompt]:
-    """The prompts to measure on."""
-    return load(bench).prompts

@@ -18,10 +18,10 @@ from rich.console import Console
 
 from inference.manifest import write_json
 from scripts.config.schema import Settings
-from scripts.run.folder import answers_folder, stage_folder
 from scripts.run.process import prepare_process, shown
+from scripts.stages.train import job_of
 from train.config import TrainingJob
-from train.planning.plan import Speed, make_plan
+from train.planning.plan import PlanConfig, Speed, make_plan
 from train.planning.table import plan_table
 from train.run import train
 from train.tracking.summary import Summary, read_summary
@@ -29,51 +29,26 @@ from train.tracking.tracker import TrackerConfig
 
 
 def run(settings: Settings) -> None:
-    """Plan, write the plan down and show it."""
     prepare_process(settings.run)
     job = job_of(settings)
-    content = make_plan(job, settings.plan, speed_of(job, settings))
-    path = settings.run.directory / "plan" / f"{stage_folder(settings).name}.json"
+    content = make_plan(job, settings.plan, speed_of(job, settings.plan))
+    path = settings.run.directory / "plan" / f"{job.out.name}.json"
     write_json(path, content)
     Console(soft_wrap=True).print(plan_table(content))
-    print(
-        f"written to {shown(path)}; the target was not loaded for this"
-        if settings.plan.gpu
-        else f"written to {shown(path)}"
-    )
+    untouched = "; the target was not loaded for this" if settings.plan.gpu else ""
+    print(f"written to {shown(path)}{untouched}")
 
 
-def job_of(settings: Settings) -> TrainingJob:
-    """The training that is planned."""
-    return TrainingJob(
-        settings.head.kind,
-        settings.head.config,
-        settings.target,
-        answers_folder(settings),
-        stage_folder(settings),
-        settings.train,
-        settings.features,
-        settings.engine,
-        settings.optim,
-        settings.schedule,
-        settings.decode,
-        settings.joint,
-    )
+def speed_of(job: TrainingJob, config: PlanConfig) -> Speed:
+    """How fast it will be: by a GPU's figures, a run's summary, or real steps taken now."""
+    if config.gpu:
+        return Speed.of(config)
+    if config.measured:
+        return Speed.read(read_summary(config.measured), config.measured)
+    return Speed.read(few_steps(job, config.steps), f"{config.steps} steps here")
 
 
-def speed_of(job: TrainingJob, settings: Settings) -> Speed:
-    """How fast it will be: by a GPU's figures, by a run's summary, or by real steps taken now."""
-    plan = settings.plan
-    if plan.gpu:
-        return Speed.of(plan)
-    if plan.measured:
-        return Speed.read(read_summary(plan.measured), plan.measured)
-    with tempfile.TemporaryDirectory(prefix="headstart-plan-") as folder:
-        return Speed.read(few_steps(job, plan.steps, Path(folder)), f"{plan.steps} steps here")
-
-
-def few_steps(job: TrainingJob, steps: int, folder: Path) -> Summary:
-    """The summary of so many real steps of the training, of which nothing is kept."""
+def few_steps(job: TrainingJob, steps: int) -> Summary:
     config = replace(
         job.config,
         max_steps=steps,
@@ -82,20 +57,8 @@ def few_steps(job: TrainingJob, steps: int, folder: Path) -> Summary:
         parity=False,
         tracker=TrackerConfig(wandb="disabled"),
     )
-    train(
-        job.kind,
-        job.head,
-        target=job.target,
-        data=job.data,
-        out=folder,
-        config=config,
-        features=job.features,
-        engine=job.engine,
-        optim=job.optim,
-        schedule=job.schedule,
-        decode=job.decode,
-        joint=job.joint,
-    )
-    found = read_summary(folder)
+    with tempfile.TemporaryDirectory(prefix="headstart-plan-") as folder:
+        train(**vars(replace(job, config=config, out=Path(folder))))
+        found = read_summary(folder)
     # nothing was measured, one state written
     return found.model_copy(update={"seconds": {**found.seconds, "evaluation": 0.0, "saving": 0.0}})

@@ -3,37 +3,28 @@ side by side."""
 
 from __future__ import annotations
 
-import shutil
-import sys
 from pathlib import Path
-
-from rich.console import Console
 
 from heads.api.errors import UserError
 from inference.folders import stage_of
+from inference.manifest import write_bytes
 from inference.report.markdown import HEADLINE, labels, print_table, render
 from inference.report.model import REPORT_FILE, read_report
 from inference.report.page.render import write_page
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
-from scripts.run.process import shown
-
-WIDE = 132
-"""Columns of a table that is not printed on a terminal."""
+from scripts.run.process import console, shown
 
 
 def run(settings: Settings) -> None:
-    """Render the report, print its tables and the paths of what was written."""
     reports = [Path(item) for item in settings.report.reports] or measurements(settings.run)
-    out = Path(settings.report.out) if settings.report.out else settings.run.directory
+    out = Path(settings.report.out or settings.run.directory)
     main = reports[0] / REPORT_FILE if reports[0].is_dir() else reports[0]
     require_report_folder(out, main)
     text = render(reports, out)
     page = write_page(list(zip(labels(reports), reports, strict=True)), out, settings.run.directory)
     if main.resolve() != (out / REPORT_FILE).resolve():
-        partial = out / (REPORT_FILE + ".partial")
-        shutil.copyfile(main, partial)
-        partial.replace(out / REPORT_FILE)
+        write_bytes(out / REPORT_FILE, main.read_bytes())
     for path in reports:
         print_table(read_report(path), console())
     for written in (out / REPORT_FILE, text, page, *sorted(out.glob("*.png"))):
@@ -41,8 +32,7 @@ def run(settings: Settings) -> None:
 
 
 def require_report_folder(out: Path, main: Path) -> None:
-    """Raise `UserError` where rendering `main` into `out` would replace another measurement or
-    another file."""
+    """Raise `UserError` where `main` in `out` would replace another measurement or file."""
     text = out / "report.md"
     if text.is_file() and not text.read_bytes().startswith(HEADLINE.encode()):
         raise UserError(
@@ -52,25 +42,16 @@ def require_report_folder(out: Path, main: Path) -> None:
     if main.resolve() != (out / REPORT_FILE).resolve() and stage_of(out):
         raise UserError(
             f"report.out: '{out}' was written by stage '{stage_of(out)}', whose {REPORT_FILE} "
-            "would be "
-            "replaced by another. Choose another folder."
+            "would be replaced by another. Choose another folder."
         )
 
 
-def console() -> Console:
-    """The terminal, or wide lines where the output goes elsewhere: a table that is cut off says
-    nothing."""
-    return Console() if sys.stdout.isatty() else Console(width=WIDE)
-
-
 def measurements(run: RunConfig) -> list[Path]:
-    """Folders of a run's measurements, the main one (`measure`) first; raises `UserError` when
-    there are none."""
+    """Folders of a run's measurements, `measure` first; raises `UserError` for none."""
     folders = sorted(path.parent for path in run.directory.glob(f"*/{REPORT_FILE}"))
     if not folders:
         raise UserError(
             f"'{run.directory}' holds no measurement. Run `headstart measure run.name={run.name}` "
-            "first, "
-            "or set report.reports."
+            "first, or set report.reports."
         )
     return sorted(folders, key=lambda folder: folder.name != "measure")

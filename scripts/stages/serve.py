@@ -11,7 +11,7 @@ from inference.manifest import checkpoint_hash
 from inference.server.config import read_secret
 from scripts.config.schema import Settings
 from scripts.run.process import prepare_process, shown
-from scripts.stages.chat import build_engine, chosen
+from scripts.stages.chat import build_engine
 
 
 def run(settings: Settings) -> int:
@@ -29,14 +29,11 @@ def run(settings: Settings) -> int:
     try:
         prepare_process(settings.run)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
-        engine, drafter = build_engine(settings, config.drafter)
-        records = (
-            Path(config.records or settings.run.directory / "records")
-            if config.log_rejections
-            else None
-        )
-        found = chosen(settings, config.drafter) if records else None
-        weights = checkpoint_hash(found.checkpoint or "") if found else ""
+        engine, found = build_engine(settings, config.drafter)
+        drafter, records, weights = found.name if found else "no drafter", None, ""
+        if config.log_rejections:
+            records = Path(config.records or settings.run.directory / "records")
+            weights = checkpoint_hash(found.checkpoint or "") if found else ""
         service = Service(config, engine, drafter, secret, records, weights)
     except BaseException:
         listening.close()

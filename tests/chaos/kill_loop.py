@@ -25,7 +25,7 @@ from heads.api.checkpoint import WEIGHTS_FILE
 from scripts import cli
 from scripts.evidence import rounds
 from scripts.evidence.common import read_json
-from scripts.stages.loop.record import LOOP_FILE
+from scripts.stages.loop.facts import LOOP_FILE
 from scripts.tools.common import REPORTS, command
 
 CLOCKED = ("seconds", "gpu_hours", "plain_seconds", "drafted_seconds", "speedup", "speedup_ci95")

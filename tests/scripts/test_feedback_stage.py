@@ -35,7 +35,7 @@ def test_records_of_a_run_become_its_feedback(
     )
     assert manifest["provenance"]["command"] and manifest["round"] == 1
     assert not main(command)
-    assert "is complete; nothing to do" in capsys.readouterr().out
+    assert "is complete; nothing has changed" in capsys.readouterr().out
     assert main([*command, "feedback.replay=true"]) == 2
     assert "feedback.replay" in capsys.readouterr().err
 

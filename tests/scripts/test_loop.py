@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from heads.api.errors import UserError
-from scripts.config.loop import SweepRow
+from scripts.config.own import SweepRow
 from scripts.config.schema import Settings, load_settings, read_settings
 from scripts.config.stages import STAGES
 from scripts.stages.loop.stage import plan

@@ -178,7 +178,7 @@ def test_training_ends_where_tau_is_restored(place: Path, in_folder: Path) -> No
     ("more", "said"),
     [
         (["refresh.drafter="], "refresh.drafter is missing"),
-        (["refresh.drafter=ngram"], "has no weights, so there is nothing to refresh"),
+        (["refresh.drafter=ngram"], "has no trained weights"),
         (["refresh.until=restored"], "is not at hand, so the tau that it had is not known"),
         (["refresh.until=later"], "refresh.until 'later' is unknown"),
         (["refresh.restore=2"], "refresh.restore must be above 0 and at most 1"),

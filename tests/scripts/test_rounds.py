@@ -18,8 +18,8 @@ from inference.verifications import read_facts
 from scripts.config.schema import Settings, load_settings, read_settings, write_settings
 from scripts.config.stages import STAGES
 from scripts.stages.loop import facts as rounds_facts
+from scripts.stages.loop.facts import HelpedGeneration, LoopRecord, RoundRecord, Spent
 from scripts.stages.loop.plan import RoundPlan
-from scripts.stages.loop.record import HelpedGeneration, LoopRecord, RoundRecord, Spent
 from scripts.stages.loop.rounds import Rounds, only_switches
 from scripts.stages.loop.table import compare, table
 from tests.chaos.kill_loop import kill_and_compare, timeless

@@ -17,8 +17,9 @@ from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, load_settings
 from scripts.config.stages import STAGES
 from scripts.run.folder import changes, open_folder, read_config, read_record
+from scripts.stages.loop.facts import LoopRecord
 from scripts.stages.loop.plan import RoundPlan
-from scripts.stages.loop.record import LoopRecord
+from train.refresh import RefreshRecord
 
 
 def settings(run: RunConfig, **groups: Any) -> Settings:
@@ -216,3 +217,11 @@ def test_a_loop_file_of_an_earlier_version_is_read_and_written_alike(in_folder: 
     assert json.loads(Path("loop.json").read_text()) == json.loads(
         (EARLIER / "loop.json").read_text()
     )
+
+
+def test_a_refresh_file_of_an_earlier_version_is_read_and_written_alike(in_folder: Path) -> None:
+    record = RefreshRecord.read(EARLIER)
+    assert (record.ended_by, record.cost.answers) == ("goal", 32)
+    record.write(Path())
+    written, before = Path("refresh.json").read_text(), (EARLIER / "refresh.json").read_text()
+    assert written == before

@@ -316,7 +316,7 @@ def test_a_card_alone_is_a_reference_too(place: Path, in_folder: Path, reference
     [
         (["watch.drafter="], "watch.drafter is missing"),
         (["watch.drafter=nowhere"], "there is no drafter 'nowhere'"),
-        (["watch.drafter=ngram"], "so it cannot go stale"),
+        (["watch.drafter=ngram"], "has no trained weights"),
         (["watch.reference=nowhere"], "there is no file or folder 'nowhere'"),
         (["watch.reference=."], "has neither watch.json nor report.json"),
         (["watch.reference=broken.json"], "is not a reference of format 1"),

@@ -9,7 +9,6 @@ answer up to the first error, and the rejected token.
 from __future__ import annotations
 
 import heapq
-import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,9 +16,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from heads.api.target_info import TargetInfo
-from inference.manifest import write_bytes
 from train.data.answers import AnswerRow, read_answers
-from train.feedback.build import AnswerSource
+from train.feedback.build import AnswerSource, read_lines, write_lines
 from train.feedback.config import FeedbackConfig
 from train.feedback.evidence import Verification, VerificationRecords
 
@@ -53,11 +51,7 @@ def write_branches(
     """
     manifest = read_answers(folders[0][0])
     info = TargetInfo.from_dict(manifest["target"])
-    before = {
-        json.loads(line)["id"]
-        for path in known
-        for line in path.read_text(encoding="utf-8").splitlines()
-    }
+    before = {row["id"] for row in read_lines(known)}
     found: dict[str, Branch] = {}
     ends = set[int]()
     for answers, records in folders:
@@ -65,16 +59,11 @@ def write_branches(
         for document in AnswerSource(answers, records).documents(info):
             if document.row["finish"] == "stop":
                 ends.add(int(document.tokens[-1]))
-            found |= {
-                item["id"]: item
-                for item in branches_of(document.row, verifications.of(document.row["id"]), config)
-            }
+            own = verifications.of(document.row["id"])
+            found |= {item["id"]: item for item in branches_of(document.row, own, config)}
     wanted = config.branches * sum(entry["rows"] for entry in manifest["shards"])
-    fresh = [
-        item
-        for name, item in found.items()
-        if name not in before and item["tokens"][-1] not in ends
-    ]
+    new = [item for name, item in found.items() if name not in before]
+    fresh = [item for item in new if item["tokens"][-1] not in ends]
     chosen = heapq.nlargest(wanted, fresh, key=lambda item: (item["log_p"], item["id"]))
     if len(chosen) < wanted:
         logger.warning(
@@ -86,9 +75,7 @@ def write_branches(
             len(chosen),
             len(found),
         )
-    write_bytes(
-        out, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in chosen).encode()
-    )
+    write_lines(out, chosen)
     return len(chosen)
 
 
@@ -109,10 +96,5 @@ def branches_of(
             continue
         refused, log_p = one["drafted"][depth - 1], one["log_p"][depth - 1]
         if tokens[at] == one["pick"] and log_p is not None and log_p >= least:
-            name = f"{row['id']}/{at}-{refused}"
-            yield {
-                "id": name,
-                "domain": row["domain"],
-                "tokens": [*tokens[:at], refused],
-                "log_p": log_p,
-            }
+            name, whole = f"{row['id']}/{at}-{refused}", [*tokens[:at], refused]
+            yield {"id": name, "domain": row["domain"], "tokens": whole, "log_p": log_p}

@@ -16,11 +16,11 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +38,6 @@ from inference.manifest import (
     write_bytes,
     write_manifest,
 )
-from inference.target.chat import Span
 from inference.verifications import SEQUENCES, read_facts, read_table
 from train.data.answers import (
     DONE,
@@ -74,9 +73,12 @@ class DomainReport(TypedDict):
     weight: float
 
 
-class FeedbackReport(TypedDict):
-    """What the records say. acceptance, cost: by depth from 1 on; unfit: verifications left out."""
+class FeedbackFacts(TypedDict):
+    """The manifest's entry `feedback`. key: what decides the result, which is the settings and per
+    source the SHA-256 of every file read; acceptance, cost: by depth from 1 on; unfit:
+    verifications left out."""
 
+    key: dict[str, object]
     documents: int
     verifications: int
     unfit: int
@@ -88,32 +90,10 @@ class FeedbackReport(TypedDict):
     hard_prompts: int
 
 
-class FeedbackKey(TypedDict):
-    """What decides the result: settings, and per source the SHA-256 of every file read."""
-
-    settings: dict[str, object]
-    inputs: list[dict[str, str]]
-
-
-class FeedbackFacts(FeedbackReport):
-    """The manifest's entry `feedback`."""
-
-    key: FeedbackKey
-
-
 class FeedbackManifest(AnswersManifest):
     """A folder of answers with feedback."""
 
     feedback: NotRequired[FeedbackFacts]
-
-
-class InheritedFacts(TypedDict):
-    """What the new manifest takes over from the first folder of answers."""
-
-    round: int
-    target: dict[str, object]
-    sampling: dict[str, object]
-    data: dict[str, object]
 
 
 @dataclass
@@ -139,8 +119,7 @@ class AnswerSource:
     records: Path | None
 
     def check(self, info: TargetInfo) -> dict[str, str]:
-        """What was read, as name to SHA-256; raises `UserError` for what is damaged or of another
-        target."""
+        """Name -> SHA-256 of what is read; raises `UserError` for damage or another target."""
         files = VerificationRecords(self.records, info).files
         if self.answers is not None:
             checked_shards(self.answers, info)
@@ -151,15 +130,12 @@ class AnswerSource:
         }
 
     def documents(self, info: TargetInfo) -> Iterator[Document]:
-        """Every document, in order."""
         records = VerificationRecords(self.records, info)
-        rows = self._answers() if self.answers is not None else self._sequences(info)
-        for row in rows:
+        for row in self._answers() if self.answers is not None else self._sequences(info):
             tokens = np.asarray(row["tokens"], np.int32)
-            spans: list[Span] = [(low, high) for low, high in row["spans"]]
-            yield Document(
-                row, tokens, mask_of(spans, len(tokens)), evidence_of(tokens, records.of(row["id"]))
-            )
+            supervised = mask_of([(low, high) for low, high in row["spans"]], len(tokens))
+            evidence = evidence_of(tokens, records.of(row["id"]))
+            yield Document(row, tokens, supervised, evidence)
 
     def _answers(self) -> Iterator[AnswerRow]:
         assert self.answers is not None
@@ -211,24 +187,21 @@ def build(
     `UserError` for damaged input, input of several targets, or when nothing is left to train on.
     """
     sources, info, facts = _open(records, answers, config, info)
-    settings = {
-        name: value
-        for name, value in json.loads(json.dumps(asdict(config))).items()
-        if name not in STAGE_KEYS
-    }
-    inputs = [source.check(info) for source in sources]
-    key: FeedbackKey = {"settings": settings, "inputs": inputs}
+    settings = json.loads(json.dumps(asdict(config)))
+    for name in STAGE_KEYS:
+        del settings[name]
+    key = {"settings": settings, "inputs": [source.check(info) for source in sources]}
     if (out / MANIFEST_FILE).is_file():
         manifest = cast(FeedbackManifest, read_answers(out))
-        if "feedback" in manifest and manifest["feedback"].get("key") == key:
-            for entry in manifest["shards"]:
-                verify_file(out, entry)
-            return manifest
         if "feedback" not in manifest:
             raise UserError(
                 f"'{out}' holds answers that are no feedback, and is not overwritten. Give "
                 "another folder."
             )
+        if manifest["feedback"].get("key") == key:
+            for entry in manifest["shards"]:
+                verify_file(out, entry)
+            return manifest
         (out / MANIFEST_FILE).unlink()
     if (out / SETTINGS).is_file():
         raise UserError(
@@ -239,7 +212,9 @@ def build(
         shutil.rmtree(out / name, ignore_errors=True)
     tally, costs, seen = _tally(sources, info, config)
     weighing = Weighing.of(config, tally)
-    writer = _Writer(out, config, weighing, _limit(costs, config.hard_prompts))
+    hard = round(config.hard_prompts * len(costs))
+    limit = sorted(costs, reverse=True)[hard - 1] if hard else float("inf")
+    writer = _Writer(out, config, weighing, limit)
     for source in sources:
         for document in source.documents(info):
             writer.add(document)
@@ -259,7 +234,7 @@ def build(
             "tokens": writer.supervised,
         },
         "shards": writer.shards,
-        "feedback": {"key": key, **_report(tally, weighing, writer)},
+        "feedback": _report(key, tally, weighing, writer),
     }
     write_manifest(out, "generate", content, provenance)
     return cast(FeedbackManifest, read_answers(out))
@@ -270,19 +245,16 @@ def _open(
     answers: Sequence[Path],
     config: FeedbackConfig,
     info: TargetInfo | None,
-) -> tuple[list[AnswerSource], TargetInfo, InheritedFacts]:
-    """What to read, of which target, and what the new manifest takes over."""
+) -> tuple[list[AnswerSource], TargetInfo, dict[str, object]]:
     if config.sequences:
         if info is None or not records:
             raise UserError(
                 "feedback.sequences takes documents from records: give their folders, as "
                 "feedback.records."
             )
-        return (
-            [AnswerSource(None, folder) for folder in records],
-            info,
-            {"round": 1, "target": info.to_dict(), "sampling": {}, "data": {"answers": "records"}},
-        )
+        facts = {"round": 1, "target": info.to_dict(), "sampling": {}}
+        sources = [AnswerSource(None, folder) for folder in records]
+        return sources, info, {**facts, "data": {"answers": "records"}}
     if not answers:
         raise UserError(
             "there are no answers to make feedback of: give their folders, as feedback.answers."
@@ -293,27 +265,22 @@ def _open(
             "each, in order."
         )
     manifests = [read_answers(folder) for folder in answers]
-    info = TargetInfo.from_dict(manifests[0]["target"])
-    facts: InheritedFacts = {
-        "round": 1 + max(manifest.get("round", 0) for manifest in manifests),
-        "target": manifests[0]["target"],
-        "sampling": manifests[0].get("sampling", {}),
-        "data": manifests[0].get("data", {}),
-    }
-    return [AnswerSource(folder, own) for folder, own in zip_longest(answers, records)], info, facts
+    first, last_round = manifests[0], max(manifest.get("round", 0) for manifest in manifests)
+    facts = {"round": 1 + last_round, "target": first["target"]}
+    facts |= {"sampling": first.get("sampling", {}), "data": first.get("data", {})}
+    sources = [AnswerSource(folder, own) for folder, own in zip_longest(answers, records)]
+    return sources, TargetInfo.from_dict(first["target"]), facts
 
 
 def _tally(
     sources: Sequence[AnswerSource], info: TargetInfo, config: FeedbackConfig
 ) -> tuple[WeightTotals, list[float], int]:
-    """The sums over all documents, the cost of each that has records, and how many there are."""
+    """The sums over all documents, the cost of each with records, and their number."""
     tally, costs, seen = WeightTotals(), [], 0
     for source in sources:
         for document in source.documents(info):
             seen += 1
-            mask = document.supervised
-            if config.replay:
-                mask = replay_mask(document.evidence, mask, config)
+            mask = replay_mask(document.evidence, document.supervised, config)
             tally.add(document.row["domain"], document.evidence, mask)
             if document.evidence.passes:
                 costs.append(document.cost)
@@ -324,13 +291,9 @@ def _tally(
     return tally, costs, seen
 
 
-def _limit(costs: list[float], share: float) -> float:
-    """The cost from which a prompt is among the hardest `share`."""
-    count = round(share * len(costs))
-    return sorted(costs, reverse=True)[count - 1] if count else float("inf")
-
-
-def _report(tally: WeightTotals, weighing: Weighing, writer: _Writer) -> FeedbackReport:
+def _report(
+    key: dict[str, object], tally: WeightTotals, weighing: Weighing, writer: _Writer
+) -> FeedbackFacts:
     total = max(1, sum(one.supervised for one in tally.domains.values()))
     domains: dict[str, DomainReport] = {
         name: {
@@ -344,6 +307,7 @@ def _report(tally: WeightTotals, weighing: Weighing, writer: _Writer) -> Feedbac
     }
     depths = range(1, tally.deepest + 1)
     return {
+        "key": key,
         "documents": writer.rows,
         "verifications": sum(one.passes for one in tally.domains.values()),
         "unfit": tally.unfit,
@@ -354,7 +318,7 @@ def _report(tally: WeightTotals, weighing: Weighing, writer: _Writer) -> Feedbac
         "cost": [float(weighing.cost[d]) for d in depths],
         "domains": domains,
         "mean_weight": writer.weight / max(1, writer.supervised),
-        "hard_prompts": writer.prompts,
+        "hard_prompts": len(writer.hard),
     }
 
 
@@ -369,30 +333,23 @@ class _Writer:
     rows: int = 0
     supervised: int = 0
     weight: float = 0.0
-    prompts: int = 0
     shards: list[FileEntry] = field(default_factory=list)
+    hard: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Id -> line of hard_prompts.jsonl."""
     _waiting: list[AnswerRow] = field(default_factory=list)
-    _hard: list[str] = field(default_factory=list)
-    _known: set[str] = field(default_factory=set)
 
     @property
     def schema(self) -> pa.Schema:
-        """Columns of the shards."""
-        schema = SHARD_SCHEMA
-        for name, there in (
-            ("weights", self.config.weighs),
-            ("anchors", self.config.anchor_weights),
-        ):
-            if there:
-                schema = schema.append(pa.field(name, pa.list_(pa.float32())))
-        return schema
+        own = {"weights": self.config.weighs, "anchors": self.config.anchor_weights}
+        fields = [pa.field(name, pa.list_(pa.float32())) for name, there in own.items() if there]
+        return pa.schema([*SHARD_SCHEMA, *fields])
 
     def add(self, document: Document) -> None:
         """Take a document; what is left of it waits for its shard."""
         self._note_prompt(document)
-        row, mask, length = document.row.copy(), document.supervised, len(document.tokens)
+        row, length = document.row.copy(), len(document.tokens)
+        mask = replay_mask(document.evidence, document.supervised, self.config)
         if self.config.replay:
-            mask = replay_mask(document.evidence, mask, self.config)
             if not mask.any():
                 return
             length = int(np.flatnonzero(mask)[-1]) + 1
@@ -414,43 +371,53 @@ class _Writer:
             self._flush()
 
     def _note_prompt(self, document: Document) -> None:
-        row = document.row
-        if (
-            document.evidence.passes
-            and document.cost >= self.limit
-            and row["id"] not in self._known
-        ):
-            self._known.add(row["id"])
-            prompt = row["tokens"][: row["spans"][0][0]]
-            line = {
-                "id": row["id"],
-                "domain": row["domain"],
-                "tokens": list(prompt),
-                "cost": document.cost,
-            }
-            self._hard.append(json.dumps(line, ensure_ascii=False))
+        row, cost = document.row, document.cost
+        if document.evidence.passes and cost >= self.limit:
+            prompt = list(row["tokens"][: row["spans"][0][0]])
+            line = {"id": row["id"], "domain": row["domain"], "tokens": prompt, "cost": cost}
+            self.hard.setdefault(row["id"], line)
 
     def _flush(self) -> None:
-        if not self._waiting:
-            return
         name = f"{SHARDS}/shard-{len(self.shards):05d}.parquet"
-        sink = pa.BufferOutputStream()
-        pq.write_table(
-            pa.Table.from_pylist(self._waiting, schema=self.schema), sink, compression="zstd"
-        )
+        table, sink = pa.Table.from_pylist(self._waiting, self.schema), pa.BufferOutputStream()
+        pq.write_table(table, sink, compression="zstd")
         write_bytes(self.out / name, sink.getvalue().to_pybytes())
         self.shards.append(file_entry(self.out, name, rows=len(self._waiting)))
         self._waiting = []
 
     def finish(self) -> None:
-        """Write what waits; the hardest prompts come first."""
-        self._flush()
-        self.prompts = len(self._hard)
+        if self._waiting:
+            self._flush()
         path = self.out / HARD_PROMPTS
         path.unlink(missing_ok=True)
-        if self._hard:
-            lines = sorted(self._hard, key=lambda line: -json.loads(line)["cost"])
-            write_bytes(path, ("\n".join(lines) + "\n").encode())
+        if self.hard:
+            hardest = sorted(self.hard.values(), key=lambda line: -line["cost"])
+            write_lines(path, hardest)
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    write_bytes(path, "".join(lines).encode())
+
+
+def read_lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    for path in paths:
+        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+
+
+def summary(manifest: FeedbackManifest) -> str:
+    found = manifest["feedback"]
+    depths = ["-" if share is None else f"{share:.2f}" for share in found["acceptance"]]
+    lines = [
+        f"{found['documents']} of {manifest['counts']['input']} documents, "
+        f"{found['verifications']} verifications, {found['errors']} first errors; acceptance by "
+        f"depth {' '.join(depths)}"
+    ]
+    for name, one in found["domains"].items():
+        tau = "-" if one["tau"] is None else f"{one['tau']:.2f}"
+        share, weight = one["share"], one["weight"]
+        lines.append(f"  {name}: tau {tau}, {share:.0%} of the tokens, mean weight {weight:.2f}")
+    return "\n".join(lines)
 
 
 def spans_of(mask: NDArray[np.bool_]) -> list[list[int]]:

@@ -31,26 +31,24 @@ class FeedbackConfig:
     """`headstart feedback`: folders of answers that the records are of; empty: <run>/generate. Not
     read with `sequences`."""
     sequences: bool = False
-    """Take the documents from the records themselves, such as those of a server, instead of from
-    answers."""
+    """Take the documents from the records themselves, such as a server's, not from answers."""
     token_weights: bool = False
     """More loss on tokens that the drafter missed, by how unlikely it held them and by what an
     error at that depth costs."""
     error_weight: Weight = 4.0
     """How much heavier than an accepted token an error at depth 1 is whose right token the drafter
-    held impossible (>= 0)."""
+    held impossible."""
     anchor_weights: bool = False
-    """More loss on drafts from the roots whose drafts failed: block drafters draw their anchors by
-    it."""
+    """More loss on drafts from roots whose drafts failed: block drafters draw anchors by it."""
     root_weight: Weight = 2.0
-    """How much heavier than other roots one is whose draft failed at once (>= 0)."""
+    """How much heavier than other roots one is whose draft failed at once."""
     replay: bool = False
     """Train on first errors and what is near them alone: documents end behind their last error,
     those without any are left out."""
     replay_before: NonNegativeInt = 2
-    """Tokens before an error that stay supervised (>= 0)."""
+    """Tokens before an error that stay supervised."""
     replay_after: NonNegativeInt = 2
-    """Tokens behind it that stay supervised (>= 0)."""
+    """Tokens behind it that stay supervised."""
     domain_weights: bool = False
     """Weigh whole domains by the verify passes that are lost in them on the user's traffic."""
     domain_power: Weight = 1.0
@@ -60,15 +58,14 @@ class FeedbackConfig:
     Empty: as in the answers."""
     hard_prompts: UnitInterval = 0.0
     """Share of the prompts, those with the most verify passes per token, that are written to
-    hard_prompts.jsonl (0 to 1)."""
+    hard_prompts.jsonl."""
 
     branches: NonNegativeInt = 0
     """Branches per answer: the target answers on from a token that it refused, though it held it
     likely (0: none). In rounds it does so at once; `headstart feedback` writes them to
     branches.jsonl for the next generation."""
     branch_likely: Fraction = 0.05
-    """The least probability that the target must have given to the refused token (above 0, up to
-    1)."""
+    """The least probability that the target must have given to the refused token."""
     branch_within: PositiveInt = 32
     """Only errors within so many tokens of an answer's begin are branched from: what stands before
     is not learned again."""
@@ -78,12 +75,11 @@ class FeedbackConfig:
     ones begin whose answers cost the most verify passes per token. In rounds they are answered at
     once; `headstart feedback` writes them to variations.jsonl."""
     variation_begin: PositiveInt = 6
-    """At most so many tokens of the user's text are taken over; how many is drawn for each (at
-    least 1)."""
+    """At most so many tokens of the user's text are taken over; how many is drawn for each."""
     variation_tokens: PositiveInt = 256
-    """Texts that do not end within so many tokens are left out (at least 1)."""
+    """Texts that do not end within so many tokens are left out."""
     variation_temperature: PositiveFloat = 0.8
-    """Temperature at which the target writes them (above 0)."""
+    """Temperature at which the target writes them."""
 
     def __post_init__(self) -> None:
         if self.traffic and not sum(self.traffic.values()):

@@ -12,7 +12,6 @@ Legend: N tokens of a document.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, cast
@@ -65,24 +64,13 @@ class TokenEvidence:
 
     @classmethod
     def nothing(cls, length: int) -> TokenEvidence:
-        """Of a document without records."""
-        return cls(
-            np.zeros(length, np.int16),
-            np.zeros(length, bool),
-            np.ones(length, np.float32),
-            np.zeros(length, np.int16),
-        )
-
-    def part(self, begin: int, end: int) -> TokenEvidence:
-        """That of the tokens [begin, end)."""
-        own = slice(begin, end)
-        return TokenEvidence(self.depth[own], self.failed[own], self.chance[own], self.roots[own])
+        depth, roots = np.zeros(length, np.int16), np.zeros(length, np.int16)
+        return cls(depth, np.zeros(length, bool), np.ones(length, np.float32), roots)
 
 
 def evidence_of(tokens: NDArray[np.int32], rows: list[Verification]) -> TokenEvidence:
     """What the verifications `rows` of one sequence say of its tokens [N]. One that the tokens
-    contradict is left out and counted: it is of another answer to the same prompt.
-    """
+    contradict is left out and counted: it is of another answer to the same prompt."""
     found, length = TokenEvidence.nothing(len(tokens)), len(tokens)
     for row in rows:
         root, kept, error = row["position"], row["accepted"], row["error_depth"]
@@ -95,9 +83,9 @@ def evidence_of(tokens: NDArray[np.int32], rows: list[Verification]) -> TokenEvi
         end = min(at + 1, length)
         found.committed += end - root - 1
         found.roots[root] = error or -1
-        for depth in range(1, min(kept, length - 1 - root) + 1):
-            found.depth[root + depth] = depth
-            found.chance[root + depth] = _chance(row["log_q"][depth - 1], row["log_p"][depth - 1])
+        for level in range(1, min(kept, length - 1 - root) + 1):
+            found.depth[root + level] = level
+            found.chance[root + level] = _chance(row["log_q"][level - 1], row["log_p"][level - 1])
         if error and at < length:
             found.depth[at], found.failed[at] = error, True
             found.chance[at] = _chance(row["pick_log_q"], row["pick_log_p"])
@@ -114,8 +102,7 @@ def _chance(log_q: float | None, log_p: float | None) -> float:
 
 class VerificationRecords:
     """The verifications of a folder by sequence. A folder that is not there is empty. Raises
-    `UserError` for damaged records, or those of a target with another tokenizer.
-    """
+    `UserError` for damaged records, or those of a target with another tokenizer."""
 
     def __init__(self, folder: Path | None, info: TargetInfo) -> None:
         self._table = pa.table({})
@@ -141,16 +128,8 @@ class VerificationRecords:
             name: places[bounds[code] : bounds[code + 1]] for code, name in enumerate(names)
         }
 
-    def __len__(self) -> int:
-        return len(self._table) if self._places else 0
-
     def of(self, sequence: str) -> list[Verification]:
-        """The verifications of a sequence, by position of their roots."""
         places = self._places.get(sequence)
         if places is None:
             return []
         return cast(list[Verification], self._table.take(pa.array(places)).to_pylist())
-
-    def sequences(self) -> Iterator[str]:
-        """The names of all sequences."""
-        yield from self._places

@@ -9,21 +9,20 @@ any other.
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
-from inference.manifest import write_bytes
 from inference.target.chat import render_prompt
 from inference.target.model import TargetModel
-from train.feedback.build import AnswerSource
+from train.feedback.build import AnswerSource, read_lines, write_lines
 from train.feedback.config import FeedbackConfig
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ BATCH = 64
 PROBES = ("x", "Another text, of 7 words or so.")
 
 
-class KnownPrompt(TypedDict):
+class KnownPrompt(NamedTuple):
     """A prompt of one user's text (token ids); cost: verify passes per token of its answer."""
 
     domain: str
@@ -72,16 +71,12 @@ class Frame:
         if end <= begin or tuple(prompt[:begin]) != self.head or tuple(prompt[end:]) != self.tail:
             return []
         text = list(prompt[begin:end])
-        return [] if any(end in text for end in self.tail[:1]) else text
+        return [] if self.tail and self.tail[0] in text else text
 
 
 def _common(one: Sequence[int], two: Sequence[int]) -> list[int]:
-    found = []
-    for left, right in zip(one, two, strict=False):
-        if left != right:
-            break
-        found.append(left)
-    return found
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))
+    return [left for left, _ in pairs]
 
 
 def write_variations(
@@ -102,20 +97,16 @@ def write_variations(
     like) and `tokens`. Raises `UserError` for damaged input.
     """
     frame = Frame.of(target.tokenizer, arguments)
-    prompts, seen = list(_prompts(folders, target, frame)), set[tuple[int, ...]]()
-    for path in known:
-        seen |= {
-            tuple(json.loads(line)["tokens"])
-            for line in path.read_text(encoding="utf-8").splitlines()
-        }
-    lines: list[str] = []
+    prompts = list(_prompts(folders, target, frame))
+    seen: set[tuple[int, ...]] = {tuple(row["tokens"]) for row in read_lines(known)}
+    found: list[Variation] = []
     if prompts and frame.tail and frame.tail[0] in target.eos_token_ids:
-        seen |= {(*frame.head, *item["text"], *frame.tail) for item in prompts}
+        seen |= {(*frame.head, *item.text, *frame.tail) for item in prompts}
         wanted = config.variations * len(prompts)
         for item in _write(target, frame, prompts, config, seed, wanted, arguments):
             if tuple(item["tokens"]) not in seen:
                 seen.add(tuple(item["tokens"]))
-                lines.append(json.dumps(item, ensure_ascii=False) + "\n")
+                found.append(item)
     else:
         logger.warning(
             "the target writes no variations: %s",
@@ -124,19 +115,18 @@ def write_variations(
             if prompts
             else "none of the prompts is a single user's text in the target's chat template",
         )
-    write_bytes(out, "".join(lines).encode())
-    return len(lines)
+    write_lines(out, found)
+    return len(found)
 
 
 def _prompts(
     folders: Sequence[tuple[Path, Path]], target: TargetModel, frame: Frame
 ) -> Iterator[KnownPrompt]:
-    """Prompts of one user's text, and what their answers cost."""
     for answers, records in folders:
         for document in AnswerSource(answers, records).documents(target.info):
             text = frame.text_of(document.row["tokens"][: document.row["spans"][0][0]])
             if text:
-                yield {"domain": document.row["domain"], "text": text, "cost": document.cost or 1.0}
+                yield KnownPrompt(document.row["domain"], text, document.cost or 1.0)
 
 
 def _write(
@@ -149,17 +139,14 @@ def _write(
     arguments: Mapping[str, object] | None,
 ) -> Iterator[Variation]:
     """What the target writes, in order; `wanted` texts are begun, those that do not end or hold
-    special tokens are left out.
-
-    They are tokenised anew, as a user's text is: a model's own tokens need not be those that the
-    tokenizer chooses.
-    """
+    special tokens are left out. They are tokenised anew, as a user's text is: a model's own tokens
+    need not be those that the tokenizer chooses."""
     draw = random.Random(f"variations {seed}")
-    chosen = draw.choices(prompts, [item["cost"] for item in prompts], k=wanted)
+    chosen = draw.choices(prompts, [item.cost for item in prompts], k=wanted)
     requests = []
     for number, item in enumerate(chosen):
         begun = draw.randint(1, config.variation_begin)
-        start = (*frame.head, *item["text"][:begun])
+        start = (*frame.head, *item.text[:begun])
         most = min(config.variation_tokens, target.info.max_position_embeddings - len(start))
         requests.append(Request(number, start, draw.getrandbits(63), most))
     decode = DecodeConfig(
@@ -168,27 +155,15 @@ def _write(
         batch_size=BATCH,
         max_new_tokens=config.variation_tokens,
     )
-    done = sorted(
-        Engine(target, None, decode).run(requests), key=lambda completion: completion.request.index
-    )
+    done = Engine(target, None, decode).run(requests)
     special = set(target.tokenizer.all_special_ids)
-    for completion in done:
-        number, ids = (
-            completion.request.index,
-            [*completion.request.tokens[len(frame.head) :], *completion.tokens[:-1]],
-        )
+    for one in sorted(done, key=lambda completion: completion.request.index):
+        number = one.request.index
+        ids = [*one.request.tokens[len(frame.head) :], *one.tokens[:-1]]
         text = target.tokenizer.decode(ids)
-        if (
-            completion.finish == "stop"
-            and completion.tokens[-1] == frame.tail[0]
-            and text.strip()
-            and not special & set(ids)
-        ):
-            tokens = render_prompt(
-                target.tokenizer, [{"role": "user", "content": text}], None, arguments
-            )
-            yield {
-                "id": f"variation-{seed}-{number}",
-                "domain": chosen[number]["domain"],
-                "tokens": tokens,
-            }
+        ends = one.finish == "stop" and one.tokens[-1] == frame.tail[0]
+        if ends and text.strip() and not special & set(ids):
+            message = {"role": "user", "content": text}
+            tokens = render_prompt(target.tokenizer, [message], None, arguments)
+            domain = chosen[number].domain
+            yield {"id": f"variation-{seed}-{number}", "domain": domain, "tokens": tokens}

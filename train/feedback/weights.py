@@ -41,8 +41,7 @@ def _by_depth() -> NDArray[np.float64]:
 class DomainTally:
     """Sums over a domain's documents. supervised: tokens; passes, committed: of verifications;
     missing [DEEPEST]: sum of 1 - chance over supervised errors by depth; failed_roots [DEEPEST]:
-    roots before a supervised token by error depth.
-    """
+    roots before a supervised token by error depth."""
 
     supervised: int = 0
     passes: int = 0
@@ -85,13 +84,10 @@ class WeightTotals:
 
     def going_on(self) -> NDArray[np.float64]:
         """v_d / v_1 [DEEPEST] by depth; 0 where nothing was tested."""
-        value, found = 0.0, _by_depth()
+        found = _by_depth()
+        shares = np.divide(self.passed, self.tested, out=_by_depth(), where=self.tested > 0)
         for depth in range(self.deepest, 0, -1):
-            share = (
-                self.passed[depth + 1] / self.tested[depth + 1] if self.tested[depth + 1] else 0.0
-            )
-            value = 1.0 + share * value
-            found[depth] = value
+            found[depth] = 1.0 + shares[depth + 1] * found[depth + 1]
         return found / found[1] if self.deepest else found
 
 
@@ -109,20 +105,17 @@ class Weighing:
     @classmethod
     def of(cls, config: FeedbackConfig, tally: WeightTotals) -> Weighing:
         """The weighing that gives tokens, and roots, a mean of 1 over all that is supervised."""
-        cost, factors = tally.going_on(), domain_factors(config, tally)
-        tokens = max(1, sum(one.supervised for one in tally.domains.values()))
+        cost, factors, domains = tally.going_on(), domain_factors(config, tally), tally.domains
         plain = cls(config, cost, factors, 1.0, 1.0)
-        weight = sum(
-            one.supervised * plain.domain_mean(name, one) for name, one in tally.domains.items()
-        )
+        tokens = max(1, sum(one.supervised for one in domains.values()))
+        weight = sum(one.supervised * plain.domain_mean(name, one) for name, one in domains.items())
         roots = sum(
             one.supervised + config.root_weight * float(one.failed_roots @ cost)
-            for one in tally.domains.values()
+            for one in domains.values()
         )
         return cls(config, cost, factors, weight / tokens or 1.0, roots / tokens or 1.0)
 
     def domain_mean(self, domain: str, tally: DomainTally) -> float:
-        """The mean weight of a domain's supervised tokens."""
         error = self.config.error_weight if self.config.token_weights else 0.0
         heavier = 1.0 + error * float(tally.missing @ self.cost) / max(1, tally.supervised)
         return self.factors[domain] * heavier / self.token_mean
@@ -142,8 +135,7 @@ class Weighing:
 
 
 def domain_factors(config: FeedbackConfig, tally: WeightTotals) -> dict[str, float]:
-    """The factor of each domain's weights; raises `UserError` for a traffic of domains that the
-    answers do not have."""
+    """The factor of each domain's weights; raises `UserError` for unknown domains of traffic."""
     names = list(tally.domains)
     plain = dict.fromkeys(names, 1.0)
     if not config.domain_weights:
@@ -165,9 +157,8 @@ def domain_factors(config: FeedbackConfig, tally: WeightTotals) -> dict[str, flo
         per_token = passes / tokens if tokens else 1.0
         lost = max(0.0, per_token - 1.0 / (tally.deepest + 1)) * shares[name] / everything
         factors[name] = (lost / own[name]) ** config.domain_power if own[name] else 0.0
-    if not any(own[name] and factors[name] for name in names):
-        return plain  # nothing is lost anywhere
-    return factors
+    lossless = not any(own[name] and factors[name] for name in names)
+    return plain if lossless else factors
 
 
 def replay_mask(
@@ -175,9 +166,8 @@ def replay_mask(
 ) -> NDArray[np.bool_]:
     """Which of the supervised tokens [N] stay so in replay: first errors, the drafts that they end
     from their roots on, and what is near. (A block is drafted from its root, so a head that drafts
-    blocks sees the error only where the root counts.) A document without records keeps all.
-    """
-    if not found.passes:
+    blocks sees the error only where the root counts.) A document without records keeps all."""
+    if not config.replay or not found.passes:
         return supervised
     near = np.zeros(len(supervised), dtype=bool)
     for at in np.flatnonzero(found.failed):

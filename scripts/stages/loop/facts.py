@@ -1,41 +1,218 @@
-"""What a round's folders hold: what was answered, trained and measured, and what it cost.
+"""loop.json: what every round generated, trained, measured and cost, as the rounds' folders say,
+and what was decided.
 
-Nothing else decides how a loop goes on, so that a loop that was killed and repeated comes to the
-same end.
+Nothing but these folders decides how a loop goes on, so that a loop that was killed and repeated
+comes to the same end.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields, is_dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.config import build
 from inference.decoding.requests import PassRecord
-from inference.manifest import file_sha256, read_manifest
+from inference.manifest import file_sha256, read_manifest, write_json
 from inference.measure.answers import FINAL_FILE, read_records
 from inference.measure.metrics import Gain, Outcome, Totals, gain
 from inference.report.model import REPORT_FILE, read_report
+from scripts.config.own import BudgetConfig, RoundConfig
 from scripts.run.folder import read_record
 from scripts.run.process import shown
 from scripts.stages.loop.plan import MORE
-from scripts.stages.loop.record import Answered, Measured, Spent, Trained
+from train.feedback.config import FeedbackConfig
 from train.tracking.summary import SUMMARY_FILE
 
-MADE_FILE, SPEED_FILE = "made.json", "speed.json"
+LOOP_FILE, MADE_FILE, SPEED_FILE = "loop.json", "made.json", "speed.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Of a generate folder: rows done, answer tokens, verifications on record."""
+
+    answers: int
+    tokens: int
+    verifications: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Of a train folder: steps, tokens, best step, the checkpoint and the hash of its weights."""
+
+    steps: int
+    tokens: int
+    best_step: int
+    checkpoint: str
+    weights_sha256: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of a measurement: one drafter's tau, acceptance by depth, speed and losslessness, as in
+    report.json."""
+
+    prompts: int
+    tau: float
+    tau_ci95: tuple[float, float]
+    tar: float | None
+    acceptance: dict[str, Any]
+    speedup: float
+    speedup_ci95: tuple[float, float]
+    lossless: dict[str, int]
+
+
+@dataclass(frozen=True)
+class HelpedGeneration:
+    """A sample of answers decoded plainly and with the drafter that helped to generate them."""
+
+    answers: int
+    tokens: int
+    plain_seconds: float
+    drafted_seconds: float
+    speedup: float
+    """Plain seconds over drafted ones."""
+    tau: float
+    lossless: dict[str, int]
+    """As in report.json."""
+    stored: int
+    """Answers that are written as plain decoding gives them in this sample's batches."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What stages cost."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+    """Tokens trained on."""
+    gpu_hours: float = 0.0
+    """Seconds times processes, in hours."""
+
+    def __add__(self, other: Spent) -> Spent:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Spent(*(one + two for one, two in pairs))
+
+
+@dataclass
+class RoundRecord:
+    """One round. What does not apply to it is None and not written."""
+
+    round: int
+    start: str = ""
+    """Checkpoint that the training went on from; empty: as the recipe begins."""
+    generated: Answered | None = None
+    generation: HelpedGeneration | None = None
+    variations: Answered | None = None
+    branches: Answered | None = None
+    trials: dict[str, Gain] | None = None
+    """Switch -> what a short training with it gained over one without any."""
+    switches: list[str] = field(default_factory=list)
+    """What the training learned from the records."""
+    training: Trained | None = None
+    measured: Measured | None = None
+    spent: Spent = field(default_factory=Spent)
+    over: int | None = None
+    """The best round before it, which `gain` compares with."""
+    gain: Gain | None = None
+    rises: bool | None = None
+    """Whether the interval of the gain lies above 0."""
+
+    @property
+    def answers(self) -> int:
+        parts = (self.generated, self.variations, self.branches)
+        return sum(part.answers for part in parts if part is not None)
+
+
+@dataclass(frozen=True)
+class OpenLoopRecord:
+    """The training that rounds are compared with."""
+
+    generated: Answered
+    training: Trained
+    measured: Measured
+    gain: Gain
+    """Of the best round over it."""
+    spent: Spent
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """The settings that decide how the rounds go."""
+
+    rounds: int
+    round: RoundConfig
+    budget: BudgetConfig
+    feedback: FeedbackConfig
+    on_policy: float
+
+
+@dataclass(frozen=True)
+class BestRound:
+    """The round whose drafter is the run's."""
+
+    round: int
+    checkpoint: str
+    tau: float
+
+
+@dataclass(frozen=True)
+class LoopRecord:
+    """loop.json."""
+
+    kind: str
+    settings: LoopSettings
+    rounds: list[RoundRecord]
+    best: BestRound
+    off: dict[str, str]
+    """Switches that were turned off, and why."""
+    ended_by: str
+    """rounds, tau, or budget (what of it); empty while it runs."""
+    spent: Spent
+    open_loop: OpenLoopRecord | None = None
+    format: int = FORMAT
+    stage: str = "loop"
+    state: str = "complete"
+
+    def write(self, run: Path) -> None:
+        first = {"format": self.format, "stage": self.stage, "state": self.state}
+        write_json(run / LOOP_FILE, first | as_json(self))
+
+    @classmethod
+    def read(cls, run: Path) -> LoopRecord:
+        """The record of a run; raises `UserError` for a file that is not of this format."""
+        return build(cls, json.loads((run / LOOP_FILE).read_text(encoding="utf-8")), LOOP_FILE)
+
+
+def as_json(value: Any) -> Any:
+    """A record as JSON holds it; a field that is None by default and still None is left out."""
+    if is_dataclass(value):
+        found = {item: getattr(value, item.name) for item in fields(value)}
+        return {
+            item.name: as_json(content)
+            for item, content in found.items()
+            if content is not None or item.default is not None
+        }
+    if isinstance(value, Mapping):
+        return {key: as_json(item) for key, item in value.items()}
+    return [as_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# From the rounds' folders
 
 
 def answered(folder: Path) -> Answered:
-    """What a generate folder holds."""
     manifest = read_manifest(folder, "generate")
     counts, records = manifest["counts"], manifest.get("records", {})
     return Answered(counts["done"], counts["tokens"], records.get("verifications", 0))
 
 
 def trained(folder: Path) -> Trained:
-    """What a train folder holds."""
     manifest = read_manifest(folder, "train")
     checkpoint = folder / manifest["checkpoint"]
     return Trained(
@@ -48,7 +225,6 @@ def trained(folder: Path) -> Trained:
 
 
 def measured(folder: Path, name: str) -> Measured:
-    """One drafter's figures in a measurement."""
     report = read_report(folder / REPORT_FILE)
     entry = next(item for item in report.drafters if item.name == name).to_dict()
     known = {key: entry[key] for key in Measured.__dataclass_fields__ if key in entry}
@@ -56,44 +232,36 @@ def measured(folder: Path, name: str) -> Measured:
 
 
 def totals(folder: Path, name: str) -> Totals:
-    """Sums per prompt of one drafter in a measurement."""
-    found = [record for record in read_records(folder / FINAL_FILE) if record.arm == name]
     outcomes = [
-        Outcome(item.prompt, "", [PassRecord(*counts) for counts in item.passes]) for item in found
+        Outcome(record.prompt, "", [PassRecord(*counts) for counts in record.passes])
+        for record in read_records(folder / FINAL_FILE)
+        if record.arm == name
     ]
     deepest = max((p.accepted for outcome in outcomes for p in outcome.passes), default=0)
     return Totals.collect(outcomes, deepest)
 
 
 def gained(new: tuple[Path, str], old: tuple[Path, str]) -> Gain:
-    """What one measured drafter gains over another: each the measurement's folder and the name
-    there."""
+    """What a drafter gains over another, each as its measurement's folder and name."""
     return gain(totals(*new), totals(*old))
 
 
 def other_seconds(folder: Path) -> float:
-    """Seconds of a round's process beside its stages: writing prompts, and decoding a sample in two
-    ways."""
-    total = 0.0
-    for path in (*(folder / name / MADE_FILE for name in MORE), folder / SPEED_FILE):
-        if path.is_file():
-            content = json.loads(path.read_text(encoding="utf-8"))
-            names = ("seconds", "plain_seconds", "drafted_seconds")
-            total += sum(content.get(name, 0.0) for name in names)
-    return total
+    """Seconds beside the stages: writing prompts, and decoding a sample in two ways."""
+    files = [*(folder / name / MADE_FILE for name in MORE), folder / SPEED_FILE]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in files if path.is_file()]
+    names = ("seconds", "plain_seconds", "drafted_seconds")
+    return float(sum(content.get(name, 0.0) for content in found for name in names))
 
 
 def spent(stages: Sequence[Path], other: float = 0.0) -> Spent:
-    """What stages cost, from their folders, and `other` seconds of one process beside them.
-
-    Seconds of a training are those of all its sessions, setup included; of another stage those of
-    the session that completed it.
-    """
+    """What stages cost, from their folders, and `other` seconds of one process beside them. Seconds
+    of a training are those of all its sessions, setup included; of another stage those of the
+    session that completed it."""
     return sum(map(spent_by, stages), Spent(other, 0.0, other / 3600))
 
 
 def spent_by(folder: Path) -> Spent:
-    """What one stage cost; nothing where it has not finished."""
     summary = folder / SUMMARY_FILE
     if summary.is_file():
         content = json.loads(summary.read_text(encoding="utf-8"))
@@ -102,7 +270,6 @@ def spent_by(folder: Path) -> Spent:
     record = read_record(folder)
     if record is None or not record.finished:
         return Spent()
-    last = record.sessions[-1]
-    begun, ended = (datetime.fromisoformat(text) for text in (last.started, record.finished))
-    seconds = (ended - begun).total_seconds()
+    last, ended = record.sessions[-1], datetime.fromisoformat(record.finished)
+    seconds = (ended - datetime.fromisoformat(last.started)).total_seconds()
     return Spent(seconds, 0.0, seconds * last.processes / 3600)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from heads.api.errors import UserError
 from scripts.config.compose import parse
@@ -22,8 +22,6 @@ from scripts.stages.loop.steps import Step
 from train.data.config import SourceConfig
 from train.generate.sampling import backend_of
 
-T = TypeVar("T")
-
 HARD_PROMPTS = "hard_prompts.jsonl"
 TRIALS = "trials"
 MORE = ("variations", "branches")
@@ -31,31 +29,31 @@ MORE = ("variations", "branches")
 answers them."""
 PLAIN = "plain"
 """The trial without any switch."""
+TOKEN_ROWS = {"kind": "tokens", "column": "tokens", "id_column": "id", "domain_column": "domain"}
+"""How files of prompts that rounds write are read."""
 
 
 @dataclass
 class RoundPlan:
-    """The settings of every stage of every round; `settings` are the loop's."""
+    """The settings of every stage of every round; `settings` are the loop's. Raises `UserError` for
+    settings that rounds cannot be made with."""
 
     settings: Settings
 
     def __post_init__(self) -> None:
-        recipes = self.settings.loop.recipes
-        self.recipe = recipes[0] if recipes else None
+        loop = self.settings.loop
+        self.recipe = loop.recipes[0] if loop.recipes else None
         self.train = self.settings.derive("train", self.recipe)
         self.generate = self.settings.derive("generate", self.recipe)
         self.drafter = stage_folder(self.train).name
-        self.require_possible()
-
-    def require_possible(self) -> None:
-        """Raise `UserError` for settings that rounds cannot be made with."""
+        self.shares = loop.round.prompts == "share" and loop.rounds > 1
+        """Whether every round answers prompts of its own."""
         backend, answers = backend_of(self.generate.sampling), self.generate.generate.answers
         if backend != "own" or answers != "sample":
             raise UserError(
                 "loop.rounds needs answers of our own decoder, whose rejected drafts are what the "
-                "next round "
-                "learns from. Use sampling.backend=own and generate.answers=sample; given: "
-                f"{backend} and {answers}."
+                "next round learns from. Use sampling.backend=own and generate.answers=sample; "
+                f"given: {backend} and {answers}."
             )
         if self.train.joint.on:
             raise UserError(
@@ -69,15 +67,12 @@ class RoundPlan:
     # Places
 
     def folder(self, number: int) -> Path:
-        """<run>/round-<number>."""
         return self.settings.run.directory / f"round-{number}"
 
     def training(self, number: int) -> Path:
-        """The train stage's folder of a round."""
         return self.folder(number) / "train" / self.drafter
 
     def made_prompts(self, number: int, switch: str) -> Path:
-        """Where the prompts lie that a round made."""
         return self.folder(number) / switch / f"{switch}.jsonl"
 
     def compose(self, stage: str, number: int) -> Settings:
@@ -90,174 +85,134 @@ class RoundPlan:
         texts = self.settings.loop.round.own_overrides(number)
         return [text for text in texts if understands(STAGES[stage], *parse([text]))]
 
-    def change(self, number: int, group: str, part: T, **values: object) -> T:
-        """`part` with other values, but for keys that the round's own overrides set: these win."""
+    def change(self, number: int, settings: Settings, key: str, **values: object) -> Settings:
+        """Settings with other values below `key` (a group, or a part of one: `generate.records`),
+        but for those that the round's own overrides set: these win."""
         texts = parse(self.settings.loop.round.own_overrides(number))
         own = {item.key_or_group for item in texts}
-        free = {key: value for key, value in values.items() if f"{group}.{key}" not in own}
-        return replace(part, **free)  # type: ignore[type-var]
+        free: dict[str, Any] = {
+            name: value for name, value in values.items() if f"{key}.{name}" not in own
+        }
+        group, *below = key.split(".")
+        part = getattr(settings, group)
+        for name in below:
+            free = {name: replace(getattr(part, name), **free)}
+        return settings.put(**{group: replace(part, **free)})
 
     # Stages
 
     def generation(self, number: int, drafter: str, records: bool, hard: Path | None) -> Step:
-        """Answers to this round's prompts, with the last round's drafter (empty: plainly).
-
-        hard: prompts to answer again.
-        """
+        """Answers to this round's prompts, with the last round's drafter (empty: plainly). hard:
+        prompts to answer again."""
         found = self.answering(number, drafter, records)
-        found = found.put(
-            data=self.change(number, "data", found.data, **self.prompts(number, hard))
-        )
+        found = self.change(number, found, "data", **self.prompts(number, hard))
         return Step(f"round {number}: generate", found)
 
     def answering(self, number: int, drafter: str, records: bool) -> Settings:
         """The generate stage of a round with its seed and the drafter that helps (empty: none)."""
         found = self.compose("generate", number)
-        generate, sampling = found.generate, found.sampling
         seed = self.generate.sampling.seed + number
-        sampling = self.change(number, "sampling", sampling, seed=seed)
-        generate = self.change(number, "generate", generate, round=max(0, number - 1))
+        found = self.change(number, found, "sampling", seed=seed)
+        found = self.change(number, found, "generate", round=max(0, number - 1))
         if drafter:
             draft = {key: getattr(self.train.decode, key) for key in DRAFT_KEYS}
-            sampling = self.change(number, "sampling", sampling, **draft)
-            kept = self.change(number, "generate.records", generate.records, enabled=records)
-            generate = self.change(number, "generate", generate, drafter=drafter, records=kept)
-        return found.put(generate=generate, sampling=sampling)
+            found = self.change(number, found, "sampling", **draft)
+            found = self.change(number, found, "generate", drafter=drafter)
+            found = self.change(number, found, "generate.records", enabled=records)
+        return found
 
     def answering_made(self, number: int, switch: str, drafter: str) -> Step:
         """Answers to all prompts that a round made, with a drafter (empty: plainly)."""
         found = self.answering(number, drafter, True)
-        data = replace(
-            found.data,
-            path=str(self.made_prompts(number, switch)),
-            name=None,
-            mixture=(),
-            limit=None,
-            shuffle=False,
-            share=(0, 1),
-            kind="tokens",
-            column="tokens",
-            id_column="id",
-            domain_column="domain",
-        )
+        path = str(self.made_prompts(number, switch))
+        whole = {"name": None, "mixture": (), "limit": None, "shuffle": False, "share": (0, 1)}
+        data: Any = {"path": path, **whole, **TOKEN_ROWS}
         run = replace(found.run, root=str(self.folder(number)), name=switch)
-        return Step(f"round {number}: generate from {switch}", found.put(data=data, run=run))
+        found = found.put(data=replace(found.data, **data), run=run)
+        return Step(f"round {number}: generate from {switch}", found)
 
     def prompts(self, number: int, hard: Path | None) -> dict[str, object]:
         """The values of `data` that choose a round's prompts: its share, and `hard` ones."""
-        loop, data = self.settings.loop, self.generate.data
-        shared = loop.round.prompts == "share" and loop.rounds > 1
-        share = (number, loop.rounds)
+        data, share = self.generate.data, (number, self.settings.loop.rounds)
         if not data.mixture and hard is None:
-            return {"share": share} if shared else {}
+            return {"share": share} if self.shares else {}
         sources = [source_of(item) for item in data.sources]
-        if shared:
+        if self.shares:
             sources = [replace(item, share=share) for item in sources]
         if hard is not None:
-            sources.append(
-                SourceConfig(
-                    path=str(hard),
-                    kind="tokens",
-                    column="tokens",
-                    id_column="id",
-                    domain_column="domain",
-                )
-            )
+            own: Any = TOKEN_ROWS
+            sources.append(SourceConfig(path=str(hard), **own))
         single: dict[str, object] = {} if data.mixture else {"path": "", "limit": None}
         return {**single, "mixture": tuple(sources)}
 
     def training_step(self, number: int, answers: Path, start: str, on_policy: bool) -> Step:
-        """The training of a round on `answers`, from checkpoint `start` (empty: as the recipe
-        begins)."""
-        rounds = self.settings.loop.rounds
+        """The training on `answers` from checkpoint `start` (empty: as the recipe begins)."""
         found = self.started(number, answers, start, on_policy)
         if self.settings.loop.round.one_schedule:
-            first, last = self.part(number / rounds, (number + 1) / rounds)
-            found = found.put(
-                schedule=self.change(number, "schedule", found.schedule, begin=first, end=last)
-            )
+            found = self.change(number, found, "schedule", **self.part(number, number + 1))
         return Step(f"round {number}: train", found)
 
     def trial(self, number: int, name: str, answers: Path, start: str, on_policy: bool) -> Step:
         """A short training at the end of the schedule, to see what a switch does."""
         loop = self.settings.loop
         found = self.started(number, answers, start, on_policy)
-        train = self.change(number, "train", found.train, eval_every=0, save_every=0)
-        found = found.put(train=replace(train, max_steps=loop.round.trial_steps))
+        found = self.change(number, found, "train", eval_every=0, save_every=0)
+        found = found.put(train=replace(found.train, max_steps=loop.round.trial_steps))
         if loop.round.one_schedule:
-            first, last = self.part(number / loop.rounds, 1.0)
-            found = found.put(schedule=replace(found.schedule, begin=first, end=last))
+            whole = self.part(number, loop.rounds)
+            found = found.put(schedule=replace(found.schedule, **whole))
         run = replace(found.run, root=str(self.folder(number)), name=TRIALS, drafter=name)
         return Step(f"round {number}: trial of {name}", found.put(run=run))
 
-    def part(self, begin: float, end: float) -> tuple[float, float]:
-        """Begin and end of a part of the loop's schedule, given as shares of it."""
-        whole = self.train.schedule
+    def part(self, first: int, last: int) -> dict[str, Any]:
+        """Begin and end of the loop's schedule from round `first` to before round `last`."""
+        whole, rounds = self.train.schedule, self.settings.loop.rounds
         width = whole.end - whole.begin
-        return whole.begin + width * begin, whole.begin + width * end
+        ends = zip(("begin", "end"), (first, last), strict=True)
+        return {name: whole.begin + width * (place / rounds) for name, place in ends}
 
     def started(self, number: int, answers: Path, start: str, on_policy: bool) -> Settings:
-        """The train stage of a round with its seed, answers and start.
-
-        on_policy: whether it may train on the drafter's own drafts.
-        """
+        """The train stage of a round with its seed, answers and start. on_policy: whether it may
+        train on the drafter's own drafts."""
         found = self.compose("train", number)
-        train = self.change(number, "train", found.train, seed=self.train.train.seed + number)
+        found = self.change(number, found, "train", seed=self.train.train.seed + number)
         run = replace(found.run, answers=str(answers))
-        return begin(found.put(train=train, run=run), start, on_policy)
+        return begin(found.put(run=run), start, on_policy)
 
     def judged(
         self, number: int, checkpoints: Sequence[str], folder: Path | None = None
     ) -> Settings:
-        """The measurement that judges a round's drafter, or others as that one.
-
-        folder: the run where these lie; None: the round's.
-        """
-        judge = self.settings.loop.round.judge
-        prompts = self.train.train.prompts
+        """The measurement that judges a round's drafter, or others as that one. folder: the run
+        where these lie; None: the round's."""
+        judge, prompts = self.settings.loop.round.judge, self.train.train.prompts
         chosen = any(item.key_or_group == "bench.prompts" for item in parse(judge))
         if len(prompts) != 1 and not chosen:
             raise UserError(
                 f"train.prompts names {len(prompts)} files, but a round is judged on one file or "
-                "folder. Say "
-                "which with loop.round.judge=['bench.prompts=<file>']."
+                "folder. Say which with loop.round.judge=['bench.prompts=<file>']."
             )
-        more = [
-            "bench.prompts=''",
-            "bench.compare_noise=false",
-            *judge,
-            *self.own("measure", number),
-        ]
+        more = ["bench.prompts=''", "bench.compare_noise=false", *judge]
+        more += self.own("measure", number)
         found = self.settings.derive("measure", self.recipe, before=["bench=jsonl"], more=more)
         if not found.bench.prompts:
             found = found.put(bench=replace(found.bench, prompts=prompts[0]))
-        measure = replace(
-            found.measure,
-            name="measure",
-            drafters=tuple(checkpoints),
-            kinds=(),
-            heads={},
-            drafts={},
-        )
+        none: Any = {"kinds": (), "heads": {}, "drafts": {}}
+        measure = replace(found.measure, name="measure", drafters=tuple(checkpoints), **none)
         return place(found.put(measure=measure), folder or self.folder(number))
 
 
 def source_of(data: SourceConfig) -> SourceConfig:
-    """The dataset alone of settings that may hold more than that (a `DataConfig` is a source
-    itself)."""
+    """The dataset alone of settings that may be a whole `DataConfig`."""
     return SourceConfig(**{item.name: getattr(data, item.name) for item in fields(SourceConfig)})
 
 
 def place(settings: Settings, folder: Path) -> Settings:
-    """The settings with `folder` as the run."""
     return settings.put(run=replace(settings.run, root=str(folder.parent), name=folder.name))
 
 
 def begin(settings: Settings, start: str, on_policy: bool) -> Settings:
-    """The settings of a training from checkpoint `start` (empty: as the recipe begins).
-
-    on_policy: whether it may train on the drafter's own drafts.
-    """
+    """The settings of a training from checkpoint `start` (empty: as the recipe begins). on_policy:
+    whether it may train on the drafter's own drafts."""
     train = settings.train
     if start:
         train = replace(train, refresh=replace(train.refresh, init_from=start))

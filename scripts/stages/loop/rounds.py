@@ -24,24 +24,13 @@ from scripts.config.schema import Settings
 from scripts.run.folder import read_record
 from scripts.run.process import shown
 from scripts.stages.loop import facts
-from scripts.stages.loop.open_loop import run_open_loop
-from scripts.stages.loop.plan import HARD_PROMPTS, MORE, PLAIN, TRIALS, RoundPlan
-from scripts.stages.loop.record import (
-    LOOP_FILE,
-    BestRound,
-    HelpedGeneration,
-    LoopRecord,
-    LoopSettings,
-    OpenLoopRecord,
-    RoundRecord,
-    Spent,
-)
+from scripts.stages.loop.plan import HARD_PROMPTS, MORE, PLAIN, TRIALS, RoundPlan, begin, place
 from scripts.stages.loop.speed import measure_generation
 from scripts.stages.loop.steps import Step, perform
-from scripts.stages.loop.table import show
+from scripts.stages.loop.table import change, show
 from scripts.stages.measure import measure_run
-from train.feedback import build
 from train.feedback.branches import write_branches
+from train.feedback.build import build
 from train.feedback.config import FeedbackConfig
 from train.feedback.variations import write_variations
 from train.recording import RECORDS
@@ -54,16 +43,9 @@ SWITCHES = ("token_weights", "anchor_weights", "replay", "domain_weights", *GENE
 """The switches of `feedback`; `train.on_policy.share` is one more."""
 KEPT = ("best", "config.yaml", "run.json", "manifest.json", "summary.json", "log.jsonl")
 """What of a round's training is copied to <run>/train/<drafter>/: all but its states."""
-
-
+OPEN_LOOP = "open-loop"
 LIMITS = ("seconds", "tokens", "gpu_hours")
 """What a budget can limit."""
-
-
-def run_rounds(settings: Settings) -> LoopRecord:
-    """Play all rounds that are worth it, keep the best one as the run's drafter, and return the
-    record."""
-    return Rounds(settings).run()
 
 
 @dataclass
@@ -71,30 +53,36 @@ class Rounds:
     """The rounds of one loop, and where they stand."""
 
     settings: Settings
-    done: list[RoundRecord] = field(default_factory=list)
+    done: list[facts.RoundRecord] = field(default_factory=list)
     off: dict[str, str] = field(default_factory=dict)
     """Switches that were turned off, and why."""
     best: int = 0
     stale: int = 0
     """Rounds in a row that brought no rise, for which no switch could be blamed."""
-    open_loop: OpenLoopRecord | None = None
+    open_loop: facts.OpenLoopRecord | None = None
     """What the rounds are compared with, once that is known."""
 
     def __post_init__(self) -> None:
         self.plan = RoundPlan(self.settings)
         self.config = self.settings.loop
+        self.run_folder = self.settings.run.directory
+        self.kept = self.run_folder / "train" / self.plan.drafter
         self.wanted = [name for name in SWITCHES if getattr(self.settings.feedback, name)]
         if self.plan.train.train.on_policy.share:
             self.wanted.append(ON_POLICY)
 
     @property
     def active(self) -> list[str]:
-        """The switches that are on."""
         return [name for name in self.wanted if name not in self.off]
 
-    def run(self) -> LoopRecord:
-        """Play the rounds; see the module."""
-        self.require_own()
+    def run(self) -> facts.LoopRecord:
+        """Play all rounds that are worth it, keep the best one as the run's drafter, and return the
+        record."""
+        if self.kept.exists() and not is_copy(self.kept, self.run_folder):
+            raise UserError(
+                f"'{self.kept}' is the training of another loop, and the rounds' best drafter "
+                "belongs there. Choose another run.name."
+            )
         ended_by = ""
         while not ended_by:
             number = len(self.done)
@@ -105,9 +93,7 @@ class Rounds:
             show(self.record(ended_by))
         self.keep_best()
         if self.config.round.open_loop:
-            self.open_loop = run_open_loop(
-                self.plan, self.done, self.best, self.perform, self.measure
-            )
+            self.open_loop = self.run_open_loop()
             show(self.record(ended_by))
         return self.write(ended_by)
 
@@ -125,26 +111,19 @@ class Rounds:
                 return f"budget ({name})"
         return ""
 
-    def require_own(self) -> None:
-        """Raise `UserError` where the best drafter's place is taken by another training."""
-        out = self.settings.run.directory / "train" / self.plan.drafter
-        if out.exists() and not is_copy(out, self.settings.run.directory):
-            raise UserError(
-                f"'{out}' is the training of another loop, and the rounds' best drafter belongs "
-                "there. "
-                "Choose another run.name."
-            )
+    def spent(self) -> facts.Spent:
+        return sum((entry.spent for entry in self.done), facts.Spent())
 
-    def spent(self) -> Spent:
-        """What all rounds have cost together."""
-        return sum((entry.spent for entry in self.done), Spent())
+    def training(self, number: int) -> facts.Trained:
+        found = self.done[number].training
+        assert found is not None, "every finished round has a training"
+        return found
 
     # One round
 
-    def play(self, number: int) -> RoundRecord:
-        """Do everything that round `number` consists of, and return its record."""
+    def play(self, number: int) -> facts.RoundRecord:
         plan, folder, first = self.plan, self.plan.folder(number), number == 0
-        entry = RoundRecord(number, "" if first else self.checkpoint(self.best))
+        entry = facts.RoundRecord(number, "" if first else self.training(self.best).checkpoint)
         asked = [] if first else self.active
         learns = [name for name in asked if name != ON_POLICY]
         step = plan.generation(number, entry.start, bool(learns), self.hard_prompts(number))
@@ -174,14 +153,7 @@ class Rounds:
         entry.spent = facts.spent(stages, facts.other_seconds(folder))
         return entry
 
-    def checkpoint(self, number: int) -> str:
-        """The checkpoint that a finished round has trained."""
-        training = self.done[number].training
-        assert training is not None, "every finished round has a training"
-        return training.checkpoint
-
     def perform(self, step: Step) -> None:
-        """Run a stage and print which."""
         print(f"\n[{step.title}]", flush=True)
         perform(self.config.launch, step)
 
@@ -190,18 +162,15 @@ class Rounds:
         print("\n[measure]", flush=True)
         measure_run(settings)
 
-    def helper(self, start: str, learns: list[str], generation: HelpedGeneration | None) -> str:
-        """The drafter that answers made prompts: the round's, unless it is slower and no records
-        are read."""
-        slower = generation is not None and generation.speedup < 1.0
+    def helper(self, start: str, learns: list[str], speed: facts.HelpedGeneration | None) -> str:
+        """The drafter that answers made prompts: none if it is slower and no records are read."""
+        slower = speed is not None and speed.speedup < 1.0
         return "" if slower and set(learns) == {VARIATIONS} else start
 
     def make(self, number: int, switch: str, start: str) -> bool:
         """Make prompts from this round's answers and answer them; returns whether there are any.
-
         Branches are also made from the answers to earlier branches. start: the drafter that helps
-        to answer (empty: none).
-        """
+        to answer (empty: none)."""
         plan, own, config = self.plan, self.plan.folder(number) / "generate", self.settings.feedback
         made = plan.made_prompts(number, switch)
         if not made.is_file():  # it appears whole, and answers may depend on it already
@@ -212,12 +181,10 @@ class Rounds:
                 answers = [own, *(path.parent / "generate" for path in before)]
                 write_branches([(one, one / RECORDS) for one in answers], made, config, before)
             else:
-                generate = plan.generate
+                generate, pairs = plan.generate, [(own, own / RECORDS)]
                 seed, arguments = generate.sampling.seed + number, generate.data.template_arguments
                 target = TargetModel.load(generate.target)
-                write_variations(
-                    target, [(own, own / RECORDS)], made, config, seed, before, arguments
-                )
+                write_variations(target, pairs, made, config, seed, before, arguments)
             write_json(made.with_name(facts.MADE_FILE), {"seconds": time.monotonic() - begun})
         if not made.stat().st_size:
             return False
@@ -225,22 +192,19 @@ class Rounds:
         return True
 
     def answered(self, number: int) -> list[Path]:
-        """The folders of a round's answers."""
         folder = self.plan.folder(number)
         own = [folder / "generate", *(folder / switch / "generate" for switch in MORE)]
         return [place for place in own if (place / MANIFEST_FILE).is_file()]
 
     def hard_prompts(self, number: int) -> Path | None:
-        """The prompts that round `number` answers again, if the round before has chosen any."""
+        """The prompts that round `number` answers again, if the round before chose any."""
         path = self.plan.folder(number - 1) / "feedback" / HARD_PROMPTS
         return path if number > 1 and HARD in self.active and path.is_file() else None
 
     def feedback(self, number: int, switches: list[str], out: Path) -> Path:
         """The folder to train on: answers weighed and chosen by the records of their verifications.
-
         It is the round's own generate folder where nothing is asked of the records and no other
-        answers are read.
-        """
+        answers are read."""
         memory = self.config.round.memory
         read = range(0 if memory == 0 else max(0, number + 1 - memory), number + 1)
         own = [name for name in switches if name not in (ON_POLICY, *MORE)]
@@ -254,25 +218,22 @@ class Rounds:
     # What pays
 
     def try_switches(self, number: int, start: str) -> dict[str, Gain]:
-        """Train shortly with every switch alone and with none; turn off what has no higher tau than
-        none."""
-        folder = self.plan.folder(number) / TRIALS
+        """Train shortly with each switch and with none; turn off what has no higher tau."""
+        folder, steps = self.plan.folder(number) / TRIALS, self.config.round.trial_steps
         tried = [name for name in self.active if name not in GENERATED]
-        checkpoints = {}
+        checkpoints = []
         for name in (PLAIN, *tried):
             own = [name] if name in SWITCHES else []
             answers = self.feedback(number, own, folder / f"feedback-{name}")
             self.perform(self.plan.trial(number, name, answers, start, name == ON_POLICY))
-            checkpoints[name] = shown(folder / "train" / name / "best")
-        self.measure(self.plan.judged(number, list(checkpoints.values()), folder))
-        found = {}
+            checkpoints.append(shown(folder / "train" / name / "best"))
+        self.measure(self.plan.judged(number, checkpoints, folder))
+        measured, found = folder / "measure", {}
         for name in tried:
-            found[name] = facts.gained((folder / "measure", name), (folder / "measure", PLAIN))
+            found[name] = facts.gained((measured, name), (measured, PLAIN))
             if found[name].tau <= 0:
-                steps = self.config.round.trial_steps
-                self.off[name] = (
-                    f"{steps} steps with it gave tau {change(found[name])} against {steps} without"
-                )
+                gave = f"gave tau {change(found[name])} against {steps} without"
+                self.off[name] = f"{steps} steps with it {gave}"
         return found
 
     def judge(self, number: int) -> None:
@@ -287,23 +248,56 @@ class Rounds:
             self.best = number
         if entry.rises:
             self.stale = 0
-        elif entry.switches:
-            for name in entry.switches:
-                self.off[name] = (
-                    f"round {number} with it changed tau by {change(found)}, which is no clear rise"
-                )
-        else:
+        elif not entry.switches:
             self.stale += 1
+        for name in entry.switches if not entry.rises else ():
+            self.off[name] = (
+                f"round {number} with it changed tau by {change(found)}, which is no clear rise"
+            )
 
     # The end
 
-    def record(self, ended_by: str) -> LoopRecord:
+    def run_open_loop(self) -> facts.OpenLoopRecord:
+        """What the rounds are compared with (`loop.round.open_loop`): one training without
+        feedback, on as many tokens as all rounds had.
+
+        Its answers are the target's to all prompts, generated once, as a loop without rounds would;
+        where the first round has answered these in the same way, they are read. It is judged as the
+        rounds are, and lies in <run>/open-loop/, a run of its own. What is complete is left alone.
+        """
+        plan, first, folder = self.plan, self.training(0), self.run_folder / OPEN_LOOP
+        if plan.shares or plan.own("generate", 0):
+            answers = folder / "generate"
+            generation = place(self.settings.derive("generate", plan.recipe), folder)
+            self.perform(Step("open loop: generate", generation))
+        else:
+            answers = plan.folder(0) / "generate"
+        steps = max(1, round(self.spent().tokens * first.steps / first.tokens))
+        training = begin(place(self.settings.derive("train", plan.recipe), folder), "", False)
+        training = training.put(
+            run=replace(training.run, answers=str(answers)),
+            train=replace(training.train, max_steps=steps),
+        )
+        self.perform(Step("open loop: train", training))
+        out, measured = folder / "train" / plan.drafter, folder / "measure"
+        trained = facts.trained(out)
+        self.measure(plan.judged(self.best, [trained.checkpoint], folder))
+        rival = plan.folder(self.best) / "measure"
+        return facts.OpenLoopRecord(
+            generated=facts.answered(answers),
+            training=trained,
+            measured=facts.measured(measured, plan.drafter),
+            gain=facts.gained((rival, plan.drafter), (measured, plan.drafter)),
+            spent=facts.spent([folder / "generate", out, measured]),
+        )
+
+    def record(self, ended_by: str) -> facts.LoopRecord:
         """loop.json. ended_by: rounds, tau, or budget (what of it); empty while it runs."""
         measured = self.done[self.best].measured
         assert measured is not None, "every finished round was measured"
-        return LoopRecord(
+        return facts.LoopRecord(
             kind=self.plan.train.head.kind,
-            settings=LoopSettings(
+            settings=facts.LoopSettings(
                 self.config.rounds,
                 self.config.round,
                 self.config.budget,
@@ -311,7 +305,7 @@ class Rounds:
                 self.plan.train.train.on_policy.share,
             ),
             rounds=self.done,
-            best=BestRound(self.best, self.checkpoint(self.best), measured.tau),
+            best=facts.BestRound(self.best, self.training(self.best).checkpoint, measured.tau),
             off=self.off,
             ended_by=ended_by,
             spent=self.spent(),
@@ -319,18 +313,15 @@ class Rounds:
             state="complete" if ended_by else "running",
         )
 
-    def write(self, ended_by: str) -> LoopRecord:
-        """Write loop.json and return what it holds."""
+    def write(self, ended_by: str) -> facts.LoopRecord:
         record = self.record(ended_by)
-        record.write(self.settings.run.directory)
+        record.write(self.run_folder)
         return record
 
     def keep_best(self) -> None:
-        """Copy the best round's training to <run>/train/<drafter>/, the run's drafter for later
-        stages."""
-        source, training = self.plan.training(self.best), self.done[self.best].training
-        out = self.settings.run.directory / "train" / self.plan.drafter
-        if training is not None and checkpoint_hash(out / "best") == training.weights_sha256:
+        """Copy the best round's training to <run>/train/<drafter>/, for later stages."""
+        source, out = self.plan.training(self.best), self.kept
+        if checkpoint_hash(out / "best") == self.training(self.best).weights_sha256:
             return  # other stages may have put decode.yaml or watch.json into it since
         fresh, old = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.old")
         for leftover in (fresh, old):
@@ -352,14 +343,13 @@ class Rounds:
 
 
 def is_copy(training: Path, run: Path) -> bool:
-    """Whether a training's folder is the copy of a round: by its record, or by weights in
-    <run>/loop.json."""
-    if not (run / LOOP_FILE).is_file():
+    """Whether a training is a round's copy: by its record, or by weights in <run>/loop.json."""
+    if not (run / facts.LOOP_FILE).is_file():
         return False
     record = read_record(training)
     if record is not None and record.copied_from:
         return True
-    rounds = LoopRecord.read(run).rounds
+    rounds = facts.LoopRecord.read(run).rounds
     known = {entry.training.weights_sha256 for entry in rounds if entry.training is not None}
     return checkpoint_hash(training / "best") in known
 
@@ -371,9 +361,3 @@ def only_switches(config: FeedbackConfig, names: list[str]) -> FeedbackConfig:
     if "domain_weights" not in names:
         off["traffic"] = usual.traffic
     return replace(config, records=(), answers=(), **off)
-
-
-def change(gain: Gain) -> str:
-    """A gain of tau with its interval."""
-    low, high = gain.tau_ci95
-    return f"{gain.tau:+.3f} [{low:+.3f}, {high:+.3f}]"

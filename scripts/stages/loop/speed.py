@@ -23,15 +23,12 @@ from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, write_
 from inference.measure.metrics import divide
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings
-from scripts.stages.loop.facts import SPEED_FILE
-from scripts.stages.loop.record import HelpedGeneration
+from scripts.stages.loop.facts import SPEED_FILE, HelpedGeneration
 
 
 def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGeneration:
-    """The content of <round>/speed.json, measured unless that was done.
-
-    settings: of the round's generate stage; folder: the round's; count: answers in the sample.
-    """
+    """The content of <round>/speed.json, measured unless that was done. settings: of the round's
+    generate stage; folder: the round's; count: answers in the sample."""
     path, key = folder / SPEED_FILE, file_sha256(folder / "generate" / MANIFEST_FILE)
     if path.is_file():
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -39,18 +36,17 @@ def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGe
             return build(HelpedGeneration, stored, str(path))
     target = TargetModel.load(settings.target)
     drafter = load_drafter(Path(str(settings.generate.drafter)), target.info, target.weights)
-    requests, written = sample(folder / "generate", settings.sampling.max_new_tokens, count)
-    plain, plain_seconds, _ = timed(
-        Engine(target, None, replace(settings.sampling, shape="none")), requests
-    )
-    engine = Engine(target, drafter, settings.sampling)
+    sampling = settings.sampling
+    requests, written = sample(folder / "generate", sampling.max_new_tokens, count)
+    plain_engine = Engine(target, None, replace(sampling, shape="none"))
+    plain, plain_seconds, _ = timed(plain_engine, requests)
+    engine = Engine(target, drafter, sampling)
     drafted, drafted_seconds, passes = timed(engine, requests)
-    tokens = sum(map(len, plain))
     width = max(2, engine.tree.num_nodes)
-    found = audit(target, requests, plain, drafted, settings.sampling.sampling(), width)
+    found = audit(target, requests, plain, drafted, sampling.sampling(), width)
     result = HelpedGeneration(
         answers=len(requests),
-        tokens=tokens,
+        tokens=sum(map(len, plain)),
         plain_seconds=plain_seconds,
         drafted_seconds=drafted_seconds,
         speedup=divide(plain_seconds, drafted_seconds),
@@ -65,8 +61,7 @@ def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGe
 def sample(
     generated: Path, max_new_tokens: int, count: int
 ) -> tuple[list[Request], list[list[int]]]:
-    """Requests for the first answer of `count` rows, evenly over all of them, and what was
-    answered."""
+    """Requests for the first answer of `count` rows, evenly over all, and these answers."""
     shards = read_manifest(generated, "generate")["shards"]
     total = sum(shard["rows"] for shard in shards)
     wanted = {place * total // min(count, total) for place in range(min(count, total))}
@@ -75,27 +70,21 @@ def sample(
     at = 0
     for shard in shards:
         table = pq.read_table(generated / shard["file"], columns=["tokens", "spans", "seed"])
-        for row in table.take(
-            [place - at for place in sorted(wanted) if at <= place < at + len(table)]
-        ).to_pylist():
-            begin, end = row["spans"][0]
-            requests.append(
-                Request(len(requests), tuple(row["tokens"][:begin]), row["seed"], max_new_tokens)
-            )
-            answers.append(row["tokens"][begin:end])
+        own = [place - at for place in sorted(wanted) if at <= place < at + len(table)]
+        for row in table.take(own).to_pylist():
+            (begin, end), tokens = row["spans"][0], row["tokens"]
+            prompt = tuple(tokens[:begin])
+            requests.append(Request(len(requests), prompt, row["seed"], max_new_tokens))
+            answers.append(tokens[begin:end])
         at += len(table)
     return requests, answers
 
 
 def timed(engine: Engine, requests: list[Request]) -> tuple[list[list[int]], float, int]:
-    """Answers in the order of `requests`, the seconds they took together (prefill included), and
-    verify passes."""
+    """Answers in order, the seconds they took together with prefill, and verify passes."""
     list(engine.run(requests[:1]))  # lazy allocations settle
     begun = time.perf_counter()
     done = {completion.request.index: completion for completion in engine.run(requests)}
     seconds = time.perf_counter() - begun
-    return (
-        [done[item.index].tokens for item in requests],
-        seconds,
-        sum(len(c.passes) for c in done.values()),
-    )
+    passes = sum(len(completion.passes) for completion in done.values())
+    return [done[item.index].tokens for item in requests], seconds, passes

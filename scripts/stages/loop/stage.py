@@ -14,7 +14,7 @@ import time
 from heads.api.errors import UserError
 from scripts.config.schema import Settings
 from scripts.run.drafters import SWEPT
-from scripts.stages.loop.rounds import run_rounds
+from scripts.stages.loop.rounds import Rounds
 from scripts.stages.loop.steps import Step, perform
 
 
@@ -23,7 +23,7 @@ def run(settings: Settings) -> None:
     steps = plan(settings)
     start = time.monotonic()
     if settings.loop.rounds:
-        run_rounds(settings)
+        Rounds(settings).run()
         steps = [step for step in steps if step.stage.name in ("measure", "report")]
     for number, step in enumerate(steps, 1):
         elapsed = clock(time.monotonic() - start)
@@ -33,16 +33,14 @@ def run(settings: Settings) -> None:
 
 
 def plan(settings: Settings) -> list[Step]:
-    """The steps of the loop, in order; raises `UserError` for settings that cannot apply to several
-    recipes."""
+    """The steps in order; raises `UserError` for settings that cannot apply to several recipes."""
     loop = settings.loop
     several = [*loop.recipes, *loop.sweep]
     for key in ("head", "run.drafter"):
         if several and settings.given(key):
             raise UserError(
                 f"{key} is given, but this loop trains the recipes {', '.join(several)}, each with "
-                "its own. "
-                f"Leave {key} out, or train one drafter with loop.recipes=[]."
+                f"its own. Leave {key} out, or train one drafter with loop.recipes=[]."
             )
     common = loop.recipes[0] if loop.recipes else None
     steps = [Step("generate", settings.derive("generate", common))]
@@ -72,5 +70,4 @@ def sweep_steps(settings: Settings, common: str | None) -> list[Step]:
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds, as 3:07."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -33,13 +33,16 @@ class Step:
 
 def perform(launch: str, step: Step) -> None:
     """Run a stage: behind the launcher where there is one and the stage can use it, else in this
-    process.
-
-    A measurement prints no table here: the report at the end of the loop shows all of them.
-    """
+    process. A measurement prints no table here: the report at the end of the loop shows all of
+    them."""
     if launch and step.stage.name in LAUNCHED:
         launch_step(launch, step)
-        require_complete(step)
+        # a signal lets a stage save and end without an error
+        if not is_complete(step.settings):
+            raise UserError(
+                f"'{step.title}' was stopped before it was complete. Repeating the loop continues "
+                "there."
+            )
     elif step.stage.name == "measure":
         measure_run(step.settings)
     else:
@@ -47,15 +50,15 @@ def perform(launch: str, step: Step) -> None:
 
 
 def launch_step(prefix: str, step: Step) -> None:
-    """Run a stage as a command of its own behind a launcher; raises `UserError` when it fails.
-
-    The settings go into <run>/launch/<stage>.yaml, which every process of the launch reads.
-    """
-    name = step.stage.name
-    file = step.settings.run.directory / "launch" / f"{name}-{folder_of(step)}.yaml"
-    write_settings(step.settings, file)
-    command = [*shlex.split(prefix), headstart_command(), name, "--config", str(file)]
-    print(f"{shlex.join(command)}\n(as {shlex.join(step.settings.command)})", flush=True)
+    """Run a stage as a command of its own behind a launcher; raises `UserError` when it fails. The
+    settings go into <run>/launch/<stage>.yaml, which every process of the launch reads."""
+    name, settings = step.stage.name, step.settings
+    drafter = settings.run.drafter or str(settings.choices.get("head") or name)
+    file = settings.run.directory / "launch" / f"{name}-{drafter}.yaml"
+    write_settings(settings, file)
+    program = Path(sys.executable).with_name("headstart")
+    command = [*shlex.split(prefix), str(program), name, "--config", str(file)]
+    print(f"{shlex.join(command)}\n(as {shlex.join(settings.command)})", flush=True)
     try:
         status = subprocess.run(command, check=False).returncode
     except FileNotFoundError as error:
@@ -63,27 +66,5 @@ def launch_step(prefix: str, step: Step) -> None:
     if status:
         raise UserError(
             f"'{step.title}' ended with status {status}; its own messages are above. Repeating the "
-            "loop "
-            "continues there."
+            "loop continues there."
         )
-
-
-def folder_of(step: Step) -> str:
-    """What tells a step from the others of its stage: the drafter that is trained, or nothing."""
-    settings = step.settings
-    return settings.run.drafter or str(settings.choices.get("head") or step.stage.name)
-
-
-def require_complete(step: Step) -> None:
-    """Raise `UserError` when a launched stage ended early: a signal lets it save and end without an
-    error."""
-    if not is_complete(step.settings):
-        raise UserError(
-            f"'{step.title}' was stopped before it was complete. Repeating the loop continues "
-            "there."
-        )
-
-
-def headstart_command() -> str:
-    """The installed `headstart` beside this Python."""
-    return str(Path(sys.executable).with_name("headstart"))

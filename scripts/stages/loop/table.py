@@ -5,53 +5,46 @@ from __future__ import annotations
 from rich.table import Table
 
 from inference.measure.metrics import Gain
-from scripts.stages.loop.record import LoopRecord, Measured, OpenLoopRecord, RoundRecord
-from scripts.stages.report import console
+from scripts.run.process import console
+from scripts.stages.loop.facts import LoopRecord, Measured, OpenLoopRecord, RoundRecord
 
 ENDS = {
     "rounds": "all rounds were played",
     "tau": "tau no longer rises: the interval of the last gain reaches below 0",
 }
-COLUMNS = (
-    "round",
-    "answers",
-    "generation",
-    "training tokens",
-    "tau",
-    "gain",
-    "speedup",
-    "learns from",
-)
+COLUMNS = ("round", "answers", "generation", "training tokens", "tau", "gain", "speedup")
 
 
 def show(record: LoopRecord) -> None:
     """Print the table, and, once that is known, how the loop ended."""
-    out = console()
+    out, best, spent = console(), record.best, record.spent
     out.print(table(record))
-    for name, reason in record.off.items():
-        out.print(f"{name} is off: {reason}", soft_wrap=True)
-    if not record.ended_by:
-        return
-    if record.open_loop:
-        out.print(compare(record.open_loop), soft_wrap=True)
-    best, spent = record.best, record.spent
-    out.print(
-        f"best: round {best.round}, tau {best.tau:.2f}; {best.checkpoint}\n"
-        f"ended: {ENDS.get(record.ended_by, record.ended_by + ' is spent')}; "
-        f"{spent.tokens:,.0f} tokens trained on, {spent.seconds:,.0f} s",
-        soft_wrap=True,
-    )
+    lines = [f"{name} is off: {reason}" for name, reason in record.off.items()]
+    if record.ended_by and record.open_loop:
+        lines.append(compare(record.open_loop))
+    if record.ended_by:
+        ending = ENDS.get(record.ended_by, f"{record.ended_by} is spent")
+        lines += [
+            f"best: round {best.round}, tau {best.tau:.2f}; {best.checkpoint}",
+            f"ended: {ending}; {spent.tokens:,.0f} tokens trained on, {spent.seconds:,.0f} s",
+        ]
+    for line in lines:
+        out.print(line, soft_wrap=True)
 
 
 def table(record: LoopRecord) -> Table:
-    """A line per round."""
+    """A line per round, and one for the training that they are compared with."""
     found = Table(title=f"rounds of {record.kind}")
     for name in COLUMNS:
-        found.add_column(name, justify="left" if name == COLUMNS[-1] else "right")
+        found.add_column(name, justify="right")
+    found.add_column("learns from")
     for entry in record.rounds:
-        found.add_row(*line(entry))
+        found.add_row(*cells(entry))
     if record.open_loop:
-        found.add_row(*open_loop_line(record.open_loop))
+        other, answers = record.open_loop, f"{record.open_loop.generated.answers:,}"
+        tokens, speedup = f"{other.spent.tokens:,.0f}", f"{other.measured.speedup:.2f}"
+        row = ("open loop", answers, "plain", tokens, tau(other.measured), "-", speedup, "answers")
+        found.add_row(*row)
     return found
 
 
@@ -60,13 +53,12 @@ def compare(entry: OpenLoopRecord) -> str:
     low, high = entry.gain.accepted_ci95
     return (
         f"best round against one open-loop training of {entry.training.tokens:,.0f} tokens: "
-        "accepted drafts "
-        f"per pass {entry.gain.accepted:+.1%} [{low:+.1%}, {high:+.1%}]"
+        f"accepted drafts per pass {entry.gain.accepted:+.1%} [{low:+.1%}, {high:+.1%}]"
     )
 
 
-def line(entry: RoundRecord) -> list[str]:
-    """The cells of a round."""
+def cells(entry: RoundRecord) -> list[str]:
+    """The row of a round."""
     assert entry.measured is not None, "only finished rounds are shown"
     fast, speed = "plain", entry.generation
     if speed:
@@ -78,17 +70,10 @@ def line(entry: RoundRecord) -> list[str]:
         fast,
         f"{entry.spent.tokens:,.0f}",
         tau(entry.measured),
-        gain(entry.gain),
+        "-" if entry.gain is None else change(entry.gain, 2),
         f"{entry.measured.speedup:.2f}",
         ", ".join(entry.switches) or "answers",
     ]
-
-
-def open_loop_line(entry: OpenLoopRecord) -> list[str]:
-    """The cells of the training that the rounds are compared with."""
-    tokens, speedup = f"{entry.spent.tokens:,.0f}", f"{entry.measured.speedup:.2f}"
-    answers = f"{entry.generated.answers:,}"
-    return ["open loop", answers, "plain", tokens, tau(entry.measured), "-", speedup, "answers"]
 
 
 def tau(measured: Measured) -> str:
@@ -97,9 +82,7 @@ def tau(measured: Measured) -> str:
     return f"{measured.tau:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def gain(found: Gain | None) -> str:
+def change(gain: Gain, digits: int = 3) -> str:
     """A gain of tau with its interval."""
-    if found is None:
-        return "-"
-    low, high = found.tau_ci95
-    return f"{found.tau:+.2f} [{low:+.2f}, {high:+.2f}]"
+    low, high = gain.tau_ci95
+    return f"{gain.tau:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"

@@ -14,13 +14,10 @@ from inference.export.layouts.folder import Folder
 from inference.folders import require_folder_name
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings
-from scripts.run.process import is_main_process
 
 
 def run(settings: Settings) -> None:
     """Write <run>/train/<drafter>/best, or import.out."""
-    if not is_main_process():
-        return
     config = settings.import_
     if not config.source:
         raise UserError(

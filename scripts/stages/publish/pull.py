@@ -11,13 +11,10 @@ from pathlib import Path
 from inference.export.hub.config import OWN
 from inference.export.hub.pull import pull
 from scripts.config.schema import Settings
-from scripts.run.process import is_main_process
 
 
 def run(settings: Settings) -> None:
     """Fetch it into pull.out, or <run.root>/pulled/<user>--<name>."""
-    if not is_main_process():
-        return
     config = settings.pull
     name = config.repo.replace("/", "--")
     folder = name if config.what == OWN else f"{name}--{config.what}"

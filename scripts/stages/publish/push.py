@@ -20,42 +20,31 @@ from inference.export.hub.push import push
 from inference.folders import EXPORT_FILE
 from inference.manifest import file_sha256
 from inference.report.model import read_report
-from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
 from scripts.run.drafters import choose
-from scripts.run.process import is_main_process
 from scripts.stages.report import measurements
 
 
 def run(settings: Settings) -> None:
     """Build <run>/push/<drafter>/ and, unless it is a dry run, upload it."""
-    if not is_main_process():
-        return
     chosen, repo = choose(settings.run), settings.push.repo
     if len(chosen) > 1 and DRAFTER not in repo:
         raise UserError(
             f"run.drafter=all pushes {len(chosen)} drafters, each into a repository of its own: "
-            "write "
-            f"{DRAFTER} where push.repo is to hold the name (push.repo=user/{DRAFTER}-for-target); "
-            f"given: '{repo}'."
+            f"write {DRAFTER} where push.repo is to hold the name "
+            f"(push.repo=user/{DRAFTER}-for-target); given: '{repo}'."
         )
     for found in chosen:
-        assert found.checkpoint is not None, "trained drafters have a checkpoint"
-        reports = reports_of(found.checkpoint, measurements(settings.run))
-        sources = Sources(found.checkpoint, reports, exports_of(settings.run, found.name))
+        run, reports = settings.run, reports_of(found.folder, measurements(settings.run))
+        exports = (run.directory / "export" / found.name).glob(f"*/{EXPORT_FILE}")
+        by_engine = {path.parent.name: path.parent for path in exports}
         config = replace(settings.push, repo=repo.replace(DRAFTER, found.name))
-        push(config, sources, settings.run.directory / "push" / found.name)
-
-
-def exports_of(run: RunConfig, drafter: str) -> dict[str, Path]:
-    """Engine -> folder that `headstart export` wrote for this drafter of the run."""
-    files = (run.directory / "export" / drafter).glob(f"*/{EXPORT_FILE}")
-    return {path.parent.name: path.parent for path in files}
+        sources = Sources(found.folder, reports, by_engine)
+        push(config, sources, run.directory / "push" / found.name)
 
 
 def reports_of(checkpoint: Path, folders: list[Path]) -> list[Path]:
-    """The reports that measured these very weights; all of them when none did, for the refusal's
-    message."""
+    """The reports that measured these very weights; all, for the refusal, when none did."""
     digest = file_sha256(checkpoint / WEIGHTS_FILE)
     fitting = [
         folder

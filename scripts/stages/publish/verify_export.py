@@ -15,41 +15,31 @@ from inference.export.check.live import check_folder, lines
 from inference.export.check.verify import verify
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings
-from scripts.run.process import is_main_process
 
 
 def run(settings: Settings) -> int:
-    """Check verify.dir and print what was found; the exit status."""
-    if not is_main_process():
-        return 0
     if not settings.verify.dir:
         raise UserError(
             "verify.dir: give the folder to check, for instance one that `headstart export` wrote."
         )
-    if settings.verify.mode == "live":
-        return live(settings)
-    return static(settings)
+    return (live if settings.verify.mode == "live" else static)(settings)
 
 
 def static(settings: Settings) -> int:
-    """The check without an engine."""
     found = verify(settings.verify, settings.target)
     print(f"{settings.verify.dir}: {found.layout} for {found.engine}")
-    for note in found.notes:
-        print(f"note: {note}")
-    for fault in found.faults:
-        print(f"WRONG {fault}")
-    print("nothing wrong found" if not found.faults else f"{len(found.faults)} faults")
-    return 1 if found.faults else 0
+    notes = [f"note: {note}" for note in found.notes]
+    wrong = [f"WRONG {fault}" for fault in found.faults]
+    print(*notes, *wrong, f"{len(wrong)} faults" if wrong else "nothing wrong found", sep="\n")
+    return 1 if wrong else 0
 
 
 def live(settings: Settings) -> int:
-    """The check with the engine itself; if text or acceptance differ, the static one runs too."""
+    """The check with the engine itself; if it fails, the static one runs too."""
     config = settings.verify
     target = TargetModel.load(settings.target)
     rows = check_folder(config.live, target, Path(config.dir), config.source)
-    for line in lines(rows):
-        print(line)
+    print(*lines(rows), sep="\n")
     if not any(row.problems for row in rows):
         return 0
     static(settings)

@@ -251,11 +251,11 @@ def test_chat_and_serve_decode_as_it_says(
     folders: tuple[Path, Path], in_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat = settings_of("chat", folders)
-    engine, name = build_engine(chat, str(folders[1]))
-    assert engine.decode.choices == TREE.choices and name == folders[1].name
+    engine, found = build_engine(chat, str(folders[1]))
+    assert engine.decode.choices == TREE.choices and found and found.name == folders[1].name
     assert "decode.yaml: tree 4, depth 2" in capsys.readouterr().err
-    engine, name = build_engine(settings_of("serve", folders), str(folders[1]))  # sixteen rows
-    assert engine.drafter is None and name == "no drafter"
+    engine, found = build_engine(settings_of("serve", folders), str(folders[1]))  # sixteen rows
+    assert engine.drafter is None and found is None
     assert "no speculation" in capsys.readouterr().err
     engine, _ = build_engine(settings_of("chat", folders, "decode.depth=2"), str(folders[1]))
     assert (engine.decode.shape, engine.decode.depth) == ("chain", 2)

@@ -19,7 +19,7 @@ from train.data.config import DataConfig
 from train.data.loader import StepLoader
 from train.data.pack import PackedData
 from train.data.sources import Row, Source
-from train.feedback import build
+from train.feedback.build import build
 from train.feedback.config import FeedbackConfig
 from train.feedback.evidence import TokenEvidence, VerificationRecords, evidence_of
 
