@@ -95,8 +95,7 @@ class Drafter(SmallLM):
     def _load_reference(self) -> SmallLM:
         """The reference drafter, read at the first loss: who only drafts does not need it."""
         if not self._reference:
-            assert self._target is not None, "bind was not called"
-            found = load_drafter(Path(self.config.reference), self.info, self._target)
+            found = load_drafter(Path(self.config.reference), self.info, self.target)
             if not isinstance(found, Drafter):
                 raise UserError(
                     f"head.reference: '{self.config.reference}' is of kind '{found.kind}'; a "

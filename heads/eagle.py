@@ -29,42 +29,29 @@ from torch import Tensor, nn
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
 from heads.api.config import Fraction, NonNegativeFloat, PositiveInt, config
-from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
-from heads.api.tree import DraftShape
 from heads.nn import losses
 from heads.nn.blocks import MLP, Attention, LayerShape, RMSNorm, initialise_blocks
 from heads.nn.feature.base import (
-    FeatureDrafter,
+    LayerConfig,
+    add_noise,
     layer_shape,
     layer_weights,
     probabilities_of,
     teacher_logits,
     unrolled_loss,
 )
-from heads.nn.feature.chain import Chain, State
+from heads.nn.feature.chain import Chain, ChainDrafter
 from heads.nn.rope import Rope
 
 
 @config("head")
 @dataclass(frozen=True)
-class Config:
+class Config(LayerConfig):
     """Configuration of EAGLE. Sizes of 0 are taken from the target."""
 
-    num_attention_heads: int = 0
-    """Query heads."""
-    num_key_value_heads: int = 0
-    """Key/value heads; must divide the query heads."""
-    head_dim: int = 0
-    """Size of a head (even)."""
-    intermediate_size: int = 0
-    """Width of the MLP."""
-    from_target_layer: int = -1
-    """Start the layer's matrices from this layer of the target (0-based); it must be Llama-like and
-    of the same sizes. -1: random.
-    """
     align_steps: PositiveInt = 1
     """Steps trained in the drafter's own context: 1 is EAGLE, 3 or 4 is HASS (>= 1)."""
     step_decay: Fraction = 1.0
@@ -110,7 +97,7 @@ class Layer(nn.Module):
         return out
 
 
-class Drafter(FeatureDrafter):
+class Drafter(ChainDrafter):
     """An EAGLE draft head."""
 
     kind: ClassVar[str] = "eagle"
@@ -170,10 +157,6 @@ class Drafter(FeatureDrafter):
         target's."""
         return output, output
 
-    def logits(self, emitted: Tensor) -> Tensor:
-        """Drafted features [..., H] -> logits [..., V] through the target's frozen LM head."""
-        return self.target_logits(emitted)
-
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
@@ -181,21 +164,10 @@ class Drafter(FeatureDrafter):
         t+k+1, over supervised tokens."""
         config: Config = self.config
         weights = config.step_decay ** torch.arange(config.align_steps, device=batch.tokens.device)
-        unrolled = self.chain.unroll(batch, config.align_steps, self._noisy(batch))
-        return unrolled_loss(
-            batch, unrolled, self.info.vocab_size, weights, partial(self._judge, batch)
-        )
-
-    def _noisy(self, batch: TrainBatch) -> Tensor:
-        """The features of the batch [B, T, H] with uniform noise, drawn row by row from the batch's
-        seeds."""
-        feature = self.features(None, batch.last_hidden)
-        if self.config.noise == 0:
-            return feature
-        drawn = torch.stack(
-            [torch.rand(feature.shape[1:], generator=each) for each in batch.generators()]
-        )
-        return feature + (2 * drawn - 1).mul_(self.config.noise).to(feature)
+        noisy = add_noise(self.features(None, batch.last_hidden), batch, config.noise)
+        unrolled = self.chain.unroll(batch, config.align_steps, noisy)
+        judge = partial(self._judge, batch)
+        return unrolled_loss(batch, unrolled, self.info.vocab_size, weights, judge)
 
     def _judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
@@ -218,21 +190,3 @@ class Drafter(FeatureDrafter):
             parts.append(config.top_k_weight * narrowed)
         counts = torch.ones_like(states_at, dtype=torch.bool)
         return torch.stack(parts).sum(0), counts, losses.best_column(logits) == wanted.argmax(-1)
-
-    def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Logits [B, T, V] of unrolled steps 1..depth, without noise; see the contract."""
-        return [self.logits(output) for output in self.chain.unroll(batch, depth)]
-
-    # Drafting
-
-    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol."""
-        return self.chain.start(seen, self.plans.of(tree), capacity)
-
-    def propose(self, state: State, noise: Noise) -> Proposal:
-        """Grow the tree level by level from the last committed row's output; see the protocol."""
-        return self.chain.propose(state, noise)
-
-    def commit(self, state: State, accepted: TargetStates) -> State:
-        """Read the accepted run with the target's true states; see the protocol."""
-        return self.chain.commit(state, accepted)

@@ -23,51 +23,34 @@ from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import Fraction, PositiveInt, UnitInterval, config
-from heads.api.drafter import Noise, Proposal, TargetStates
+from heads.api.config import Fraction, PositiveInt, config
+from heads.api.drafter import TargetStates
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn.blocks import Attention, FusingLayer
-from heads.nn.feature.base import layer_shape, layer_weights, unrolled_loss
-from heads.nn.feature.chain import Chain, State
+from heads.nn.drafting.state import Cached as State
+from heads.nn.feature.base import LayerConfig, layer_shape, layer_weights, unrolled_loss
+from heads.nn.feature.chain import Chain, ChainDrafter
 from heads.nn.feature.taps import TapConfig, TapDrafter, look_at_itself
 from heads.nn.rope import Rope
 
 
 @config("head")
 @dataclass(frozen=True)
-class Config(TapConfig):
+class Config(TapConfig, LayerConfig):
     """Configuration of EAGLE-3. Sizes of 0 are taken from the target."""
 
     post_norm_recurrence: bool = True
     """Feed the normalised output into the next drafted step (EAGLE-3.1); otherwise the residual
     stream."""
-    num_attention_heads: int = 0
-    """Query heads."""
-    num_key_value_heads: int = 0
-    """Key/value heads; must divide the query heads."""
-    head_dim: int = 0
-    """Size of a head (even)."""
-    intermediate_size: int = 0
-    """Width of the MLP."""
-    from_target_layer: int = -1
-    """Start the layer's matrices from this layer of the target (0-based); it must be Llama-like and
-    of the same sizes. -1: random.
-    """
-    draft_vocab_size: int = 0
-    """Tokens that can be drafted, the most frequent ones of the training data; 0: the whole
-    vocabulary."""
     ttt_steps: PositiveInt = 5
     """Steps unrolled in training, i.e. the deepest token that is trained for (7 in EAGLE-3, 4 in
     3.1)."""
     decay: Fraction = 0.8
     """Step k (1-based) weighs decay^(k-1) in the loss (0 < decay <= 1)."""
-    hard_label_weight: UnitInterval = 0.0
-    """Share of the loss taken against the sampled token instead of the target's distribution (0 to
-    1)."""
 
 
-class Drafter(TapDrafter):
+class Drafter(TapDrafter, ChainDrafter):
     """An EAGLE-3 draft head."""
 
     kind: ClassVar[str] = "eagle3"
@@ -109,9 +92,8 @@ class Drafter(TapDrafter):
     def read(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B, T] and features [B, T, H] -> the attention's input [B, T, 2H] and the
         residual, the feature itself."""
-        return self.midlayer.read(self.embed(tokens, feature.dtype), feature), self.residual(
-            self.midlayer, feature
-        )
+        read = self.midlayer.read(self.embed(tokens, feature.dtype), feature)
+        return read, self.residual(self.midlayer, feature)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The layer behind its attention -> [B, T, H]."""
@@ -143,21 +125,7 @@ class Drafter(TapDrafter):
         columns, taught = self.lm_head.out_features, self.info.vocab_size
         return unrolled_loss(batch, unrolled, columns, weights, partial(self.judge, batch), taught)
 
-    def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Logits [B, T, V'] of unrolled steps 1..depth; see the contract."""
-        return [self.logits(output) for output in self.chain.unroll(batch, depth)]
-
-    # Drafting
-
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""
         self.set_columns()
-        return self.chain.start(seen, self.plans.of(tree), capacity)
-
-    def propose(self, state: State, noise: Noise) -> Proposal:
-        """Grow the tree level by level from the last committed row's output; see the protocol."""
-        return self.chain.propose(state, noise, self.columns)
-
-    def commit(self, state: State, accepted: TargetStates) -> State:
-        """Read the accepted run with the target's true taps; see the protocol."""
-        return self.chain.commit(state, accepted)
+        return super().start(seen, tree, capacity)

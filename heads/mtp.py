@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
 from heads.api.config import Fraction, PositiveInt, config
-from heads.api.drafter import Noise, Proposal, TargetStates
+from heads.api.drafter import TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -36,7 +36,7 @@ from heads.api.tree import DraftShape
 from heads.nn import losses
 from heads.nn.blocks import Attend, Attention, DecoderLayer, LayerShape, RMSNorm, initialise_blocks
 from heads.nn.feature.base import (
-    FeatureDrafter,
+    LayerConfig,
     layer_shape,
     layer_weights,
     next_tokens,
@@ -44,14 +44,14 @@ from heads.nn.feature.base import (
     teacher_logits,
     unrolled_loss,
 )
-from heads.nn.feature.chain import Chain
+from heads.nn.feature.chain import Chain, ChainDrafter
 from heads.nn.feature.modules import Module, ModuleChain
 from heads.nn.rope import Rope, Rotation
 
 
 @config("head")
 @dataclass(frozen=True)
-class Config:
+class Config(LayerConfig):
     """Configuration of multi-token prediction. Sizes of 0 are taken from the target."""
 
     shared: bool = False
@@ -63,18 +63,6 @@ class Config:
     """Depth k weighs beta^(k-1), normalised to sum to one (0 < beta <= 1)."""
     soft_labels: bool = True
     """Train on the target's distribution instead of the token it said."""
-    num_attention_heads: int = 0
-    """Query heads."""
-    num_key_value_heads: int = 0
-    """Key/value heads; must divide the query heads."""
-    head_dim: int = 0
-    """Size of a head (even)."""
-    intermediate_size: int = 0
-    """Width of the MLP."""
-    from_target_layer: int = -1
-    """Start the blocks from this layer of the target (0-based); it must be Llama-like and of the
-    same sizes. -1: random.
-    """
 
 
 class MtpBlock(nn.Module):
@@ -111,7 +99,7 @@ class MtpBlock(nn.Module):
         return out
 
 
-class Drafter(FeatureDrafter):
+class Drafter(ChainDrafter):
     """Multi-token prediction with own blocks or with a shared one."""
 
     kind: ClassVar[str] = "mtp"
@@ -120,27 +108,20 @@ class Drafter(FeatureDrafter):
         super().__init__(config, info)
         self.needs = FeatureSpec(last_hidden=True, logits=config.soft_labels)
         shape = layer_shape(config, info)
-        self.mtp: nn.Module = (
-            MtpBlock(shape)
-            if config.shared
-            else nn.ModuleList([MtpBlock(shape) for _ in range(config.depths)])
-        )
         rope = Rope(shape.head_dim, info.rope_theta)
-        self.chain: Chain | ModuleChain = (
-            Chain(self, rope)
-            if config.shared
-            else ModuleChain(self, cast(list[Module], self.blocks), rope)
-        )
+        self.chain: Chain | ModuleChain
+        if config.shared:
+            self.mtp: nn.Module = MtpBlock(shape)
+            self.chain = Chain(self, rope)
+        else:
+            self.mtp = nn.ModuleList([MtpBlock(shape) for _ in range(config.depths)])
+            self.chain = ModuleChain(self, cast(list[Module], self.blocks), rope)
         unset_parameters(self)
 
     @property
     def blocks(self) -> list[MtpBlock]:
         """The blocks by depth; a shared one once."""
-        return (
-            [self.mtp]
-            if isinstance(self.mtp, MtpBlock)
-            else [cast(MtpBlock, block) for block in cast(nn.ModuleList, self.mtp)]
-        )
+        return cast(list[MtpBlock], [self.mtp] if self.config.shared else list(self.mtp.children()))
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """Random blocks or a layer of the target; a block's input starts as the state with a little
@@ -185,27 +166,17 @@ class Drafter(FeatureDrafter):
         normed = self.blocks[0].norm(output)
         return normed, normed
 
-    def logits(self, emitted: Tensor) -> Tensor:
-        """Normalised outputs [..., H] -> logits [..., V] through the target's frozen LM head."""
-        return self.target_logits(emitted)
-
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
         """Sum over depths k of their share times the cross entropy of token t+k+1, over supervised
         tokens."""
         config: Config = self.config
-        weights = config.beta ** torch.arange(
-            config.depths, device=batch.tokens.device, dtype=torch.float32
-        )
+        depths = torch.arange(config.depths, device=batch.tokens.device, dtype=torch.float32)
+        weights = config.beta**depths
+        weights, judge = weights / weights.sum(), partial(self._judge, batch)
         unrolled = self.chain.unroll(batch, config.depths)
-        return unrolled_loss(
-            batch,
-            unrolled,
-            self.info.vocab_size,
-            weights / weights.sum(),
-            partial(self._judge, batch),
-        )
+        return unrolled_loss(batch, unrolled, self.info.vocab_size, weights, judge)
 
     def _judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
@@ -227,10 +198,9 @@ class Drafter(FeatureDrafter):
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V] of depths 1..depth; see the contract."""
-        assert self.config.shared or depth <= self.config.depths, (
-            f"{depth} asked of {self.config.depths}"
-        )
-        return [self.logits(output) for output in self.chain.unroll(batch, depth)]
+        blocks = self.config.depths
+        assert self.config.shared or depth <= blocks, f"{depth} asked of {blocks}"
+        return super().train_logits(batch, depth)
 
     # Drafting
 
@@ -243,12 +213,4 @@ class Drafter(FeatureDrafter):
                 f"tokens. Set decode.depth to {self.config.depths} or less, or train with "
                 f"head.depths={tree.max_depth} or head.shared=true."
             )
-        return self.chain.start(seen, self.plans.of(tree), capacity)
-
-    def propose(self, state: Any, noise: Noise) -> Proposal:
-        """Grow the tree level by level; see the protocol."""
-        return self.chain.propose(state, noise)
-
-    def commit(self, state: Any, accepted: TargetStates) -> Any:
-        """Read the accepted run with the target's true states; see the protocol."""
-        return self.chain.commit(state, accepted)
+        return super().start(seen, tree, capacity)

@@ -22,7 +22,7 @@ from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
-from heads.api.tree import DraftShape, DynamicShape, TokenTree
+from heads.api.tree import DraftShape, one_path
 from heads.nn.drafting.plan import TreePlan
 from heads.nn.lookup.table import History
 
@@ -66,18 +66,9 @@ class Drafter:
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""
-        return State(
-            History.start(seen, tree.max_depth, capacity), self._plan_of(tree, seen.tokens.device)
-        )
-
-    def _plan_of(self, shape: DraftShape, device: torch.device) -> TreePlan:
-        """A lookup has one continuation: of a dynamic shape it fills a chain as long as fits."""
-        if self._plan is None or self._plan[0] is not shape:
-            tree = shape
-            if isinstance(tree, DynamicShape):
-                tree = TokenTree.chain(min(tree.max_depth, tree.nodes - 1), device)
-            self._plan = shape, TreePlan.of(tree)
-        return self._plan[1]
+        if self._plan is None or self._plan[0] is not tree:
+            self._plan = tree, TreePlan.of(one_path(tree, seen.tokens.device))
+        return State(History.start(seen, tree.max_depth, capacity), self._plan[1])
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """Fill the rank-0 path of the tree with the continuation found; the other nodes repeat the

@@ -34,7 +34,7 @@ from heads.api.target_info import TargetInfo
 from heads.nn.attention import packed_mask, sequence_attention
 from heads.nn.distillation import ObjectiveConfig, Predictions, distillation_loss
 from heads.nn.drafting.growth import fill
-from heads.nn.drafting.plan import Plan, last_valid
+from heads.nn.drafting.plan import Plan
 from heads.nn.feature.masks import Masks
 from heads.nn.small_lm.config import NetworkConfig
 from heads.nn.small_lm.model import SmallLM, State
@@ -156,20 +156,17 @@ class Drafter(SmallLM):
         Padded tokens would stand where the masks do: they are written to the last slot, which
         nothing ever sees.
         """
-        _, _, root, root_position = last_valid(run)
-        batch, width = tokens.shape
-        end = root_position[:, None]
+        state.advance(run)
+        (batch, width), end = tokens.shape, state.root_position[:, None]
         slots = first + torch.arange(width, device=tokens.device)
-        slots = torch.where(slots <= end, slots, state.keys[0].shape[1] - 1)
+        slots = torch.where(slots <= end, slots, state.slots - 1)
         numbers = torch.arange(state.output.shape[1] - 1, device=tokens.device)
         all_tokens = torch.cat([tokens, self.pard_token.expand(batch, numbers.shape[0])], 1)
         wanted = torch.cat([end - first, (width + numbers).expand(batch, -1)], 1)
         all_slots = torch.cat([slots, end + 1 + numbers], 1)
         state.output.copy_(self.run(state, all_tokens, all_slots, wanted))
-        state.root.copy_(root)
-        state.root_position.copy_(root_position)
         return state
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """Fill the tree from the outputs at the root and its masks; see the protocol."""
-        return fill(state.plan, state.root, state.root_position, self.logits(state.output), noise)
+        return fill(state, self.logits(state.output), noise)

@@ -50,14 +50,17 @@ class TrainBatch:
     def supervised(self, ahead: int) -> Tensor:
         """[B, T] bool: True at t when token t+ahead exists in the same document and is
         supervised."""
-        mask = self.loss_mask.new_zeros(self.loss_mask.shape)
-        if ahead >= self.tokens.shape[1]:
-            return mask
-        same = (self.segments[:, ahead:] == self.segments[:, : self.segments.shape[1] - ahead]) & (
-            self.segments[:, ahead:] > 0
-        )
-        mask[:, : mask.shape[1] - ahead] = self.loss_mask[:, ahead:] & same
+        mask, rest = torch.zeros_like(self.loss_mask), self.tokens.shape[1] - ahead
+        if rest > 0:
+            later = self.segments[:, ahead:]
+            same = (later == self.segments[:, :rest]) & (later > 0)
+            mask[:, :rest] = self.loss_mask[:, ahead:] & same
         return mask
+
+    def supervised_ahead(self, count: int) -> Tensor:
+        """[B*T, K] bool: `supervised(k + 1)` for k = 1..`count`, by flat state."""
+        ahead = [self.supervised(k + 1).flatten() for k in range(1, count + 1)]
+        return torch.stack(ahead, 1)
 
     def weighed(self, values: Tensor, states: Tensor, depth: Tensor | int = 1) -> Tensor:
         """Losses `values` times the weights of what is predicted: the token behind each flat state

@@ -208,6 +208,7 @@ class TrainableDrafter(nn.Module):
         super().__init__()
         self.config = config
         self.info = info
+        self._target: TargetWeights | None = None
 
     @classmethod
     def works_untrained(cls, config: Any) -> bool:
@@ -226,9 +227,15 @@ class TrainableDrafter(nn.Module):
         return cls.kind
 
     def bind(self, weights: TargetWeights) -> None:
-        """Attach the target's frozen tensors this drafter shares (as non-persistent buffers).
-        Called before any use."""
-        raise NotImplementedError(f"{type(self).__name__} must implement bind")
+        """Remember the target's frozen tensors, which this drafter shares. Called before any
+        use."""
+        self._target = weights
+
+    @property
+    def target(self) -> TargetWeights:
+        """What `bind` was given."""
+        assert self._target is not None, "bind was not called"
+        return self._target
 
     def choose_vocabulary(self, counts: Tensor) -> None:
         """Fix a reduced draft vocabulary from the training data's token counts [V]; called before

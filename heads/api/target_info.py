@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from heads.api.errors import UserError
@@ -113,6 +115,14 @@ class TargetWeights:
     windows: tuple[int, ...] = ()
     """Per layer, how many of the latest positions its attention sees, itself included; 0: all.
     Empty: all layers see all."""
+
+    def embed(self, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The embeddings [..., H] of tokens [...], in `dtype` if given."""
+        return F.embedding(tokens, self.embedding).to(dtype or self.embedding.dtype)
+
+    def project(self, states: Tensor) -> Tensor:
+        """`logits` [..., V] of states [..., H] of any dtype."""
+        return self.logits(states.to(self.lm_head.dtype))
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

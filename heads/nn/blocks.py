@@ -54,11 +54,8 @@ class RMSNorm(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         if states.dtype in (torch.float32, torch.float64) and not torch.is_grad_enabled():
             # Five small operations: on the CPU the library's own is taken apart into twice as many.
-            return (
-                states
-                * torch.rsqrt(states.square().mean(-1, keepdim=True).add_(self.eps))
-                * self.weight
-            )
+            mean = states.square().mean(-1, keepdim=True)
+            return states * torch.rsqrt(mean.add_(self.eps)) * self.weight
         return F.rms_norm(states, self.weight.shape, self.weight, self.eps)
 
 
@@ -68,13 +65,11 @@ class Attention(nn.Module):
     def __init__(self, shape: LayerShape, input_size: int | None = None) -> None:
         super().__init__()
         width, bias = input_size or shape.hidden_size, shape.attention_bias
-        self.head_dim = shape.head_dim
-        self.q_proj = nn.Linear(width, shape.num_attention_heads * shape.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, shape.num_key_value_heads * shape.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, shape.num_key_value_heads * shape.head_dim, bias=bias)
-        self.o_proj = nn.Linear(
-            shape.num_attention_heads * shape.head_dim, shape.hidden_size, bias=False
-        )
+        self.head_dim = size = shape.head_dim
+        self.q_proj = nn.Linear(width, shape.num_attention_heads * size, bias=bias)
+        self.k_proj = nn.Linear(width, shape.num_key_value_heads * size, bias=bias)
+        self.v_proj = nn.Linear(width, shape.num_key_value_heads * size, bias=bias)
+        self.o_proj = nn.Linear(shape.num_attention_heads * size, shape.hidden_size, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
 
@@ -86,6 +81,11 @@ class Attention(nn.Module):
         """[B, T, width] -> rotated keys and values [B, T, g, D]."""
         key = rotate(self._heads(self.k_proj(states), self.k_norm), rotation)
         return key, self._heads(self.v_proj(states), None)
+
+    def new_cache(self, rows: int, slots: int) -> Tensor:
+        """Zeros [rows, slots, g, D], for keys or values."""
+        heads, weight = self.k_proj.out_features // self.head_dim, self.k_proj.weight
+        return weight.new_zeros(rows, slots, heads, self.head_dim)
 
     def _heads(self, states: Tensor, norm: RMSNorm | None) -> Tensor:
         states = states.unflatten(-1, (-1, self.head_dim))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from heads.api.batch import TrainBatch
+from heads.api.batch import LossOutput, TrainBatch
 
 CHUNK_ELEMENTS = 1 << 25
 """Most elements of one [positions, vocabulary] tensor (128 MiB in float32) before the positions are
@@ -83,12 +83,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, probabilities, norm = ctx.saved_tensors
-        slope = (
-            (logits.to(probabilities.dtype) - norm[..., None])
-            .exp_()
-            .sub_(probabilities)
-            .mul_(grad[..., None])
-        )
+        drafted = (logits.to(probabilities.dtype) - norm[..., None]).exp_()
+        slope = drafted.sub_(probabilities).mul_(grad[..., None])
         return slope.to(logits.dtype), None, None
 
 
@@ -156,9 +152,8 @@ def jensen_shannon(logits: Tensor, target_logits: Tensor, beta: float) -> Tensor
     log_q, log_p = _log_softmax(logits), _log_softmax(target_logits)
     weights = log_p.new_tensor([beta, 1.0 - beta]).log()
     log_m = torch.logaddexp(log_p + weights[0], log_q + weights[1])
-    return beta * (log_p.exp() * (log_p - log_m)).sum(-1) + (1.0 - beta) * (
-        log_q.exp() * (log_q - log_m)
-    ).sum(-1)
+    from_p, from_q = ((log.exp() * (log - log_m)).sum(-1) for log in (log_p, log_q))
+    return beta * from_p + (1.0 - beta) * from_q
 
 
 @full_precision
@@ -233,21 +228,24 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Sum over the first dimension of `values` [M, ...] where `mask` is True; masked entries may
     hold anything.
     """
-    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(
-        0
-    )
+    return torch.where(mask, values, values.new_zeros(())).sum(0)
 
 
 def depth_metrics(
     losses: Tensor, correct: Tensor, counts: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Metrics "loss/depthK" and "accuracy/depthK" as (sum, count), from sums per depth [K] each."""
-    metrics = {}
-    for index in range(counts.shape[0]):
-        count = counts[index].detach()
-        metrics[f"loss/depth{index + 1}"] = (losses[index].detach(), count)
-        metrics[f"accuracy/depth{index + 1}"] = (correct[index].detach(), count)
+    metrics, sums = {}, zip(losses.detach(), correct.detach(), counts.detach(), strict=True)
+    for depth, (loss, right, count) in enumerate(sums, start=1):
+        metrics[f"loss/depth{depth}"] = loss, count
+        metrics[f"accuracy/depth{depth}"] = right, count
     return metrics
+
+
+def weighted_output(weights: Tensor, losses: Tensor, correct: Tensor, counts: Tensor) -> LossOutput:
+    """The loss of sums per depth [K] each, with a weight per depth [K], and `depth_metrics`."""
+    total = (weights.to(losses) * losses).sum()
+    return LossOutput(total, depth_metrics(losses, correct, counts))
 
 
 def supervised_states(batch: TrainBatch, steps: int) -> Tensor:

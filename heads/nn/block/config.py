@@ -19,11 +19,12 @@ from heads.api.config import (
     config,
 )
 from heads.nn.block.losses import Objective, Weighting
+from heads.nn.feature.base import SizeConfig
 
 
 @config("head")
 @dataclass(frozen=True)
-class Config:
+class Config(SizeConfig):
     """Configuration of a block drafter. Sizes of 0 are taken from the target."""
 
     block_size: AtLeastTwo = 8
@@ -43,14 +44,6 @@ class Config:
     layer_fusion: bool = False
     """A mixture of the taps of its own, and separate projections of it, for every draft layer
     (DFlare)."""
-    num_attention_heads: int = 0
-    """Query heads."""
-    num_key_value_heads: int = 0
-    """Key/value heads; must divide the query heads."""
-    head_dim: int = 0
-    """Size of a head (even)."""
-    intermediate_size: int = 0
-    """Width of the MLPs."""
     start_from: Literal["auto", "target", "random"] = "auto"
     """Where the layers begin: target (from layers of it, refused where they do not fit), random, or
     auto (from the target where its layers are Llama-like and of the same sizes).

@@ -51,14 +51,9 @@ def build_part(given: Mapping[str, Any], info: TargetInfo) -> CascadePart:
         TargetInfo.from_dict(content["target"]).require_same(info)
         name, settings = str(content["kind"]), dict(content["config"])
     else:
-        name, settings = (
-            str(given["kind"]),
-            {key: value for key, value in given.items() if key != "kind"},
-        )
-    kind = get_kind(name)
-    drafter = kind.drafter_class(
-        build_config(name, {k: _frozen(v) for k, v in settings.items()}), info
-    )
+        name, settings = str(given["kind"]), {k: v for k, v in given.items() if k != "kind"}
+    config = build_config(name, {key: _frozen(value) for key, value in settings.items()})
+    drafter = get_kind(name).drafter_class(config, info)
     return CascadePart(drafter, {"kind": name, **vars(drafter.config)}, folder)
 
 
@@ -69,19 +64,8 @@ def _frozen(value: Any) -> Any:
 
 def modules_of(parts: list[CascadePart]) -> nn.ModuleDict:
     """The parts that have tensors, by their number."""
-    return nn.ModuleDict(
-        {
-            str(i): part.drafter
-            for i, part in enumerate(parts)
-            if isinstance(part.drafter, nn.Module)
-        }
-    )
-
-
-def bind_part(part: CascadePart, weights: TargetWeights) -> None:
-    """`TrainableDrafter.bind`, where the part has it."""
-    if isinstance(part.drafter, TrainableDrafter):
-        part.drafter.bind(weights)
+    drafters = ((str(i), part.drafter) for i, part in enumerate(parts))
+    return nn.ModuleDict({i: each for i, each in drafters if isinstance(each, nn.Module)})
 
 
 def initialise_part(part: CascadePart, weights: TargetWeights, generator: torch.Generator) -> None:

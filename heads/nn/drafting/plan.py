@@ -15,7 +15,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from heads.api.drafter import TargetStates
 from heads.api.tree import DraftShape, DynamicShape, Level, TokenTree
 
 
@@ -169,13 +168,3 @@ class PlanCache:
         if self._plan is None or self._shape is not shape:
             self._shape, self._plan = shape, make_plan(shape)
         return self._plan
-
-
-def last_valid(states: TargetStates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What follows from a run of states: (rows [B], last [B], root token [B], root position [B]).
-
-    `values[rows, last]` reads each row's last valid entry.
-    """
-    last = states.lengths - 1
-    rows = torch.arange(last.shape[0], device=last.device)
-    return rows, last, states.next_tokens[rows, last], states.positions[rows, last] + 1

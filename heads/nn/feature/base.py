@@ -8,16 +8,18 @@ Legend: B rows, T positions, M selected states, K steps, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
+from heads.api.config import config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
+from heads.api.tree import DraftShape
 from heads.nn import init, losses
 from heads.nn.blocks import LayerShape
 from heads.nn.drafting.plan import PlanCache
@@ -29,27 +31,41 @@ whether it counts (bool, broadcast over [K, M]), and whether the drafted token i
 """
 
 
+@config("head")
+@dataclass(frozen=True)
+class SizeConfig:
+    """Sizes of a drafter's layer; those of 0 are taken from the target."""
+
+    num_attention_heads: int = 0
+    """Query heads."""
+    num_key_value_heads: int = 0
+    """Key/value heads; must divide the query heads."""
+    head_dim: int = 0
+    """Size of a head (even)."""
+    intermediate_size: int = 0
+    """Width of the MLP."""
+
+
+@config("head")
+@dataclass(frozen=True)
+class LayerConfig(SizeConfig):
+    """A layer that may start as a copy."""
+
+    from_target_layer: int = -1
+    """Start from this layer of the target (0-based); it must be Llama-like and of the same sizes.
+    -1: random."""
+
+
 class FeatureDrafter(TrainableDrafter):
     """Base of the kinds that read the target's states and its embedding."""
 
     def __init__(self, config: Any, info: TargetInfo) -> None:
         super().__init__(config, info)
-        self.target: TargetWeights | None = None
         self.plans = PlanCache()
 
-    def bind(self, weights: TargetWeights) -> None:
-        """Remember the target's embedding and LM head, which are shared and frozen."""
-        self.target = weights
-
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """The target's embeddings [..., H] of tokens [...]."""
-        assert self.target is not None, "bind was not called"
-        return F.embedding(tokens, self.target.embedding).to(dtype)
-
-    def target_logits(self, states: Tensor) -> Tensor:
-        """The target's frozen LM head on states [..., H] -> [..., V]."""
-        assert self.target is not None, "bind was not called"
-        return self.target.logits(states.to(self.target.lm_head.dtype))
+        """Embeddings [..., H] of tokens [...]: the target's, shared and frozen."""
+        return self.target.embed(tokens, dtype)
 
     def copy_final_norm(self, weight: Tensor, weights: TargetWeights) -> None:
         """Start a final norm from the target's, where it has one under Hugging Face's usual
@@ -76,17 +92,22 @@ class FeatureDrafter(TrainableDrafter):
             init.copy(parameter, value)
 
 
+def require_heads(drafter: TrainableDrafter, tree: DraftShape) -> None:
+    """Raise `UserError` when `tree` is deeper than a drafter of one head per depth has heads."""
+    heads = drafter.config.num_heads
+    if tree.max_depth > heads:
+        raise UserError(
+            f"a {drafter.kind} drafter of {heads} heads cannot draft {tree.max_depth} tokens. Set "
+            f"decode.depth to {heads} or less, or train with head.num_heads={tree.max_depth}."
+        )
+
+
 def layer_shape(config: Any, info: TargetInfo) -> LayerShape:
-    """Sizes of a drafter's layer from a configuration whose sizes of 0 mean the target's."""
-    return LayerShape(
-        info.hidden_size,
-        config.num_attention_heads or info.num_attention_heads,
-        config.num_key_value_heads or info.num_key_value_heads,
-        config.head_dim or info.head_dim,
-        config.intermediate_size or info.intermediate_size,
-        info.rms_norm_eps,
-        qk_norm=getattr(config, "qk_norm", False),
-    )
+    """Sizes of a drafter's layer by its configuration, the target's where that says 0 or
+    nothing."""
+    names = [item.name for item in fields(LayerShape) if item.default is MISSING]
+    sizes = {name: getattr(config, name, 0) or getattr(info, name) for name in names}
+    return LayerShape(**sizes, qk_norm=getattr(config, "qk_norm", False))
 
 
 def layer_weights(layer: nn.Module, *parts: str) -> dict[str, Tensor]:
@@ -135,8 +156,8 @@ def sum_by_state(
 
     depths = torch.arange(1, places.shape[0] + 1, device=places.device)[:, None]
     rows = wanted.any(1).nonzero().squeeze(1)
-    per_step, correct, counts = losses.sum_over_rows(part, rows, columns)
-    return per_step, correct, counts
+    total, correct, counts = losses.sum_over_rows(part, rows, columns)
+    return total, correct, counts
 
 
 def unrolled_loss(
@@ -155,13 +176,20 @@ def unrolled_loss(
     steps = len(unrolled)
     wanted = losses.supervised_states(batch, steps)
     places = step_places(steps, wanted.shape[0], wanted.device)
-    flat = torch.cat([output.flatten(0, 1) for output in unrolled])
-    per_step, correct, counts = sum_by_state(
-        batch, flat, places, wanted, max(steps * columns, taught), judge
+    flat, widest = (
+        torch.cat([each.flatten(0, 1) for each in unrolled]),
+        max(steps * columns, taught),
     )
-    return LossOutput(
-        (weights.to(per_step) * per_step).sum(), losses.depth_metrics(per_step, correct, counts)
-    )
+    sums = sum_by_state(batch, flat, places, wanted, widest, judge)
+    return losses.weighted_output(weights, *sums)
+
+
+def add_noise(states: Tensor, batch: TrainBatch, size: float) -> Tensor:
+    """States [B, T, H] with noise from U(-size, size), drawn row by row from the batch's seeds."""
+    if size == 0:
+        return states
+    drawn = [torch.rand(states.shape[1:], generator=each) for each in batch.generators()]
+    return states + (2 * torch.stack(drawn) - 1).mul_(size).to(states)
 
 
 @torch.no_grad()

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from heads.api.batch import TrainBatch
 from heads.nn import attention, losses
@@ -128,15 +127,8 @@ def anchored_attention(
     values = torch.stack(own_values, 3)  # [B, M, g, j, D]
     chunk = max(1, attention.CHUNK_ELEMENTS // (batch * heads * length))
 
-    def part(first: int) -> Tensor:
-        span = slice(first, min(first + chunk, rows))
-        return attention.chained_rows(
-            grouped[:, span], own[:, span], values[:, span], key, value, visible[:, :, span]
-        )
+    def part(span: slice) -> Tensor:
+        own_parts = grouped[:, span], own[:, span], values[:, span]
+        return attention.chained_rows(*own_parts, key, value, visible[:, :, span])
 
-    if chunk >= rows:
-        return part(0).flatten(2)
-    pieces: list[Tensor] = [
-        checkpoint(part, first, use_reentrant=False) for first in range(0, rows, chunk)
-    ]
-    return torch.cat(pieces, 1).flatten(2)
+    return attention.in_chunks(part, rows, chunk).flatten(2)

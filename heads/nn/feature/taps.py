@@ -11,20 +11,26 @@ vocabulary, n taps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.api.batch import TrainBatch
-from heads.api.config import config
+from heads.api.config import UnitInterval, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec, default_taps
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init, losses, vocab
 from heads.nn.blocks import Attention, FusingLayer, RMSNorm, initialise_blocks
-from heads.nn.feature.base import FeatureDrafter, next_tokens, probabilities_of, teacher_logits
+from heads.nn.feature.base import (
+    FeatureDrafter,
+    SizeConfig,
+    next_tokens,
+    probabilities_of,
+    teacher_logits,
+)
 
 
 @torch.no_grad()
@@ -39,8 +45,8 @@ def look_at_itself(attn: Attention) -> None:
 
 @config("head")
 @dataclass(frozen=True)
-class TapConfig:
-    """Which layers of the target a drafter reads, and how they are normalised."""
+class TapConfig(SizeConfig):
+    """What of the target a drafter reads and drafts. Sizes of 0 are taken from the target."""
 
     taps: tuple[int, ...] = ()
     """Layers of the target that are read, ascending; empty: 2, n//2 and n-3."""
@@ -53,6 +59,12 @@ class TapConfig:
     """Let the layer's residual stream begin with the normalised feature (vLLM alone runs that)."""
     qk_norm: bool = False
     """RMSNorm on every query and key head, as in Qwen3."""
+    draft_vocab_size: int = 0
+    """Tokens that can be drafted, the most frequent ones of the training data; 0: the whole
+    vocabulary."""
+    hard_label_weight: UnitInterval = 0.0
+    """Share of the loss taken against the sampled token instead of the target's distribution (0 to
+    1)."""
 
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.tap_norm:
@@ -64,15 +76,13 @@ class TapConfig:
 class TapDrafter(FeatureDrafter):
     """Base of the kinds that fuse taps and draft through an LM head of their own.
 
-    The configuration has `taps`, `tap_norm`, `norm_before_fc`, `norm_before_residual`,
-    `draft_vocab_size`, `hard_label_weight`. A kind hands its own `layers` by name; they stand
-    between the fusion and the final norm.
+    A kind hands its own `layers` by name; they stand between the fusion and the final norm.
     """
 
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(self, config: Any, info: TargetInfo, layers: dict[str, nn.Module]) -> None:
+    def __init__(self, config: TapConfig, info: TargetInfo, layers: dict[str, nn.Module]) -> None:
         super().__init__(config, info)
         self.needs = FeatureSpec(
             config.taps or default_taps(info.num_layers), last_hidden=True, logits=True
@@ -81,9 +91,8 @@ class TapDrafter(FeatureDrafter):
         hidden, taps = info.hidden_size, len(self.needs.taps)
         norms = [RMSNorm(hidden, info.rms_norm_eps) for _ in range(taps if config.tap_norm else 0)]
         self.fc_norm = nn.ModuleList(norms)
-        self.input_norm = (
-            RMSNorm(taps * hidden, info.rms_norm_eps) if config.norm_before_fc else None
-        )
+        joined = RMSNorm(taps * hidden, info.rms_norm_eps) if config.norm_before_fc else None
+        self.input_norm = joined
         self.fc = nn.Linear(taps * hidden, hidden, bias=False)
         for name, layer in layers.items():
             self.add_module(name, layer)
@@ -188,7 +197,5 @@ class TapDrafter(FeatureDrafter):
         known = torch.ones_like(labels, dtype=torch.bool)
         if self.reduced:
             known, labels = self.t2d[labels], (self.t2d.cumsum(0) - 1).clamp(min=0)[labels]
-        values = losses.cross_entropy(logits.flatten(0, 1), labels.repeat(logits.shape[0])).view(
-            logits.shape[:2]
-        )
-        return torch.where(known, values, values.new_zeros(()))
+        values = losses.cross_entropy(logits.flatten(0, 1), labels.repeat(logits.shape[0]))
+        return torch.where(known, values.view(logits.shape[:2]), values.new_zeros(()))

@@ -7,7 +7,7 @@ Legend: D head size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from heads.api.config import PositiveInt, config
 from heads.api.errors import UserError
 from heads.api.target_info import Rotary, TargetInfo
 from heads.nn.blocks import LayerShape
+from heads.nn.feature import base
 
 QK_NORM_FAMILIES, BIAS_FAMILIES = ("qwen3",), ("qwen2",)
 """Model types whose attention has norms of queries and keys, or biases."""
@@ -99,15 +100,11 @@ def layer_shape(config: NetworkConfig, info: TargetInfo) -> LayerShape:
     """Sizes of the drafter's layers; what is not given follows the target."""
     eps = config.rms_norm_eps or info.rms_norm_eps
     if config.from_target_layers:
-        return LayerShape(
-            info.hidden_size,
-            info.num_attention_heads,
-            info.num_key_value_heads,
-            info.head_dim,
-            info.intermediate_size,
-            eps,
-            config.qk_norm or info.model_type in QK_NORM_FAMILIES,
-            config.attention_bias or info.model_type in BIAS_FAMILIES,
+        return replace(
+            base.layer_shape(None, info),
+            rms_norm_eps=eps,
+            qk_norm=config.qk_norm or info.model_type in QK_NORM_FAMILIES,
+            attention_bias=config.attention_bias or info.model_type in BIAS_FAMILIES,
         )
     hidden = config.hidden_size or info.hidden_size
     head_dim = config.head_dim or info.head_dim

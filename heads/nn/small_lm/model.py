@@ -11,8 +11,7 @@ of a run, P tokens run together, Q of them whose outputs are wanted, g key/value
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,37 +24,14 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init
-from heads.nn.attention import (
-    CachePlace,
-    Memory,
-    additive,
-    cache_attention,
-    packed_mask,
-    sequence_attention,
-    write_cache,
-)
+from heads.nn.attention import CachePlace, Memory, additive, packed_mask, sequence_attention
 from heads.nn.blocks import DecoderLayer, LayerShape, RMSNorm, initialise_blocks
 from heads.nn.drafting.growth import grow
-from heads.nn.drafting.plan import Plan, PlanCache, last_valid
+from heads.nn.drafting.plan import Plan, PlanCache
+from heads.nn.drafting.state import Cached as State
 from heads.nn.rope import Rope, Rotation, look_up
 from heads.nn.small_lm.config import NetworkConfig, layer_shape, scaled_frequencies
 from heads.nn.small_lm.source import copy_target_layers, fill_from, resolve
-
-
-@dataclass
-class State:
-    """keys, values: per layer [B, S, g, D], slot = position, the root included, behind it room for
-    drafted nodes. output [B, Q, H]: the normalised state at the root, which predicts its children,
-    and those of mask tokens behind it if the kind has some. root, root_position [B] int64.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    output: Tensor
-    root: Tensor
-    root_position: Tensor
-    plan: Plan
-    behind_root: ClassVar[tuple[str, ...]] = ("keys", "values")  # what a cascade need not put back
 
 
 class Backbone(nn.Module):
@@ -93,13 +69,12 @@ class SmallLM(TrainableDrafter):
             self._rope.follow(
                 scaled_frequencies(self._rope.theta, self.shape.head_dim, config.rope_scaling)
             )
-        self._target: TargetWeights | None = None
         self._plans = PlanCache()
         unset_parameters(self)
 
     def bind(self, weights: TargetWeights) -> None:
-        """Remember the target's embedding and LM head; copied layers rotate as the target's do."""
-        self._target = weights
+        """See `TrainableDrafter`; copied layers rotate as the target's do."""
+        super().bind(weights)
         if self.config.from_target_layers:
             self._rope.follow(weights.rotary)
 
@@ -109,15 +84,13 @@ class SmallLM(TrainableDrafter):
         """
         if self.source is not None:
             fill_from(self, self.source, self.info)
-            return
-        if self.config.from_target_layers:
+        elif self.config.from_target_layers:
             copy_target_layers(self, self.config.from_target_layers, self.info, weights)
-            return
-        initialise_blocks(self, generator)
-        if self.model.embed_tokens is not None:
-            init.normal(
-                self.model.embed_tokens.weight, 1.0 if self.lm_head is not None else 0.02, generator
-            )
+        else:
+            initialise_blocks(self, generator)
+            if self.model.embed_tokens is not None:
+                std = 0.02 if self.lm_head is None else 1.0
+                init.normal(self.model.embed_tokens.weight, std, generator)
 
     # The network
 
@@ -126,8 +99,7 @@ class SmallLM(TrainableDrafter):
         if self.model.embed_tokens is not None:
             out: Tensor = self.model.embed_tokens(tokens)
             return out
-        assert self._target is not None, "bind was not called"
-        return F.embedding(tokens, self._target.embedding).to(self.model.norm.weight.dtype)
+        return self.target.embed(tokens, self.model.norm.weight.dtype)
 
     def logits(self, states: Tensor) -> Tensor:
         """Normalised states [..., H] -> logits [..., V]."""
@@ -136,8 +108,7 @@ class SmallLM(TrainableDrafter):
             return out
         if self.model.embed_tokens is not None:
             return F.linear(states, self.model.embed_tokens.weight)
-        assert self._target is not None, "bind was not called"
-        return self._target.logits(states.to(self._target.lm_head.dtype))
+        return self.target.project(states)
 
     def sequence(self, batch: TrainBatch) -> Tensor:
         """Normalised states [B, T, H] of packed sequences; the one at t predicts token t+1."""
@@ -159,23 +130,17 @@ class SmallLM(TrainableDrafter):
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""
-        batch, width = seen.tokens.shape
-        weight, shape, plan = self.model.norm.weight, self.shape, self._plans.of(tree)
+        (batch, width), plan = seen.tokens.shape, self._plans.of(tree)
         slots = max(capacity, width) + plan.room + 2
-        cache = (batch, slots, shape.num_key_value_heads, shape.head_dim)
-        state = State(
-            keys=[weight.new_zeros(cache) for _ in self.model.layers],
-            values=[weight.new_zeros(cache) for _ in self.model.layers],
-            output=weight.new_zeros(batch, self.outputs(plan), shape.hidden_size),
-            root=seen.tokens.new_zeros(batch),
-            root_position=seen.tokens.new_zeros(batch),
-            plan=plan,
-        )
+        layers = cast(list[DecoderLayer], list(self.model.layers))
+        caches = [layer.self_attn.new_cache(batch, slots) for layer in layers]
+        output = caches[0].new_zeros(batch, self.outputs(plan), self.shape.hidden_size)
         tokens = torch.cat([seen.tokens[:, :1], seen.next_tokens], 1)
+        state = State.empty(seen, plan, output, caches)
         return self.absorb(state, seen, tokens, seen.positions[:, :1])
 
     def outputs(self, plan: Plan) -> int:
-        """Outputs that a state keeps per row (Q): the root's alone."""
+        """Outputs [B, Q, H] that a state keeps per row: the normalised state at the root alone."""
         return 1
 
     def commit(self, state: State, accepted: TargetStates) -> State:
@@ -191,11 +156,9 @@ class SmallLM(TrainableDrafter):
         Padded tokens are written behind the root, where later ones overwrite them before anything
         sees them.
         """
-        _, _, root, root_position = last_valid(run)
+        state.advance(run)
         slots = first + torch.arange(tokens.shape[1], device=tokens.device)
-        state.output.copy_(self.run(state, tokens, slots, root_position[:, None] - first))
-        state.root.copy_(root)
-        state.root_position.copy_(root_position)
+        state.output.copy_(self.run(state, tokens, slots, state.root_position[:, None] - first))
         return state
 
     def run(
@@ -207,7 +170,7 @@ class SmallLM(TrainableDrafter):
         """
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         rotation = look_up(self._table(state), slots)
-        places = torch.arange(state.keys[0].shape[1], device=tokens.device)
+        places = torch.arange(state.slots, device=tokens.device)
         states, count = self.embed(tokens), len(self.model.layers)
         only = None if wanted is None else (rows, wanted)
         if only is None or count > 1:
@@ -237,45 +200,27 @@ class SmallLM(TrainableDrafter):
         """
         layer = cast(DecoderLayer, self.model.layers[index])
         normed = layer.input_layernorm(states)
-        key, value = layer.self_attn.key_value(normed, rotation)
-        write_cache(state.keys[index], rows, slots, key)
-        write_cache(state.values[index], rows, slots, value)
+        state.store(index, rows, slots, *layer.self_attn.key_value(normed, rotation))
         if only is not None:
-            states, normed, rotation = (
-                states[only],
-                normed[only],
-                (rotation[0][only], rotation[1][only]),
-            )
-        attended = cache_attention(
-            layer.self_attn.query(normed, rotation), state.keys[index], state.values[index], mask
-        )
-        return layer.finish(states, attended)
+            states, normed = states[only], normed[only]
+            rotation = rotation[0][only], rotation[1][only]
+        query = layer.self_attn.query(normed, rotation)
+        return layer.finish(states, state.attend(index, query, mask))
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """Grow the tree level by level from the root's output; see the protocol."""
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
-        memory = Memory(state.root_position + 1, self._table(state), state.keys[0].shape[1])
+        memory = Memory(state.root_position + 1, self._table(state), state.slots)
 
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
             states = self.embed(tokens)
+            at = place.rotation, rows, place.slots, place.mask
             for index in range(len(self.model.layers)):
-                states = self._layer(
-                    state, index, states, place.rotation, rows, place.slots, place.mask
-                )
+                states = self._layer(state, index, states, *at)
             states = self.model.norm(states)
             return self.logits(states), states
 
-        logits = self.logits(state.output)
-        return grow(
-            state.plan,
-            state.root,
-            state.root_position,
-            logits,
-            state.output,
-            step,
-            noise,
-            memory=memory,
-        )
+        return grow(state, self.logits(state.output), state.output, step, noise, memory=memory)
 
     def root_logits(self, state: State) -> Tensor:
         """Logits [B, V] of the token after the root; see `Reader`."""
@@ -286,9 +231,8 @@ class SmallLM(TrainableDrafter):
         -> logits [B, W, V]; see `Reader`.
         """
         first = (state.root_position + 1 + offset)[:, None]
-        return self.logits(
-            self.run(state, tokens, first + torch.arange(tokens.shape[1], device=tokens.device))
-        )
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.logits(self.run(state, tokens, first + places))
 
     def _table(self, state: State) -> Tensor:
-        return self._rope.table(state.keys[0].shape[1], state.keys[0].device, state.keys[0].dtype)
+        return self._rope.table(state.slots, state.keys[0].device, state.keys[0].dtype)
