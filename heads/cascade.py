@@ -68,8 +68,7 @@ class Config:
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What each part is asked to fill. speed_up: `tree` is what the cascade fills, in at most
-    `rounds` rounds. Shared between the rows of a batch.
-    """
+    `rounds` rounds. Shared between the rows of a batch."""
 
     shapes: list[DraftShape]
     tree: TreePlan | None = None
@@ -81,8 +80,7 @@ class Plan:
 class State:
     """The parts' states; root, root_position [B] int64. drafted, passes [B] int64: live tokens that
     were drafted and passes of the upper level that this took since prefill (speed_up), for those
-    who measure what the lower level saves.
-    """
+    who measure what the lower level saves."""
 
     parts: list[Any]
     root: Tensor
@@ -204,8 +202,7 @@ class Drafter(TrainableDrafter):
         return Plan([lower, upper], TreePlan.of(shape), rounds)
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Draft; see the protocol. speed_up gives the upper level's own chain as far as it got
-        (`Proposal.limit`)."""
+        """See the protocol. speed_up gives the upper level's own chain as far as it got."""
         if state.plan.tree is None:
             return self._joined(state, noise)
         plan, (lower, upper) = state.plan.tree, self.drafters

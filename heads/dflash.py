@@ -53,8 +53,7 @@ from heads.nn.rope import look_up
 class Taught:
     """What the depths of M blocks are to say. labels, parents [M, K] int64: the token at each depth
     and the one before it; states_at [M, K] int64: the flat position whose state the target draws it
-    from; mask [M, K] bool: supervised; scale [M].
-    """
+    from; mask [M, K] bool: supervised; scale [M]."""
 
     labels: Tensor
     parents: Tensor
@@ -91,8 +90,7 @@ class Drafter(BlockModel):
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """The weighted objective over blocks behind places drawn from every row, scaled to all
-        places."""
+        """The weighted objective over blocks drawn from every row, scaled to all places."""
         config: Config = self.config
         # the root is part of the answer, and so is what follows
         eligible = batch.supervised(1) & batch.supervised(2)
@@ -122,8 +120,7 @@ class Drafter(BlockModel):
         return self._contexts(batch.taps, self._rope.at(batch.positions, self.norm.weight.dtype))
 
     def _chunk(self, batch: TrainBatch, depths: int) -> int:
-        """Blocks per row that are run at once, so that neither logits nor attention scores grow too
-        large."""
+        """Blocks per row that are run at once, so that logits and attention scores stay small."""
         rows, length = batch.tokens.shape
         slots = self.config.block_size
         scores = self.shape.num_attention_heads * slots * (length + slots)
@@ -290,8 +287,7 @@ class Drafter(BlockModel):
         return self._depths(self._run(inputs, look_up(self._table(state), places), attends), depth)
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """One pass, then the tree: at once where slots are independent, level by level where they
-        are not."""
+        """One pass, then the tree: at once for independent slots, else level by level."""
         given, normed, base = self._given(self._draft(state, state.plan.max_depth))
         if self.config.dependency == "none":
             assert base is not None
@@ -303,8 +299,7 @@ class Drafter(BlockModel):
         return proposal
 
     def _grow(self, state: State, base: Tensor | None, given: Tensor, noise: Noise) -> Proposal:
-        """Along every path: the carry of a node's children follows from its own token and the carry
-        before it."""
+        """Along every path: a node's children continue from its token and the carry before it."""
         rule, depth = self.dependency, 0
 
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:

@@ -61,13 +61,11 @@ class Config(LayerConfig):
     logit_weight: NonNegativeFloat = 0.1
     """Weight of the cross entropy against the target's distribution (>= 0)."""
     top_k_weight: NonNegativeFloat = 0.0
-    """Weight of the cross entropy over the target's `top_k` most likely tokens alone (>= 0; HASS:
-    1)."""
+    """Weight of the cross entropy over the target's `top_k` likeliest tokens (>= 0; HASS: 1)."""
     top_k: PositiveInt = 10
     """How many tokens that loss looks at (>= 1)."""
     fc_bias: bool = False
-    """A bias on the projection of token and feature, as the authors' checkpoints have it (vLLM runs
-    none)."""
+    """Bias on the projection of token and feature, as published (vLLM runs none)."""
     noise: NonNegativeFloat = 0.1
     """Features read in training get noise from U(-noise, noise) (>= 0)."""
 
@@ -81,8 +79,7 @@ class Config(LayerConfig):
 
 
 class Layer(nn.Module):
-    """The decoder layer without a norm before its attention: its input is the fused vector
-    itself."""
+    """The decoder layer without a norm before its attention, which reads the fused vector."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -114,8 +111,7 @@ class Drafter(ChainDrafter):
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """A random layer, or one of the target's. The fused vector starts as the feature with a
         little of both inputs, the embedding being brought to the size of one first: embeddings are
-        many times smaller than features, and no norm stands between them here.
-        """
+        many times smaller than features, and no norm stands between them here."""
         initialise_blocks(self, generator)
         hidden = self.info.hidden_size
         size = weights.embedding.float().square().mean().sqrt().clamp(min=1e-6)
@@ -153,8 +149,7 @@ class Drafter(ChainDrafter):
         return self._layer.finish(residual, attended)
 
     def emit(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The output is a feature: the LM head and the next step read it as they read the
-        target's."""
+        """The output is a feature, for the LM head and for the next step."""
         return output, output
 
     # Training
@@ -172,8 +167,7 @@ class Drafter(ChainDrafter):
     def _judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss and correctness [K, M] of drafted features [K, M, H] of the target's states [M]; see
-        `Judge`."""
+        """Loss and correctness [K, M] of drafted features [K, M, H] of states [M]; see `Judge`."""
         config: Config = self.config
         logits = self.logits(outputs)  # [K, M, V]
         wanted = teacher_logits(batch, states_at)

@@ -41,11 +41,9 @@ class Config(TapConfig, LayerConfig):
     """Configuration of EAGLE-3. Sizes of 0 are taken from the target."""
 
     post_norm_recurrence: bool = True
-    """Feed the normalised output into the next drafted step (EAGLE-3.1); otherwise the residual
-    stream."""
+    """Feed the normalised output to the next step (EAGLE-3.1), not the residual stream."""
     ttt_steps: PositiveInt = 5
-    """Steps unrolled in training, i.e. the deepest token that is trained for (7 in EAGLE-3, 4 in
-    3.1)."""
+    """Steps unrolled in training: the deepest token trained for (7 in EAGLE-3, 4 in 3.1)."""
     decay: Fraction = 0.8
     """Step k (1-based) weighs decay^(k-1) in the loss (0 < decay <= 1)."""
 
@@ -65,8 +63,7 @@ class Drafter(TapDrafter, ChainDrafter):
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """See `TapDrafter`; with `from_target_layer`, the half of the attention that reads the
-        feature, the MLP and their norms come from that layer of the target.
-        """
+        feature, the MLP and their norms come from that layer of the target."""
         super().initialise(weights, generator)
         look_at_itself(self.attention)
         if self.config.from_target_layer >= 0:
@@ -100,8 +97,7 @@ class Drafter(TapDrafter, ChainDrafter):
         return self.midlayer.finish(residual, attended)
 
     def emit(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised output for the LM head; the next step reads that too (3.1) or the residual
-        stream."""
+        """The normalised output for the LM head; the next step's input by configuration."""
         normed = self.norm(output)
         return normed, normed if self.config.post_norm_recurrence else output
 

@@ -47,8 +47,7 @@ class Config:
     """Configuration of an early exit. Layers are numbered from 0."""
 
     exit_layer: NonNegativeInt = 0
-    """Keep the first so many layers; 0, when neither `layers` nor `skip_ratio` is given: half of
-    them."""
+    """Keep the first so many layers; 0 without `layers` and `skip_ratio`: half of them."""
     layers: tuple[int, ...] = ()
     """Keep exactly these layers instead (ascending); what `python -m scripts.tools.search_layers`
     finds."""
@@ -66,8 +65,7 @@ class Config:
     """Start the adapter from this layer of the target (0-based, for instance the last one; Llama or
     Mistral); -1: random."""
     hard_label_weight: UnitInterval = 0.0
-    """Share of the loss taken against the answer's token instead of the target's distribution (0 to
-    1)."""
+    """Share of the loss taken against the answer's token, not the target's distribution."""
 
     def __post_init__(self) -> None:
         if bool(self.exit_layer) + bool(self.layers) + bool(self.skip_ratio) > 1:
@@ -90,8 +88,7 @@ class Config:
 
 
 def kept_layers(config: Config, info: TargetInfo) -> tuple[KeptLayer, ...]:
-    """The layers that a configuration keeps of a target; raises `UserError` for ones that make no
-    sense."""
+    """The target's layers that a configuration keeps; raises `UserError` for senseless ones."""
     every = info.num_layers
     layers = config.layers or tuple(range(config.exit_layer or max(1, every // 2)))
     if config.skip_ratio:
@@ -189,8 +186,7 @@ class Drafter(SelfDrafter):
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """A random adapter that adds little to the exit's state at first, so that training starts
-        from the plain exit; or a copy of one of the target's layers.
-        """
+        from the plain exit; or a copy of one of the target's layers."""
         initialise_blocks(self, generator)
         if self.adapter is None or self.norm is None:
             return
@@ -275,8 +271,7 @@ class Drafter(SelfDrafter):
         return LossOutput(total.sum(), losses.depth_metrics(total, correct, counts))
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Depth k at t is the exit's prediction from token t+k [B, T, V]; entries past the end mean
-        nothing."""
+        """Depth k at t is the exit's prediction from token t+k [B, T, V]; none past the end."""
         if not self.whole:
             return super().train_logits(batch, depth)
         logits = self._logits(self._sequence(batch))

@@ -64,8 +64,7 @@ class Config:
     """RMSNorm the embeddings before the heads read them. They are often a hundred times smaller
     than the state beside them."""
     prefix_layer: bool = False
-    """Run the target's states through a decoder layer of one's own before the heads read them
-    (Hydra++)."""
+    """Run the target's states through an own decoder layer first (Hydra++)."""
     num_attention_heads: int = 0
     """Query heads of the prefix layer."""
     num_key_value_heads: int = 0
@@ -166,8 +165,7 @@ class Drafter(FeatureDrafter):
         unset_parameters(self)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Every head starts as the target's own next-token prediction; the prefix layer's outputs
-        start at zero."""
+        """Every head starts as the target's own prediction, the prefix layer at zero."""
         for k in range(1, self.config.num_heads + 1):
             self._head(k).initialise(weights.lm_head)
         if self.embedding_norm is not None:
@@ -220,8 +218,7 @@ class Drafter(FeatureDrafter):
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over heads k of decay^k times the cross entropy of token t+k+1, over supervised
-        tokens."""
+        """Sum over heads k of decay^k times the cross entropy of supervised tokens t+k+1."""
         count, tokens = self.config.num_heads, batch.tokens.flatten()
         hidden = self._read_sequence(batch, noisy=True).flatten(0, 1)  # [B*T, H]
         wanted = batch.supervised_ahead(count)
@@ -252,8 +249,7 @@ class Drafter(FeatureDrafter):
     ) -> tuple[Tensor, Tensor]:
         """Losses [K, M] of logits [K, M, V] against the answer's tokens [K, M] and the target's
         distributions at `states_at` [K, M], and the tokens that count as right: the target's
-        likeliest where it is asked, else the answer's.
-        """
+        likeliest where it is asked, else the answer's."""
         flat, weight = logits.flatten(0, 1), self.config.hard_label_weight
         if weight == 1:
             return losses.cross_entropy(flat, labels.flatten()).view(labels.shape), labels
@@ -306,8 +302,7 @@ class Drafter(FeatureDrafter):
         return state
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Grow the draft level by level; what a node hands to its children is all that its own head
-        read."""
+        """Grow level by level; a node hands on all that its own head read."""
 
         def step(place: CachePlace, tokens: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
             read = torch.cat([read, self._tokens(tokens)], -1)  # [B, P, (k+1)H]

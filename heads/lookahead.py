@@ -55,8 +55,7 @@ class Config:
     """Configuration of lookahead decoding."""
 
     ngram: AtLeastTwo = 4
-    """Tokens of an n-gram, its first one included (>= 2): up to ngram - 1 tokens are accepted from
-    one."""
+    """Tokens of an n-gram (>= 2): up to ngram - 1 are accepted from one."""
     window: NonNegativeInt = 0
     """Columns of the window; 0: what fits the draft's shape."""
     guesses: NonNegativeInt = 0
@@ -64,8 +63,7 @@ class Config:
     pool: int = 1024
     """N-grams remembered per row, the oldest going first."""
     from_text: bool = True
-    """Whether n-grams of the prompt and of the answer go into the pool too, beside those of the
-    trajectories."""
+    """Whether n-grams of the text go into the pool too, beside those of trajectories."""
 
     def __post_init__(self) -> None:
         if self.pool < PROMPT_CHUNK:
@@ -154,8 +152,7 @@ class Drafter:
     # After a verification
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Collect n-grams from the trajectories and the text, and move the window on; see the
-        protocol."""
+        """Collect n-grams of trajectories and text, and move the window on; see the protocol."""
         verified = accepted.verified
         picks = None
         if verified is not None and verified.tree is state.layout.tree:
@@ -187,8 +184,7 @@ class Drafter:
         state.pool.add(grams, (grams >= 0).all(-1))
 
     def _collect_text(self, state: State, places: Tensor, valid: Tensor) -> None:
-        """Into the pool: the n-grams of the text that end at `places` [B, C], where `valid` [B,
-        C]."""
+        """Collect the n-grams of the text that end at `places` [B, C], where `valid` [B, C]."""
         # [B, C, n]
         slots = places[..., None] + torch.arange(1 - self.config.ngram, 1, device=places.device)
         grams = state.history.tokens.gather(1, slots.clamp(min=0).flatten(1)).view(*slots.shape)
@@ -196,8 +192,7 @@ class Drafter:
 
     def _move(self, state: State, accepted: Tensor, picks: Tensor | None) -> None:
         """The next window, in place: every level takes the one above it, the last the picks [B, W],
-        and columns move by `accepted` [B]. What is new on the right is drawn from the text.
-        """
+        and columns move by `accepted` [B]. What is new on the right is drawn from the text."""
         fresh = self._drawn(state)
         last = fresh[:, -1] if picks is None else picks
         above = torch.cat([state.window[:, 1:], last[:, None]], 1)
@@ -217,8 +212,7 @@ class Drafter:
 
 
 def lay_out(config: Config, shape: DraftShape, device: torch.device) -> Layout:
-    """The tree for a shape, see the module. Raises `UserError` when window and n-grams do not fit
-    into it."""
+    """The tree for a shape, see the module. Raises `UserError` when the parts do not fit."""
     if config.pool < shape.num_nodes:
         raise UserError(
             f"head.pool={config.pool} cannot take the n-grams of a draft of {shape.num_nodes} "

@@ -42,13 +42,11 @@ class Config:
     """Residual blocks per head, each with its own weights (>= 1)."""
     own_lm_head: bool = False
     """Give every head an LM head of its own, started from the target's (V * H weights each);
-    otherwise share the frozen one.
-    """
+    otherwise share the frozen one."""
     decay: Fraction = 0.8
     """Head k (1-based) weighs decay^k in the loss (0 < decay <= 1)."""
     soft_labels: bool = False
-    """Train on the target's distribution at the predicted position instead of the token it sampled
-    there."""
+    """Train on the target's distribution instead of the token it sampled."""
 
 
 @dataclass
@@ -95,8 +93,7 @@ class Drafter(FeatureDrafter):
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over heads k of decay^k times the cross entropy of token t+k+1, over supervised
-        tokens."""
+        """Sum over heads k of decay^k times the cross entropy of supervised tokens t+k+1."""
         assert batch.last_hidden is not None, "medusa needs the target's last hidden state"
         count, tokens = self.config.num_heads, batch.tokens.flatten()
         hidden, wanted = batch.last_hidden.flatten(0, 1), batch.supervised_ahead(count)
@@ -121,8 +118,7 @@ class Drafter(FeatureDrafter):
         self, logits: Tensor, labels: Tensor, states_at: Tensor, batch: TrainBatch
     ) -> Tensor:
         """[M, K, V] logits -> [M * K] losses against hard labels, or against the target's
-        distribution at `states_at` [M, K].
-        """
+        distribution at `states_at` [M, K]."""
         flat = logits.flatten(0, 1)
         if not self.config.soft_labels:
             return losses.cross_entropy(flat, labels.flatten())

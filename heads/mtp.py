@@ -57,8 +57,7 @@ class Config(LayerConfig):
     shared: bool = False
     """One block for all depths (FastMTP) instead of one per depth (DeepSeek-V3)."""
     depths: PositiveInt = 4
-    """Depths that are trained (>= 1). Own blocks draft no deeper; a shared one does, ever less
-    well."""
+    """Depths that are trained (>= 1). Own blocks draft no deeper; a shared one can."""
     beta: Fraction = 1.0
     """Depth k weighs beta^(k-1), normalised to sum to one (0 < beta <= 1)."""
     soft_labels: bool = True
@@ -125,8 +124,7 @@ class Drafter(ChainDrafter):
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """Random blocks or a layer of the target; a block's input starts as the state with a little
-        of both, its final norm as the target's.
-        """
+        of both, its final norm as the target's."""
         initialise_blocks(self, generator)
         for block in self.blocks:
             with torch.no_grad():
@@ -151,8 +149,7 @@ class Drafter(ChainDrafter):
         return last_hidden.to(self.blocks[0].fc.weight.dtype)
 
     def read(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T] and states [B, T, H] -> the attention's input and the residual stream [B,
-        T, H]."""
+        """Tokens [B, T], states [B, T, H] -> attention's input and residual stream [B, T, H]."""
         block = self.blocks[0]
         joined = block.join(self.embed(tokens, feature.dtype), feature)
         return block.layer.input_layernorm(joined), joined
@@ -169,8 +166,7 @@ class Drafter(ChainDrafter):
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over depths k of their share times the cross entropy of token t+k+1, over supervised
-        tokens."""
+        """Sum over depths k of their share times the cross entropy of supervised tokens t+k+1."""
         config: Config = self.config
         depths = torch.arange(config.depths, device=batch.tokens.device, dtype=torch.float32)
         weights = config.beta**depths
@@ -182,8 +178,7 @@ class Drafter(ChainDrafter):
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Cross entropy and correctness [D, M] of outputs [D, M, H] that predict from the target's
-        states [M]; see `Judge`.
-        """
+        states [M]; see `Judge`."""
         logits = self.logits(outputs)  # [D, M, V]
         if self.config.soft_labels:
             wanted = teacher_logits(batch, states_at)
@@ -205,8 +200,7 @@ class Drafter(ChainDrafter):
     # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> Any:
-        """State after prefill; raises `UserError` when the tree is deeper than there are own
-        blocks."""
+        """State after prefill; raises `UserError` for a tree deeper than the own blocks."""
         if not self.config.shared and tree.max_depth > self.config.depths:
             raise UserError(
                 f"an mtp drafter of {self.config.depths} blocks cannot draft {tree.max_depth} "

@@ -71,8 +71,7 @@ class Drafter:
         return State(History.start(seen, tree.max_depth, capacity), self._plan[1])
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Fill the rank-0 path of the tree with the continuation found; the other nodes repeat the
-        root."""
+        """Fill the rank-0 path with the continuation found; other nodes repeat the root."""
         drafted = self._continuation(state)  # [B, D + 1], the root first
         plan = state.plan
         tokens = drafted[:, plan.node_depth]
@@ -87,8 +86,7 @@ class Drafter:
 
     def _continuation(self, state: State) -> Tensor:
         """The root and the tokens that followed the best match [B, D + 1]; without a match the root
-        is repeated, which is now and then right where a repetition begins.
-        """
+        is repeated, which is now and then right where a repetition begins."""
         history, last = state.history.tokens, state.history.last
         slots = torch.arange(history.shape[1], device=history.device)
         run = slots < last  # a match must end before the newest token, so that something follows it

@@ -46,16 +46,13 @@ class Config(NetworkConfig, ObjectiveConfig):
     """Configuration of PARD. Sizes of 0 follow the target."""
 
     depth: AtLeastTwo = 8
-    """Tokens drafted per pass in training (K, at least 2). When it serves it may draft fewer or
-    more."""
+    """Tokens drafted per pass in training (K >= 2); serving may draft fewer or more."""
     keep: Fraction = 0.7
-    """Conditional drop: the share of places that have mask k is keep^k (0 < keep <= 1; 1 keeps all)
-    ..."""
+    """Conditional drop: the share of places with mask k is keep^k (0 < keep <= 1), ..."""
     keep_least: float = 0.2
     """... but at least this (0 to keep)."""
     pard_token: int = -1
-    """Id of the token that serves as mask; -1: the rarest token of the training data, the highest
-    id among equals."""
+    """Token that serves as mask; -1: the training data's rarest, the highest id of equals."""
 
     def __post_init__(self) -> None:
         ObjectiveConfig.__post_init__(self)
@@ -135,8 +132,7 @@ class Drafter(SmallLM):
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Depth 1 at t is the prediction from token t+1, depth k that of mask k-1 behind it [B, T,
-        V]; entries past the end mean nothing.
-        """
+        V]; entries past the end mean nothing."""
         length = batch.tokens.shape[1]
         outputs = self._outputs(batch, Masks.everywhere(batch.tokens, depth - 1))
         text, masks = outputs[:, :length], outputs[:, length:].unflatten(1, (length, depth - 1))

@@ -51,8 +51,7 @@ class Config(TapConfig):
     """An embedding of its own, trained, started from the target's (V * H weights), as the library
     `speculators` trains it."""
     num_layers: NonNegativeInt = 0
-    """Decoder layers (>= 0); 0: a quarter of the target's, at least 1 and at most 4 (4 in the
-    paper)."""
+    """Decoder layers; 0: a quarter of the target's, 1 to 4 (4 in the paper)."""
     depths: PositiveInt = 5
     """Depths that are trained (>= 1); deeper ones can be drafted, ever less well."""
     keep: Fraction = 0.7
@@ -107,8 +106,7 @@ class Drafter(TapDrafter):
         return self.mask_embedding.expand(shape), self.fuse(taps).expand(shape)
 
     def _read(self, index: int, embedded: Tensor, states: Tensor) -> Tensor:
-        """What layer `index` feeds its attention: states [B, T, H], and the embeddings in the first
-        layer."""
+        """What layer `index` feeds its attention: states [B, T, H], in the first embeddings too."""
         layer = self._layers[index]
         if isinstance(layer, FusingLayer):
             return layer.read(embedded, states)
@@ -121,8 +119,7 @@ class Drafter(TapDrafter):
     # Training
 
     def _parallel(self, batch: TrainBatch, anchors: Anchors) -> list[Tensor]:
-        """Normalised outputs of the true rows [B, T, H] and of the mask rows [B, size, H], depth by
-        depth."""
+        """Normalised outputs of the true rows [B, T, H] and, by depth, mask rows [B, size, H]."""
         assert batch.taps is not None, "peagle needs the target's taps"
         rows, length = batch.tokens.shape
         true = self.fuse(batch.taps)
@@ -226,6 +223,5 @@ class Drafter(TapDrafter):
         return state
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Every depth was computed by `commit`; a node's token depends on its depth and rank
-        alone."""
+        """From what `commit` computed; a node's token depends on its depth and rank alone."""
         return fill(state, self.lm_head(state.output), noise, self.columns)

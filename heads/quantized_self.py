@@ -92,8 +92,7 @@ class Drafter(SelfDrafter):
         return True
 
     def bind(self, weights: TargetWeights) -> None:
-        """Quantise the target's layers, and its LM head if asked for. Takes a moment for large
-        targets."""
+        """Quantise the target's layers, and its LM head if asked for."""
         self.packed = nn.ModuleList()
         super().bind(weights)
         self._head = None

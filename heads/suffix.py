@@ -51,8 +51,7 @@ class Config:
     """Tokens of earlier answers that each row of the batch keeps, the oldest going first; 0 keeps
     none. All rows search all of them at every step."""
     context: NonNegativeInt = 8
-    """Tokens before an answer that are remembered with it (>= 0), so that its beginning can be
-    found."""
+    """Tokens before an answer that are remembered too, so that its beginning can be found."""
     occurrences: PositiveInt = 64
     """Of the longest match, how many occurrences are counted (>= 1): the row's own first, then the
     newest of other answers."""
@@ -60,8 +59,7 @@ class Config:
     """A path is drafted as long as this share of the occurrences continues along it (0 to 1); 0
     drafts all that is known."""
     per_match: NonNegativeFloat = 0.0
-    """Longest draft per matched token (>= 0): 2.0 drafts 4 tokens behind a match of 2; 0 sets no
-    such limit."""
+    """Longest draft per matched token (>= 0): 2.0 drafts 4 behind a match of 2; 0: no limit."""
     backoff: UnitInterval = 0.0
     """Weight of an occurrence for each token that its match is shorter than the longest (0 to 1); 0
     counts the longest alone."""
@@ -167,8 +165,7 @@ class Drafter:
         )
 
     def _own(self, state: State, newest: Tensor) -> Tensor:
-        """How many tokens up to each slot of the row's text [B, S] equal the newest ones; 0 where
-        nothing follows."""
+        """Tokens up to each slot of the row's text [B, S] that equal the newest; 0 at the root."""
         tokens = state.history.tokens
         slots = torch.arange(tokens.shape[1], device=tokens.device)
         same, matched = slots < state.history.last, torch.zeros_like(tokens)

@@ -48,8 +48,7 @@ class TrainBatch:
         return [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def supervised(self, ahead: int) -> Tensor:
-        """[B, T] bool: True at t when token t+ahead exists in the same document and is
-        supervised."""
+        """[B, T] bool: True at t when token t+ahead is in the same document and supervised."""
         mask, rest = torch.zeros_like(self.loss_mask), self.tokens.shape[1] - ahead
         if rest > 0:
             later = self.segments[:, ahead:]

@@ -59,8 +59,7 @@ def save_drafter(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint; raises `UserError` when it is absent, broken or of
-    another format."""
+    """A checkpoint's config.json; raises `UserError` when absent, broken or of another format."""
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise UserError(
@@ -82,8 +81,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def build_config(kind: str, values: dict[str, Any]) -> Any:
-    """The configuration of `kind` from stored plain values; raises `UserError` where they do not
-    fit."""
+    """A kind's configuration from stored plain values; raises `UserError` where they do not fit."""
     config_class = get_kind(kind).config_class
     try:
         return build(config_class, values, "head")
@@ -143,8 +141,7 @@ def load_drafter(
 
 
 def load_weights(drafter: TrainableDrafter, path: Path) -> None:
-    """Fill every persistent tensor of `drafter` from a safetensors file, completely or not at
-    all."""
+    """Fill every persistent tensor from a safetensors file, completely or not at all."""
     try:
         tensors = load_file(str(path))
     except (SafetensorError, OSError) as error:
@@ -170,8 +167,7 @@ def load_weights(drafter: TrainableDrafter, path: Path) -> None:
 
 
 def refuse_unset(drafter: TrainableDrafter) -> None:
-    """Raise `UserError` naming the first tensor with a value that is not finite (unset weights are
-    NaN)."""
+    """Raise `UserError` naming the first tensor that is not finite (unset weights are NaN)."""
     for name, value in drafter.state_dict().items():
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise UserError(

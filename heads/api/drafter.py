@@ -110,8 +110,7 @@ class Noise(Protocol):
         ...
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Column of the best score [B, M] int64: `scores(...).argmax(-1)` without the
-        normalisation."""
+        """Column of the best score [B, M] int64: `scores(...).argmax(-1)`, not normalised."""
         ...
 
 
@@ -123,8 +122,7 @@ class Drafter(Protocol):
     needs: FeatureSpec
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> Any:
-        """State after prefill. `tree` is the shape to fill, `capacity` the most positions a row can
-        ever reach."""
+        """State after prefill, to fill `tree`; capacity: most positions a row can ever reach."""
         ...
 
     def propose(self, state: Any, noise: Noise) -> Proposal:
@@ -138,12 +136,10 @@ class Drafter(Protocol):
 
 
 class Rememberer(Drafter, Protocol):
-    """A drafter that keeps something beyond a row's state, such as earlier answers
-    (`heads/suffix.py`)."""
+    """A drafter that remembers more than a row's state: earlier answers (`heads/suffix.py`)."""
 
     def forget(self) -> None:
-        """Drop all that is kept from other answers: a measurement that repeats its prompts must not
-        measure it."""
+        """Drop what is kept of other answers: repeated prompts would be measured with them."""
         ...
 
 
@@ -156,8 +152,7 @@ def forget(drafter: Any) -> None:
 
 class Reader(Drafter, Protocol):
     """A drafter that can judge drafted tokens itself: a language model of its own (or a part of the
-    target), which another drafter may speed up (`heads/cascade.py`).
-    """
+    target), which another drafter may speed up (`heads/cascade.py`)."""
 
     def root_logits(self, state: Any) -> Tensor:
         """Logits [B, V] of the token after the root."""
@@ -187,22 +182,18 @@ class TrainableDrafter(nn.Module):
     kind: ClassVar[str]
     needs: FeatureSpec
     trains: ClassVar[bool] = True
-    """False for kinds that hold weights without training any (cascades: their parts are trained on
-    their own)."""
+    """False for kinds that hold weights and train none (cascades, by their parts)."""
     label_weight: ClassVar[str] = ""
     """The key of `Config` that weighs the tokens of a batch as labels, beside the target's
     distribution; empty: none does. Above 0, on-policy training is refused: the tokens may be the
-    drafter's own.
-    """
+    drafter's own."""
     runs_target_layers: bool = False
     """Whether the loss runs layers of the target itself; joint training is refused then, because
-    they would run without their updates.
-    """
+    they would run without their updates."""
     language_model: ClassVar[bool] = False
     """Whether it is a causal language model by itself that drafts token by token, with its tensors
     under Hugging Face's names for Llama and its sizes in `shape` (see
-    `heads.nn.small_lm.model.SmallLM`).
-    """
+    `heads.nn.small_lm.model.SmallLM`)."""
 
     def __init__(self, config: Any, info: TargetInfo) -> None:
         super().__init__()
@@ -212,8 +203,7 @@ class TrainableDrafter(nn.Module):
 
     @classmethod
     def works_untrained(cls, config: Any) -> bool:
-        """Whether a drafter of this configuration drafts without any training (it consists of the
-        target's own parts)."""
+        """Whether it drafts without any training (it consists of the target's own parts)."""
         return False
 
     @classmethod
@@ -227,8 +217,7 @@ class TrainableDrafter(nn.Module):
         return cls.kind
 
     def bind(self, weights: TargetWeights) -> None:
-        """Remember the target's frozen tensors, which this drafter shares. Called before any
-        use."""
+        """Remember the target's frozen tensors, which are shared. Called before any use."""
         self._target = weights
 
     @property

@@ -38,8 +38,7 @@ class Kind:
 
     def export_method(self, config: Any) -> str:
         """The method by which serving engines know a drafter of this configuration; see
-        `TrainableDrafter.export_method`. For kinds without weights: the kind's name.
-        """
+        `TrainableDrafter.export_method`. For kinds without weights: the kind's name."""
         cls = self.drafter_class
         return cls.export_method(config) if issubclass(cls, TrainableDrafter) else self.name
 
@@ -54,8 +53,7 @@ def kind_names() -> list[str]:
 
 
 def get_kind(name: str) -> Kind:
-    """Import and return a kind; raises `UserError` with suggestions when there is none of that
-    name."""
+    """Import and return a kind; raises `UserError` with suggestions when there is none."""
     if name not in kind_names():
         raise UserError(f"there is no drafter kind '{name}'.{suggest(name, kind_names())}")
     module: Any = importlib.import_module(f"heads.{name}")

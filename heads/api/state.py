@@ -39,8 +39,7 @@ def write_rows(state: Any, rows: Tensor, new: Any) -> None:
 
 
 def first_rows(state: Any, count: int) -> Any:
-    """The first `count` rows of a state as views: what is written in place there is written
-    here."""
+    """The first `count` rows of a state as views: what is written there is written here."""
     return _over(state, lambda tensor: tensor[:count])
 
 
@@ -52,8 +51,7 @@ def read_rows(state: Any, rows: Tensor) -> Any:
 def write_back(state: Any, part: Any, count: int) -> None:
     """Bring what a step replaced in `part`, once made by `first_rows`, into the first `count` rows
     of `state`, and make it a view again. What was written in place is there already and costs
-    nothing.
-    """
+    nothing."""
     for item in fields(state):
         whole, own = getattr(state, item.name), getattr(part, item.name)
         if isinstance(whole, Tensor):

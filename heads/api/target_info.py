@@ -29,8 +29,7 @@ class TargetInfo:
     """Commit hash on the Hub, or `sha256:` of the weights' headers and sizes for a local folder."""
     model_type: str
     tokenizer_hash: str
-    """Hash of the vocabulary and special tokens: two targets with the same hash read the same token
-    ids."""
+    """Hash of vocabulary and special tokens: with the same hash, token ids mean the same."""
     vocab_size: int
     """Rows of the LM head (may exceed the tokenizer's length)."""
     hidden_size: int
@@ -99,8 +98,7 @@ class Rotary:
 
 @dataclass
 class TargetWeights:
-    """The target's frozen weights that drafters share or start from. Never saved with a drafter,
-    never trained."""
+    """The target's frozen weights that drafters share or start from; not saved with them."""
 
     embedding: Tensor  # [V, H]
     lm_head: Tensor  # [V, H]; the same tensor as `embedding` when tied
@@ -110,8 +108,7 @@ class TargetWeights:
     state: Mapping[str, Tensor] = field(default_factory=dict)
     """Every named tensor of the target, for drafters that copy layers out of it."""
     rotary: Rotary | None = None
-    """The target's rotary positions; None when it has none, or several (local and global
-    layers)."""
+    """Its rotary positions; None when it has none, or several (local and global layers)."""
     windows: tuple[int, ...] = ()
     """Per layer, how many of the latest positions its attention sees, itself included; 0: all.
     Empty: all layers see all."""

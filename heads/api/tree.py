@@ -46,8 +46,7 @@ class TokenTree:
 
     @classmethod
     def from_parents(cls, parents: Tensor, max_depth: int) -> TokenTree:
-        """Build from parents [1|B, N] on their device without a host synchronisation; `max_depth`
-        bounds the depth."""
+        """Build from parents [1|B, N] without a host synchronisation; `max_depth` bounds it."""
         numbers = torch.arange(parents.shape[1], device=parents.device)
         ancestors = (numbers[:, None] == numbers).expand(parents.shape[0], -1, -1).clone()
         jump = parents
@@ -95,8 +94,7 @@ class TokenTree:
         return TokenTree(*moved, self.max_depth, self.is_chain)
 
     def levels(self) -> list[Level]:
-        """The static tree level by level, for drafters that grow it one depth at a time. Host-side;
-        call once."""
+        """A static tree level by level. Reads it on the host; call once."""
         parents, depth = self.parents[0].tolist(), self.depth[0].tolist()
         found = []
         for level in range(1, self.max_depth + 1):
@@ -167,9 +165,7 @@ DraftShape = TokenTree | DynamicShape
 
 
 def one_path(shape: DraftShape, device: torch.device) -> TokenTree:
-    """What a drafter with one continuation fills of a shape: of a dynamic one a chain as long as
-    fits.
-    """
+    """What a drafter with one continuation fills: of dynamic shapes, a chain that fits."""
     if isinstance(shape, TokenTree):
         return shape
     return TokenTree.chain(min(shape.max_depth, shape.nodes - 1), device)

@@ -20,8 +20,7 @@ from heads.nn.rope import Rotation, look_up
 
 CHUNK_ELEMENTS = 1 << 26
 """Most attention scores kept at once by `chained_attention` before the queries are split into
-recomputed chunks.
-"""
+recomputed chunks."""
 
 
 def packed_mask(segments: Tensor) -> Tensor | None:
@@ -39,8 +38,7 @@ def packed_mask(segments: Tensor) -> Tensor | None:
 
 def sequence_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Causal attention of a sequence over itself: query [B, T, h, D], key and value [B, T, g, D]
-    -> [B, T, h * D]. mask [B, 1, T, T] bool replaces plain causality.
-    """
+    -> [B, T, h * D]. mask [B, 1, T, T] bool replaces plain causality."""
     groups = query.shape[2] // key.shape[2]
     key, value = (states.transpose(1, 2).repeat_interleave(groups, 1) for states in (key, value))
     out = F.scaled_dot_product_attention(
@@ -73,8 +71,7 @@ def cache_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where allowed (bool), minus infinity elsewhere: the mask that attention would otherwise
-    derive in every layer.
-    """
+    derive in every layer."""
     zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return zeros.masked_fill_(~allowed, float("-inf"))
 
@@ -97,8 +94,7 @@ class Memory:
 class CachePlace:
     """Where the P rows that are run at one level stand: slots [B, P] int64 in the cache, the
     rotation of their positions, and mask [B, P, S], additive: what they see. All empty for drafters
-    without a cache.
-    """
+    without a cache."""
 
     slots: Tensor
     rotation: Rotation
@@ -119,8 +115,7 @@ class CachePlace:
 
 def static_places(plan: TreePlan, memory: Memory) -> CachePlace:
     """Where all R run rows of a static tree stand, for all its levels and layers: node i at depth d
-    in slot base + i - 1 and at position base + d - 1.
-    """
+    in slot base + i - 1 and at position base + d - 1."""
     base = memory.base[:, None]
     place = torch.arange(memory.capacity, device=base.device) - base  # [B, S]
     if plan.tree.is_chain:
@@ -136,8 +131,7 @@ def static_places(plan: TreePlan, memory: Memory) -> CachePlace:
 class GrowingFrame:
     """Where the run rows of a dynamic tree stand. Every level adds P rows behind the last one's;
     row j of the level at depth d + 1 is a node at depth d in slot base + (d - 1) * P + j and at
-    position base + d - 1, and sees its own ancestors.
-    """
+    position base + d - 1, and sees its own ancestors."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory, self._level = memory, 0
@@ -147,8 +141,7 @@ class GrowingFrame:
         self._visible = self._place.new_zeros(len(self._place), 1, 0, dtype=torch.bool)
 
     def next(self, above: Tensor) -> CachePlace:
-        """The next level's place; above [B, P] int64: the last level's row that each row descends
-        from."""
+        """The next level's place; above [B, P] int64: each row's parent row in the last level."""
         memory, rows = self._memory, above.shape[1]
         inherited = self._visible.gather(1, above[..., None].expand(-1, -1, self._visible.shape[2]))
         numbers = torch.arange(rows, device=above.device)
@@ -193,8 +186,7 @@ def chained_attention(
 
 def in_chunks(part: Callable[[slice], Tensor], rows: int, chunk: int) -> Tensor:
     """part(rows) for all of `rows` rows, side by side in the second dimension; `chunk` rows at a
-    time, recomputed in the backward pass, if there are more.
-    """
+    time, recomputed in the backward pass, if there are more."""
     if rows <= chunk:
         return part(slice(0, rows))
     spans = [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)]
@@ -211,8 +203,7 @@ def chained_rows(
     mask: Tensor | None,
 ) -> Tensor:
     """The last Q rows of a sequence of E: grouped [B, Q, g, G, D], own [B, Q, g, G, k], own_values
-    [B, Q, g, k, D], key and value [B, E, g, D], mask [B, 1, Q, E] -> [B, Q, h, D].
-    """
+    [B, Q, g, k, D], key and value [B, E, g, D], mask [B, 1, Q, E] -> [B, Q, h, D]."""
     batch, queries, kv_heads, groups, size = grouped.shape
     end = key.shape[1]
     # [B, g, Q * G, D] @ [B, g, D, E]: the heads of a group share one matrix product.

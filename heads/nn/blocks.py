@@ -21,8 +21,7 @@ from heads.nn.rope import Rotation, rotate
 @dataclass(frozen=True)
 class LayerShape:
     """Sizes of a decoder layer. qk_norm: RMSNorm on every query and key head (Qwen3);
-    attention_bias: queries, keys and values have biases (Qwen2).
-    """
+    attention_bias: queries, keys and values have biases (Qwen2)."""
 
     hidden_size: int
     num_attention_heads: int
@@ -136,8 +135,7 @@ class DecoderLayer(nn.Module):
 
 
 class FusingLayer(nn.Module):
-    """The decoder layer whose attention reads the token's embedding beside the feature: input of
-    width 2H."""
+    """The decoder layer whose attention reads embedding and feature, 2H side by side."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -148,8 +146,7 @@ class FusingLayer(nn.Module):
         self.mlp = MLP(shape)
 
     def read(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        """Embeddings and features [B, T, H] -> the attention's input [B, T, 2H], embedding
-        first."""
+        """Embeddings and features [B, T, H] -> attention's input [B, T, 2H], embedding first."""
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1)
 
     @network_part

@@ -32,8 +32,7 @@ OBJECTIVES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_annealed", "ce"
 @config("head")
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What the drafter's distribution q is trained towards, p being the target's: a weighted
-    sum."""
+    """What the drafter's distribution q is trained towards, p being the target's."""
 
     forward_kl: float = 1.0
     """Weight of KL(target || drafter)."""
@@ -44,11 +43,9 @@ class ObjectiveConfig:
     jsd_beta: OpenFraction = 0.5
     """Its mixture weight of the target's distribution (0 < beta < 1)."""
     tv: float = 0.0
-    """Weight of the total variation distance. Alone it hardly moves a fresh drafter: see
-    lk_annealed."""
+    """Weight of the total variation distance. Alone it hardly moves a fresh drafter."""
     lk: float = 0.0
-    """Weight of -log(acceptance rate), the acceptance rate being sum min(p, q) (LK losses:
-    L_alpha)."""
+    """Weight of -log(acceptance rate), the rate being sum min(p, q) (LK losses: L_alpha)."""
     lk_annealed: float = 0.0
     """Weight of w KL + (1 - w) TV with w = exp(-lk_eta x mean acceptance rate of the row) (LK
     losses: L_lambda)."""
@@ -173,8 +170,7 @@ def tempered(config: ObjectiveConfig, logits: Tensor) -> Tensor:
 def _look(
     config: ObjectiveConfig, batch: TrainBatch, chosen: Predictions, head: Head
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The drafter's logits, the target's (None without soft objectives) and the labels of some
-    predictions."""
+    """Drafter's logits, target's (None without soft objectives) and labels of predictions."""
     wanted = teacher_logits(batch, chosen.states) if config.soft else None
     return (
         head(chosen.outputs.index_select(0, chosen.at)),
@@ -230,8 +226,7 @@ def furthest_behind(
     """Numbers [M'] of the predictions to train on: in every document the `share` (rounded up) with
     the largest loss of the drafter minus loss of the reference, as AdaSPEC selects them (in a
     document where the paper says batch, so that the choice does not depend on what is packed or
-    dealt together).
-    """
+    dealt together)."""
 
     def values(side: tuple[Predictions, Head]) -> Tensor:
         def one(chosen: Predictions) -> Tensor:

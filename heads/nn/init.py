@@ -26,8 +26,7 @@ def constant(parameter: Tensor, value: float) -> None:
 
 @torch.no_grad()
 def copy(parameter: Tensor, value: Tensor) -> None:
-    """Fill with `value`, which must have the parameter's shape (a broadcast would hide a
-    mistake)."""
+    """Fill with `value` of the same shape (a broadcast would hide a mistake)."""
     assert parameter.shape == value.shape, (
         f"shape {tuple(value.shape)} for a weight of shape {tuple(parameter.shape)}"
     )

@@ -25,8 +25,7 @@ from heads.api.batch import LossOutput, TrainBatch
 
 CHUNK_ELEMENTS = 1 << 25
 """Most elements of one [positions, vocabulary] tensor (128 MiB in float32) before the positions are
-split into chunks.
-"""
+split into chunks."""
 
 Given = ParamSpec("Given")
 
@@ -119,8 +118,7 @@ def feature_distance(drafted: Tensor, true: Tensor) -> Tensor:
 
 @full_precision
 def forward_kl(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """KL(p || q) >= 0 per position [M], without gradient for the target: covers every mode of the
-    target."""
+    """KL(p || q) >= 0 per position [M], no gradient for the target: covers all its modes."""
     log_p = _log_softmax(target_logits.detach())
     probabilities = log_p.exp()
     entropy = -torch.linalg.vecdot(probabilities, log_p)
@@ -158,15 +156,13 @@ def jensen_shannon(logits: Tensor, target_logits: Tensor, beta: float) -> Tensor
 
 @full_precision
 def total_variation(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """TV(p, q) = 1 - sum min(p, q) per position [M]: one minus the acceptance rate of rejection
-    sampling."""
+    """TV(p, q) = 1 - sum min(p, q) per position [M], 1 - the acceptance rate of rejection."""
     return 0.5 * (_log_softmax(logits).exp() - _log_softmax(target_logits).exp()).abs().sum(-1)
 
 
 @full_precision
 def acceptance_rate(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """sum min(p, q) = 1 - TV(p, q) per position [M]: the chance that rejection sampling keeps one
-    draft."""
+    """sum min(p, q) = 1 - TV(p, q) per position [M]: the chance that one draft is kept."""
     log_q, log_p = _log_softmax(logits), _log_softmax(target_logits.detach())
     return torch.minimum(log_q, log_p).exp().sum(-1)
 
@@ -174,8 +170,7 @@ def acceptance_rate(logits: Tensor, target_logits: Tensor) -> Tensor:
 @full_precision
 def acceptance_nll(logits: Tensor, target_logits: Tensor) -> Tensor:
     """-log sum min(p, q) per position [M] (LK losses, 2602.23881: L_alpha). Gradients
-    do not vanish where p and q hardly overlap, as those of TV do.
-    """
+    do not vanish where p and q hardly overlap, as those of TV do."""
     smallest = torch.minimum(_log_softmax(logits), _log_softmax(target_logits.detach()))
     return -smallest.logsumexp(-1)
 
@@ -219,15 +214,12 @@ def sum_over_rows(part: Callable[[Tensor], Sums], rows: Tensor, columns: int) ->
 
 def best_column(logits: Tensor) -> Tensor:
     """Index of the largest logit [..., V] -> [...]. In bfloat16 torch's own argmax is ten times
-    slower on CPUs than in float32.
-    """
+    slower on CPUs than in float32."""
     return widen(logits).argmax(-1)
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the first dimension of `values` [M, ...] where `mask` is True; masked entries may
-    hold anything.
-    """
+    """Sum of `values` [M, ...] over M where `mask`; masked entries may hold anything."""
     return torch.where(mask, values, values.new_zeros(())).sum(0)
 
 
@@ -250,8 +242,7 @@ def weighted_output(weights: Tensor, losses: Tensor, correct: Tensor, counts: Te
 
 def supervised_states(batch: TrainBatch, steps: int) -> Tensor:
     """[B*T, K] bool: at flat state s and step k, whether row s-k is to predict what follows s (a
-    supervised token).
-    """
+    supervised token)."""
     per_step = []
     for step in range(1, steps + 1):
         by_row = batch.supervised(step + 1)

@@ -24,8 +24,7 @@ FAST_DTYPES = (torch.bfloat16,)
 
 
 class PackedLinear(nn.Module):
-    """A quantised linear map; `fast` says whether torch multiplies with the packed weight
-    itself."""
+    """A quantised linear map; `fast`: torch multiplies with the packed weight itself."""
 
     codes: Tensor
     bias: Tensor | None
@@ -96,8 +95,7 @@ class Int8Linear(PackedLinear):
 class Int4Linear(PackedLinear):
     """codes: 4 bits per weight, two in a byte [O, I / 2] or as torch's own product wants them;
     scales [G, O, 2]: scale s and offset z of each group. weight = (code - 8) * s + z, code from 0
-    to 15.
-    """
+    to 15."""
 
     scales: Tensor
 
@@ -136,8 +134,7 @@ class Int4Linear(PackedLinear):
         return (values * scale.T[..., None] + offset.T[..., None]).flatten(1)
 
     def _for_kernel(self, codes: Tensor) -> Tensor | None:
-        """codes [O, I] uint8 in the order of torch's product for this device, or None where it has
-        none."""
+        """codes [O, I] uint8 in the order of the device's product, None where it has none."""
         try:
             if codes.device.type == "cpu":
                 return torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 2)

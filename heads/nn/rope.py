@@ -16,8 +16,7 @@ from heads.api.target_info import Rotary
 
 Rotation = tuple[Tensor, Tensor]
 """cos and signed sin [B, T, 1, D]: the sine's first half is negated, so that rotating is one roll
-and two multiplications.
-"""
+and two multiplications."""
 
 
 class Rope:
@@ -49,8 +48,7 @@ class Rope:
         return cosine[..., None, :], sine[..., None, :]
 
     def table(self, slots: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Rotations of positions 0..slots-1 as one tensor [S, 2, D] for `look_up`; kept for the
-        next call."""
+        """Rotations of positions 0..slots-1 as one tensor [S, 2, D] for `look_up`; kept."""
         kept = self._table
         if kept.shape[0] < slots or kept.device != device or kept.dtype != dtype:
             self._table = self._angles(torch.arange(slots, device=device)).to(dtype)

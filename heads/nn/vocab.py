@@ -17,8 +17,7 @@ from heads.api.errors import UserError
 
 
 def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """Target ids [V'] int64, ascending, of the `size` largest counts [V]; ties go to the lower
-    id."""
+    """Target ids [V'] int64, ascending, of the `size` largest counts [V], lower ids first."""
     if not 0 < size <= counts.shape[0]:
         raise UserError(
             "head.draft_vocab_size must lie between 1 and the target's vocabulary of "

@@ -17,8 +17,7 @@ from inference.manifest import checkpoint_hash
 @dataclass(frozen=True)
 class Arm:
     """One drafter with the draft it is measured with. `path` is its checkpoint folder, empty where
-    there is none.
-    """
+    there is none."""
 
     name: str
     drafter: Any

@@ -118,8 +118,7 @@ class Lanes:
     def step_rows(self, running: Sequence[int], longest: int, exact: bool) -> Pending:
         """`step` for a batch that is seldom full: of all rows only those up to the last of
         `running` are computed. On CUDA their number is rounded up to a power of two, so that few
-        graphs are captured.
-        """
+        graphs are captured."""
         width = max(running) + 1
         if self.runner.compiled is not None:
             width = self.count  # every width would be compiled

@@ -111,8 +111,7 @@ class CostCurves:
     def draft(self, name: str, n: float, b: float, length: float = 0) -> float:
         """Seconds in which an arm drafts a chain of n nodes, the root included: 0 for n = 1, as
         nothing is drafted. length: cached tokens; 0 takes the shortest that was measured. Raises
-        `UserError` for an unknown name.
-        """
+        `UserError` for an unknown name."""
         return 0.0 if n <= 1 else interpolate(self._of(self.draft_points, name), n, b, length)
 
     def commit(self, name: str, n: float, b: float, length: float = 0) -> float:
@@ -395,8 +394,7 @@ class Bench:
 
     def step(self, arm: Arm, shape: DraftShape) -> tuple[Call, Call]:
         """The arm's draft of one shape, and its takeover of as many tokens as the shape is deep,
-        bonus included.
-        """
+        bonus included."""
         seen = self.fill(arm.drafter.needs)
         prompt = self._states(seen, 0, self.length)
         state = arm.drafter.start(prompt, shape, self.length + self.widest + 1)
@@ -407,8 +405,7 @@ class Bench:
 
     def _states(self, seen: Seen, first: int, end: int) -> TargetStates:
         """The text's tokens [first, end) as a committed run of every row; features of later tokens
-        are earlier ones'.
-        """
+        are earlier ones'."""
         rows, width = self.rows, end - first
         places = torch.arange(width, device=self.text.device)
         tokens, following = (

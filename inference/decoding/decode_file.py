@@ -255,8 +255,7 @@ def read_current(folder: Path) -> Tuned | None:
 def draft_length(folder: Path) -> int:
     """Drafted tokens per step for an engine that asks for one number: the deepest level of the
     greedy row with the smallest batch that speculates; 0 where decode.yaml says none, is of other
-    weights, or is not there.
-    """
+    weights, or is not there."""
     tuned = read_current(folder)
     rows = sorted(
         tuned.rows if tuned else (), key=lambda row: (row.temperature > 0, row.batch_size)

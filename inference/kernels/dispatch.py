@@ -158,8 +158,7 @@ def triton_version() -> str | None:
 @cache
 def _obstacle(kind: str, index: int | None, interpret: bool) -> str | None:
     """Why Triton kernels do not run on a device of type `kind`, or None. Cached: it is asked once
-    per layer and step.
-    """
+    per layer and step."""
     if triton_version() is None:
         return "no triton installed"
     if kind == "cuda":

@@ -197,8 +197,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     # fmt: on
     """Program (row block, row and key/value head, split): weights-and-values [M, Dv] of one split,
-    and their log-sum-exp [M].
-    """
+    and their log-sum-exp [M]."""
     head = tl.program_id(1)
     split = tl.program_id(2)
     b = (head // key_heads).to(tl.int64)  # offsets of whole rows outgrow 32 bits
@@ -276,8 +275,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     # fmt: on
     """Program (block of R query rows, row and key/value head): the splits' results, weighted by
-    their log-sum-exp.
-    """
+    their log-sum-exp."""
     b = tl.program_id(1) // key_heads
     h = tl.program_id(1) % key_heads
     length = tl.load(lengths + b).to(tl.int32)

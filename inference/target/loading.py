@@ -133,8 +133,7 @@ def pick_device(name: str) -> torch.device:
 
 _ONE_AT_A_TIME = threading.Lock()
 """transformers replaces methods of its classes while it loads. Two threads that load at once leave
-a replacement behind, and from then on no model of this process ties its embeddings.
-"""
+a replacement behind, and from then on no model of this process ties its embeddings."""
 
 
 def load_model(config: TargetConfig) -> Any:

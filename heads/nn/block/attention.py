@@ -136,8 +136,7 @@ def inclusion(weights: Tensor, most: int) -> Tensor:
 class View:
     """What the slots of some blocks see. visible [B, A, T] bool: the context; causal: whether a
     slot sees only itself and earlier slots of its block; flex: the same as a block mask of flex
-    attention, None for dense scores.
-    """
+    attention, None for dense scores."""
 
     visible: Tensor
     causal: bool
@@ -145,8 +144,7 @@ class View:
 
     @classmethod
     def of(cls, segments: Tensor, last: Tensor, slots: int, causal: bool, flex: bool) -> View:
-        """segments [B, T]: document numbers; last [B, A]; slots: b. flex: build the block mask
-        too."""
+        """segments [B, T]; last [B, A]; slots: b. flex: build the block mask too."""
         places = torch.arange(segments.shape[1], device=segments.device)
         same = segments[:, None] == segments.gather(1, last)[..., None]  # [B, A, T]
         visible = same & (places <= last[..., None])
@@ -156,16 +154,14 @@ class View:
 
 def attend_blocks(query: Tensor, context: KeyValue, own: KeyValue, view: View) -> Tensor:
     """Attention of blocks: query [B, A, b, h, D], context keys and values [B, T, g, D], the blocks'
-    own [B, A, b, g, D] -> [B, A, b, h * D].
-    """
+    own [B, A, b, g, D] -> [B, A, b, h * D]."""
     if view.flex is not None:
         return _flex(query, context, own, view.flex)
     return _dense(query, context, own, view)
 
 
 def _dense(query: Tensor, context: KeyValue, own: KeyValue, view: View) -> Tensor:
-    """One softmax over context and block. The context's keys are shared by all blocks of a row and
-    never copied."""
+    """One softmax over context and block; blocks share their row's keys without a copy."""
     blocks, slots, heads, size = query.shape[1:]
     kv_heads, length = context[0].shape[2], context[0].shape[1]
     groups = heads // kv_heads

@@ -26,8 +26,7 @@ COOLEST, HOTTEST, STEPS = 0.2, 5.0, 65
 
 
 class ConfidenceHead(nn.Module):
-    """One linear unit over [h_k; W1[x_{k-1}]], and a temperature per depth that calibration sets (1
-    before)."""
+    """A linear unit over [h_k; W1[x_{k-1}]], and a temperature per depth (1 at first)."""
 
     temperatures: Tensor
 
@@ -42,8 +41,7 @@ class ConfidenceHead(nn.Module):
         init.constant(self.proj.bias, 0.0)
 
     def forward(self, states: Tensor, hint: Tensor | None) -> Tensor:
-        """States [..., H] and hints [..., r] -> the log-odds of acceptance [...], before
-        calibration."""
+        """States [..., H], hints [..., r] -> log-odds of acceptance [...], uncalibrated."""
         both = states if hint is None else torch.cat([states, hint.to(states.dtype)], -1)
         out: Tensor = self.proj(both)[..., 0]
         return out
@@ -55,16 +53,14 @@ class ConfidenceHead(nn.Module):
 
 @full_precision
 def confidence_loss(log_odds: Tensor, acceptance: Tensor) -> Tensor:
-    """Binary cross entropy [R] of log-odds [R] against chances of acceptance [R], without gradient
-    for those."""
+    """Binary cross entropy [R] of log-odds [R] against fixed chances of acceptance [R]."""
     log_odds = widen(log_odds)
     wanted = acceptance.detach().to(log_odds).clamp(0, 1)
     return F.binary_cross_entropy_with_logits(log_odds, wanted, reduction="none")
 
 
 def survival(log_odds: Tensor, temperatures: Tensor) -> Tensor:
-    """Chance [M, K] that a chain's first k drafts are all accepted, from log-odds [M, K] and
-    temperatures [K]."""
+    """Chance [M, K] that the first k drafts pass: log-odds [M, K], temperatures [K]."""
     return F.logsigmoid(log_odds.double() / temperatures.double()).cumsum(1).exp()
 
 

@@ -42,8 +42,7 @@ class BlockConv(nn.Module):
         self.kernel_projection.weight.zero_()
 
     def before(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The sublayer's input [N, b, H] -> (convolved input, kernel of the output side [N, b,
-        TAPS, C])."""
+        """Input [N, b, H] -> (convolved input, the output side's kernel [N, b, TAPS, C])."""
         kernels = self.kernel_projection(states).unflatten(-1, (2, TAPS, -1))
         return self._mix(states, kernels[..., 0, :, :], 0), kernels[..., 1, :, :]
 

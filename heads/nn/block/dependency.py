@@ -37,8 +37,7 @@ OUTSIDE = 8.0
 """How far below its base logit a token stands that is no candidate of the selector."""
 FADE = 1.0
 """A token fades out over so many logits below the worst candidate. A sharp edge would let the
-rounding of bfloat16 decide who is a candidate, and training and drafting would disagree there.
-"""
+rounding of bfloat16 decide who is a candidate, and training and drafting would disagree there."""
 
 Embed = Callable[[Tensor], Tensor]
 """Tokens [...] -> the target's embeddings [..., H]."""
@@ -70,8 +69,7 @@ class Dependency:
         """Start as no dependency at all: the first logits are the base logits."""
 
     def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
-        """Parents x_{k-1} [...] and states h_k [..., H] behind carry [..., C] of depth k - 1 -> the
-        carry of depth k."""
+        """Parents x_{k-1} [...], states h_k [..., H], carry [..., C] of k - 1 -> that of k."""
         return carry
 
     def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
@@ -131,8 +129,7 @@ class Markov(Dependency):
         return {"markov_head": self.tables}
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """W1 from the target's embeddings, so that what is learnt of one token serves those like
-        it; W2 zero."""
+        """W1 from the target's embeddings, so that like tokens learn alike; W2 zero."""
         tables = self.tables
         init.copy(tables.markov_w1.weight, project_rows(weights.embedding, self.rank, generator))
         init.constant(tables.markov_w2.weight, 0.0)
@@ -274,8 +271,7 @@ class Selector(Dependency):
 
     def candidates(self, base: Tensor) -> Tensor:
         """Base logits [..., V] -> how far each token is a candidate, 1 for the best `top_k`, 0 for
-        the rest, in between where it is a close call.
-        """
+        the rest, in between where it is a close call."""
         worst = base.detach().topk(self.top_k, -1).values[..., -1:]
         return (1 - (worst - base.detach()) / FADE).clamp(0, 1)
 

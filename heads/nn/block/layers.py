@@ -41,8 +41,7 @@ IGNORED = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 class BlockAttention(Attention):
-    """Attention whose query and key heads are normalised, and which can read the target's
-    features."""
+    """Attention with normalised query and key heads that can read the target's features."""
 
     def __init__(self, shape: LayerShape, own_context: bool) -> None:
         super().__init__(replace(shape, qk_norm=True))
@@ -64,8 +63,7 @@ class BlockAttention(Attention):
 
 
 class BlockLayer(nn.Module):
-    """Pre-norm attention and SwiGLU over the slots of blocks, optionally with DFlash 2's
-    convolution around both."""
+    """Pre-norm attention and SwiGLU over slots, optionally with DFlash 2's convolutions."""
 
     def __init__(self, shape: LayerShape, own_context: bool = False, conv_group: int = 0) -> None:
         super().__init__()
@@ -103,8 +101,7 @@ class BlockLayer(nn.Module):
 
 
 class LayerFusion(nn.Module):
-    """A mixture of the taps for every draft layer (DFlare): softmax weights over
-    the normalised taps."""
+    """A mixture of the taps per draft layer (DFlare): softmax weights, normalised taps."""
 
     def __init__(self, layers: int, taps: int, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -159,8 +156,7 @@ def unfit_layer(state: Mapping[str, Tensor], layer: int, mine: BlockLayer, model
 
 @torch.no_grad()
 def start_layer(mine: BlockLayer, state: Mapping[str, Tensor], layer: int) -> None:
-    """Copy the target's layer into a draft layer, the first norm folded into the projections behind
-    it."""
+    """Copy the target's layer, the first norm folded into the projections behind it."""
     found = {part: state[f"model.layers.{layer}.{part}.weight"].float() for part in PARTS}
     first = found.pop("input_layernorm")
     own = dict(mine.named_parameters())

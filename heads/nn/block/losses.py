@@ -30,8 +30,7 @@ WEIGHTINGS = ("exponential", "uniform", "d_pace")
 @dataclass(frozen=True)
 class Objective:
     """Weights of the losses, none below 0, one above. lk: -log of the acceptance rate; annealed_lk:
-    KL that turns into total variation as the drafter gets better.
-    """
+    KL that turns into total variation as the drafter gets better."""
 
     ce: float
     kl: float
@@ -55,8 +54,7 @@ class Objective:
 
     def aim(self, labels: Tensor, target_logits: Tensor | None) -> Tensor:
         """The tokens [R] that a drafter of this objective is to rank first: the answer's, or the
-        target's best where the target's distribution weighs more.
-        """
+        target's best where the target's distribution weighs more."""
         if target_logits is None or self.kl + self.tv + self.lk + self.annealed_lk <= self.ce:
             return labels
         return losses.best_column(target_logits)
@@ -85,8 +83,7 @@ class Objective:
 @dataclass(frozen=True)
 class Weighting:
     """How much each depth weighs. gamma: of the exponential, in depths; 0: (block size + 5) / 3,
-    which gives the published 7, 5 and 4 for blocks of 16, 10 and 7.
-    """
+    which gives the published 7, 5 and 4 for blocks of 16, 10 and 7."""
 
     name: str
     gamma: float
@@ -113,8 +110,7 @@ class Weighting:
 
 
 def d_pace(right: Tensor, valid: Tensor) -> Tensor:
-    """D-PACE's weights [M, K] (2605.18810) for log c [M, K]; a depth that is not valid ends the
-    block."""
+    """D-PACE's weights [M, K] (2605.18810) for log c [M, K]; the first invalid depth ends it."""
     # prod over j <= m of c_j
     reached = right.detach().masked_fill(~valid, float("-inf")).cumsum(1).exp()
     return reached.flip(1).cumsum(1).flip(1)

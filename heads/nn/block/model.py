@@ -115,8 +115,7 @@ class BlockModel(TrainableDrafter):
         return self.target.embed(tokens, self.norm.weight.dtype)
 
     def _project_given(self, states: Tensor) -> Tensor:
-        """States [..., H] of the kind that the dependency is given -> the logits [..., V] of the
-        target's LM head."""
+        """States [..., H] as the dependency is given them -> the target's logits [..., V]."""
         return self.target.project(self.norm(states) if self.dependency.raw else states)
 
     def _contexts(self, taps: Tensor, rotation: Rotation) -> list[KeyValue]:
@@ -183,6 +182,5 @@ def number_of_layers(config: Config, info: TargetInfo) -> int:
 
 def default_start(count: int, num_layers: int) -> tuple[int, ...]:
     """The target's layers that `count` draft layers start from: the first, the last and what is
-    evenly between; some of them twice where there are fewer than draft layers.
-    """
+    evenly between; some of them twice where there are fewer than draft layers."""
     return tuple(round(i * (num_layers - 1) / max(1, count - 1)) for i in range(count))

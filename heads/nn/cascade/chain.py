@@ -34,8 +34,7 @@ from heads.nn.drafting.plan import TreePlan
 class Drafted:
     """A chain behind the root. tokens [B, C+1] int64, the root first; live [B] int64: how many
     drafted ones count (at least 1); logits [B, C, V]: row d is what the token at depth d+1 was
-    drawn from; None when nobody asked for them.
-    """
+    drawn from; None when nobody asked for them."""
 
     tokens: Tensor
     live: Tensor
@@ -102,8 +101,7 @@ def draft_chain(
 
 
 def _run(tokens: Tensor, following: Tensor, positions: Tensor, lengths: Tensor) -> TargetStates:
-    """What the lower level is told: `lengths` [B] of the tokens [B, W], each with the upper's
-    choice after it."""
+    """A run for the lower level: `lengths` [B] of tokens [B, W] with the upper's choices."""
     place = torch.arange(tokens.shape[1], device=tokens.device)
     return TargetStates(tokens, following, positions, place < lengths[:, None])
 

@@ -36,8 +36,7 @@ class CascadePart:
 
 
 def build_part(given: Mapping[str, Any], info: TargetInfo) -> CascadePart:
-    """Build the drafter of one description, its weights still unset; raises `UserError` when it
-    describes none."""
+    """Build the drafter described, weights unset; raises `UserError` for no description."""
     keys = [key for key in ("checkpoint", "kind") if key in given]
     if len(keys) != 1 or (keys == ["checkpoint"] and len(given) != 1):
         raise UserError(

@@ -28,14 +28,12 @@ from heads.nn.drafting.state import Rooted
 
 Step = Callable[[CachePlace, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Runs drafted nodes: (place, tokens [B, P], carry [B, P, H] of their parents) -> their children's
-logits [B, P, V'] and carry.
-"""
+logits [B, P, V'] and carry."""
 
 Offer = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Children of a level's best nodes: (depth of the children, places of those nodes among the
 candidates of the level above [B, P], their tokens [B, P]) -> gains [B, P, k] float32 and tokens [B,
-P, k], siblings by falling rank.
-"""
+P, k], siblings by falling rank."""
 
 
 def grow(
@@ -79,8 +77,7 @@ def choose(
     logits: Tensor, positions: Tensor, max_rank: int, noise: Noise, token_ids: Tensor | None = None
 ) -> Tensor:
     """Columns of the best max_rank + 1 candidates [B, M, max_rank + 1] int64 for logits [B, M, V']
-    at `positions` [B, M].
-    """
+    at `positions` [B, M]."""
     if max_rank == 0:
         return noise.pick(logits, positions, token_ids)[..., None]
     return torch.topk(noise.scores(logits, positions, token_ids), max_rank + 1, dim=-1).indices
@@ -89,8 +86,7 @@ def choose(
 def fill(state: Rooted, logits: Tensor, noise: Noise, token_ids: Tensor | None = None) -> Proposal:
     """Draft behind the rows' roots with logits [B, D, V'] of every depth 1..D that do not depend on
     the tokens before; D is the plan's depth, at least 1. A node's token depends on its depth and
-    rank alone.
-    """
+    rank alone."""
     plan, root = state.plan, state.root[:, None]
     positions = state.root_position[:, None]
     positions = positions + torch.arange(1, logits.shape[1] + 1, device=root.device)
@@ -105,9 +101,7 @@ def fill(state: Rooted, logits: Tensor, noise: Noise, token_ids: Tensor | None =
 
 
 def _by_depth(logits: Tensor, tree: TokenTree, noise: Noise) -> Tensor | None:
-    """Logits [B, N, V'] that each node's children were drawn from, when the rule asks for them;
-    logits [B, D, V'].
-    """
+    """What each node's children were drawn from [B, N, V'] of [B, D, V'], if wanted."""
     if not noise.keeps_logits:
         return None
     depth = tree.depth.clamp(max=logits.shape[1] - 1).expand(logits.shape[0], -1)
@@ -121,8 +115,7 @@ def _by_depth(logits: Tensor, tree: TokenTree, noise: Noise) -> Tensor | None:
 class ChosenTree:
     """A tree that a search chose: tokens [B, N], tree, kept [B, N] int64: the nodes' numbers among
     all candidates, ascending; extended [B, E] int64: the candidates whose children were considered,
-    level by level, the root first; candidates: C.
-    """
+    level by level, the root first; candidates: C."""
 
     tokens: Tensor
     tree: TokenTree
@@ -168,8 +161,7 @@ def candidates(
     logits: Tensor, positions: Tensor, shape: DynamicShape, noise: Noise, token_ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The best `width` continuations for logits [B, P, V'] at `positions` [B, P]: gains and target
-    ids [B, P, k], by falling score of the noise.
-    """
+    ids [B, P, k], by falling score of the noise."""
     scores = noise.scores(logits, positions, token_ids)
     best, columns = scores.topk(shape.width, dim=-1)
     if shape.ranking is Ranking.PERTURBED:

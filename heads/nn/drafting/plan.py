@@ -70,8 +70,7 @@ class TreePlan:
 
     @classmethod
     def of(cls, tree: TokenTree) -> TreePlan:
-        """Plan for a static `tree` (leading size 1), on the tree's device. Reads the tree on the
-        host."""
+        """Plan for a static `tree` (leading size 1). Reads it on the host."""
         assert tree.parents.shape[0] == 1, "a drafter is given a static tree"
         device, nodes = tree.parents.device, tree.num_nodes
         levels = tree.levels()
@@ -114,8 +113,7 @@ class DynamicPlan:
 
     @property
     def room(self) -> int:
-        """Cache slots that drafted nodes take behind what is committed; a run of accepted ones fits
-        too."""
+        """Cache slots behind what is committed: for drafted nodes, or a run of accepted ones."""
         return max((self.max_depth - 1) * self.shape.width, self.max_depth + 1)
 
 

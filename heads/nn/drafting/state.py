@@ -20,9 +20,7 @@ from heads.nn.drafting.plan import Plan
 
 @dataclass
 class Rooted:
-    """root, root_position [B] int64: the last committed token and where it stands. plan: what is
-    drafted behind it.
-    """
+    """root, root_position [B] int64: the last committed token and its position."""
 
     root: Tensor
     root_position: Tensor
@@ -35,9 +33,7 @@ class Rooted:
         return cls(root, root_position, plan)
 
     def advance(self, run: TargetStates) -> tuple[Tensor, Tensor]:
-        """Move behind a committed run, in place. Returns row and place [B, 1] of the run's last
-        valid entries.
-        """
+        """Move behind a committed run, in place -> row and place [B, 1] of its last valid entry."""
         rows, last, root, root_position = last_valid(run)
         self.root.copy_(root)
         self.root_position.copy_(root_position)

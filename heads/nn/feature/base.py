@@ -27,8 +27,7 @@ from heads.nn.drafting.plan import PlanCache
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(outputs [K, M, H] of the steps that predict from each state, flat states [M]) -> loss [K, M],
 whether it counts (bool, broadcast over [K, M]), and whether the drafted token is the target's (bool
-[K, M]).
-"""
+[K, M])."""
 
 
 @config("head")
@@ -68,8 +67,7 @@ class FeatureDrafter(TrainableDrafter):
         return self.target.embed(tokens, dtype)
 
     def copy_final_norm(self, weight: Tensor, weights: TargetWeights) -> None:
-        """Start a final norm from the target's, where it has one under Hugging Face's usual
-        name."""
+        """Start a final norm from the target's, where that has Hugging Face's usual name."""
         final_norm = weights.state.get("model.norm.weight")
         if final_norm is not None:
             init.copy(weight, final_norm)
@@ -77,8 +75,7 @@ class FeatureDrafter(TrainableDrafter):
     def copy_layer(self, weights: TargetWeights, layer: int, wanted: dict[str, Tensor]) -> None:
         """Fill the tensors of `wanted` (name within a decoder layer of Hugging Face's Llama -> own
         tensor) from layer `layer` (0-based) of the target; raises `UserError` when it has no such
-        layer, or one of another kind or size.
-        """
+        layer, or one of another kind or size."""
         prefix = f"model.layers.{layer}."
         for name, parameter in wanted.items():
             value = weights.state.get(f"{prefix}{name}.weight")
@@ -103,8 +100,7 @@ def require_heads(drafter: TrainableDrafter, tree: DraftShape) -> None:
 
 
 def layer_shape(config: Any, info: TargetInfo) -> LayerShape:
-    """Sizes of a drafter's layer by its configuration, the target's where that says 0 or
-    nothing."""
+    """A layer's sizes by the configuration, the target's where that says 0 or nothing."""
     names = [item.name for item in fields(LayerShape) if item.default is MISSING]
     sizes = {name: getattr(config, name, 0) or getattr(info, name) for name in names}
     return LayerShape(**sizes, qk_norm=getattr(config, "qk_norm", False))
@@ -112,8 +108,7 @@ def layer_shape(config: Any, info: TargetInfo) -> LayerShape:
 
 def layer_weights(layer: nn.Module, *parts: str) -> dict[str, Tensor]:
     """The weights of `parts` of a decoder layer by name: "self_attn" and "mlp" mean all their
-    matrices, norms one each.
-    """
+    matrices, norms one each."""
     names = {
         "self_attn": [f"self_attn.{name}_proj" for name in "qkvo"],
         "mlp": [f"mlp.{name}_proj" for name in ("gate", "up", "down")],
@@ -171,8 +166,7 @@ def unrolled_loss(
     """Weighted loss of unrolled steps: outputs [B, T, H] each, step k at row t predicting token
     t+k+1; weights [K]; columns: width of the logits that `judge` makes at every step; taught: width
     of the target's logits, which it makes once for all steps (wider where the draft vocabulary is
-    reduced).
-    """
+    reduced)."""
     steps = len(unrolled)
     wanted = losses.supervised_states(batch, steps)
     places = step_places(steps, wanted.shape[0], wanted.device)
@@ -201,8 +195,7 @@ def teacher_logits(batch: TrainBatch, states_at: Tensor) -> Tensor:
 
 
 def next_tokens(batch: TrainBatch, states_at: Tensor) -> Tensor:
-    """The token [M] behind each flat state [M]; nonsense behind the last one of all, which nobody
-    supervises."""
+    """The token [M] behind each flat state [M]; behind the last of all it means nothing."""
     tokens = batch.tokens.flatten()
     return tokens[(states_at + 1).clamp(max=tokens.shape[0] - 1)]
 

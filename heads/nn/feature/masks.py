@@ -23,8 +23,7 @@ from heads.api.batch import TrainBatch
 @dataclass(frozen=True)
 class Masks:
     """Mask tokens beside the sequences. place [B, E] int64: the last true token they see; step [B,
-    E] int64: 1 for the first mask behind it; valid [B, E] bool: False for fillers.
-    """
+    E] int64: 1 for the first mask behind it; valid [B, E] bool: False for fillers."""
 
     place: Tensor
     step: Tensor
@@ -82,8 +81,7 @@ class Masks:
         return self.valid & inside & same & batch.loss_mask.gather(1, ahead)
 
     def visible(self, segments: Tensor) -> Tensor:
-        """[B, 1, E, T + E] bool: what every mask sees of the sequence and of the masks; segments
-        [B, T]."""
+        """[B, 1, E, T + E] bool: what masks see of sequence and masks; segments [B, T]."""
         places = torch.arange(segments.shape[1], device=segments.device)
         same = segments.gather(1, self.place)[..., None] == segments[:, None]  # [B, E, T]
         context = same & (places <= self.place[..., None])

@@ -56,8 +56,7 @@ class ModuleChain:
         self.owner, self.modules, self.rope = owner, modules, rope
 
     def unroll(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Normalised outputs [B, T, H] of modules 1..`depth`; module k at row t predicts token
-        t+k+1."""
+        """Normalised outputs [B, T, H] of modules 1..`depth`, predicting t+2, t+3, ..."""
         assert batch.last_hidden is not None, "mtp needs the target's last hidden state"
         mask = packed_mask(batch.segments)
         state = batch.last_hidden.to(self.modules[0].attention.o_proj.weight.dtype)
@@ -109,8 +108,7 @@ class ModuleChain:
         return state
 
     def propose(self, state: Cached, noise: Noise, columns: Tensor | None = None) -> Proposal:
-        """Grow the draft level by level; nodes at depth j run modules j+1 and on. See the
-        protocol."""
+        """Grow level by level; nodes at depth j run modules j+1 and on. See the protocol."""
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
         memory = Memory(state.root_position, self._table(state), state.slots)
         depth = 0

@@ -28,8 +28,7 @@ from heads.nn import attention, losses
 class Anchors:
     """The anchors of mask rows: order [B, A] int64, positions in the row, those of deeper mask rows
     first; sizes: how many of them mask rows 1, 2, ... have, descending; kept: per depth [B, size]
-    bool, False where a row of the batch has fewer.
-    """
+    bool, False where a row of the batch has fewer."""
 
     order: Tensor
     sizes: tuple[int, ...]

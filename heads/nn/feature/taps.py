@@ -36,8 +36,7 @@ from heads.nn.feature.base import (
 @torch.no_grad()
 def look_at_itself(attn: Attention) -> None:
     """Start the queries as the keys of their group, so that a fresh row attends to itself first:
-    its own token comes in through attention alone, and would otherwise be one among all.
-    """
+    its own token comes in through attention alone, and would otherwise be one among all."""
     keys = attn.k_proj.weight.unflatten(0, (-1, attn.head_dim))
     groups = attn.q_proj.out_features // attn.k_proj.out_features
     init.copy(attn.q_proj.weight, keys.repeat_interleave(groups, 0).flatten(0, 1))
@@ -53,18 +52,15 @@ class TapConfig(SizeConfig):
     tap_norm: bool = True
     """RMSNorm each tap before they are fused (EAGLE-3.1)."""
     norm_before_fc: bool = False
-    """RMSNorm all taps as one vector before they are fused, instead of each (excludes
-    `tap_norm`)."""
+    """RMSNorm all taps as one vector before fusion, not each (excludes `tap_norm`)."""
     norm_before_residual: bool = False
     """Let the layer's residual stream begin with the normalised feature (vLLM alone runs that)."""
     qk_norm: bool = False
     """RMSNorm on every query and key head, as in Qwen3."""
     draft_vocab_size: int = 0
-    """Tokens that can be drafted, the most frequent ones of the training data; 0: the whole
-    vocabulary."""
+    """Tokens that can be drafted, the training data's most frequent; 0: all."""
     hard_label_weight: UnitInterval = 0.0
-    """Share of the loss taken against the sampled token instead of the target's distribution (0 to
-    1)."""
+    """Share of the loss taken against the sampled token, not the target's distribution."""
 
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.tap_norm:
@@ -149,8 +145,7 @@ class TapDrafter(FeatureDrafter):
 
     def residual(self, layer: nn.Module, states: Tensor) -> Tensor:
         """What the residual stream holds behind `layer`'s first norm: the states [B, T, H],
-        normalised in a fusing layer if so configured.
-        """
+        normalised in a fusing layer if so configured."""
         if self.config.norm_before_residual and isinstance(layer, FusingLayer):
             out: Tensor = layer.hidden_norm(states)
             return out
@@ -181,8 +176,7 @@ class TapDrafter(FeatureDrafter):
     def _teach(self, batch: TrainBatch, states_at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The target's word at flat states [M]: probabilities [M, V'] renormalised on the draft
         vocabulary, the best draft column [M], and whether the target's own best token is in the
-        draft vocabulary [M].
-        """
+        draft vocabulary [M]."""
         logits = teacher_logits(batch, states_at)
         known = torch.ones_like(states_at, dtype=torch.bool)
         if self.reduced:
@@ -191,8 +185,7 @@ class TapDrafter(FeatureDrafter):
         return probabilities_of(logits), logits.argmax(-1), known
 
     def _hard_loss(self, logits: Tensor, batch: TrainBatch, states_at: Tensor) -> Tensor:
-        """Cross entropy [K, M] against the token that follows each state; 0 where the draft
-        vocabulary lacks it."""
+        """Cross entropy [K, M] against the next token; 0 where the draft vocabulary lacks it."""
         labels = next_tokens(batch, states_at)
         known = torch.ones_like(labels, dtype=torch.bool)
         if self.reduced:

@@ -37,8 +37,7 @@ class Archive:
 
     @classmethod
     def of(cls, rows: int, slots: int, device: torch.device, old: Archive | None) -> Archive:
-        """Rings of `slots` tokens for `rows` rows, the first ones with what those of `old` (of
-        equal size) remember."""
+        """Rings of `slots` tokens for `rows` rows, the first as in `old` (of equal size)."""
         tokens = torch.full((rows, slots + 1), BARRIER, dtype=torch.int64, device=device)
         archive = cls(tokens, torch.zeros(rows, dtype=torch.int64, device=device))
         if old is not None:
@@ -75,8 +74,7 @@ class Archive:
 @dataclass
 class Writing:
     """Where a row's present answer stands in its ring: expected [B] int64, the position of the
-    token to be written next; written [B] int64: slots taken so far, 0 before the first.
-    """
+    token to be written next; written [B] int64: slots taken so far, 0 before the first."""
 
     expected: Tensor
     written: Tensor

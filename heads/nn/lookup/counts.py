@@ -26,8 +26,7 @@ class Counted:
     """Per depth d (entry d - 1), for every occurrence: tokens [B, D, K] int64, what followed; count
     [B, D, K] float32, the weight of those that continue like it down to here; total [B], the weight
     of all; alike [B, D, K, K] bool; leads [B, D, K] bool: it is the first of those and its path is
-    probable enough to be drafted.
-    """
+    probable enough to be drafted."""
 
     tokens: Tensor
     count: Tensor
@@ -39,8 +38,7 @@ class Counted:
     def of(cls, tokens: Tensor, weights: Tensor, least: float, depth: Tensor) -> Counted:
         """tokens [B, K, D] int64, negative where nothing followed; weights [B, K] float32, 0 for
         occurrences that do not count; least: the share of the total that a path needs; depth [B]:
-        how deep at most.
-        """
+        how deep at most."""
         tokens = tokens.transpose(1, 2)
         same = (tokens[..., None] == tokens[:, :, None]) & (tokens >= 0)[..., None]  # [B, D, K, K]
         counts = (weights > 0)[:, None, :, None] & (weights > 0)[:, None, None]
@@ -133,8 +131,7 @@ def _best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _best_first(shape: DynamicShape, counted: Counted) -> tuple[Tensor, Tensor, Tensor, TokenTree]:
     """As `_by_rank`, for the N - 1 nodes of the greatest counts. A node never counts more than its
     parent, and candidates are ordered by depth first, so that of equals the parent comes first: any
-    such choice is a tree.
-    """
+    such choice is a tree."""
     occurrences = counted.tokens.shape[2]
     score = torch.where(counted.leads, counted.count, -1.0).flatten(1)  # [B, D * K]
     nodes = min(shape.nodes - 1, score.shape[1])

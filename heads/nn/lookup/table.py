@@ -31,8 +31,7 @@ class History:
 
     @classmethod
     def start(cls, seen: TargetStates, max_depth: int, capacity: int) -> History:
-        """The history after prefill, with room for `capacity` positions and a draft of
-        `max_depth`."""
+        """The history after prefill, with room for `capacity` positions and a draft."""
         batch, width = seen.tokens.shape
         # Padded entries of a commit are written behind the length, hence the extra room.
         slots = max(capacity, width) + max_depth + 2
@@ -64,8 +63,7 @@ class History:
         return torch.where(slots >= 0, self.tokens.gather(1, slots.clamp(min=0)), -1)
 
     def drawn(self, positions: Tensor) -> Tensor:
-        """Tokens of the text [B, M] chosen as if at random, by the positions [B, M] they are wanted
-        for alone."""
+        """Tokens of the text [B, M] as if at random, by the positions [B, M] they are for."""
         return self.tokens.gather(1, positions * _SPREAD % self.length[:, None])
 
     def following(self, tokens: Tensor, otherwise: Tensor) -> Tensor:
@@ -88,8 +86,7 @@ class Fixed:
 
 class ChainCache:
     """The longest chain within a shape, for drafters with one continuation. Remembers the last one,
-    since every refilled row starts with the same shape.
-    """
+    since every refilled row starts with the same shape."""
 
     def __init__(self) -> None:
         self._known: tuple[DraftShape, Fixed] | None = None

@@ -33,8 +33,7 @@ class NetworkConfig:
     num_attention_heads: int = 0
     """Query heads; 0: as many as heads of the target's size fit into hidden_size."""
     num_key_value_heads: int = 0
-    """Key/value heads; 0: the target's number if it divides the query heads, else as many as query
-    heads."""
+    """Key/value heads; 0: the target's number if it divides the query heads, else those."""
     head_dim: int = 0
     """Size of a head (even)."""
     intermediate_size: int = 0
@@ -46,29 +45,23 @@ class NetworkConfig:
     does, scaling included."""
     rope_scaling: tuple[float, ...] = ()
     """Llama 3.1's scaling of the rotary frequencies: factor, low_freq_factor, high_freq_factor and
-    original_max_position_embeddings; empty: none.
-    """
+    original_max_position_embeddings; empty: none."""
     qk_norm: bool = False
-    """RMSNorm on every query and key head, as in Qwen3; layers copied from a Qwen3 have it in any
-    case."""
+    """RMSNorm on every query and key head, as Qwen3 and layers copied from one have it."""
     attention_bias: bool = False
-    """Biases on queries, keys and values, as in Qwen2; layers copied from a Qwen2 have them in any
-    case."""
+    """Biases on queries, keys and values, as Qwen2 and layers copied from one have them."""
     from_target_layers: tuple[int, ...] = ()
     """Start from these layers of the target (ascending, 0-based) with its embedding, final norm and
-    LM head; all sizes are then the target's.
-    """
+    LM head; all sizes are then the target's."""
     from_model: str = ""
     """Start from this folder: a smaller Llama, Mistral, Qwen2 or Qwen3 in Hugging Face's format
     (safetensors), or the checkpoint of a small-model drafter. Sizes and rotary positions come from
-    there, and the vocabulary is padded or trimmed to the target's.
-    """
+    there, and the vocabulary is padded or trimmed to the target's."""
     any_tokenizer: bool = False
     """Accept a `from_model` whose tokenizer is another one than the target's: ids then mean other
     words at the start."""
     share_embeddings: bool = False
-    """Use the target's frozen embedding and LM head instead of own ones (needs the target's
-    hidden_size)."""
+    """Use the target's frozen embedding and LM head (needs its hidden_size)."""
     tie_embeddings: bool = False
     """Let the own embedding serve as LM head as well."""
 

@@ -45,8 +45,7 @@ class Backbone(nn.Module):
 
 
 class SmallLM(TrainableDrafter):
-    """A Llama of its own that drafts for the target, token by token. Its configuration is a
-    `NetworkConfig`."""
+    """A Llama of its own that drafts token by token. Its configuration: `NetworkConfig`."""
 
     def __init__(self, config: Any, info: TargetInfo) -> None:
         assert isinstance(config, NetworkConfig)
@@ -80,8 +79,7 @@ class SmallLM(TrainableDrafter):
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """A random Llama, the chosen layers of the target, or the model in `from_model`; raises
-        `UserError` when there are no such weights.
-        """
+        `UserError` when there are no such weights."""
         if self.source is not None:
             fill_from(self, self.source, self.info)
         elif self.config.from_target_layers:
@@ -121,8 +119,7 @@ class SmallLM(TrainableDrafter):
         return out
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Depth k at t is the prediction from token t+k [B, T, V]; entries past the end mean
-        nothing."""
+        """Depth k at t is the prediction from token t+k [B, T, V]; past the end none."""
         logits = self.logits(self.sequence(batch))
         return [logits.roll(-k, 1) for k in range(1, depth + 1)]
 
@@ -144,9 +141,7 @@ class SmallLM(TrainableDrafter):
         return 1
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Read the newly committed tokens; the last one is the new root and its output predicts the
-        root's children.
-        """
+        """Read the newly committed tokens; the last one's output predicts the root's children."""
         return self.absorb(state, accepted, accepted.next_tokens, accepted.positions[:, :1] + 1)
 
     def absorb(self, state: State, run: TargetStates, tokens: Tensor, first: Tensor) -> State:
@@ -166,8 +161,7 @@ class SmallLM(TrainableDrafter):
     ) -> Tensor:
         """Run tokens [B, P] at positions `slots` [B, P], where each sees everything up to itself,
         and keep their keys and values -> normalised states [B, Q, H] of the places `wanted` [B, Q]
-        among them (all: None).
-        """
+        among them (all: None)."""
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         rotation = look_up(self._table(state), slots)
         places = torch.arange(state.slots, device=tokens.device)
@@ -196,8 +190,7 @@ class SmallLM(TrainableDrafter):
         only: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """One layer over the cache: keys and values of all P states, the rest for all of them or
-        for those that `only` names.
-        """
+        for those that `only` names."""
         layer = cast(DecoderLayer, self.model.layers[index])
         normed = layer.input_layernorm(states)
         state.store(index, rows, slots, *layer.self_attn.key_value(normed, rotation))
@@ -228,8 +221,7 @@ class SmallLM(TrainableDrafter):
 
     def read(self, state: State, tokens: Tensor, offset: Tensor) -> Tensor:
         """Run tokens [B, W] as a chain, the first `offset` [B] places behind the root's successor
-        -> logits [B, W, V]; see `Reader`.
-        """
+        -> logits [B, W, V]; see `Reader`."""
         first = (state.root_position + 1 + offset)[:, None]
         places = torch.arange(tokens.shape[1], device=tokens.device)
         return self.logits(self.run(state, tokens, first + places))

@@ -42,8 +42,7 @@ C = TypeVar("C", bound=NetworkConfig)
 class StartingModel:
     """A folder to start from. sizes: the fields of `NetworkConfig` that it decides. tokenizer_hash:
     of the drafter's target, if the folder is a drafter's checkpoint; None for a model, whose own
-    tokenizer is compared.
-    """
+    tokenizer is compared."""
 
     folder: Path
     sizes: Mapping[str, Any]
@@ -52,8 +51,7 @@ class StartingModel:
 
 
 def resolve(config: C, info: TargetInfo) -> tuple[StartingModel | None, C]:
-    """The folder of `from_model`, and the configuration with what that decides in the place of its
-    name."""
+    """The folder of `from_model`, and the configuration with what that decides."""
     if not config.from_model:
         return None, config
     given = [name for name in SIZES if getattr(config, name) != getattr(NetworkConfig(), name)]
@@ -67,8 +65,7 @@ def resolve(config: C, info: TargetInfo) -> tuple[StartingModel | None, C]:
 
 
 def read_source(folder: Path, any_tokenizer: bool = False) -> StartingModel:
-    """Describe the folder of a model or of a drafter; raises `UserError` for anything that cannot
-    be a start."""
+    """Describe a model's or drafter's folder; raises `UserError` if it cannot be a start."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise UserError(
@@ -260,8 +257,7 @@ def _require_tokenizer(source: StartingModel, info: TargetInfo) -> None:
 def copy_target_layers(
     module: nn.Module, layers: tuple[int, ...], info: TargetInfo, weights: TargetWeights
 ) -> None:
-    """Set every parameter of a small language model from the target's weight of the same Hugging
-    Face name."""
+    """Set every parameter from the target's weight of the same Hugging Face name."""
     own = {"lm_head.weight": weights.lm_head, "model.embed_tokens.weight": weights.embedding}
     # read by name: a divided target puts together what is asked for
     state = ChainMap(own, cast(Any, weights.state))

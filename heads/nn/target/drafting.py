@@ -39,9 +39,7 @@ from heads.nn.target.layers import DraftLayer, KeptLayer, MakeProduct, SharedLin
 
 @dataclass(frozen=True)
 class Queries:
-    """Where tokens that are run stand: positions [B, P]; in the cache, where the mask leaves
-    windows aside.
-    """
+    """Where run tokens stand: positions [B, P], and place in the cache, windows aside."""
 
     positions: Tensor
     place: CachePlace
@@ -109,8 +107,7 @@ class SelfDrafter(TrainableDrafter):
 
     def _unroll(self, batch: TrainBatch, steps: int) -> list[Tensor]:
         """What enters the LM head at steps 1..`steps` of a chain, [B, T, H] each: step k at row t
-        reads the true states up to t and the true tokens up to t+k, and predicts token t+k+1.
-        """
+        reads the true states up to t and the true tokens up to t+k, and predicts token t+k+1."""
         assert batch.taps is not None, f"kind '{self.kind}' needs the target's taps"
         table_dtype = self.target.embedding.dtype
         rotation = self._rope.at(batch.positions, table_dtype)

@@ -73,8 +73,7 @@ class DraftLayer(Protocol):
     def cache_shape(self) -> tuple[int, int]: ...
 
     def key_value(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, T, g, D] of what is committed, from the layer's true input states [B,
-        T, H]."""
+        """Keys and values [B, T, g, D] of committed tokens from true inputs [B, T, H]."""
         ...
 
     def project(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,8 +88,7 @@ class DraftLayer(Protocol):
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm in float32 whatever the dtype, rounded before the weight: bit by bit what the
-    target's own norms do."""
+    """RMSNorm in float32, rounded before the weight: to the bit as the target's own norms."""
     wide = states.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(states.dtype)

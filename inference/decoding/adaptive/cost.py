@@ -28,8 +28,7 @@ def adaptive_parts(
     target: TargetModel, drafter: Any, decode: DecodeConfig, tree: DraftShape, rows: int
 ) -> tuple[Limits | None, Lengths | None]:
     """The parts of a batch of `rows` rows that adapt its drafts' length, as `decode` asks; raises
-    `UserError` for drafters that must see their whole draft verified.
-    """
+    `UserError` for drafters that must see their whole draft verified."""
     settings = decode.adaptive_settings()
     if drafter is None or not settings.active:
         return None, None

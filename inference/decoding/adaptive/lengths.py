@@ -226,8 +226,7 @@ class Limits:
 
     def propose(self, drafter: Any, state: Any, noise: Any, length: int, root: Tensor) -> Proposal:
         """A chain of `length` tokens behind `root` [B]. Drafters that draft level by level after a
-        `TreePlan` draft no more than that; of others the rest is cut off.
-        """
+        `TreePlan` draft no more than that; of others the rest is cut off."""
         if length == 0:
             return Proposal(root[:, None], self.chains[0])
         own = getattr(state, "plan", None)

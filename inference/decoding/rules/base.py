@@ -75,6 +75,5 @@ class Rule(Protocol):
         self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
     ) -> Verdict:
         """Decide. logits [B, N, V] of the target (processors applied, not yet tempered), positions
-        [B, N] of the nodes: the token after node i stands at positions + 1.
-        """
+        [B, N] of the nodes: the token after node i stands at positions + 1."""
         ...

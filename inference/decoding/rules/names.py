@@ -20,8 +20,7 @@ CHAINS_ONLY = ("rejection", "block")
 
 def promise(rule: str, temperature: float) -> str:
     """What `rule` keeps at `temperature`: TEXT, DISTRIBUTION or LOSSY. At 0 every rule keeps the
-    text; an unknown rule promises nothing.
-    """
+    text; an unknown rule promises nothing."""
     if rule not in PROMISES:
         return LOSSY
     return TEXT if temperature == 0 else PROMISES[rule]

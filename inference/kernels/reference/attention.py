@@ -75,8 +75,7 @@ def visible(
     lengths: Tensor, words: Tensor, depth: Tensor, slots: int, window: int | None
 ) -> Tensor:
     """Which slots each node sees, [B, N, S] bool; arguments as those of `tree_attention`, `slots`
-    the number of slots.
-    """
+    the number of slots."""
     nodes = depth.shape[1]
     slot = torch.arange(slots, device=lengths.device)
     node = slot - lengths[:, None]  # [B, S]: which node a slot holds; negative for committed tokens
