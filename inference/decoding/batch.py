@@ -40,8 +40,7 @@ class BatchRun:
         lag: int,
         narrow: bool = False,
     ) -> None:
-        """narrow: compute the rows in use alone, and keep those together (a batch that is seldom
-        full)."""
+        """narrow: compute the rows in use alone, and keep them together (seldom full batches)."""
         self.lanes, self.on_tokens, self.lag, self.narrow = lanes, on_tokens, lag, narrow
         self.end_ids = set(lanes.target.eos_token_ids)
         self.running: list[Completion | None] = [None] * lanes.count
@@ -61,8 +60,7 @@ class BatchRun:
     # Cancellation
 
     def cancel(self, index: int) -> None:
-        """Stop the request of that index at the next step; its completion comes with finish
-        "cancelled"."""
+        """Stop the request of that index at the next step; it ends with finish "cancelled"."""
         self.cancelled.add(index)
 
     def drop_cancelled(self) -> list[Completion]:
@@ -102,8 +100,7 @@ class BatchRun:
         )
 
     def _launch(self) -> Pending:
-        """Launch a step; while results are on their way, the host knows an upper bound of the
-        longest row only."""
+        """Launch a step; with results on their way, the longest row is only bounded."""
         known = max(
             len(item.request.tokens) + len(item.tokens) - 1
             for item in self.running
@@ -171,8 +168,7 @@ class BatchRun:
     # Prefill of free rows
 
     def refill(self) -> list[Completion]:
-        """Prefill waiting prompts into the free rows; returns those that already ended with their
-        first token."""
+        """Prefill waiting prompts into free rows; returns those that their first token ends."""
         free = [row for row, item in enumerate(self.running) if item is None][: len(self.waiting)]
         requests = [self.waiting.popleft() for _ in free]
         tokens = torch.zeros(

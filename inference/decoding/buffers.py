@@ -222,8 +222,7 @@ class Lanes:
     def _start_drafter(
         self, index: Tensor, tokens: Tensor, lengths: Tensor, first: Tensor, seen: Seen
     ) -> None:
-        """Tell the drafter about fresh prompts: at once for the whole batch, or into the rows that
-        were refilled."""
+        """Start the drafter on fresh prompts: the whole batch, or the rows that were refilled."""
         if self.drafter is None:
             return
         place = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -250,8 +249,7 @@ class Lanes:
 
 @dataclass
 class _Narrow:
-    """The first rows of a batch as a batch: what runs their steps, the drafter's state and settings
-    as views."""
+    """The first rows of a batch as a batch of its own, all in views."""
 
     runner: StepRunner
     state: Any

@@ -45,8 +45,7 @@ class CostConfig:
     """Where cost curves are measured: every combination of nodes, batches and lengths."""
 
     nodes: tuple[PositiveInt, ...] = ()
-    """Nodes of a verification, the root included, for instance [1,2,4,8,16,32,64]. Empty: no cost
-    curves."""
+    """Nodes of a verification, for instance [1,2,4,8,16,32,64]. Empty: no cost curves."""
     batches: NonEmpty[PositiveInt] = (1,)
     """Rows decoded together."""
     lengths: NonEmpty[PositiveInt] = (128, 512)
@@ -198,8 +197,7 @@ def _along(grid: Mapping[tuple[int, ...], float], place: tuple[float, ...]) -> f
 
 
 def stopwatch(device: torch.device) -> Callable[[Call], float]:
-    """A function that runs a call and returns its seconds: CUDA events on a GPU, the wall clock
-    elsewhere."""
+    """A function that runs a call and returns its seconds, by CUDA events on a GPU."""
     if device.type == "cuda":
 
         def events(call: Call) -> float:
@@ -223,8 +221,7 @@ def stopwatch(device: torch.device) -> Callable[[Call], float]:
 def interleave(
     calls: Mapping[Any, Call], device: torch.device, repeats: int, warmup: int, seed: int = 0
 ) -> dict[Any, list[float]]:
-    """Seconds of every call, `repeats` of them each, in rounds that run all calls once in a
-    shuffled order."""
+    """Seconds of every call, `repeats` each, in rounds of all calls in a shuffled order."""
     order, timer, rng = list(calls), stopwatch(device), random.Random(seed)
     for _ in range(warmup):
         for key in order:
@@ -382,8 +379,7 @@ class Bench:
         )
 
     def drafting(self, arm: Arm) -> dict[StepKey, Call]:
-        """Drafts of chains of 2 nodes up to the arm's own depth, and the takeover of as many
-        tokens."""
+        """Drafts of chains of 2 nodes up to the arm's depth, and takeovers of as many tokens."""
         calls: dict[StepKey, Call] = {}
         for nodes in range(2, arm.decode.tree().max_depth + 2):
             shape = TokenTree.chain(nodes - 1, self.target.device)
@@ -393,8 +389,7 @@ class Bench:
         return calls
 
     def step(self, arm: Arm, shape: DraftShape) -> tuple[Call, Call]:
-        """The arm's draft of one shape, and its takeover of as many tokens as the shape is deep,
-        bonus included."""
+        """The arm's draft of a shape, and its takeover of a path and bonus."""
         seen = self.fill(arm.drafter.needs)
         prompt = self._states(seen, 0, self.length)
         state = arm.drafter.start(prompt, shape, self.length + self.widest + 1)

@@ -100,8 +100,7 @@ class Tuned:
         return min(close, key=lambda row: abs(math.log(row.batch_size) - math.log(batch)))
 
     def objection(self, folder: Path, revision: str, device_kind: str) -> str:
-        """Why it must not be used for the checkpoint in `folder`, this target and device; empty
-        when it may."""
+        """Why it must not be used for the checkpoint in `folder`, or empty when it may."""
         if self.target["revision"] != revision:
             return f"it was tuned on revision {self.target['revision']} of the target"
         if checkpoint_hash(folder) not in ("", self.weights_sha256):
@@ -115,8 +114,7 @@ HEADLINE = "# How to draft with this checkpoint, measured on this machine: "
 
 
 def require_tuned(folder: Path) -> None:
-    """Raise `UserError` where `folder`/decode.yaml is there but tuning did not write it; writing
-    would replace it."""
+    """Raise `UserError` where `folder`/decode.yaml is there but was not written by tuning."""
     path = folder / DECODE_FILE
     if path.is_file() and not path.read_bytes().startswith(HEADLINE.encode()):
         raise UserError(

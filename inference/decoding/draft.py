@@ -1,5 +1,4 @@
-"""One way to draft: a shape, its sizes and early stopping, as the tuner chooses it and decode.yaml
-keeps it."""
+"""One way to draft, as the tuner chooses it and decode.yaml keeps it."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from heads.api.tree import DraftShape
 from inference.decoding.config import DecodeConfig
 
 FAMILIES = ("none", "chain", "tree", "dynamic", "adaptive")
-"""Drafts whose steps have the same operations beside the model's: what the fixed time of a step is
-measured for."""
+"""Drafts whose steps have the same operations, and so the same fixed time."""
 
 
 class DraftSettings(TypedDict, total=False):
@@ -48,8 +46,7 @@ class Draft:
 
     @property
     def unstopped(self) -> Draft:
-        """The same draft without early stopping: what is drafted, and what can be verified at
-        most."""
+        """The same draft without early stopping: what is drafted and verified at most."""
         return replace(self, adaptive="none", adaptive_threshold=-1.0)
 
     @property

@@ -48,8 +48,7 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 """A user's message, token ids, or a conversation of {"role", "content"} messages."""
 SLOT_STEP = 64
-"""Capacities are rounded up to this many slots, so that runs of similar length share their
-buffers."""
+"""Capacities are rounded up to this many slots, so that similar runs share buffers."""
 
 
 @dataclass(frozen=True)
@@ -375,8 +374,7 @@ def _tuned(head: str | Path | None, target: TargetModel) -> DecodeConfig | None:
 
 
 def _load_head(head: str | Path, target: TargetModel, device: str | None) -> Any:
-    """A drafter from a checkpoint folder, or a kind without weights by name; on a device of its own
-    if one is given."""
+    """A drafter from a checkpoint folder, or a kind without weights; on `device` if given."""
     weights = target.weights if device is None else weights_on(target, pick_device(device))
     if Path(head).is_dir():
         drafter = load_drafter(Path(head), target.info, weights)

@@ -37,8 +37,7 @@ from inference.target.model import TargetModel
 
 @dataclass
 class Transfer:
-    """What crossed between target and drafter: tensors and bytes each way, and the seconds that
-    copying took."""
+    """What crossed between target and drafter: tensors, bytes, and seconds of copying."""
 
     moves_in: int = 0
     bytes_in: int = 0
@@ -126,8 +125,7 @@ class PlacedDrafter:
         )
 
     def _verification(self, verified: Verified) -> Verified:
-        """A verification on the drafter's device; its tree is the drafter's own and stayed
-        there."""
+        """A verification on the drafter's device; its tree is the drafter's and stayed there."""
         assert self._proposed is not None
         tokens, picks = self._over(torch.stack([verified.tokens, verified.picks])).unbind(0)
         return Verified(tokens, picks, self._proposed, self._over(verified.path))
@@ -139,8 +137,7 @@ class PlacedDrafter:
         return self._tree[1]
 
     def _keyed(self, noise: Noise) -> Any:
-        """The same noise on the drafter's device. Copied are the keys that drafting reads, when
-        they changed."""
+        """The same noise on the drafter's device. Only keys that changed are copied."""
         if self._noise is None or self._noise[0] is not noise:
             self._noise = noise, copy.copy(noise), {}
         _, placed, known = self._noise

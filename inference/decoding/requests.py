@@ -1,5 +1,4 @@
-"""What goes into the decoder and what comes out: requests, completions, and one record per verify
-pass."""
+"""What goes into the decoder and comes out: requests, completions, a record per pass."""
 
 from __future__ import annotations
 

@@ -88,8 +88,7 @@ class Session:
         self._stack.close()
 
     def _allocate(self) -> None:
-        """Read a token into every row, so that every buffer has its full size before the first
-        request."""
+        """Read a token into every row: buffers have full size before the first request."""
         rows, device = self.lanes.count, self.engine.target.device
         ones = torch.ones(rows, dtype=torch.int64, device=device)
         self.lanes.prefill(
@@ -145,8 +144,7 @@ class Session:
         self._run.cancel(index)
 
     def step(self) -> list[Completion]:
-        """Drop what was cancelled, or read waiting prompts, or verify once; returns the completions
-        that ended."""
+        """Drop what was cancelled, or read prompts, or verify; returns what ended."""
         run = self._run
         if not run.unfinished:
             run.cancelled.clear()

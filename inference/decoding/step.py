@@ -225,8 +225,7 @@ class Decoder:
     def _seen(
         self, proposal: Proposal, result: StepResult, path: Tensor, rows: Rows, seen: Seen
     ) -> TargetStates:
-        """What the drafter is told: the accepted run with the target's true states. Inactive rows
-        repeat their root."""
+        """What the drafter is told: the accepted run with true states; inactive rows, the root."""
         place = torch.arange(path.shape[1], device=path.device)
         valid = place < result.committed.clamp(min=1)[:, None]
         positions = rows.lengths[:, None] + place

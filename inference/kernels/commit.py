@@ -56,8 +56,7 @@ def accept_walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
 def compact(
     keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor | None = None
 ) -> None:
-    """See `reference.commit.compact`. Rows of keys and values must be contiguous (last stride
-    1)."""
+    """See `reference.commit.compact`. Keys and values must be contiguous (last stride 1)."""
     assert keys.stride(-1) == 1 and values.stride(-1) == 1, "each key and value must be contiguous"
     layers, rows, heads, _, key_size = keys.shape
     value_size, places = values.shape[-1], path.shape[1]
@@ -105,8 +104,7 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     NODES: tl.constexpr,  # noqa: N803
     PLACES: tl.constexpr,  # noqa: N803
 ):
-    """One program per row. Every node climbs to the root at once and is reached if each token on
-    the way was picked."""
+    """One program per row. All nodes climb to the root at once, checking picks."""
     row = tl.program_id(0)
     tokens += row * nodes
     picks += row * nodes
@@ -169,8 +167,7 @@ def _compact_kernel(  # type: ignore[no-untyped-def]
     PLACES: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """One program per layer, row, head and tile of columns; the tiles of the values follow those of
-    the keys."""
+    """One program per layer, row, head and tile of columns, keys' tiles first."""
     number, tile = tl.program_id(0), tl.program_id(1)
     head, row, layer = (
         number % heads,

@@ -120,8 +120,7 @@ def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None)
 
 
 def report(device: torch.device | str) -> list[dict[str, str]]:
-    """A row per operation, in order of their names: op, implementation and why, for tensors on
-    `device`."""
+    """For every operation by name: op, implementation and why, for tensors on `device`."""
     rows = []
     for op in all_ops():
         choice = choose(op, device)

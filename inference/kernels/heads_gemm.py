@@ -27,16 +27,13 @@ from inference.kernels.dispatch import interpreted
 from inference.kernels.reference import heads as reference_heads
 
 MAX_ROWS = 16
-"""Rows of one tile of the tensor cores. More rows would read the weights again, and there cuBLAS is
-at its best."""
+"""Rows of a tensor core tile; with more, weights are read again and cuBLAS is best."""
 OUTPUTS, INPUTS = 32, 128
-"""Tile of the weights: 8 KiB in bfloat16; at K = 4 and H = 4096 that makes 512 programs of 32
-steps."""
+"""Tile of the weights: 8 KiB in bfloat16; 512 programs of 32 steps at K = 4, H = 4096."""
 
 
 def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """See `reference.heads.residual_blocks`, which also takes over for more than `MAX_ROWS`
-    rows."""
+    """See `reference.heads.residual_blocks`, which runs for more than `MAX_ROWS` rows."""
     heads, rows, hidden = states.shape
     if rows > MAX_ROWS:
         return reference_heads.residual_blocks(states, weight, bias)

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 MAX_ROWS = 64
 """Above this many rows the plain path is as fast."""
 FEWEST_ROWS, SMALLEST_WEIGHT = 3, 1 << 19
-"""Where MKL has kernels of its own, below this many rows or elements the plain path is faster (see
-the module)."""
+"""Below so many rows or elements MKL's own kernels are faster (see the module)."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -52,16 +51,14 @@ def mkl_at_home() -> bool:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Give every eligible `nn.Linear` in `module` a packed fast path, for weights that never change
-    again."""
+    """Give every eligible `nn.Linear` a packed path, for weights that never change again."""
     for linear in _eligible(module):
         linear.forward = _packed_forward(linear)  # type: ignore[method-assign]
 
 
 @contextmanager
 def packed_linears(module: Any) -> Iterator[None]:
-    """Pack the linears of `module` for the duration of the block only; anything but an `nn.Module`
-    is left alone."""
+    """Pack the linears of `module` within the block; anything but a module is left alone."""
     chosen = list(_eligible(module)) if isinstance(module, nn.Module) else []
     for linear in chosen:
         linear.forward = _packed_forward(linear)  # type: ignore[method-assign]

@@ -30,8 +30,7 @@ from inference.kernels.dispatch import interpreted
 LOG2E = tl.constexpr(1.4426950408889634)
 """Exponentials are taken to the base 2, which is the instruction that GPUs have."""
 COMBINE_SPLITS = 16
-"""Splits that the combining kernel loads at once: one load for 4096 tokens at the default split
-size."""
+"""Splits that the combining kernel loads at once: 4096 tokens at the default size."""
 
 
 HOPPER_SHARED = 227 * 1024
@@ -108,8 +107,7 @@ def _seen(  # type: ignore[no-untyped-def]
     block_n: tl.constexpr, windowed: tl.constexpr,
 ):
     # fmt: on
-    """Which of the tile's slots each query row sees [M, block_n] bool: committed ones, and those of
-    its ancestors."""
+    """Which of the tile's slots query rows see [M, block_n] bool: committed and ancestors'."""
     child = slot - length  # which node a slot holds; negative for committed tokens
     inside = (child >= 0) & written
     # the bits of a tile lie in few words, since its slots follow one another
@@ -274,8 +272,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     tl.constexpr,
 ) -> None:
     # fmt: on
-    """Program (block of R query rows, row and key/value head): the splits' results, weighted by
-    their log-sum-exp."""
+    """Program (R query rows, row and key/value head): splits weighted by log-sum-exp."""
     b = tl.program_id(1) // key_heads
     h = tl.program_id(1) % key_heads
     length = tl.load(lengths + b).to(tl.int32)

@@ -183,8 +183,7 @@ def spans_of(mask: Sequence[Any]) -> list[Span]:
 
 
 def check_unicode(text: str, what: str) -> str:
-    """Return `text`; raises `UserError` for lone surrogates, which JSON lets through and tokenizers
-    choke on."""
+    """Return `text`; raises `UserError` for lone surrogates, which tokenizers choke on."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -261,8 +260,7 @@ def _apply(
     extras: Mapping[str, object],
     generation_prompt: bool = False,
 ) -> list[int]:
-    """Render and tokenise, in one call, so that special tokens are written by the template
-    alone."""
+    """Render and tokenise in one call: special tokens are written by the template alone."""
     try:
         ids = tokenizer.apply_chat_template(
             messages,

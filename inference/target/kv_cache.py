@@ -32,8 +32,7 @@ from inference.kernels.reference.commit import COMPACT
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer stores per slot: `heads` keys of `key_size` and values of `value_size`
-    numbers."""
+    """What a layer stores per slot: `heads` keys of `key_size`, values of `value_size`."""
 
     heads: int
     key_size: int
@@ -81,8 +80,7 @@ class Storages:
         self._shared: dict[LayerShape, Storage] = {}
 
     def place(self, number: int, shape: LayerShape) -> tuple[Tensor, Tensor]:
-        """Views [B, h, S, C] and [B, h, S, E] for layer `number`, whose first keys have shown
-        `shape`."""
+        """Views [B, h, S, C], [B, h, S, E] for layer `number`, whose first keys show `shape`."""
         if self.told[number] != shape:
             storage, position = self._new(shape, 1), 0
         else:
@@ -138,8 +136,7 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values ([R|B, h, T|N, C], [.., E]) and return those that the layer
-        attends to."""
+        """Store new keys and values ([R|B, h, T|N, C], [.., E]) -> those that are attended to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         writer = self.writer
@@ -203,8 +200,7 @@ class KVCache(Cache):
         )
 
     def shapes(self) -> tuple[LayerShape | None, ...]:
-        """What each layer stores, for the model's next cache; None for layers that have shown no
-        keys."""
+        """What each layer stores, for the next cache; None for layers without keys so far."""
         return tuple(layer.shape for layer in self.layers)
 
     def bytes(self) -> int:

@@ -73,8 +73,7 @@ REFUSED: dict[str, str] = {
     ),
     "doge": _BIASED,
 }
-"""Families that cannot be targets, by model_type, and why. Layers and flags of other configs:
-`_objection`."""
+"""Families that cannot be targets, by model_type, and why; see `_objection` too."""
 _LAYERS: dict[str, str] = {
     **dict.fromkeys(
         "linear_attention mamba conv recurrent hybrid hybrid_sliding".split(), _RECURRENT
@@ -109,13 +108,11 @@ class TargetConfig:
     """For models with two sets of rotary frequencies (longrope: Phi-3 128k): use the long set, for
     prompts of every length. Off, the short set is used and prompts end where it does."""
     tensor_parallel: bool = False
-    """Split the target over the processes that torchrun started: see
-    `inference.target.parallel`."""
+    """Split the target over torchrun's processes: see `inference.target.parallel`."""
 
 
 def pick_device(name: str) -> torch.device:
-    """The torch device for a configured name; raises `UserError` for an unknown one or for CUDA
-    where there is none."""
+    """The device of a name; raises `UserError` for none such, or CUDA that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -172,8 +169,7 @@ def checked_config(config: TargetConfig) -> Any:
 
 
 def load_config(config: TargetConfig) -> Any:
-    """The target's transformers config, without its weights; raises `UserError` when there is
-    none."""
+    """The target's transformers config; raises `UserError` when there is none."""
     try:
         return AutoConfig.from_pretrained(
             config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
@@ -218,8 +214,7 @@ def prepare(model: Any, long_context: bool = False) -> Any:
 
 
 def require_supported(name: str, config: Any) -> None:
-    """Raise `UserError` in one sentence when a model of this transformers config cannot be a
-    target."""
+    """Raise `UserError` when a model of this transformers config cannot be a target."""
     for part in (config, config.get_text_config()):
         objection = _objection(part)
         if objection is not None:
@@ -281,8 +276,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
 
 
 def switch_attention(model: Any) -> None:
-    """Make every layer call our attention; raises `UserError` when the architecture does not allow
-    it."""
+    """Make every layer call our attention; raises `UserError` where that is impossible."""
     try:
         model.set_attn_implementation(attention.NAME)
     except (ValueError, NotImplementedError, AttributeError) as error:
@@ -300,8 +294,7 @@ def _irreplaceable(model: Any, why: str) -> str:
 
 
 def shared_weights(model: Any) -> TargetWeights:
-    """The target's weights as drafters see them: whole and in floating point, however the model
-    keeps them."""
+    """The target's weights as drafters see them: whole and in floating point."""
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     size = _vocabulary(model), config.hidden_size
@@ -318,8 +311,7 @@ def shared_weights(model: Any) -> TargetWeights:
 
 
 def _windows(config: Any) -> tuple[int, ...]:
-    """The sliding window of every layer of a text config, 0 where a layer has none; empty when no
-    layer has one."""
+    """The sliding window of every layer, 0 where it has none; empty when no layer has one."""
     size = _first(config, "sliding_window")
     if not size:
         return ()
@@ -373,8 +365,7 @@ def head_function(
 
 
 def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
-    """The facts of a loaded target; attribute names that families spell differently are settled
-    here."""
+    """The facts of a loaded target; settles attribute names that families spell differently."""
     text = model.config.get_text_config()
     hidden, heads = _first(text, "hidden_size"), _first(text, "num_attention_heads")
     if hidden is None or heads is None:
@@ -407,8 +398,7 @@ def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
 
 
 def _first(config: Any, *names: str, default: Any = None) -> Any:
-    """The first of these settings that a config has. Where layers differ in it (Gemma 4), the first
-    layer's."""
+    """The first of these settings that a config has; the first layer's where layers differ."""
     for name in names:
         try:
             value = getattr(config, name, None)
@@ -420,8 +410,7 @@ def _first(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def _check_path(path: str) -> None:
-    """Refuse what can only be a mistyped folder before a Hub lookup turns it into a confusing
-    message."""
+    """Refuse what can only be a mistyped folder before a Hub lookup confuses the message."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if not path.strip():
         raise UserError("target.path is empty: give a Hub id such as Qwen/Qwen3-8B, or a folder.")
@@ -442,8 +431,7 @@ def _first_line(error: Exception) -> str:
 
 
 def end_tokens(ids: int | Sequence[int] | None, tokenizer: Any) -> tuple[int, ...]:
-    """Token ids that end an answer: `ids` of a generation config, else the tokenizer's; () for
-    none."""
+    """Token ids that end an answer: a generation config's `ids`, or the tokenizer's."""
     ids = tokenizer.eos_token_id if ids is None else ids
     if ids is None:
         return ()

@@ -107,8 +107,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _group_limit() -> int:
-    """What the control group of this process still allows (containers); a very large number where
-    there is no limit."""
+    """What this process's control group still allows (containers), huge without a limit."""
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:
         text = limit.read_text(encoding="ascii").strip()

@@ -40,16 +40,14 @@ from inference.target.taps import Taps, find_decoder, find_layers
 
 @dataclass
 class Seen:
-    """What one forward pass of the target left: taps [B, T, n, H] or None, last_hidden [B, T, H]
-    (post final norm)."""
+    """What a forward pass left: taps [B, T, n, H] or None, normed last_hidden [B, T, H]."""
 
     taps: Tensor | None
     last_hidden: Tensor
 
 
 class TargetModel:
-    """A loaded target. Build with `TargetModel.load(config)`; frozen, in eval mode, never
-    trained."""
+    """A loaded target, from `TargetModel.load(config)`; frozen, in eval mode."""
 
     def __init__(self, model: Any, tokenizer: Any, info: TargetInfo) -> None:
         self.model, self.tokenizer, self.info = model, tokenizer, info
@@ -129,8 +127,7 @@ class TargetModel:
     def differentiable_features(
         self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`features` with the graph behind them, for training that changes the target
-        (train/joint/objective.py)."""
+        """`features` with their graph, for training that changes the target (train/joint)."""
         if bool((segments == segments[:, :1]).all()):
             plan = AttentionPlan(None, True, positions, positions)
         else:
@@ -227,8 +224,7 @@ class TargetModel:
     # Self-check
 
     def _check_against(self, tokens: Tensor, expected: Tensor) -> None:
-        """Compare prefill + tree verification with the model's own logits [1, T, V] on the same
-        tokens."""
+        """Compare prefill and verification with the model's own logits [1, T, V]."""
         size = tokens.shape[1]
         half = size // 2
         cache = self.new_cache(1, size + 1)
@@ -280,8 +276,7 @@ def _single_row_plan(tree: TokenTree, positions: Tensor, length: int) -> Attenti
 
 
 def _ragged_plan(tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int) -> AttentionPlan:
-    """Rows of different lengths: slot s of row b is committed (s < length), one of the nodes, or
-    beyond the end."""
+    """Rows of different lengths: slot s is committed (s < length), a node, or beyond."""
     rows, nodes = positions.shape
     slots = torch.arange(bound, device=positions.device)
     # [B, S]: which node a slot holds; negative for committed tokens

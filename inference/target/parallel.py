@@ -34,8 +34,7 @@ from torch.distributed.tensor import DTensor
 from heads.api.errors import UserError
 
 JOIN_TIMEOUT = timedelta(hours=2)
-"""Longest wait for another process; loading a large target takes minutes and does not end
-everywhere at once."""
+"""Longest wait for another process, such as one that still loads a large target."""
 _HANDOVER_SECONDS = 0.1
 
 
@@ -104,8 +103,7 @@ def _number(variable: str) -> int | None:
 
 
 def require_divisible(config: Any, size: int) -> None:
-    """Raise `UserError` unless the attention heads of a text config divide by the number of
-    processes."""
+    """Raise `UserError` unless a text config's heads divide by the number of processes."""
     heads = getattr(config, "num_attention_heads", None)
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     for name, count in (("attention heads", heads), ("key/value heads", key_heads)):
@@ -119,16 +117,14 @@ def require_divisible(config: Any, size: int) -> None:
 
 
 def split_settings(size: int) -> Any:
-    """What transformers' `from_pretrained` takes as distributed_config: the family's own plan over
-    `size` processes."""
+    """transformers' distributed_config: the family's own plan over `size` processes."""
     from transformers import DistributedConfig
 
     return DistributedConfig(tp_size=size, tp_plan="auto")
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a parameter: collected from all processes if it is split, else itself.
-    Collective for split ones."""
+    """A whole parameter, collected from all processes if split (a collective), else itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

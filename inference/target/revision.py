@@ -1,5 +1,4 @@
-"""What tells a target's weights from another's: the commit of a Hub repository, or a hash of a
-folder's files."""
+"""What tells one target's weights from another's: a Hub commit, or a hash of files."""
 
 from __future__ import annotations
 

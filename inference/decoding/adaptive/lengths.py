@@ -87,8 +87,7 @@ class AdaptiveSettings:
 
 
 def entropies(logits: Tensor, temperature: float) -> Tensor:
-    """Entropy in nats [B, M] of what drafts are drawn from; logits [B, M, V'], at temperature 0 as
-    they are."""
+    """Entropy in nats [B, M] of logits [B, M, V'] that drafts are drawn from; untempered at 0."""
     scaled = logits.float() / (temperature or 1.0)
     logs = scaled.log_softmax(-1)
     return -(logs.exp() * torch.where(logs > float("-inf"), logs, 0.0)).sum(-1)

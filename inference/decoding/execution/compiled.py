@@ -266,8 +266,7 @@ class _Plan:
 
     @classmethod
     def cut(cls, graph: GraphModule, inputs: list[Tensor], part_of: dict[str, int]) -> _Plan:
-        """Cut `graph` into the parts that `part_of` says for each operation; {} leaves it whole, as
-        verification."""
+        """Cut `graph` into the parts that `part_of` names; {} leaves it whole, as verification."""
         whole = not part_of
 
         def part(node: Node) -> int:

@@ -32,8 +32,7 @@ from inference.target.model import TargetModel
 
 WARM_UP_STEPS = 3
 SPLIT_STEPS = 8
-"""Steps that are timed phase by phase before capturing; later steps are split in the same
-shares."""
+"""Steps that are timed by phase before capturing; later steps have the same shares."""
 
 
 @dataclass
@@ -118,8 +117,7 @@ class StepRunner:
         return variant.ring.send(packed), after
 
     def _capture(self, state: Any, length: int | None, variant: _Variant) -> None:
-        """Capture one step. Nothing is executed meanwhile; the first replay is the next real
-        step."""
+        """Capture one step. Nothing is executed; the first replay is the next real step."""
         clock = self.decoder.clock
         spent = {
             phase: clock.seconds[phase] - variant.before_split[phase]
@@ -187,8 +185,7 @@ class _PinnedRing:
         self.next = 0
 
     def send(self, packed: Tensor) -> Pending:
-        """Start the copy of `packed`; the slot is free again once every earlier result has been
-        read."""
+        """Start the copy of `packed`; earlier results must have been read."""
         place, self.next = self.next, (self.next + 1) % len(self.slots)
         slot = self.slots[place]
         if slot is None:

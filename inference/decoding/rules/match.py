@@ -19,8 +19,7 @@ from inference.kernels.reference.commit import ACCEPT_WALK
 
 
 class Match:
-    """See the module. share: rank drafts with the target's noise as well, so that they agree with
-    it more often."""
+    """See the module. share: rank drafts with the target's noise as well."""
 
     name: ClassVar[str] = "match"
     lossless: ClassVar[bool] = True

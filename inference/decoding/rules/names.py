@@ -1,5 +1,4 @@
-"""The rules' names and what each promises about the text. Free of torch, for everything that prints
-a report."""
+"""The rules' names and promises about the text, free of torch for whoever prints a report."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ PROMISES = {
     "specinfer": DISTRIBUTION,
     "typical": LOSSY,
 }
-"""Above temperature 0: the target's own text for the seed, another text of the same distribution,
-or neither."""
+"""Above temperature 0: the target's text for the seed, its distribution, or neither."""
 RULES = tuple(PROMISES)
 LOSSLESS = tuple(name for name, kept in PROMISES.items() if kept != LOSSY)
 CHAINS_ONLY = ("rejection", "block")

@@ -40,8 +40,7 @@ from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 class SpecInfer:
-    """See the module. shape: what drafters are asked to fill; a static tree is read here, on the
-    host."""
+    """See the module. shape: what drafters fill; a static tree is read on the host."""
 
     name: ClassVar[str] = "specinfer"
     lossless: ClassVar[bool] = True

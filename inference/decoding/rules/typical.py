@@ -75,8 +75,7 @@ class Typical:
         )
 
     def _best_path(self, kept: Tensor, likely: Tensor, proposal: Proposal) -> Tensor:
-        """The nodes [B, N] bool of the longest path of kept nodes, of equally long ones the
-        likeliest."""
+        """Nodes [B, N] bool of the longest path of kept nodes, of equal ones the likeliest."""
         tree = proposal.tree
         if tree.is_chain:
             return kept

@@ -30,8 +30,7 @@ from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 def weighs(proposal: Proposal, noise: SharedNoise) -> bool:
-    """Whether drafts can be weighed: above temperature 0, with the logits that they were drawn
-    from."""
+    """Whether drafts can be weighed: above temperature 0, their logits kept."""
     return proposal.logits is not None and not noise.settings.greedy
 
 
@@ -72,8 +71,7 @@ def at_node(values: Tensor, node: Tensor) -> Tensor:
 
 
 def committed(drafted: Tensor, accepted: Tensor, bonus: Tensor) -> Tensor:
-    """`Verdict.tokens` [B, D+1]: the kept drafts `drafted` [B, D] up to `accepted` [B], then
-    `bonus` [B]."""
+    """`Verdict.tokens` [B, D+1]: `drafted` [B, D] up to `accepted` [B], then `bonus` [B]."""
     return torch.cat([drafted, bonus[:, None]], 1).scatter(1, accepted[:, None], bonus[:, None])
 
 
@@ -129,8 +127,7 @@ class Chain:
     def verdict(
         self, accepted: Tensor, positions: Tensor, noise: SharedNoise, shares: Tensor | None = None
     ) -> Verdict:
-        """Keep `accepted` [B] drafts and draw the next token from `rest`. positions [B, N] of the
-        nodes."""
+        """Keep `accepted` [B] drafts and draw on from `rest`. positions [B, N] of the nodes."""
         at = accepted[:, None]
         rest = self.rest(accepted, shares)
         bonus = draw(rest, at_node(self.p, accepted), positions.gather(1, at)[:, 0] + 1, noise)

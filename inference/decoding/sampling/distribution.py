@@ -23,8 +23,7 @@ from heads.api.errors import UserError
 @config("decode")
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the target's distribution is shaped. Nothing here acts on drafts, which are ranked by
-    their own."""
+    """How the target's distribution is shaped; drafts are ranked by their own."""
 
     temperature: NonNegativeFloat = 0.0
     """0 picks the most likely token; 1 samples the model's own distribution."""
@@ -35,8 +34,7 @@ class SamplingSettings:
     min_p: UnitInterval = 0.0
     """Keep tokens at least this share as likely as the most likely one; 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Tokens of the text so far: a positive logit is divided by this, a negative one multiplied; 1
-    is off."""
+    """Tokens of the text: a positive logit is divided by this, a negative multiplied; 1: off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit) pairs, each token at most once."""
     bad_words: tuple[tuple[int, ...], ...] = ()

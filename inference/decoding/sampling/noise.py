@@ -34,8 +34,7 @@ _ROOT_STEP = 0x1E3779B97F4A7C15  # odd: different passes get different seeds
 
 
 class Stream(IntEnum):
-    """What a draw is for. TARGET is the noise that plain decoding samples with; the others never
-    touch it."""
+    """What a draw is for. TARGET is plain decoding's noise; the others never touch it."""
 
     TARGET = 0
     DRAFT = 1
@@ -84,8 +83,7 @@ class SharedNoise:
 
     @property
     def mode(self) -> int:
-        """Which operations a step has, where that changes
-        (`inference.decoding.sampling.row_settings`)."""
+        """Which operations a step has (`inference.decoding.sampling.row_settings`)."""
         return 0
 
     def stream(self, stream: Stream) -> Tensor:
@@ -102,8 +100,7 @@ class SharedNoise:
         return noise
 
     def uniforms(self, positions: Tensor, columns: int, stream: Stream = Stream.COIN) -> Tensor:
-        """Independent uniform numbers float64 [B, M, C] strictly between 0 and 1, keyed like the
-        noise."""
+        """Independent uniform float64 [B, M, C] strictly between 0 and 1, keyed like the noise."""
         bits = noise_bits(
             self.stream(stream), positions, self._all_tokens.new_ones(columns).cumsum(0)
         )
@@ -130,8 +127,7 @@ class SharedNoise:
         return picked
 
     def target_pick(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """The target's choice [B, N] at nodes whose next token stands at `positions` [B, N]; logits
-        [B, N, V]."""
+        """The target's choice [B, N] by logits [B, N, V] of tokens at `positions` [B, N]."""
         if self.settings.greedy:
             return logits.argmax(-1)
         if self.settings.filters:

@@ -83,8 +83,7 @@ class Processors:
 
 
 def process(logits: Tensor, settings: SamplingSettings, prefix: Prefix | None) -> Tensor:
-    """The target's logits [B, N, V] after the processors of `settings`: `Processors` in one
-    call."""
+    """Logits [B, N, V] after the processors of `settings`: `Processors` in one call."""
     return _processors(settings, logits.shape[-1], str(logits.device))(logits, prefix)
 
 

@@ -69,8 +69,7 @@ class RowSettings:
         self.arrange(range(rows))
 
     def put(self, rows: Sequence[int], settings: Sequence[SamplingSettings]) -> None:
-        """Give `rows` their settings; raises `UserError` for settings that only an engine can
-        have."""
+        """Give `rows` their settings; raises `UserError` for those that only engines have."""
         for row, item in zip(rows, settings, strict=True):
             check_own(item, self.engine)
             self.held[row] = item
@@ -105,8 +104,7 @@ class RowSettings:
         )
 
     def first(self, count: int) -> RowSettings:
-        """The first `count` rows, as views: what is put here is seen there. `arrange` each on its
-        own."""
+        """The first `count` rows as views: what is put here is seen there. `arrange` it anew."""
         return self._part(self.values[:count], self.held)
 
     def at(self, rows: Sequence[int]) -> RowSettings:
@@ -125,8 +123,7 @@ class RowSettings:
     # What a step computes
 
     def tempered(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
-        """logits [R, M, V] / temperature, at least float32. rows [R] int64: whose logits they are;
-        None: all rows'."""
+        """logits [R, M, V] / temperature, at least float32. rows [R] int64: whose; None: all."""
         scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return scaled / self._column(0, rows, scaled)
 
@@ -178,8 +175,7 @@ def _numbers(item: SamplingSettings, vocab_size: int) -> tuple[float, ...]:
 
 
 class RowNoise(SharedNoise):
-    """`SharedNoise` for rows with settings of their own. For rule `match`, which needs nothing but
-    picks."""
+    """`SharedNoise` for rows with settings of their own; for rule `match`, which only picks."""
 
     def __init__(
         self,

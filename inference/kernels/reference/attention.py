@@ -96,8 +96,7 @@ def visible(
 def workspace_bytes(
     rows: int, heads: int, nodes: int, value_dim: int, capacity: int, split_size: int = 256
 ) -> int:
-    """Bytes of float32 scratch that one call of the kernel takes; the layers of a step take
-    turns."""
+    """Bytes of float32 scratch of one call of the kernel; layers take turns."""
     return rows * heads * nodes * -(-capacity // split_size) * (value_dim + 1) * 4
 
 

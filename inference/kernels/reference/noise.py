@@ -19,8 +19,7 @@ _MASK32 = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijective 32-bit mixer on int32 tensors (two multiply-xorshift rounds); wraps like unsigned
-    arithmetic."""
+    """A bijective 32-bit mixer on int32 (two multiply-xorshift rounds), wrapping as unsigned."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x21F0AAAD
     x = x ^ ((x >> 15) & 0x1FFFF)
