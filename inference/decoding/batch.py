@@ -101,26 +101,21 @@ class BatchRun:
 
     def _launch(self) -> Pending:
         """Launch a step; with results on their way, the longest row is only bounded."""
-        known = max(
-            len(item.request.tokens) + len(item.tokens) - 1
-            for item in self.running
-            if item is not None
-        )
+        running = [item for item in self.running if item is not None]
+        known = max(len(item.request.tokens) + len(item.tokens) - 1 for item in running)
         ahead = known + len(self.launched) * (self.lanes.tree.max_depth + 1)
         longest = min(ahead, self.lanes.capacity - self.lanes.tree.num_nodes)
         if not self.narrow:
             return self.lanes.step(longest, exact=not self.launched)
-        running = [row for row, item in enumerate(self.running) if item is not None]
-        return self.lanes.step_rows(running, longest, exact=not self.launched)
+        used = [row for row, item in enumerate(self.running) if item is not None]
+        return self.lanes.step_rows(used, longest, exact=not self.launched)
 
     def close_ranks(self) -> None:
         """Move sequences from the last rows into free rows before them, so that a step has no more
         rows than sequences."""
         while True:
             used = [row for row, item in enumerate(self.running) if item is not None]
-            free = next(
-                (row for row, item in enumerate(self.running) if item is None), len(self.running)
-            )
+            free = self.running.index(None) if None in self.running else len(self.running)
             if not used or used[-1] < free:
                 return
             self.lanes.move(used[-1], free)
@@ -171,11 +166,8 @@ class BatchRun:
         """Prefill waiting prompts into free rows; returns those that their first token ends."""
         free = [row for row, item in enumerate(self.running) if item is None][: len(self.waiting)]
         requests = [self.waiting.popleft() for _ in free]
-        tokens = torch.zeros(
-            len(free), max(len(request.tokens) for request in requests), dtype=torch.int64
-        )
-        for place, request in enumerate(requests):
-            tokens[place, : len(request.tokens)] = torch.tensor(request.tokens)
+        prompts = [torch.tensor(request.tokens) for request in requests]
+        tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         device = self.lanes.target.device
 
         def column(values: list[int]) -> torch.Tensor:

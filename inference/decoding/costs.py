@@ -12,13 +12,15 @@ Legend: n nodes of a verification (the root included), b rows, L cached tokens p
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -125,20 +127,8 @@ class CostCurves:
 
     def to_dict(self) -> CurvesContent:
         """As JSON holds it: the `costs` block of report.json."""
-
-        def plain(points: Sequence[CostPoint]) -> list[dict[str, int | float]]:
-            return [asdict(point) for point in points]
-
-        return {
-            "target": self.target,
-            "device": self.device,
-            "dtype": self.dtype,
-            "launch": self.launch,
-            "repeats": self.repeats,
-            "verify": plain(self.verify_points),
-            "draft": {name: plain(points) for name, points in self.draft_points.items()},
-            "commit": {name: plain(points) for name, points in self.commit_points.items()},
-        }
+        content = json.loads(json.dumps(asdict(self)))
+        return cast(CurvesContent, {k.removesuffix("_points"): v for k, v in content.items()})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CostCurves:
@@ -149,14 +139,10 @@ class CostCurves:
 
         try:
             return cls(
-                target=values["target"],
-                device=values["device"],
-                dtype=values["dtype"],
-                launch=values["launch"],
-                repeats=values["repeats"],
-                verify_points=points(values["verify"]),
-                draft_points={name: points(items) for name, items in values["draft"].items()},
-                commit_points={name: points(items) for name, items in values["commit"].items()},
+                *(values[name] for name in ("target", "device", "dtype", "launch", "repeats")),
+                points(values["verify"]),
+                {name: points(items) for name, items in values["draft"].items()},
+                {name: points(items) for name, items in values["commit"].items()},
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(
@@ -198,24 +184,21 @@ def _along(grid: Mapping[tuple[int, ...], float], place: tuple[float, ...]) -> f
 
 def stopwatch(device: torch.device) -> Callable[[Call], float]:
     """A function that runs a call and returns its seconds, by CUDA events on a GPU."""
-    if device.type == "cuda":
 
-        def events(call: Call) -> float:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            return float(begin.elapsed_time(end)) / 1000.0
-
-        return events
+    def events(call: Call) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000.0
 
     def wall(call: Call) -> float:
         begin = time.perf_counter()
         call()
         return time.perf_counter() - begin
 
-    return wall
+    return events if device.type == "cuda" else wall
 
 
 def interleave(
@@ -317,26 +300,13 @@ def measure_grid(
                 low, middle, high = np.percentile(seconds, [25, 50, 75]).tolist()
                 point = CostPoint(count, rows, length, middle, low, high)
                 found.setdefault((name, what), []).append(point)
-    return CostCurves(
-        target=target.info.id,
-        device=target.device.type,
-        dtype=str(target.dtype).removeprefix("torch."),
-        launch=launch,
-        repeats=repeats,
-        verify_points=tuple(found["", "verify"]),
-        draft_points={
-            name: tuple(points) for (name, what), points in found.items() if what == "draft"
-        },
-        commit_points={
-            name: tuple(points) for (name, what), points in found.items() if what == "commit"
-        },
-    )
 
+    def curves(wanted: str) -> dict[str, tuple[CostPoint, ...]]:
+        return {name: tuple(points) for (name, what), points in found.items() if what == wanted}
 
-def _text(tokens: Sequence[int], length: int, device: torch.device) -> Tensor:
-    """`length` token ids [length] of real text, repeated as often as needed."""
-    assert tokens, "no text to fill the cache with"
-    return torch.tensor(list(tokens) * (length // len(tokens) + 1), device=device)[:length]
+    dtype, verify = str(target.dtype).removeprefix("torch."), curves("verify")[""]
+    facts = target.info.id, target.device.type, dtype, launch, repeats
+    return CostCurves(*facts, verify, curves("draft"), curves("commit"))
 
 
 class Bench:
@@ -349,8 +319,10 @@ class Bench:
         self, target: TargetModel, rows: int, length: int, widest: int, text: Sequence[int]
     ) -> None:
         self.target, self.rows, self.length, self.widest = target, rows, length, widest
-        device = target.device
-        self.text = _text(text, length + widest, device)
+        assert text, "no text to fill the cache with"
+        device, needed = target.device, length + widest
+        repeated = list(text) * (needed // len(text) + 1)
+        self.text = torch.tensor(repeated, device=device)[:needed]
         self.cache = target.new_cache(rows, length + widest + 1)
         self.lengths = torch.full((rows,), length, dtype=torch.int64, device=device)
         # the host knows the length where calls run eagerly; a captured graph must find it on the
@@ -370,22 +342,20 @@ class Bench:
 
     def verification(self, nodes: int) -> Call:
         """One verification of a chain of `nodes` nodes in every row."""
-        self.fill(FeatureSpec())
+        needs = FeatureSpec()
+        self.fill(needs)
         tree = TokenTree.chain(nodes - 1, self.target.device)
         tokens = self.text[self.length : self.length + nodes].expand(self.rows, -1).contiguous()
-        needs = FeatureSpec()
-        return lambda: self.target.verify(
-            self.cache, tokens, tree, self.lengths, self.longest, needs
-        )
+        given = self.cache, tokens, tree, self.lengths, self.longest, needs
+        return partial(self.target.verify, *given)
 
     def drafting(self, arm: Arm) -> dict[StepKey, Call]:
         """Drafts of chains of 2 nodes up to the arm's depth, and takeovers of as many tokens."""
         calls: dict[StepKey, Call] = {}
         for nodes in range(2, arm.decode.tree().max_depth + 2):
             shape = TokenTree.chain(nodes - 1, self.target.device)
-            calls[arm.name, "draft", nodes], calls[arm.name, "commit", nodes] = self.step(
-                arm, shape
-            )
+            draft, commit = self.step(arm, shape)
+            calls |= {(arm.name, "draft", nodes): draft, (arm.name, "commit", nodes): commit}
         return calls
 
     def step(self, arm: Arm, shape: DraftShape) -> tuple[Call, Call]:
@@ -396,34 +366,23 @@ class Bench:
         seeds, vocabulary = torch.zeros_like(self.lengths), self.target.info.vocab_size
         noise = SharedNoise(arm.decode.sampling(), seeds, vocabulary)
         run = self._states(seen, self.length, self.length + shape.max_depth + 1)
-        return _bind(arm.drafter.propose, state, noise), _bind(arm.drafter.commit, state, run)
+        return partial(arm.drafter.propose, state, noise), partial(arm.drafter.commit, state, run)
 
     def _states(self, seen: Seen, first: int, end: int) -> TargetStates:
         """The text's tokens [first, end) as a committed run of every row; features of later tokens
         are earlier ones'."""
-        rows, width = self.rows, end - first
-        places = torch.arange(width, device=self.text.device)
-        tokens, following = (
-            self.text[first:end],
-            self.text[(first + 1 + places).clamp(max=len(self.text) - 1)],
-        )
-        taps = None if seen.taps is None else _rows(seen.taps[:, places % seen.taps.shape[1]], rows)
-        hidden = _rows(seen.last_hidden[:, places % seen.last_hidden.shape[1]], rows)
+        places = torch.arange(end - first, device=self.text.device)
+        following = self.text[(first + 1 + places).clamp(max=len(self.text) - 1)]
+        taps, hidden = seen.taps, seen.last_hidden
+
+        def rows(value: Tensor) -> Tensor:
+            return value.expand(self.rows, *value.shape[1:]).contiguous()
+
         return TargetStates(
-            tokens=_rows(tokens[None], rows),
-            next_tokens=_rows(following[None], rows),
-            positions=_rows((first + places)[None], rows),
-            valid=torch.ones(rows, width, dtype=torch.bool, device=self.text.device),
-            taps=taps,
-            last_hidden=hidden,
+            tokens=rows(self.text[None, first:end]),
+            next_tokens=rows(following[None]),
+            positions=rows((first + places)[None]),
+            valid=rows(torch.ones_like(places, dtype=torch.bool)[None]),
+            taps=None if taps is None else rows(taps[:, places % taps.shape[1]]),
+            last_hidden=rows(hidden[:, places % hidden.shape[1]]),
         )
-
-
-def _rows(value: Tensor, rows: int) -> Tensor:
-    """A tensor of one row, repeated."""
-    return value.expand(rows, *value.shape[1:]).contiguous()
-
-
-def _bind(function: Callable[..., Any], *arguments: Any) -> Call:
-    """The call of a function with arguments that later iterations of a loop do not change."""
-    return lambda: function(*arguments)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import yaml
 
@@ -33,13 +33,7 @@ Number = Literal[
     "speedup",
     "tau",
 ]
-NUMBERS: tuple[Number, ...] = (
-    "predicted_tokens_per_second",
-    "tokens_per_second",
-    "baseline_tokens_per_second",
-    "speedup",
-    "tau",
-)
+NUMBERS: tuple[Number, ...] = get_args(Number)
 """The numbers of a row, without the interval of its speedup."""
 
 
@@ -68,6 +62,14 @@ class TunedRow:
     numbers: Mapping[str, float]
     """By the names of `NUMBERS`."""
     speedup_ci95: tuple[float, float]
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> TunedRow:
+        """From a row of the file."""
+        where, draft = (int(row["batch_size"]), float(row["temperature"])), Draft.read(row["draft"])
+        low, high = row["speedup_ci95"][:2]
+        numbers = {name: float(row[name]) for name in NUMBERS}
+        return cls(*where, draft, numbers, (float(low), float(high)))
 
 
 class TunedTarget(TypedDict):
@@ -167,30 +169,12 @@ def read_tuned(folder: Path) -> Tuned | None:
             raise UserError(
                 f"format {content['format']!r} is not known; this version reads format {FORMAT}"
             )
-        rows = tuple(
-            TunedRow(
-                int(row["batch_size"]),
-                float(row["temperature"]),
-                Draft.read(row["draft"]),
-                {name: float(row[name]) for name in NUMBERS},
-                (float(row["speedup_ci95"][0]), float(row["speedup_ci95"][1])),
-            )
-            for row in content["rows"]
-        )
+        rows = tuple(TunedRow.read(row) for row in content["rows"])
         of, on = content["target"], content["device"]
         target: TunedTarget = {"id": str(of["id"]), "revision": str(of["revision"])}
         device: Device = {"kind": on["kind"], "name": on["name"], "threads": on["threads"]}
         return Tuned(target, device, str(content["weights_sha256"]), rows)
-    except (
-        OSError,
-        UnicodeDecodeError,
-        yaml.YAMLError,
-        KeyError,
-        TypeError,
-        ValueError,
-        IndexError,
-        UserError,
-    ) as error:
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(
             f"'{path}' is not readable ({error}). Write it again with `headstart tune`, or delete "
             "it."
@@ -221,18 +205,12 @@ def advice(
         sort = "greedy decoding" if temperature == 0 else "sampling"
         why = why or f"it has no row for {sort}"
         return Advice(None, f"{DECODE_FILE} is not used: {why} (`headstart tune` writes it anew)")
-    where = f"batch size {row.batch_size}, temperature {row.temperature:g}"
-    elsewhere = (
-        "" if tuned.device["name"] == device["name"] else f", tuned on {tuned.device['name']}"
-    )
+    where, name = f"batch size {row.batch_size}, temperature {row.temperature:g}", device["name"]
+    chosen = f"{row.draft.label}, chosen at {where} (speedup {row.numbers['speedup']:.2f})"
     if row.draft == NONE:
-        return Advice(
-            NONE, f"{DECODE_FILE}: no speculation, which was fastest at {where}{elsewhere}"
-        )
-    gain = f"speedup {row.numbers['speedup']:.2f}"
-    return Advice(
-        row.draft, f"{DECODE_FILE}: {row.draft.label}, chosen at {where} ({gain}){elsewhere}"
-    )
+        chosen = f"no speculation, which was fastest at {where}"
+    elsewhere = "" if tuned.device["name"] == name else f", tuned on {tuned.device['name']}"
+    return Advice(row.draft, f"{DECODE_FILE}: {chosen}{elsewhere}")
 
 
 def read_current(folder: Path) -> Tuned | None:
@@ -240,12 +218,8 @@ def read_current(folder: Path) -> Tuned | None:
     this machine must be true."""
     tuned = read_tuned(folder)
     if tuned is not None and checkpoint_hash(folder) != tuned.weights_sha256:
-        path = folder / DECODE_FILE
-        logger.warning(
-            "%s is left out: the weights have changed since it was tuned (`headstart tune` "
-            "writes it anew)",
-            path,
-        )
+        why = "the weights have changed since it was tuned (`headstart tune` writes it anew)"
+        logger.warning("%s is left out: %s", folder / DECODE_FILE, why)
         return None
     return tuned
 
@@ -255,7 +229,6 @@ def draft_length(folder: Path) -> int:
     greedy row with the smallest batch that speculates; 0 where decode.yaml says none, is of other
     weights, or is not there."""
     tuned = read_current(folder)
-    rows = sorted(
-        tuned.rows if tuned else (), key=lambda row: (row.temperature > 0, row.batch_size)
-    )
-    return next((row.draft.depth for row in rows if row.draft != NONE), 0)
+    rows = [row for row in (tuned.rows if tuned else ()) if row.draft != NONE]
+    first = min(rows, key=lambda row: (row.temperature > 0, row.batch_size), default=None)
+    return 0 if first is None else first.draft.depth

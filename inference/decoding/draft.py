@@ -52,33 +52,22 @@ class Draft:
     @property
     def label(self) -> str:
         """For tables."""
-        if self.shape == "none":
-            return "none"
-        if self.shape == "chain":
-            stopped = (
-                f", {self.adaptive} {self.adaptive_threshold:g}" if self.adaptive != "none" else ""
-            )
-            return f"chain {self.depth}{stopped}"
-        return f"{self.shape} {self.size}, depth {self.depth}"
+        if self.adaptive != "none":
+            return f"chain {self.depth}, {self.adaptive} {self.adaptive_threshold:g}"
+        sized = f"{self.shape} {self.size}, depth {self.depth}"
+        return {"none": "none", "chain": f"chain {self.depth}"}.get(self.shape, sized)
 
     @property
     def size(self) -> int:
         """Nodes of a verification at most, the root included."""
-        return {"none": 1, "chain": self.depth + 1, "tree": len(self.choices) + 1}.get(
-            self.shape, self.nodes
-        )
+        sizes = {"none": 1, "chain": self.depth + 1, "tree": len(self.choices) + 1}
+        return sizes.get(self.shape, self.nodes)
 
     def on(self, decode: DecodeConfig) -> DecodeConfig:
         """`decode` with this draft in place of its own."""
-        bare = replace(
-            decode,
-            shape="none",
-            choices=(),
-            adaptive="none",
-            adaptive_lengths=(),
-            adaptive_costs=(),
-        )
-        return replace(bare, **{name: getattr(self, name) for name in self.plain()})
+        own = {name: getattr(self, name) for name in self.plain()}
+        bare = {"choices": (), "adaptive": "none", "adaptive_lengths": (), "adaptive_costs": ()}
+        return replace(decode, **{**bare, **own})
 
     def plain(self) -> DraftSettings:
         """As YAML and JSON hold it: the settings that matter for the shape."""
@@ -104,12 +93,9 @@ class Draft:
                 f"a draft has the settings {', '.join(known)}, shape among them; given: "
                 f"{dict(values)}."
             )
-        given = dict(values)
         try:
-            given["choices"] = tuple(
-                tuple(int(rank) for rank in path) for path in given.get("choices", ())
-            )
-            draft = cls(**given)
+            choices = tuple(tuple(map(int, path)) for path in values.get("choices", ()))
+            draft = cls(**{**values, "choices": choices})
             checked = draft.on(DecodeConfig())
         except (TypeError, ValueError, KeyError) as error:
             raise UserError(f"this is no draft: {dict(values)} ({error}).") from error

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ import torch
 from heads.api.checkpoint import load_drafter, new_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
-from heads.api.features import FeatureSpec
 from heads.api.registry import get_kind, kind_names
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.batch import BatchRun, OnTokens
@@ -84,12 +84,9 @@ class Engine:
     ) -> None:
         self.target, self.drafter, self.details = target, drafter, details
         self.decode = decode or DecodeConfig()
-        plain = drafter is None
-        self.tree: DraftShape = (
-            TokenTree.chain(0, target.device) if plain else self.decode.tree(target.device)
-        )
-        self.needs = FeatureSpec() if plain else drafter.needs
-        self.capacity = capacity
+        device, plain = target.device, drafter is None
+        tree: DraftShape = TokenTree.chain(0, device) if plain else self.decode.tree(device)
+        self.tree, self.capacity = tree, capacity
         self.clock = StepClock(target.device)
         self._lanes: Lanes | None = None
         self._run: BatchRun | None = None
@@ -124,12 +121,9 @@ class Engine:
         drafter = None if head is None else _load_head(head, model, head_device)
         if decode is None and drafter is not None:
             decode = _tuned(head, model)
-        return cls(
-            model,
-            None if decode is not None and decode.shape == "none" else drafter,
-            decode,
-            capacity=capacity,
-        )
+        if decode is not None and decode.shape == "none":
+            drafter = None
+        return cls(model, drafter, decode, capacity=capacity)
 
     # Text in, text out
 
@@ -172,32 +166,25 @@ class Engine:
         decode = replace(self.decode, **changes) if changes else self.decode
         if decode == self.decode:
             return self
-        if (
-            replace(decode, max_new_tokens=self.decode.max_new_tokens, seed=self.decode.seed)
-            == self.decode
-        ):
-            other = object.__new__(Engine)  # limits and seeds belong to requests: the buffers stay
-            other.__dict__.update(self.__dict__)
+        now = self.decode
+        if replace(decode, max_new_tokens=now.max_new_tokens, seed=now.seed) == now:
+            other = copy(self)  # limits and seeds belong to requests: the buffers stay
             other.decode = decode
             return other
-        return Engine(
-            self.target, self.drafter, decode, capacity=self.capacity, details=self.details
-        )
+        kept = {"capacity": self.capacity, "details": self.details}
+        return Engine(self.target, self.drafter, decode, **kept)  # type: ignore[arg-type]
 
     def _requests(self, prompts: Sequence[Prompt], seeds: Sequence[int] | None) -> list[Request]:
         if seeds is not None and len(seeds) != len(prompts):
             raise UserError(f"{len(prompts)} prompts need as many seeds; given: {len(seeds)}.")
-        requests = []
-        for index, prompt in enumerate(prompts):
-            seed = self.decode.seed + index if seeds is None else seeds[index]
-            requests.append(Request(index, self._tokens(prompt), seed, self.decode.max_new_tokens))
-        return requests
+        base, limit = self.decode.seed, self.decode.max_new_tokens
+        given = range(base, base + len(prompts)) if seeds is None else seeds
+        numbered = enumerate(zip(prompts, given, strict=True))
+        return [Request(i, self._tokens(prompt), seed, limit) for i, (prompt, seed) in numbered]
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tuple(
-                render_prompt(self.target.tokenizer, [{"role": "user", "content": prompt}])
-            )
+            prompt = [{"role": "user", "content": prompt}]
         if prompt and isinstance(prompt[0], Mapping):
             return tuple(render_prompt(self.target.tokenizer, prompt))  # type: ignore[arg-type]
         return tuple(int(token) for token in prompt)  # type: ignore[arg-type]
@@ -205,9 +192,8 @@ class Engine:
     def _answer(self, completion: Completion) -> Generation:
         ends = self.target.eos_token_ids
         tokens = [token for token in completion.tokens if token not in ends]
-        return Generation(
-            self.target.tokenizer.decode(tokens, skip_special_tokens=True), completion
-        )
+        text = self.target.tokenizer.decode(tokens, skip_special_tokens=True)
+        return Generation(text, completion)
 
     # Token ids in, completions out
 
@@ -229,13 +215,8 @@ class Engine:
         waiting = list(requests)
         if not waiting:
             return
-        run = BatchRun(
-            self._lanes_for(waiting),
-            waiting,
-            on_tokens,
-            self.decode.steps_behind(self.target.device),
-        )
-        self._run = run
+        lanes, lag = self._lanes_for(waiting), self.decode.steps_behind(self.target.device)
+        self._run = run = BatchRun(lanes, waiting, on_tokens, lag)
         try:
             with self.decoding():
                 while run.unfinished:
@@ -284,36 +265,27 @@ class Engine:
         lanes = self._lanes
         if lanes is None or lanes.count != rows or lanes.capacity < capacity:
             self._lanes = None  # the old buffers go before the new ones come
-            widest = min(
-                self.decode.prefill_chunk, max(len(request.tokens) for request in requests)
-            )
-            self.require_memory(rows, capacity, widest)
-            self._lanes = lanes = Lanes(
-                self.target,
-                self.drafter,
-                self.decode,
-                self.tree,
-                rows,
-                capacity,
-                self.clock,
-                details=self.details,
-            )
+            longest = max(len(request.tokens) for request in requests)
+            self.require_memory(rows, capacity, min(self.decode.prefill_chunk, longest))
+            self._lanes = lanes = self.new_lanes(rows, capacity, details=self.details)
         return lanes
+
+    def new_lanes(self, rows: int, capacity: int, **more: bool) -> Lanes:
+        """Buffers of `rows` x `capacity`; more: as `Lanes` takes it."""
+        parts = self.target, self.drafter, self.decode, self.tree
+        return Lanes(*parts, rows, capacity, self.clock, **more)
 
     def require_memory(self, rows: int, capacity: int, widest: int) -> None:
         """Refuse a batch that will not fit, before anything is allocated."""
         free = free_bytes(self.target.device)
         if free is None:
             return
-        like, info = self.target.weights.embedding, self.target.info
+        target, nodes = self.target, self.tree.num_nodes
+        like, info, dtype = target.weights.embedding, target.info, target.dtype
         state = drafter_state_bytes(self.drafter, self.tree, rows, capacity, info, like)
-        kernel = (
-            choose(TREE_ATTENTION, self.target.device, self.target.dtype).implementation == "triton"
-        )
-        plan = plan_memory(
-            info, self.target.dtype, rows, capacity, self.tree.num_nodes, state, widest, kernel
-        )
-        plan.require(free, self.target.device)
+        kernel = choose(TREE_ATTENTION, target.device, dtype).implementation == "triton"
+        plan = plan_memory(info, dtype, rows, capacity, nodes, state, widest, kernel)
+        plan.require(free, target.device)
 
     def _capacity(self, requests: list[Request]) -> int:
         """Slots a row needs: prompt, answer and one draft. Refuses requests that the target or a

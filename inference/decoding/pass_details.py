@@ -71,12 +71,10 @@ def _path(proposal: Proposal, verdict: Verdict) -> Tensor:
     """The nodes [B, D+1] of the drafted path, root first: of a tree the kept path and the first
     child of its last node."""
     tree = proposal.tree
-    if tree.is_chain:
-        return torch.arange(tree.num_nodes, device=proposal.tokens.device).expand(
-            proposal.tokens.shape[0], -1
-        )
-    last = verdict.path.gather(1, verdict.accepted[:, None])
     node = torch.arange(tree.num_nodes, device=proposal.tokens.device)
+    if tree.is_chain:
+        return node.expand(proposal.tokens.shape[0], -1)
+    last = verdict.path.gather(1, verdict.accepted[:, None])
     child = (tree.parents == last) & (node > 0)
     first = child.to(torch.int64).argmax(1, keepdim=True)  # node 0 where there is none
     place = torch.arange(verdict.path.shape[1], device=node.device)

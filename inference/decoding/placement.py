@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,14 +88,9 @@ class PlacedDrafter:
         given, placed = self._tree
         tree = given if proposal.tree is placed else self._tree_back(proposal.tree)
         assert isinstance(tree, TokenTree)
-        return Proposal(
-            self._back(proposal.tokens),
-            tree,
-            None if proposal.logits is None else self._back(proposal.logits),
-            None if proposal.token_ids is None else self._back(proposal.token_ids),
-            None if proposal.confidence is None else self._back(proposal.confidence),
-            None if proposal.limit is None else self._back(proposal.limit),
-        )
+        parts = {name: part for name, part in vars(proposal).items() if isinstance(part, Tensor)}
+        moved = {name: self._back(part) for name, part in parts.items()}
+        return replace(proposal, tree=tree, **moved)
 
     def commit(self, state: Any, accepted: TargetStates) -> Any:
         return self.drafter.commit(state, self._states(accepted))
@@ -113,16 +108,11 @@ class PlacedDrafter:
             [seen.tokens, seen.next_tokens, seen.positions, seen.valid.to(torch.int64)]
         )
         tokens, following, positions, valid = self._over(small).unbind(0)
-        wants_hidden = self.needs.last_hidden or self.needs.logits
-        return TargetStates(
-            tokens,
-            following,
-            positions,
-            valid.bool(),
-            self._over(seen.taps) if self.needs.taps and seen.taps is not None else None,
-            self._over(seen.last_hidden) if wants_hidden and seen.last_hidden is not None else None,
-            None if seen.verified is None else self._verification(seen.verified),
-        )
+        taps = seen.taps if self.needs.taps else None
+        hidden = seen.last_hidden if self.needs.last_hidden or self.needs.logits else None
+        features = (None if part is None else self._over(part) for part in (taps, hidden))
+        verified = None if seen.verified is None else self._verification(seen.verified)
+        return TargetStates(tokens, following, positions, valid.bool(), *features, verified)
 
     def _verification(self, verified: Verified) -> Verified:
         """A verification on the drafter's device; its tree is the drafter's and stayed there."""
@@ -153,13 +143,8 @@ class PlacedDrafter:
         return placed
 
     def _tree_back(self, tree: TokenTree) -> TokenTree:
-        return TokenTree(
-            self._back(tree.parents),
-            self._back(tree.depth),
-            self._back(tree.ancestors),
-            tree.max_depth,
-            tree.is_chain,
-        )
+        parts = (self._back(part) for part in (tree.parents, tree.depth, tree.ancestors))
+        return TokenTree(*parts, tree.max_depth, tree.is_chain)
 
     def _over(self, value: Tensor) -> Tensor:
         self.transfer.moves_in += 1

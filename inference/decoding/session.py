@@ -23,7 +23,6 @@ import torch
 from heads.api.drafter import forget
 from heads.api.errors import UserError
 from inference.decoding.batch import BatchRun, OnTokens
-from inference.decoding.buffers import Lanes
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
 
@@ -58,17 +57,7 @@ class Session:
         self._stack = ExitStack()
         slots = capacity + engine.tree.num_nodes + 1
         engine.require_memory(decode.batch_size, slots, min(decode.prefill_chunk, capacity))
-        self.lanes = Lanes(
-            engine.target,
-            engine.drafter,
-            decode,
-            engine.tree,
-            decode.batch_size,
-            slots,
-            engine.clock,
-            own_settings=True,
-            details=details,
-        )
+        self.lanes = engine.new_lanes(decode.batch_size, slots, own_settings=True, details=details)
         lag = decode.steps_behind(engine.target.device)
         self._run = BatchRun(self.lanes, [], on_tokens, lag, narrow=True)
 
@@ -91,13 +80,8 @@ class Session:
         """Read a token into every row: buffers have full size before the first request."""
         rows, device = self.lanes.count, self.engine.target.device
         ones = torch.ones(rows, dtype=torch.int64, device=device)
-        self.lanes.prefill(
-            torch.arange(rows, device=device),
-            torch.zeros_like(ones)[:, None],
-            ones,
-            ones,
-            torch.zeros_like(ones),
-        )
+        zeros, index = torch.zeros_like(ones), torch.arange(rows, device=device)
+        self.lanes.prefill(index, zeros[:, None], ones, ones, zeros)
         self.lanes.stop()
         forget(self.engine.drafter)
 
@@ -120,10 +104,8 @@ class Session:
 
     def check(self, request: Request) -> None:
         """Raise `UserError` for a request that cannot be decoded here."""
-        vocab, total = (
-            self.engine.target.info.vocab_size,
-            len(request.tokens) + request.max_new_tokens,
-        )
+        vocab = self.engine.target.info.vocab_size
+        total = len(request.tokens) + request.max_new_tokens
         if not request.tokens or request.max_new_tokens < 1:
             raise UserError("a prompt needs at least one token, and so does an answer.")
         if min(request.tokens) < 0 or max(request.tokens) >= vocab:

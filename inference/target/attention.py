@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from heads.nn.attention import additive
 from inference.kernels.reference.attention import TREE_ATTENTION
 
 NAME = "headstart"
@@ -60,22 +61,18 @@ class AttentionPlan:
         key = (window, groups, dtype)
         if key not in self._bias:
             allowed = self.allowed_within(window)
-            if allowed is None:
-                self._bias[key] = None
-            else:
-                blocked = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-                blocked.masked_fill_(~allowed, float("-inf"))
-                self._bias[key] = blocked[:, None].repeat(1, 1, groups, 1)
+            bias = None if allowed is None else additive(allowed, dtype)
+            self._bias[key] = None if bias is None else bias[:, None].repeat(1, 1, groups, 1)
         return self._bias[key]
 
     def allowed_within(self, window: int | None) -> Tensor | None:
         """`allowed` with causality and the window made explicit where they matter."""
-        positions = self.query_positions, self.key_positions
+        queries, keys = self.query_positions[:, :, None], self.key_positions[:, None, :]
         allowed = self.allowed
         if allowed is None and (self.causal or window is not None):
-            allowed = positions[1][:, None, :] <= positions[0][:, :, None]
+            allowed = keys <= queries
         if window is not None and allowed is not None:
-            allowed = allowed & (positions[1][:, None, :] > positions[0][:, :, None] - window)
+            allowed = allowed & (keys > queries - window)
         return allowed
 
 
@@ -113,26 +110,18 @@ def planned_attention(
     plan = _PLAN.get()
     batch, heads, nodes, size = query.shape
     if plan.nodes is not None:
-        tree, scale = plan.nodes, size**-0.5 if scaling is None else scaling
-        shaping = {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
-        return TREE_ATTENTION(
-            query, key, value, tree.lengths, tree.words, tree.depth, scaling=scale, **shaping
-        ), None
+        tree = plan.nodes.lengths, plan.nodes.words, plan.nodes.depth
+        scale = size**-0.5 if scaling is None else scaling
+        limits = {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
+        return TREE_ATTENTION(query, key, value, *tree, scaling=scale, **limits), None
     key_heads = key.shape[1]
     groups = heads // key_heads
     if softcap is not None or s_aux is not None:
-        return _plain_attention(
-            plan, query, key, value, scaling, sliding_window, softcap, s_aux
-        ), None
-    whole = (
-        nodes == key.shape[2]
-    )  # a later chunk of a prompt has more keys than queries: its causality is not a square
-    if (
-        whole
-        and plan.causal
-        and plan.allowed is None
-        and (sliding_window is None or key.shape[2] <= sliding_window)
-    ):
+        shaping = (scaling, sliding_window, softcap, s_aux)
+        return _plain_attention(plan, query, key, value, *shaping), None
+    # a later chunk of a prompt has more keys than queries: its causality is not a square
+    plain = nodes == key.shape[2] and plan.causal and plan.allowed is None
+    if plain and (sliding_window is None or key.shape[2] <= sliding_window):
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)

@@ -95,6 +95,7 @@ class Storages:
         return storage
 
 
+@dataclass
 class SlotWriter:
     """Where the running forward pass writes, shared by all layers of one cache.
 
@@ -105,14 +106,13 @@ class SlotWriter:
     layers attend to slots < `bound`.
     """
 
-    def __init__(self) -> None:
-        self.mode = "prefill"
-        self.rows: Tensor | None = None
-        self.offset = 0
-        self.slots: Tensor | None = None
-        self.row_index: Tensor | None = None
-        self.start: int | None = None
-        self.bound = 0
+    mode: str = "prefill"
+    rows: Tensor | None = None
+    offset: int = 0
+    slots: Tensor | None = None
+    row_index: Tensor | None = None
+    start: int | None = None
+    bound: int = 0
 
 
 class SlotLayer(CacheLayerMixin):
@@ -194,10 +194,8 @@ class KVCache(Cache):
         assert shapes is None or len(shapes) == num_layers, "one shape per layer"
         self.writer = SlotWriter()
         self.rows, self.capacity = rows, capacity
-        self.storages = Storages(rows, capacity, shapes or [None] * num_layers)
-        super().__init__(
-            layers=[SlotLayer(i, self.storages, self.writer) for i in range(num_layers)]
-        )
+        self.storages = storages = Storages(rows, capacity, shapes or [None] * num_layers)
+        super().__init__(layers=[SlotLayer(i, storages, self.writer) for i in range(num_layers)])
 
     def shapes(self) -> tuple[LayerShape | None, ...]:
         """What each layer stores, for the next cache; None for layers without keys so far."""

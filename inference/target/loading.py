@@ -86,6 +86,11 @@ _LAYERS: dict[str, str] = {
 """Types of layers that cannot be part of a target."""
 
 
+WIDTHS = ("intermediate_size", "ffn_dim", "n_inner")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+"""What families call the width of the MLP and the small number in their norms."""
+
+
 @config("target")
 @dataclass(frozen=True)
 class TargetConfig:
@@ -168,12 +173,18 @@ def checked_config(config: TargetConfig) -> Any:
     return described
 
 
+def _source(config: TargetConfig) -> dict[str, Any]:
+    return {
+        "pretrained_model_name_or_path": config.path,
+        "revision": config.revision,
+        "trust_remote_code": config.trust_remote_code,
+    }
+
+
 def load_config(config: TargetConfig) -> Any:
     """The target's transformers config; raises `UserError` when there is none."""
     try:
-        return AutoConfig.from_pretrained(
-            config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        return AutoConfig.from_pretrained(**_source(config))
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
         raise UserError(f"target '{config.path}' cannot be loaded: {_first_line(error)}") from error
 
@@ -181,14 +192,8 @@ def load_config(config: TargetConfig) -> Any:
 def _from_pretrained(config: TargetConfig, options: dict[str, Any]) -> tuple[Any, Any]:
     try:
         with _ONE_AT_A_TIME:
-            return AutoModelForCausalLM.from_pretrained(
-                config.path,
-                revision=config.revision,
-                dtype=DTYPES[config.dtype],
-                trust_remote_code=config.trust_remote_code,
-                output_loading_info=True,
-                **options,
-            )
+            options = {**_source(config), "dtype": DTYPES[config.dtype], **options}
+            return AutoModelForCausalLM.from_pretrained(output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(f"target '{config.path}' cannot be loaded: {_first_line(error)}") from error
 
@@ -241,34 +246,25 @@ def usable_positions(config: Any) -> tuple[int, str]:
     """Positions a sequence may have with a prepared text config, and a hint (may be empty) for whom
     that is too few."""
     limit = int(_first(config, "max_position_embeddings", "n_positions", default=2048))
-    trained = trained_positions(config)
-    if (
-        trained is not None
-        and trained < limit
-        and not getattr(config, "headstart_long_context", False)
-    ):
-        return (
-            trained,
-            "Its short rotary frequencies end there; target.long_context=true uses the long ones.",
+    trained = (
+        None if getattr(config, "headstart_long_context", False) else trained_positions(config)
+    )
+    if trained is not None and trained < limit:
+        hint = (
+            "Its short rotary frequencies end there; target.long_context=true uses the long ones."
         )
-    chunk = getattr(config, "attention_chunk_size", None)
-    if (
-        chunk
-        and "chunked_attention" in (getattr(config, "layer_types", None) or ())
-        and chunk < limit
-    ):
-        return int(
-            chunk
-        ), "Its layers attend in chunks of that length, and only the first is supported."
+        return trained, hint
+    chunk, kinds = (getattr(config, name, None) for name in ("attention_chunk_size", "layer_types"))
+    if chunk and "chunked_attention" in (kinds or ()) and chunk < limit:
+        hint = "Its layers attend in chunks of that length, and only the first is supported."
+        return int(chunk), hint
     return limit, ""
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
     """The target's tokenizer; raises `UserError` when it has none."""
     try:
-        return AutoTokenizer.from_pretrained(
-            config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        return AutoTokenizer.from_pretrained(**_source(config))
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         raise UserError(
             f"target '{config.path}' has no readable tokenizer: {_first_line(error)}"
@@ -385,12 +381,8 @@ def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
         num_attention_heads=heads,
         num_key_value_heads=_first(text, "num_key_value_heads", default=heads),
         head_dim=_first(text, "head_dim", default=hidden // heads),
-        intermediate_size=_first(
-            text, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden
-        ),
-        rms_norm_eps=float(
-            _first(text, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-5)
-        ),
+        intermediate_size=_first(text, *WIDTHS, default=4 * hidden),
+        rms_norm_eps=float(_first(text, *EPSILONS, default=1e-5)),
         rope_theta=float(rope.get("rope_theta", _first(text, "rope_theta", default=10000.0))),
         max_position_embeddings=usable_positions(text)[0],
         parameters=sum(parameter.numel() for parameter in model.parameters()),

@@ -60,9 +60,8 @@ class TargetModel:
         # a warning about padding, for which some models (GPT-2) read the tokens on the host in
         # every pass
         self.decoder.warn_if_padding_and_no_attention_mask = lambda *args, **kwargs: None
-        self._cache_shapes: tuple[LayerShape | None, ...] | None = (
-            None  # of the layers, once a cache has seen their keys
-        )
+        # of the layers, once a cache has seen their keys
+        self._cache_shapes: tuple[LayerShape | None, ...] | None = None
         pack_linears(model)
 
     @classmethod
@@ -81,17 +80,6 @@ class TargetModel:
         return target
 
     # Forward passes
-
-    @torch.no_grad()
-    def _forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        plan: AttentionPlan,
-        cache: KVCache | None,
-        taps: tuple[int, ...],
-    ) -> Seen:
-        return self._run(tokens, positions, plan, cache, taps)
 
     def _run(
         self,
@@ -133,9 +121,8 @@ class TargetModel:
         else:
             length = tokens.shape[1]
             causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-            plan = AttentionPlan(
-                (segments[:, :, None] == segments[:, None, :]) & causal, False, positions, positions
-            )
+            allowed = (segments[:, :, None] == segments[:, None, :]) & causal
+            plan = AttentionPlan(allowed, False, positions, positions)
         seen = self._run(tokens, positions, plan, None, needs.taps)
         return seen.taps, (seen.last_hidden if needs.last_hidden or needs.logits else None)
 
@@ -143,6 +130,7 @@ class TargetModel:
         """An empty cache for `rows` sequences of at most `capacity` slots."""
         return KVCache(self.info.num_layers, rows, capacity, self._cache_shapes)
 
+    @torch.no_grad()
     def prefill(
         self,
         cache: KVCache,
@@ -163,22 +151,19 @@ class TargetModel:
         parts = []
         for offset in range(0, total, chunk or total):
             part = tokens[:, offset : offset + (chunk or total)]
-            keys = torch.arange(offset + part.shape[1], device=tokens.device)[None].expand(
-                tokens.shape[0], -1
-            )
+            keys = torch.arange(offset + part.shape[1], device=tokens.device)
+            keys = keys.expand(tokens.shape[0], -1)
             positions = keys[:, offset:]
             cache.writer.offset = offset
-            parts.append(
-                self._forward(
-                    part, positions, AttentionPlan(None, True, positions, keys), cache, needs.taps
-                )
-            )
+            plan = AttentionPlan(None, True, positions, keys)
+            parts.append(self._run(part, positions, plan, cache, needs.taps))
         cache.writer.offset = 0
         self._cache_shapes = cache.shapes()
         seen = parts[0] if len(parts) == 1 else _join(parts)
         last = seen.last_hidden[torch.arange(tokens.shape[0], device=tokens.device), lengths - 1]
         return self.weights.logits(last), seen
 
+    @torch.no_grad()
     def verify(
         self,
         cache: KVCache,
@@ -208,7 +193,7 @@ class TargetModel:
             writer.slots = lengths[:, None] + torch.arange(nodes, device=tokens.device)
             writer.row_index = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
             plan = self._device_plan(tree, positions, lengths, writer.bound)
-        seen = self._forward(tokens, positions, plan, cache, needs.taps)
+        seen = self._run(tokens, positions, plan, cache, needs.taps)
         return self.weights.logits(seen.last_hidden), positions, seen
 
     def _device_plan(
@@ -225,15 +210,11 @@ class TargetModel:
 
     def _check_against(self, tokens: Tensor, expected: Tensor) -> None:
         """Compare prefill and verification with the model's own logits [1, T, V]."""
-        size = tokens.shape[1]
-        half = size // 2
-        cache = self.new_cache(1, size + 1)
-        needs = FeatureSpec()
-        lengths = torch.tensor([half], device=tokens.device)
+        size, needs = tokens.shape[1], FeatureSpec()
+        half, cache = size // 2, self.new_cache(1, size + 1)
+        row, lengths = torch.tensor([[0], [half]], device=tokens.device)
         try:
-            first, _ = self.prefill(
-                cache, torch.tensor([0], device=tokens.device), tokens[:, :half], lengths, needs
-            )
+            first, _ = self.prefill(cache, row, tokens[:, :half], lengths, needs)
             chain = TokenTree.chain(size - half - 1, tokens.device)
             rest, _, _ = self.verify(cache, tokens[:, half:], chain, lengths, half, needs)
         except (TypeError, AttributeError, RuntimeError, IndexError, KeyError) as error:
@@ -244,11 +225,9 @@ class TargetModel:
             ) from error
         found = torch.cat([first[:, None], rest], 1).float()
         wanted = expected[:, half - 1 :].float()
-        gap = float((found - wanted).abs().max())
-        tolerance = (0.05 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3) * max(
-            float(wanted.abs().max()), 1.0
-        )
-        if not gap <= tolerance:
+        gap, largest = (float(part.abs().max()) for part in (found - wanted, wanted))
+        share = 0.05 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3
+        if not gap <= share * max(largest, 1.0):
             raise UserError(
                 f"'{self.info.id}' ({self.info.model_type}) cannot be a target: verified logits "
                 f"differ from its own by {gap:.3g} (recurrent states, ALiBi or other non-standard "
@@ -259,9 +238,8 @@ class TargetModel:
 def _join(parts: list[Seen]) -> Seen:
     """What several chunks of one prompt left, in order."""
     taps = [part.taps for part in parts if part.taps is not None]
-    return Seen(
-        torch.cat(taps, 1) if taps else None, torch.cat([part.last_hidden for part in parts], 1)
-    )
+    hidden = torch.cat([part.last_hidden for part in parts], 1)
+    return Seen(torch.cat(taps, 1) if taps else None, hidden)
 
 
 def _single_row_plan(tree: TokenTree, positions: Tensor, length: int) -> AttentionPlan:
@@ -282,9 +260,8 @@ def _ragged_plan(tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int
     # [B, S]: which node a slot holds; negative for committed tokens
     node = slots[None] - lengths[:, None]
     clamped = node.clamp(0, nodes - 1)
-    in_tree = tree.ancestors.expand(rows, -1, -1).gather(
-        2, clamped[:, None, :].expand(-1, nodes, -1)
-    )
+    held = clamped[:, None, :].expand(-1, nodes, -1)
+    in_tree = tree.ancestors.expand(rows, -1, -1).gather(2, held)
     in_tree = in_tree & ((node >= 0) & (node < nodes))[:, None, :]
     key_positions = torch.where(node < 0, slots[None], positions.gather(1, clamped))
     return AttentionPlan(in_tree | (node < 0)[:, None, :], False, positions, key_positions)

@@ -67,10 +67,8 @@ def pass_seconds(
     arm = Arm("drafter", drafter, decode)
     text = [token % target.info.vocab_size for token in range(3, 3 + length)]
     curves = measure_costs(config, target, [arm], text)
-    nodes = range(1, depth + 2)
-    return [curves.verify(n, rows, length) for n in nodes], [
-        curves.draft("drafter", n, rows) for n in nodes
-    ]
+    verify = [curves.verify(n, rows, length) for n in config.nodes]
+    return verify, [curves.draft("drafter", n, rows) for n in config.nodes]
 
 
 def token_seconds(verify: list[float], rows: int) -> Tensor:

@@ -32,13 +32,16 @@ def level_features(logits: Tensor, temperature: float) -> Tensor:
     """
     logs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     best = logs.topk(2, dim=-1).values
-    entropy = -(logs.exp() * torch.where(logs > float("-inf"), logs, 0.0)).sum(-1)
-    above = best[..., 0].cumsum(1) - best[..., 0]
-    depth = torch.arange(logits.shape[1], device=logits.device, dtype=torch.float32).expand_as(
-        above
-    )
-    margin = (best[..., 0] - best[..., 1]).clamp(max=20.0)
-    return torch.stack([best[..., 0], margin, entropy, above.clamp(min=-20.0), depth], -1)
+    first, second = best.unbind(-1)
+    above = first.cumsum(1) - first
+    depth = torch.arange(logits.shape[1], device=logits.device, dtype=torch.float32)
+    margin, depth = (first - second).clamp(max=20.0), depth.expand_as(above)
+    return torch.stack([first, margin, entropy(logs), above.clamp(min=-20.0), depth], -1)
+
+
+def entropy(logs: Tensor) -> Tensor:
+    """Entropy in nats [...] of log-probabilities [..., V']."""
+    return -(logs.exp() * torch.where(logs > float("-inf"), logs, 0.0)).sum(-1)
 
 
 @dataclass
@@ -71,10 +74,7 @@ class AcceptanceHead:
                 raise UserError(
                     f"decode.adaptive_head: '{path}' was written by another version. Fit it again."
                 )
-            return cls(
-                torch.tensor(content["weight"], device=device),
-                torch.tensor(content["bias"], device=device),
-            )
+            return cls(*(torch.tensor(content[k], device=device) for k in ("weight", "bias")))
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise UserError(
                 f"decode.adaptive_head: '{path}' is no acceptance head ({error!r}). Fit one with "

@@ -32,7 +32,13 @@ from heads.api.drafter import Proposal
 from heads.api.errors import UserError
 from heads.api.tree import TokenTree
 from heads.nn.drafting.plan import TreePlan
-from inference.decoding.adaptive.head import AcceptanceHead, Recorded, level_features, record
+from inference.decoding.adaptive.head import (
+    AcceptanceHead,
+    Recorded,
+    entropy,
+    level_features,
+    record,
+)
 
 MODES = ("none", "entropy", "confidence", "throughput")
 DEFAULT_THRESHOLDS = {"entropy": 2.0, "confidence": 0.3}
@@ -88,9 +94,7 @@ class AdaptiveSettings:
 
 def entropies(logits: Tensor, temperature: float) -> Tensor:
     """Entropy in nats [B, M] of logits [B, M, V'] that drafts are drawn from; untempered at 0."""
-    scaled = logits.float() / (temperature or 1.0)
-    logs = scaled.log_softmax(-1)
-    return -(logs.exp() * torch.where(logs > float("-inf"), logs, 0.0)).sum(-1)
+    return entropy((logits.float() / (temperature or 1.0)).log_softmax(-1))
 
 
 def leading(good: Tensor) -> Tensor:
@@ -114,10 +118,8 @@ def admit(chance: Tensor, active: Tensor, seconds: Tensor, early_stop: bool = Tr
     ordered, order = survival.sort(descending=True, stable=True)
     base = active.sum()
     expected = base + torch.nn.functional.pad(ordered.cumsum(0), (1, 0))
-    tokens = (base + torch.arange(rows * depth + 1, device=chance.device)).clamp(
-        max=seconds.shape[0] - 1
-    )
-    rate = expected / seconds[tokens]
+    tokens = base + torch.arange(rows * depth + 1, device=chance.device)
+    rate = expected / seconds[tokens.clamp(max=seconds.shape[0] - 1)]
     if early_stop:
         admitted = leading((rate[1:] > rate[:-1])[None])[0]
     else:
@@ -173,10 +175,8 @@ class Limits:
         if mode == "entropy":
             if proposal.logits is None:
                 return None
-            return leading(
-                entropies(proposal.logits[:, :-1], self.temperature).clamp(min=0).sqrt()
-                <= threshold
-            )
+            found = entropies(proposal.logits[:, :-1], self.temperature)
+            return leading(found.clamp(min=0).sqrt() <= threshold)
         chance = self.chance(proposal)
         if chance is None:
             return None
@@ -202,15 +202,11 @@ class Limits:
         return self._first(proposal, length)
 
     def _first(self, proposal: Proposal, length: int) -> Proposal:
-        nodes = length + 1
-        return replace(
-            proposal,
-            tokens=proposal.tokens[:, :nodes],
-            tree=self.chains[length],
-            logits=None if proposal.logits is None else proposal.logits[:, :nodes],
-            confidence=None if proposal.confidence is None else proposal.confidence[:, :nodes],
-            limit=None if proposal.limit is None else proposal.limit.clamp(max=length),
-        )
+        limit, names = proposal.limit, ("tokens", "logits", "confidence")
+        parts = {name: getattr(proposal, name) for name in names}
+        kept = {k: None if part is None else part[:, : length + 1] for k, part in parts.items()}
+        limit = None if limit is None else limit.clamp(max=length)
+        return replace(proposal, **kept, tree=self.chains[length], limit=limit)
 
     def observe(
         self, proposal: Proposal, accepted: Tensor, refused: Tensor, active: Tensor
@@ -219,9 +215,8 @@ class Limits:
         bool."""
         if self.recorder is not None and proposal.logits is not None:
             tested = accepted + refused.to(torch.int64)
-            self.recorder.append(
-                record(proposal.logits[:, :-1], self.temperature, accepted, tested, active)
-            )
+            logits = proposal.logits[:, :-1]
+            self.recorder.append(record(logits, self.temperature, accepted, tested, active))
 
     def propose(self, drafter: Any, state: Any, noise: Any, length: int, root: Tensor) -> Proposal:
         """A chain of `length` tokens behind `root` [B]. Drafters that draft level by level after a

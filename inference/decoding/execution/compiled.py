@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -135,10 +135,8 @@ class CompiledStep:
                 graph = make_fx(step)()
         finally:
             decoder.clock = clock
-        inputs = _lift_buffers(graph)
-        return results[0], _Plan.cut(
-            graph, inputs, marks.part if decoder.drafter is not None else {}
-        )
+        part_of = {} if decoder.drafter is None else marks.part
+        return results[0], _Plan.cut(graph, _lift_buffers(graph), part_of)
 
 
 class _Marks:
@@ -212,11 +210,9 @@ def _inductor(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]
     selector.add_preprocessing_fn(_prefer_own)
     try:
         with inductor_config.patch(OPTIONS), prefetching():
-            compiled: Any = compile_fx(graph, arguments)
+            return cast(Callable[..., Any], compile_fx(graph, arguments))
     finally:
         selector.preprocessing_fns.remove(_prefer_own)
-    out: Callable[..., Any] = compiled
-    return out
 
 
 def _prefer_own(choices: list[Any]) -> list[Any]:
@@ -267,12 +263,12 @@ class _Plan:
     @classmethod
     def cut(cls, graph: GraphModule, inputs: list[Tensor], part_of: dict[str, int]) -> _Plan:
         """Cut `graph` into the parts that `part_of` names; {} leaves it whole, as verification."""
-        whole = not part_of
-
-        def part(node: Node) -> int:
-            return 1 if whole else part_of[node.name]
-
-        split = split_module(graph, graph, part, keep_original_order=True)
+        split = split_module(
+            graph,
+            graph,
+            lambda node: part_of[node.name] if part_of else 1,
+            keep_original_order=True,
+        )
         places: dict[Node, int] = {}
         values: list[Any] = list(inputs)
         parts: list[_Part] = []
@@ -284,9 +280,8 @@ class _Plan:
                 phase = ("draft", "verify", "commit")[int(str(node.target).rsplit("_", 1)[1])]
                 module = getattr(split, str(node.target))
                 buffers = _keep_weights(module, split, list(node.args))
-                parts.append(
-                    _Part(phase, module, [places[value] for value in buffers], len(values))
-                )
+                takes = [places[value] for value in buffers]
+                parts.append(_Part(phase, module, takes, len(values)))
                 places[node] = len(values)
                 values += [None] * _outputs(module)
             elif node.op == "call_function":
@@ -303,7 +298,7 @@ class _Plan:
         for part in self.parts:
             part.build([self.values[place] for place in part.takes])
             self._run(part)
-        return self._result()
+        return cast(Tensor, self.values[self.result])
 
     @torch.no_grad()
     def run(self, clock: Any) -> Tensor:
@@ -311,20 +306,14 @@ class _Plan:
         for part in self.parts:
             self._run(part)
             clock.mark(part.phase)
-        return self._result()
+        return cast(Tensor, self.values[self.result])
 
     def _run(self, part: _Part) -> None:
         values = self.values
         assert part.compiled is not None
         found = part.compiled(*[values[place] for place in part.takes])
-        if isinstance(found, Tensor):
-            values[part.gives] = found
-        else:
-            values[part.gives : part.gives + len(found)] = found
-
-    def _result(self) -> Tensor:
-        out: Tensor = self.values[self.result]
-        return out
+        found = [found] if isinstance(found, Tensor) else found
+        values[part.gives : part.gives + len(found)] = found
 
 
 def _keep_weights(part: GraphModule, whole: GraphModule, arguments: list[Any]) -> list[Node]:

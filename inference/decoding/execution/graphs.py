@@ -58,9 +58,8 @@ class StepRunner:
         self.decoder, self.cache, self.rows = decoder, cache, rows
         device = rows.lengths.device
         self.on_cuda = device.type == "cuda"
-        self.captures = (
-            self.on_cuda and decode.graph == "auto" and getattr(decoder.drafter, "capturable", True)
-        )
+        capturable = getattr(decoder.drafter, "capturable", True)
+        self.captures = self.on_cuda and decode.graph == "auto" and capturable
         self.compiled = None
         if decode.compile and self.on_cuda:
             compile_layers(decoder.target)
@@ -119,15 +118,10 @@ class StepRunner:
     def _capture(self, state: Any, length: int | None, variant: _Variant) -> None:
         """Capture one step. Nothing is executed; the first replay is the next real step."""
         clock = self.decoder.clock
-        spent = {
-            phase: clock.seconds[phase] - variant.before_split[phase]
-            for phase in PHASES
-            if phase != "prefill"
-        }
+        before, phases = variant.before_split, [phase for phase in PHASES if phase != "prefill"]
+        spent = {phase: clock.seconds[phase] - before[phase] for phase in phases}
         total = sum(spent.values())
-        clock.split = (
-            {phase: value / total for phase, value in spent.items()} if total > 0 else None
-        )
+        clock.split = {phase: value / total for phase, value in spent.items()} if total else None
         clock.running_free = True
         passes = clock.passes
         torch.cuda.synchronize()

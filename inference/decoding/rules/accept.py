@@ -51,9 +51,8 @@ def walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
     # duplicates among siblings: the first one wins, its subtree is the one that is walked
     last = depth.argmax(1)
     accepted = depth.gather(1, last[:, None])[:, 0]
-    on_path = tree.ancestors.expand(rows, -1, -1).gather(
-        1, last[:, None, None].expand(-1, 1, tree.num_nodes)
-    )[:, 0]
+    ancestors = tree.ancestors.expand(rows, -1, -1)
+    on_path = ancestors[torch.arange(rows, device=tokens.device), last]
     # nodes off the path fall into a trash column
     places = torch.where(on_path, tree.depth, tree.max_depth + 1)
     path = torch.zeros(rows, tree.max_depth + 2, dtype=torch.int64, device=tokens.device)

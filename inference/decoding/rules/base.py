@@ -62,12 +62,11 @@ class Rule(Protocol):
     """One acceptance rule. Its module offers `make(shape, options) -> Rule`, shape being what
     drafters fill, on the decoding device; `inference.decoding.rules.names` has its promise.
 
-    lossless: whether what is committed follows the target's distribution. drafts: the noise stream
-    that drafts are drawn with (None: no noise). keeps_logits: whether it needs `Proposal.logits`.
+    drafts: the noise stream that drafts are drawn with (None: no noise). keeps_logits: whether it
+    needs `Proposal.logits`.
     """
 
     name: ClassVar[str]
-    lossless: ClassVar[bool]
     drafts: Stream | None
     keeps_logits: bool
 

@@ -22,7 +22,6 @@ class Match:
     """See the module. share: rank drafts with the target's noise as well."""
 
     name: ClassVar[str] = "match"
-    lossless: ClassVar[bool] = True
     keeps_logits = False
 
     def __init__(self, share: bool = True) -> None:
@@ -36,9 +35,8 @@ class Match:
         found = ACCEPT_WALK(without_dead(proposal), picks, proposal.tree)
         # accepted drafts ARE the picks before them
         tokens = picks if proposal.tree.is_chain else picks.gather(1, found.path)
-        return Verdict(
-            found.path, found.accepted, tested(found.has_children, found.accepted, proposal), tokens
-        )
+        refused = tested(found.has_children, found.accepted, proposal)
+        return Verdict(found.path, found.accepted, refused, tokens)
 
 
 def make(shape: DraftShape, options: RuleOptions) -> Rule:

@@ -43,7 +43,6 @@ class SpecInfer:
     """See the module. shape: what drafters fill; a static tree is read on the host."""
 
     name: ClassVar[str] = "specinfer"
-    lossless: ClassVar[bool] = True
 
     def __init__(self, shape: DraftShape) -> None:
         self._match = Match(share=False)
@@ -75,12 +74,10 @@ class SpecInfer:
                 there = children > 0
                 if proposal.limit is not None:
                     there = there & (level < proposal.limit)[:, None]
-                scores = draft_logits(
-                    at_node(proposal.logits, node), settings, proposal.token_ids, p.shape[-1]
-                )
-                p_child, q_child, rest = tries(
-                    p, scores, proposal.tokens.gather(1, children), there
-                )
+                drawn_from = at_node(proposal.logits, node)
+                scores = draft_logits(drawn_from, settings, proposal.token_ids, p.shape[-1])
+                tokens = proposal.tokens.gather(1, children)
+                p_child, q_child, rest = tries(p, scores, tokens, there)
                 coins = noise.uniforms(position, width)[:, 0]
                 # strictly: nothing with p = 0 is kept
                 kept = walking[:, None] & (coins * q_child < p_child)
@@ -94,13 +91,8 @@ class SpecInfer:
             path.append(torch.where(found, child, 0))
         way = torch.stack(path[:-1], 1)
         accepted = (way > 0).sum(1)
-        bonus = draw(left, left, behind, noise)
-        return Verdict(
-            way,
-            accepted,
-            refused,
-            committed(proposal.tokens.gather(1, way[:, 1:]), accepted, bonus),
-        )
+        drafted, bonus = proposal.tokens.gather(1, way[:, 1:]), draw(left, left, behind, noise)
+        return Verdict(way, accepted, refused, committed(drafted, accepted, bonus))
 
 
 def tries(

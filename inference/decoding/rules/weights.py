@@ -25,6 +25,7 @@ from torch import Tensor
 
 from heads.api.drafter import Proposal
 from inference.decoding.rules.base import Verdict
+from inference.decoding.rules.match import Match
 from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
 from inference.decoding.sampling.noise import SharedNoise, Stream
 
@@ -103,14 +104,11 @@ class Chain:
         at, limit = drafted[..., None], proposal.limit
         p_drafted, q_drafted = p[:, :-1].gather(-1, at)[..., 0], q[:, :-1].gather(-1, at)[..., 0]
         if limit is not None:
-            live = (
-                torch.arange(p.shape[1], device=p.device) < limit[:, None]
-            )  # [B, N]: a draft follows that counts
+            # [B, N]: a draft follows that counts
+            live = torch.arange(p.shape[1], device=p.device) < limit[:, None]
             q = torch.where(live[..., None], q, 0.0)
-            p_drafted, q_drafted = (
-                torch.where(live[:, :-1], p_drafted, 0.0),
-                torch.where(live[:, :-1], q_drafted, 1.0),
-            )
+            p_drafted = torch.where(live[:, :-1], p_drafted, 0.0)
+            q_drafted = torch.where(live[:, :-1], q_drafted, 1.0)
         return cls(drafted, p, q, p_drafted, q_drafted, limit)
 
     def rest(self, accepted: Tensor, shares: Tensor | None = None) -> Tensor:
@@ -135,3 +133,27 @@ class Chain:
         path = torch.where(place <= at, place, 0)
         refused = accepted < (self.drafted.shape[1] if self.limit is None else self.limit)
         return Verdict(path, accepted, refused, committed(self.drafted, accepted, bonus))
+
+
+class ChainRule:
+    """Base of the rules that weigh the drafts of a chain; certain drafts and temperature 0 are left
+    to `match`. A rule says in `keep` how many drafts are kept."""
+
+    keeps_logits = True
+    drafts: Stream | None = Stream.DRAFT
+
+    def judge(
+        self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
+    ) -> Verdict:
+        """See `Rule.judge`."""
+        if not weighs(proposal, noise):
+            return Match(share=False).judge(proposal, logits, positions, noise)
+        assert noise.roots is not None, "weighing drafts needs noise that is keyed by the pass"
+        chain = Chain.of(proposal, logits, noise.settings)
+        coins = noise.uniforms(positions[:, 1:], 1)[..., 0]
+        accepted, shares = self.keep(chain, coins)
+        return chain.verdict(accepted, positions, noise, shares)
+
+    def keep(self, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Drafts [B] to keep by `coins` [B, D] in (0, 1), and the shares of `Chain.rest`."""
+        raise NotImplementedError

@@ -95,12 +95,10 @@ def shape_logits(logits: Tensor, settings: SamplingSettings) -> Tensor:
     if settings.top_p < 1:
         ordered, index = scaled.sort(dim=-1, descending=True)
         probabilities = ordered.softmax(-1)
-        before = (
-            probabilities.cumsum(-1) - probabilities
-        )  # mass of the strictly better tokens: the first token always stays
-        removed = torch.zeros_like(scaled, dtype=torch.bool).scatter(
-            -1, index, before >= settings.top_p
-        )
+        # mass of the strictly better tokens: the first token always stays
+        before = probabilities.cumsum(-1) - probabilities
+        kept = torch.zeros_like(scaled, dtype=torch.bool)
+        removed = kept.scatter(-1, index, before >= settings.top_p)
         scaled = scaled.masked_fill(removed, float("-inf"))
     if settings.min_p > 0:
         floor = scaled.amax(-1, keepdim=True) + math.log(settings.min_p)

@@ -54,9 +54,8 @@ class Processors:
     ) -> None:
         self.settings, self.active = settings, settings.changes_logits
         _check_ids("logit_bias", [token for token, _ in settings.logit_bias], vocab_size)
-        _check_ids(
-            "bad_words", [token for word in settings.bad_words for token in word], vocab_size
-        )
+        words = [token for word in settings.bad_words for token in word]
+        _check_ids("bad_words", words, vocab_size)
         self._bias: Tensor | None = None  # [V] float32, as in transformers
         if settings.logit_bias:
             bias = torch.zeros(vocab_size)
@@ -105,9 +104,8 @@ def penalise(logits: Tensor, penalty: float, prefix: Prefix) -> Tensor:
     root = prefix.tokens[:, :1]
     place = torch.arange(prefix.history.shape[1], device=logits.device)
     committed = torch.where(place < prefix.lengths[:, None], prefix.history, root)
-    seen = torch.zeros(rows, vocab, dtype=torch.bool, device=logits.device).scatter(
-        1, committed, True
-    )
+    seen = torch.zeros(rows, vocab, dtype=torch.bool, device=logits.device)
+    seen = seen.scatter(1, committed, True)
     penalised = torch.where(seen[:, None], changed, logits)
     # [B, N, N]
     path = torch.where(prefix.tree.ancestors, prefix.tokens[:, None, :], root[:, :, None])
@@ -138,14 +136,12 @@ class _BadWords:
         self.longest = max(len(word) for word in words) - 1
         ends = sorted({word[-1] for word in words})
         starts = [(*[-1] * (self.longest - len(word) + 1), *word[:-1]) for word in words]
-        self.starts = torch.tensor(starts, dtype=torch.int64, device=device).view(
-            len(words), self.longest
-        )  # [W, K]
+        found = torch.tensor(starts, dtype=torch.int64, device=device)
+        self.starts = found.view(len(words), self.longest)  # [W, K]
         self.any_token = self.starts < 0  # shorter words do not look that far back
         self.ends = torch.tensor(ends, device=device)  # [U]
-        self.ends_with = torch.tensor(
-            [[word[-1] == end for end in ends] for word in words], device=device
-        )  # [W, U]
+        ends_with = [[word[-1] == end for end in ends] for word in words]
+        self.ends_with = torch.tensor(ends_with, device=device)  # [W, U]
 
     def __call__(self, logits: Tensor, prefix: Prefix | None) -> Tensor:
         if prefix is None or self.longest == 0:

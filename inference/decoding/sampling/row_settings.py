@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -73,12 +74,9 @@ class RowSettings:
         for row, item in zip(rows, settings, strict=True):
             check_own(item, self.engine)
             self.held[row] = item
-        numbers = torch.tensor(
-            [_numbers(item, self.vocab_size) for item in settings], dtype=torch.float64
-        )
-        self.values[torch.tensor(list(rows), device=self.values.device)] = numbers.to(
-            self.values.device
-        )
+        rows_of = [_numbers(item, self.vocab_size) for item in settings]
+        numbers, device = torch.tensor(rows_of, dtype=torch.float64), self.values.device
+        self.values[torch.tensor(list(rows), device=device)] = numbers.to(device)
 
     def move(self, source: int, target: int) -> None:
         """Copy a row's settings to another row."""
@@ -93,15 +91,12 @@ class RowSettings:
         if self.static:
             return
         everyone = len(rows) == (max(rows) + 1 if rows else 0)
-        device = self.values.device
-        self.subset = Subset(
-            None
-            if everyone and len(sampled) == len(rows)
-            else torch.tensor(sampled, device=device),
-            None
-            if everyone and len(filtered) == len(rows)
-            else torch.tensor(filtered, device=device),
-        )
+
+        def subset(some: list[int]) -> Tensor | None:
+            whole = everyone and len(some) == len(rows)
+            return None if whole else torch.tensor(some, device=self.values.device)
+
+        self.subset = Subset(subset(sampled), subset(filtered))
 
     def first(self, count: int) -> RowSettings:
         """The first `count` rows as views: what is put here is seen there. `arrange` it anew."""
@@ -115,9 +110,8 @@ class RowSettings:
         return part
 
     def _part(self, values: Tensor, held: list[SamplingSettings]) -> RowSettings:
-        part = object.__new__(RowSettings)
-        part.engine, part.vocab_size, part.static = self.engine, self.vocab_size, self.static
-        part.values, part.held, part.mode, part.subset = values, held, self.mode, Subset()
+        part = copy(self)
+        part.values, part.held, part.subset = values, held, Subset()
         return part
 
     # What a step computes
@@ -200,9 +194,8 @@ class RowNoise(SharedNoise):
         ranked = self.rows.tempered(logits.float()).log_softmax(-1)
         if self.drafts is None:
             return ranked
-        return ranked + torch.where(
-            self.rows.sampled(), self.gumbel(positions, token_ids, self.drafts), 0.0
-        )
+        noise = self.gumbel(positions, token_ids, self.drafts)
+        return ranked + torch.where(self.rows.sampled(), noise, 0.0)
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """See `heads.api.drafter.Noise.pick`."""
@@ -219,10 +212,7 @@ class RowNoise(SharedNoise):
         subset = self.rows.subset.filtered
         if subset is None:
             filtered = self.rows.filtered(self.rows.tempered(logits))
-            picked: Tensor = NOISE_PICK(filtered, positions, self.seeds, 1.0)
-            if not self.rows.static:
-                return picked
-            return torch.where(self.rows.sampled()[..., 0], picked, logits.argmax(-1))
+            return self._or_best(NOISE_PICK(filtered, positions, self.seeds, 1.0), logits)
         picks = self._noisy(logits, positions, self.seeds)
         part = self.rows.filtered(self.rows.tempered(logits[subset], subset), subset)
         picks[subset] = NOISE_PICK(part, positions[subset], self.seeds[subset], 1.0)
@@ -234,11 +224,16 @@ class RowNoise(SharedNoise):
         """Picks [B, M] with noise in the rows that sample, without filters."""
         subset = self.rows.subset.sampled
         if subset is None:
-            noisy: Tensor = NOISE_PICK(self.rows.tempered(logits), positions, seeds, 1.0, token_ids)
-            if not self.rows.static:
-                return noisy
-            return torch.where(self.rows.sampled()[..., 0], noisy, logits.argmax(-1))
+            noisy = NOISE_PICK(self.rows.tempered(logits), positions, seeds, 1.0, token_ids)
+            return self._or_best(noisy, logits)
         picks = logits.argmax(-1)
         part = self.rows.tempered(logits[subset], subset)
         picks[subset] = NOISE_PICK(part, positions[subset], seeds[subset], 1.0, token_ids)
         return picks
+
+    def _or_best(self, picks: Tensor, logits: Tensor) -> Tensor:
+        """Picks [B, M] of rows that sample, and the best of the others where who samples may
+        change."""
+        if not self.rows.static:
+            return picks
+        return torch.where(self.rows.sampled()[..., 0], picks, logits.argmax(-1))
