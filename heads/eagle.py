@@ -90,8 +90,7 @@ class Layer(nn.Module):
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Output projection and MLP, both residual -> [B, T, H]."""
         states = residual + self.self_attn.o_proj(attended)
-        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return out
+        return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 
 
 class Drafter(ChainDrafter):

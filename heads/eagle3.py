@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -103,8 +103,7 @@ class Drafter(TapDrafter, ChainDrafter):
 
     def logits(self, emitted: Tensor) -> Tensor:
         """Normalised outputs [..., H] -> logits [..., V']."""
-        out: Tensor = self.lm_head(emitted)
-        return out
+        return cast(Tensor, self.lm_head(emitted))
 
     # Training
 

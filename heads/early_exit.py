@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 from annotated_types import Ge, Lt
@@ -222,8 +222,7 @@ class Drafter(SelfDrafter):
     def _normalise(self, states: Tensor) -> Tensor:
         if self.norm is None:
             return super()._normalise(states)
-        out: Tensor = self.norm(states)
-        return out
+        return cast(Tensor, self.norm(states))
 
     # Training
 

@@ -99,8 +99,7 @@ class FirstBlock(nn.Module):
             self.residual.weight[:, :hidden].fill_diagonal_(1.0)
 
     def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.residual(states) + F.silu(self.linear(states))
-        return out
+        return cast(Tensor, self.residual(states) + F.silu(self.linear(states)))
 
 
 class ResidualBlock(nn.Module):

@@ -89,13 +89,11 @@ class MtpBlock(nn.Module):
     def join(self, embedded: Tensor, state: Tensor) -> Tensor:
         """Embeddings and states [B, T, H] -> the layer's input [B, T, H]."""
         both = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(state)], -1)
-        out: Tensor = self.fc(both)
-        return out
+        return cast(Tensor, self.fc(both))
 
     def run(self, embedded: Tensor, state: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """Embeddings and states [B, T, H] -> normalised outputs [B, T, H]."""
-        out: Tensor = self.norm(self.layer(self.join(embedded, state), rotation, attend))
-        return out
+        return cast(Tensor, self.norm(self.layer(self.join(embedded, state), rotation, attend)))
 
 
 class Drafter(ChainDrafter):

@@ -20,7 +20,7 @@ the drafter, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -106,8 +106,7 @@ class Drafter(SmallLM):
         rotation = self._rope.at(positions, states.dtype)
         for layer in self.model.layers:
             states = layer(states, rotation, attend)
-        out: Tensor = self.model.norm(states)
-        return out
+        return cast(Tensor, self.model.norm(states))
 
     def loss(self, batch: TrainBatch) -> LossOutput:
         """The weighted objectives at every supervised next token and at every kept mask that

@@ -96,8 +96,7 @@ class Drafter(TapDrafter):
         """The own embeddings [..., H] of tokens [...], or the target's."""
         if self.embed_tokens is None:
             return super().embed(tokens, dtype)
-        out: Tensor = self.embed_tokens(tokens).to(dtype)
-        return out
+        return cast(Tensor, self.embed_tokens(tokens).to(dtype))
 
     def _unknown(self, batch: int, rows: int) -> tuple[Tensor, Tensor]:
         """Embedding and feature of mask rows, [batch, rows, H] each."""

@@ -16,7 +16,7 @@ Legend: B rows, T positions, H hidden, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,8 +118,7 @@ class Drafter(SelfDrafter):
     def _logits(self, normed: Tensor) -> Tensor:
         if self._head is None:
             return super()._logits(normed)
-        out: Tensor = self._head(normed)
-        return out
+        return cast(Tensor, self._head(normed))
 
     def loss(self, batch: TrainBatch) -> LossOutput:
         """There is none; raises `UserError`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -101,8 +102,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
-        return out
+        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states)))
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -130,8 +130,7 @@ class DecoderLayer(nn.Module):
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The layer behind its attention: output projection and MLP, both residual."""
         states = residual + self.self_attn.o_proj(attended)
-        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return out
+        return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 
 
 class FusingLayer(nn.Module):
@@ -153,8 +152,7 @@ class FusingLayer(nn.Module):
     def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
         """Output projection and MLP, both residual to the feature -> [B, T, H]."""
         states = feature + self.self_attn.o_proj(attended)
-        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return out
+        return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 
 
 def initialise_blocks(module: nn.Module, generator: torch.Generator) -> None:

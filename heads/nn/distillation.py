@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -244,8 +245,7 @@ def furthest_behind(
     first = counts.cumsum(0) - counts
     sorted_document = document[order]
     rank = torch.arange(order.shape[0], device=order.device) - first[sorted_document]
-    kept: Tensor = order[rank < (counts[sorted_document] * share).ceil()].sort().values
-    return kept
+    return cast(Tensor, order[rank < (counts[sorted_document] * share).ceil()].sort().values)
 
 
 def _documents(batch: TrainBatch, states: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, cast
 
 import torch
 import torch.nn.functional as F
@@ -92,8 +92,7 @@ def soft_cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
     """-sum p log q: logits [..., V], the target's probabilities [..., V] (float32 or float64,
     summing to one, without gradient, broadcast over leading dimensions) -> [...]. Differs from KL(p
     || q) by the entropy of p."""
-    loss: Tensor = _SoftCrossEntropy.apply(logits, probabilities, None)
-    return loss
+    return cast(Tensor, _SoftCrossEntropy.apply(logits, probabilities, None))
 
 
 @full_precision
@@ -122,8 +121,7 @@ def forward_kl(logits: Tensor, target_logits: Tensor) -> Tensor:
     log_p = _log_softmax(target_logits.detach())
     probabilities = log_p.exp()
     entropy = -torch.linalg.vecdot(probabilities, log_p)
-    loss: Tensor = _SoftCrossEntropy.apply(logits, probabilities, entropy)
-    return loss
+    return cast(Tensor, _SoftCrossEntropy.apply(logits, probabilities, entropy))
 
 
 @full_precision

@@ -228,8 +228,7 @@ def capture(call: Call) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    replay: Call = graph.replay
-    return replay
+    return cast(Call, graph.replay)
 
 
 @torch.no_grad()

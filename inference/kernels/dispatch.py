@@ -20,7 +20,7 @@ import importlib.util
 import os
 import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -101,15 +101,13 @@ def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None)
     if dtype is not None and op.dtypes and dtype not in op.dtypes:
         # also when triton is demanded: a float64 audit of a model is right to be computed in
         # float64
-        return Choice(
-            "reference", f"{str(dtype).removeprefix('torch.')}: the kernel does not compute in it"
-        )
+        name = str(dtype).removeprefix("torch.")
+        return Choice("reference", f"{name}: the kernel does not compute in it")
     device = torch.device(device)
     obstacle = _obstacle(device.type, device.index, mode == "triton" and interpreted())
     if obstacle is None:
-        place = (
-            "CUDA device" if device.type == "cuda" else f"{device.type.upper()} under {INTERPRET}=1"
-        )
+        on_cuda = device.type == "cuda"
+        place = "CUDA device" if on_cuda else f"{device.type.upper()} under {INTERPRET}=1"
         return Choice("triton", f"{place} with triton {triton_version()}")
     if mode == "triton":
         raise UserError(
@@ -121,11 +119,7 @@ def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None)
 
 def report(device: torch.device | str) -> list[dict[str, str]]:
     """For every operation by name: op, implementation and why, for tensors on `device`."""
-    rows = []
-    for op in all_ops():
-        choice = choose(op, device)
-        rows.append({"op": op.name, "implementation": choice.implementation, "why": choice.why})
-    return rows
+    return [{"op": op.name, **asdict(choose(op, device))} for op in all_ops()]
 
 
 def all_ops() -> Iterator[Op]:
@@ -168,9 +162,6 @@ def _obstacle(kind: str, index: int | None, interpret: bool) -> str | None:
                 return f"compute capability {found}; Triton needs {needed}"
         return None
     if kind == "cpu":
-        return (
-            None
-            if interpret
-            else f"CPU: the reference runs ({INTERPRET}=1 runs kernels here for tests)"
-        )
+        why = f"CPU: the reference runs ({INTERPRET}=1 runs kernels here for tests)"
+        return None if interpret else why
     return f"Triton has no {kind} devices"

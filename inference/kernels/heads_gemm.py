@@ -42,17 +42,8 @@ def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     weight, bias = weight.contiguous(), bias.contiguous()
     out = torch.empty(heads, rows, hidden, dtype=states.dtype, device=states.device)
     _residual_kernel[(heads, triton.cdiv(hidden, OUTPUTS))](
-        states,
-        weight,
-        bias,
-        out,
-        rows,
-        hidden,
-        states.stride(0),
-        states.stride(1),
-        ROWS=MAX_ROWS,
-        OUTPUTS=OUTPUTS,
-        INPUTS=INPUTS,
+        *(states, weight, bias, out, rows, hidden, states.stride(0), states.stride(1)),
+        ROWS=MAX_ROWS, OUTPUTS=OUTPUTS, INPUTS=INPUTS,
         # the interpreter keeps bfloat16 as bare bits, which numpy cannot multiply
         UPCAST=interpreted() and states.dtype == torch.bfloat16,
         num_warps=4,
@@ -61,21 +52,14 @@ def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return out
 
 
+# fmt: off
 @triton.jit
 def _residual_kernel(  # type: ignore[no-untyped-def]
-    states,
-    weight,
-    bias,
-    out,
-    rows,
-    hidden,
-    head_stride,
-    row_stride,
-    ROWS: tl.constexpr,  # noqa: N803
-    OUTPUTS: tl.constexpr,  # noqa: N803
-    INPUTS: tl.constexpr,  # noqa: N803
+    states, weight, bias, out, rows, hidden, head_stride, row_stride,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,  # noqa: N803
     UPCAST: tl.constexpr,  # noqa: N803
 ):
+    # fmt: on
     """One program per head and tile of outputs; every weight is read by one program, once."""
     head = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -87,23 +71,16 @@ def _residual_kernel(  # type: ignore[no-untyped-def]
     for first in range(0, hidden, INPUTS):
         given = first + tl.arange(0, INPUTS)
         real = given < hidden
-        x = tl.load(
-            states + row[:, None] * row_stride + given[None, :],
-            mask=(row < rows)[:, None] & real[None, :],
-            other=0.0,
-        )
-        w = tl.load(
-            weight + output[None, :].to(tl.int64) * hidden + given[:, None],
-            mask=wanted[None, :] & real[:, None],
-            other=0.0,
-        )
+        x_at = states + row[:, None] * row_stride + given[None, :]
+        x = tl.load(x_at, mask=(row < rows)[:, None] & real[None, :], other=0.0)
+        w_at = weight + output[None, :].to(tl.int64) * hidden + given[:, None]
+        w = tl.load(w_at, mask=wanted[None, :] & real[:, None], other=0.0)
         if UPCAST:
             x, w = x.to(tl.float32), w.to(tl.float32)
         total = tl.dot(x, w, total, input_precision="ieee")
     total += tl.load(bias + head * hidden + output, mask=wanted, other=0.0).to(tl.float32)[None, :]
     there = (row < rows)[:, None] & wanted[None, :]
-    x = tl.load(states + row[:, None] * row_stride + output[None, :], mask=there, other=0.0).to(
-        tl.float32
-    )
+    x_at = states + row[:, None] * row_stride + output[None, :]
+    x = tl.load(x_at, mask=there, other=0.0).to(tl.float32)
     result = x + total / (1.0 + tl.exp(-total))
     tl.store(out + (head * rows + row[:, None]) * hidden + output[None, :], result, mask=there)

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -43,11 +43,8 @@ def supported() -> bool:
 def mkl_at_home() -> bool:
     """Whether `F.linear` runs MKL on a CPU that it was written for."""
     facts = Path("/proc/cpuinfo")
-    return (
-        torch.backends.mkl.is_available()
-        and facts.is_file()
-        and "GenuineIntel" in facts.read_text()
-    )
+    intel = facts.is_file() and "GenuineIntel" in facts.read_text()
+    return intel and torch.backends.mkl.is_available()
 
 
 def pack_linears(module: nn.Module) -> None:
@@ -73,12 +70,9 @@ def packed_linears(module: Any) -> Iterator[None]:
 def unpacked_linears(module: Any) -> Iterator[None]:
     """Take the packed paths of `module` away for the duration of the block: what is traced then is
     the plain operation."""
-    packed: list[tuple[nn.Module, Any]] = []
-    if isinstance(module, nn.Module):
-        linears = [part for part in module.modules() if type(part) is nn.Linear]
-        packed = [
-            (part, part.__dict__.pop("forward")) for part in linears if "forward" in part.__dict__
-        ]
+    parts = module.modules() if isinstance(module, nn.Module) else ()
+    linears = [p for p in parts if type(p) is nn.Linear and "forward" in p.__dict__]
+    packed = [(part, part.__dict__.pop("forward")) for part in linears]
     try:
         yield
     finally:
@@ -90,21 +84,15 @@ def _eligible(module: nn.Module) -> Iterator[nn.Linear]:
     if not supported():
         return
     for part in module.modules():
-        if (
-            not isinstance(part, nn.Linear)
-            or type(part) is not nn.Linear
-            or "forward" in part.__dict__
-        ):
-            continue  # subclasses may mean something else by their forward
+        # subclasses may mean something else by their forward
+        if type(part) is not nn.Linear or "forward" in part.__dict__:
+            continue
         if type(part.weight) is not nn.Parameter:
             continue  # quantised weights and slices of a split model have a product of their own
         if part.weight.shape != (part.out_features, part.in_features):
             continue  # divided among processes: there only while it runs
-        if (
-            part.weight.dtype == torch.float32
-            and mkl_at_home()
-            and part.weight.numel() < SMALLEST_WEIGHT
-        ):
+        small = part.weight.numel() < SMALLEST_WEIGHT
+        if small and part.weight.dtype == torch.float32 and mkl_at_home():
             continue
         if part.weight.device.type == "cpu" and part.weight.dtype in _DTYPES:
             yield part
@@ -118,16 +106,9 @@ def _packed_forward(linear: nn.Linear) -> Any:
     fewest = FEWEST_ROWS if dtype == torch.float32 and mkl_at_home() else 1
 
     def forward(x: Tensor) -> Tensor:
-        rows = x.numel() // in_features
-        if (
-            rows > MAX_ROWS
-            or rows < fewest
-            or x.dtype != dtype
-            or torch.is_grad_enabled()
-            or torch.is_autocast_enabled("cpu")
-        ):
+        fits = fewest <= x.numel() // in_features <= MAX_ROWS and x.dtype == dtype
+        if not fits or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return F.linear(x, weight, bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return out
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], ""))
 
     return forward

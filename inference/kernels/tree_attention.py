@@ -79,13 +79,14 @@ def launch_config(
         # of 4.8 TB/s needs per microsecond of latency
         launch = Launch(block_m, 32, 8, 2, block_r) if wide else Launch(block_m, 64, 4, 3, block_r)
     size = triton.next_power_of_2(head_dim) * dtype.itemsize
-    while (
-        launch.block_m + 2 * launch.num_stages * launch.block_n
-    ) * size > shared and launch.block_n > 16:
-        if launch.num_stages > 2:
-            launch = replace(launch, num_stages=launch.num_stages - 1)
-        else:
-            launch = replace(launch, block_n=launch.block_n // 2)
+    while launch.block_n > 16:
+        if (launch.block_m + 2 * launch.num_stages * launch.block_n) * size <= shared:
+            break
+        fewer = launch.num_stages > 2
+        smaller = (
+            {"num_stages": launch.num_stages - 1} if fewer else {"block_n": launch.block_n // 2}
+        )
+        launch = replace(launch, **smaller)
     return launch
 
 
@@ -95,9 +96,8 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return HOPPER_SHARED
     properties = torch.cuda.get_device_properties(device)
-    return int(
-        getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
-    )  # AMD's GPUs do not say, and have 64 KiB
+    # AMD's GPUs do not say, and have 64 KiB
+    return int(getattr(properties, "shared_memory_per_block_optin", 64 * 1024))
 
 
 # fmt: off

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -161,5 +161,4 @@ def dense_weight(weight: Tensor, rows: int, columns: int, what: str) -> Tensor:
             f"{tuple(plain.shape)}, {str(plain.dtype)[6:]}); use a checkpoint whose embedding and "
             "LM head are not quantised."
         )
-    dense: Tensor = plain
-    return dense
+    return cast(Tensor, plain)

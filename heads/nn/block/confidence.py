@@ -12,6 +12,7 @@ Legend: M recorded chains, K depths, H hidden, r rank, `...` any.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +44,7 @@ class ConfidenceHead(nn.Module):
     def forward(self, states: Tensor, hint: Tensor | None) -> Tensor:
         """States [..., H], hints [..., r] -> log-odds of acceptance [...], uncalibrated."""
         both = states if hint is None else torch.cat([states, hint.to(states.dtype)], -1)
-        out: Tensor = self.proj(both)[..., 0]
-        return out
+        return cast(Tensor, self.proj(both)[..., 0])
 
     def calibrated(self, log_odds: Tensor, depth: Tensor) -> Tensor:
         """Confidence float32 [...] of drafts at `depth` [...] int64 (1-based)."""

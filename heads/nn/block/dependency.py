@@ -23,6 +23,7 @@ Legend: M blocks, P nodes, K depths, H hidden, V vocabulary, r rank, C size of t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -155,8 +156,7 @@ class Markov(Dependency):
         return base + self.tables.markov_w2(carry[..., -self.rank :])
 
     def hint(self, tokens: Tensor) -> Tensor | None:
-        words: Tensor = self.tables.markov_w1(tokens)
-        return words
+        return cast(Tensor, self.tables.markov_w1(tokens))
 
     def unroll(self, tokens: Tensor, states: Tensor, embed: Embed) -> Tensor:
         if self.variant == "rnn":
@@ -210,8 +210,7 @@ class Gru(Dependency):
         init.constant(out.weight, 0.0)
 
     def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
-        out: Tensor = self.cell(embed(tokens), carry)
-        return out
+        return cast(Tensor, self.cell(embed(tokens), carry))
 
     def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
         assert base is not None
@@ -315,8 +314,7 @@ class Parent(Dependency):
         init.constant(mixer.down_proj.weight, 0.0)
 
     def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
-        out: Tensor = self.mixer(states, embed(tokens))
-        return out
+        return cast(Tensor, self.mixer(states, embed(tokens)))
 
     def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
         return project(carry)

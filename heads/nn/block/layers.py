@@ -87,8 +87,7 @@ class BlockLayer(nn.Module):
             )
         normed = self.post_attention_layernorm(states)
         if self.mlp_conv is None:
-            out: Tensor = states + self.mlp(normed)
-            return out
+            return cast(Tensor, states + self.mlp(normed))
         normed, kernel = self.mlp_conv.before(normed)
         return states + self.mlp_conv.after(self.mlp(normed), kernel)
 

@@ -140,15 +140,13 @@ class TapDrafter(FeatureDrafter):
             scale = torch.stack([cast(RMSNorm, norm).weight for norm in self.fc_norm])
             taps = F.rms_norm(taps, taps.shape[-1:], None, self.info.rms_norm_eps) * scale
         joined = taps.flatten(2)
-        out: Tensor = self.fc(joined if self.input_norm is None else self.input_norm(joined))
-        return out
+        return cast(Tensor, self.fc(joined if self.input_norm is None else self.input_norm(joined)))
 
     def residual(self, layer: nn.Module, states: Tensor) -> Tensor:
         """What the residual stream holds behind `layer`'s first norm: the states [B, T, H],
         normalised in a fusing layer if so configured."""
         if self.config.norm_before_residual and isinstance(layer, FusingLayer):
-            out: Tensor = layer.hidden_norm(states)
-            return out
+            return cast(Tensor, layer.hidden_norm(states))
         return states
 
     def set_columns(self) -> None:

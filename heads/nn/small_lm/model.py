@@ -95,15 +95,13 @@ class SmallLM(TrainableDrafter):
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., H] of tokens [...]."""
         if self.model.embed_tokens is not None:
-            out: Tensor = self.model.embed_tokens(tokens)
-            return out
+            return cast(Tensor, self.model.embed_tokens(tokens))
         return self.target.embed(tokens, self.model.norm.weight.dtype)
 
     def logits(self, states: Tensor) -> Tensor:
         """Normalised states [..., H] -> logits [..., V]."""
         if self.lm_head is not None:
-            out: Tensor = self.lm_head(states)
-            return out
+            return cast(Tensor, self.lm_head(states))
         if self.model.embed_tokens is not None:
             return F.linear(states, self.model.embed_tokens.weight)
         return self.target.project(states)
@@ -115,8 +113,7 @@ class SmallLM(TrainableDrafter):
         rotation = self._rope.at(batch.positions, states.dtype)
         for layer in self.model.layers:
             states = layer(states, rotation, lambda q, k, v: sequence_attention(q, k, v, mask))
-        out: Tensor = self.model.norm(states)
-        return out
+        return cast(Tensor, self.model.norm(states))
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Depth k at t is the prediction from token t+k [B, T, V]; past the end none."""
@@ -175,8 +172,7 @@ class SmallLM(TrainableDrafter):
         if only is not None:
             mask = additive(places <= slots[only][..., None], states.dtype)  # [B, Q, S]
             states = self._layer(state, -1, states, rotation, rows, slots, mask, only)
-        out: Tensor = self.model.norm(states)
-        return out
+        return cast(Tensor, self.model.norm(states))
 
     def _layer(
         self,

@@ -18,7 +18,7 @@ Legend: B rows, D the tree's deepest level.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,8 +47,7 @@ class Pending:
         """Wait for the copy (normally long done) and give the rows as plain numbers."""
         if self.event is not None:
             self.event.synchronize()
-        rows: list[list[int]] = self.packed.tolist()
-        return rows
+        return cast(list[list[int]], self.packed.tolist())
 
 
 class StepRunner:
