@@ -53,8 +53,7 @@ class Config:
     """speed_up: passes of the upper level per draft (>= 1). One drafts 2 to proposed + 2 tokens,
     each further one 1 to proposed + 1."""
     branches: NonEmpty[PositiveInt] = (5,)
-    """join: drafted tokens of each part after the first (>= 1); the last number also counts for
-    those without one."""
+    """join: drafted tokens of each part after the first (>= 1); the last number repeats."""
 
     def __post_init__(self) -> None:
         if len(self.parts) < 2 or (self.mode == "speed_up" and len(self.parts) != 2):

@@ -210,8 +210,8 @@ class Drafter(BlockModel):
         return total, *counted, doubt.detach().sum()
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Logits [B, T, V] at depths 1..depth of a block behind every position, along the true
-        tokens; see the contract."""
+        """Logits [B, T, V] of depths 1..depth of a block behind every position; see the contract.
+        """
         assert depth <= self.depths, f"{depth} depths asked of a block of {self.depths}"
         contexts, anchors = self._features(batch), Anchors.everywhere(batch.tokens)
         chunk, rule, found = self._chunk(batch, depth), self.dependency, []
@@ -254,8 +254,7 @@ class Drafter(BlockModel):
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Append the run's keys and values to the cache.
 
-        Padded entries are written behind the run, where a block or the next run overwrites them
-        before anything sees them.
+        Padded entries are written behind the run, and overwritten before anything sees them.
         """
         assert accepted.taps is not None, "a block drafter needs the target's taps"
         (rows, _), slots = state.advance(accepted), run_slots(accepted)
@@ -329,8 +328,7 @@ class Drafter(BlockModel):
         """Fit the confidence's temperatures to recorded chains: log_odds [M, K] as `ConfidenceHead`
         gave them, accepted [M] drafts.
 
-        Returns the calibration error of the survival up to each depth before and after. Stored with
-        the weights.
+        Returns the calibration errors per depth before and after. Stored with the weights.
         """
         if self.confidence_head is None:
             raise UserError(

@@ -108,11 +108,9 @@ class Drafter(TapDrafter, ChainDrafter):
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over steps k of decay^(k-1) times the cross entropy of token t+k+1, over supervised
-        tokens.
+        """Sum over steps k of decay^(k-1) times the cross entropy of supervised tokens t+k+1.
 
-        Positions whose most likely target token lies outside the draft vocabulary carry no loss and
-        count as wrong.
+        Positions whose best target token cannot be drafted carry no loss and count as wrong.
         """
         config: Config = self.config
         weights = config.decay ** torch.arange(config.ttt_steps, device=batch.tokens.device)

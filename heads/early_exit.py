@@ -62,8 +62,7 @@ class Config:
     """Between the exit and the LM head: none, attention (Kangaroo: an attention block and norms) or
     layer (with an MLP as well). An adapter has to be trained; it needs `exit_layer`."""
     adapter_from_target_layer: int = -1
-    """Start the adapter from this layer of the target (0-based, for instance the last one; Llama or
-    Mistral); -1: random."""
+    """Start the adapter from this target layer (0-based; Llama or Mistral); -1: random."""
     hard_label_weight: UnitInterval = 0.0
     """Share of the loss taken against the answer's token, not the target's distribution."""
 
@@ -227,11 +226,9 @@ class Drafter(SelfDrafter):
     # Training
 
     def _sequence(self, batch: TrainBatch) -> Tensor:
-        """What enters the LM head [B, T, H] when the first layers are whole: the entry at t
-        predicts token t+1.
+        """What enters the LM head [B, T, H] behind whole first layers, predicting t+1 at t.
 
-        Up to the exit the drafter computes what the target computes, so the tap there is its state
-        at every depth.
+        Up to the exit the drafter computes what the target does: the tap is its state.
         """
         assert batch.taps is not None, "early_exit needs the target's taps"
         states = batch.taps[:, :, -1]
@@ -243,8 +240,7 @@ class Drafter(SelfDrafter):
         return self._normalise(states)
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Cross entropy of the exit's prediction against the target's, at every position whose next
-        token is supervised.
+        """Cross entropy of the exit's prediction against the target's, where supervised.
 
         Gradients reach the adapter, and the taps if they ask for them. With layers left out it is
         the first drafted token's loss: one step behind the true states.

@@ -285,8 +285,7 @@ class Drafter(FeatureDrafter):
         """Move to the last accepted token's true state; see the protocol. The prefix layer keeps
         keys and values of the whole run, and gives the output of its last row.
 
-        Padded entries are written behind the run, where the next one overwrites them before
-        anything sees them.
+        Padded entries are written behind the run, and overwritten before anything sees them.
         """
         assert accepted.last_hidden is not None, "hydra_heads needs the target's last hidden state"
         at, layer = state.advance(accepted), self.prefix_layer

@@ -47,8 +47,7 @@ class Config:
 
 @dataclass
 class State:
-    """history: the row's text; guesses [B, D] int64: for the D positions behind the root; chain:
-    the tree they fill."""
+    """history: the row's text; guesses [B, D] int64 for the next positions; chain: their tree."""
 
     history: History
     guesses: Tensor
@@ -81,8 +80,7 @@ class Drafter:
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Move the picks of the last pass to the positions they were picked for; see the protocol.
 
-        A verification of another tree than the chain (or none, `verified` is None) teaches nothing:
-        all guesses are filled in.
+        A verification of no or another tree teaches nothing: all guesses are filled in.
         """
         state.history.append(accepted)
         depth, verified = state.guesses.shape[1], accepted.verified

@@ -72,8 +72,7 @@ class Config:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The tree and its sizes; a chain has neither columns nor n-grams of its own. Shared between
-    the rows of a batch."""
+    """The tree and its sizes, for all rows; a chain has neither columns nor n-grams."""
 
     tree: TokenTree
     columns: int
@@ -83,8 +82,7 @@ class Layout:
 
 @dataclass
 class State:
-    """history: the row's text; pool: its n-grams; window [B, L, W] int64: the trajectories (W = 0
-    for a chain)."""
+    """history: the row's text; pool: its n-grams; window [B, L, W] int64 (W = 0 for a chain)."""
 
     history: History
     pool: NgramPool
@@ -108,8 +106,7 @@ class Drafter:
         return self.config.ngram - 1
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill: the window is filled with tokens of the prompt, the pool with its
-        n-grams; see the protocol."""
+        """State after prefill: the window is filled from the prompt, the pool with its n-grams."""
         if self._layout is None or self._layout[0] is not tree:
             self._layout = tree, lay_out(self.config, tree, seen.tokens.device)
         layout = self._layout[1]
@@ -139,8 +136,8 @@ class Drafter:
         )
 
     def _joined(self, state: State) -> Tensor:
-        """A chain [B, D] of n-grams, each starting with the last token of the one before; without
-        one, that token repeats."""
+        """A chain [B, D] of n-grams, each starting with the last one's last token (or repeating
+        it)."""
         last, drafted = state.history.root[:, 0], []
         for _ in range(-(-state.layout.tree.max_depth // self.levels)):
             gram, found = state.pool.starting_with(last, 1)
@@ -173,8 +170,7 @@ class Drafter:
         return state
 
     def _collect_chain(self, state: State, tokens: Tensor, picks: Tensor) -> None:
-        """Into the pool: behind every node the n - 1 tokens that end there and the target's pick;
-        tokens, picks [B, D + 1].
+        """Collect n-grams that end with a pick; tokens, picks [B, D + 1] of the nodes.
 
         The deepest first, which has the most wrong guesses before it: the others are then newer.
         """

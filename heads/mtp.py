@@ -175,8 +175,7 @@ class Drafter(ChainDrafter):
     def _judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Cross entropy and correctness [D, M] of outputs [D, M, H] that predict from the target's
-        states [M]; see `Judge`."""
+        """Cross entropy and correctness [D, M] of outputs [D, M, H] at states [M]; see `Judge`."""
         logits = self.logits(outputs)  # [D, M, V]
         if self.config.soft_labels:
             wanted = teacher_logits(batch, states_at)

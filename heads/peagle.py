@@ -155,8 +155,7 @@ class Drafter(TapDrafter):
         """Sum over depths k of decay^(k-1) times the cross entropy of token t+k+1, over supervised
         tokens of the anchors kept.
 
-        Positions whose most likely target token lies outside the draft vocabulary carry no loss and
-        count as wrong.
+        Positions whose best target token cannot be drafted carry no loss and count as wrong.
         """
         config: Config = self.config
         anchors = Anchors.dropped(batch, config.depths, config.keep, config.keep_at_least)

@@ -42,8 +42,7 @@ class TrainBatch:
     anchors: Tensor | None = None
 
     def generators(self) -> list[torch.Generator]:
-        """One CPU generator per row. Called twice it gives the same streams again: a recomputed
-        loss draws the same."""
+        """One CPU generator per row. Each call gives the same streams anew."""
         seeds = range(self.tokens.shape[0]) if self.seeds is None else self.seeds.tolist()
         return [torch.Generator().manual_seed(seed) for seed in seeds]
 

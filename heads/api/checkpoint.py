@@ -97,11 +97,9 @@ def new_drafter(
     seed: int,
     token_counts: Tensor | None = None,
 ) -> Any:
-    """A freshly initialised drafter of `kind` on the device and in the dtype of the target's
-    weights.
+    """A freshly initialised drafter, on the device and in the dtype of the target's weights.
 
-    token_counts [V]: how often each token occurs in the training data, for kinds that draft from a
-    reduced vocabulary.
+    token_counts [V]: of the training data, for kinds with a reduced draft vocabulary.
     """
     drafter = get_kind(kind).drafter_class(config, info)
     if isinstance(drafter, TrainableDrafter):
@@ -117,8 +115,7 @@ def new_drafter(
 def load_drafter(
     directory: Path, info: TargetInfo, weights: TargetWeights, *, changed_target: bool = False
 ) -> Any:
-    """Load a checkpoint for the target described by `info`, in the dtype and on the device of the
-    target's weights.
+    """Load a checkpoint for the target `info`, as its weights in dtype and device.
 
     changed_target: take a target of other weights with the same tokenizer and sizes: to see what a
     drafter is still worth there. Raises `UserError` for another target, for missing, unknown or

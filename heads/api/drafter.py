@@ -27,8 +27,7 @@ from heads.api.tree import DraftShape, TokenTree
 
 @dataclass
 class Verified:
-    """One verification as a whole, for drafters that learn from refused nodes too (Jacobi,
-    lookahead).
+    """A whole verification, for drafters that learn from refused nodes too.
 
     tokens [B, N] int64: the drafted nodes, root first; picks [B, N] int64: the token the target
     chose after each node (by the match rule, whatever rule decides); tree: who follows whom; path
@@ -115,8 +114,8 @@ class Noise(Protocol):
 
 
 class Drafter(Protocol):
-    """What the decode loop asks of a drafter. `State` is a dataclass of tensors with leading size
-    B, opaque to the loop."""
+    """What the decode loop asks of a drafter. A state is a dataclass of tensors with leading size
+    B."""
 
     kind: ClassVar[str]
     needs: FeatureSpec
@@ -159,8 +158,7 @@ class Reader(Drafter, Protocol):
         ...
 
     def read(self, state: Any, tokens: Tensor, offset: Tensor) -> Tensor:
-        """Run drafted tokens [B, W] as a chain and give the logits [B, W, V] of the token after
-        each.
+        """Run drafted tokens [B, W] as a chain -> logits [B, W, V] of the token after each.
 
         Token i of row b stands at position root_position + 1 + offset[b] + i; offset [B] int64. It
         sees what is committed, the root, and what was read before at smaller offsets; reading a
@@ -172,8 +170,7 @@ class Reader(Drafter, Protocol):
 
 
 class TrainableDrafter(nn.Module):
-    """Base of the kinds with weights: adds sharing with the target, initialisation and the training
-    contract.
+    """Base of the kinds with weights: sharing with the target, initialisation, training.
 
     A kind implements the `Drafter` methods and the ones below. Parameters are created unset (NaN),
     so that a weight that was neither initialised nor loaded cannot go unnoticed.
@@ -227,8 +224,7 @@ class TrainableDrafter(nn.Module):
         return self._target
 
     def choose_vocabulary(self, counts: Tensor) -> None:
-        """Fix a reduced draft vocabulary from the training data's token counts [V]; called before
-        `initialise`.
+        """Fix a reduced draft vocabulary by token counts [V]; called before `initialise`.
 
         Kinds that draft from the whole vocabulary ignore it.
         """
@@ -247,8 +243,7 @@ class TrainableDrafter(nn.Module):
         return self.loss(batch)
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Per drafted depth k = 1..depth: logits [B, T, V'] as the loss sees them, for the parity
-        check.
+        """Logits [B, T, V'] of depths k = 1..depth as the loss sees them, for the parity check.
 
         Entry [b, t] of depth k is computed from the target's states up to t and the true tokens up
         to t+k, and predicts token t+k+1: what `propose` computes at depth k for a row whose last

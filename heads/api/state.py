@@ -16,8 +16,7 @@ from torch import Tensor
 
 
 def write_rows(state: Any, rows: Tensor, new: Any) -> None:
-    """Overwrite rows `rows` [R] int64 of every tensor in `state`, nested ones included, with the R
-    rows of `new`, in place.
+    """Overwrite rows [R] int64 of every tensor in `state`, nested or not, with those of `new`.
 
     A state may live on another device than `rows` (a drafter placed elsewhere).
     """

@@ -73,8 +73,7 @@ class TargetInfo:
                 )
 
     def require_same_sizes(self, other: TargetInfo) -> None:
-        """Raise `UserError` unless a drafter made for `self` fits `other`, which may be fine-tuned
-        or quantised since."""
+        """Raise `UserError` unless sizes and tokenizer of `other` are the same."""
         for name in ("tokenizer_hash", "vocab_size", "hidden_size", "num_layers"):
             if getattr(self, name) != getattr(other, name):
                 raise UserError(
@@ -86,8 +85,7 @@ class TargetInfo:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rotary positions of a target as its own module computes them, scaling (Llama 3.1, YaRN)
-    included.
+    """A target's rotary positions as its own module computes them, scaling included.
 
     inverse_frequencies [D / 2] float32; scale: factor on cosine and sine (1 but for YaRN).
     """
@@ -103,15 +101,13 @@ class TargetWeights:
     embedding: Tensor  # [V, H]
     lm_head: Tensor  # [V, H]; the same tensor as `embedding` when tied
     logits: Callable[[Tensor], Tensor]
-    """Post-final-norm states [..., H] -> the target's own logits [..., V] (soft-capping, scaling
-    and bias included)."""
+    """Post-final-norm states [..., H] -> the target's own logits [..., V]."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
     """Every named tensor of the target, for drafters that copy layers out of it."""
     rotary: Rotary | None = None
     """Its rotary positions; None when it has none, or several (local and global layers)."""
     windows: tuple[int, ...] = ()
-    """Per layer, how many of the latest positions its attention sees, itself included; 0: all.
-    Empty: all layers see all."""
+    """Per layer, the latest positions that its attention sees; 0: all. Empty: all layers all."""
 
     def embed(self, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The embeddings [..., H] of tokens [...], in `dtype` if given."""

@@ -70,8 +70,7 @@ class TokenTree:
         """A static tree from paths of sibling ranks: [[0], [1], [0, 0]] is the two best first
         tokens and one second token.
 
-        Every prefix of a path must be listed as well. Raises `UserError` naming the first path
-        whose prefix is absent.
+        Every prefix of a path must be listed as well. Raises `UserError` otherwise.
         """
         paths = sorted({tuple(path) for path in choices}, key=lambda path: (len(path), path))
         index: dict[tuple[int, ...], int] = {(): 0}
@@ -126,8 +125,7 @@ class Ranking(StrEnum):
 
 @dataclass(frozen=True)
 class DynamicShape:
-    """A tree whose topology is chosen anew for every row and step, within fixed sizes (EAGLE-2;
-    best-first trees).
+    """A tree whose topology is chosen anew for every row and step, within fixed sizes.
 
     nodes: the root included. max_depth: deepest level. width: nodes expanded per level, and
     children considered per node. ranking: how nodes are compared.

@@ -19,13 +19,12 @@ from heads.nn.drafting.plan import LevelPlan, TreePlan
 from heads.nn.rope import Rotation, look_up
 
 CHUNK_ELEMENTS = 1 << 26
-"""Most attention scores kept at once by `chained_attention` before the queries are split into
-recomputed chunks."""
+"""Most attention scores at once before queries are split into recomputed chunks."""
 
 
 def packed_mask(segments: Tensor) -> Tensor | None:
-    """[B, 1, T, T] bool for packed documents: causal within equal segment numbers [B, T]; None when
-    plain causal is the same.
+    """[B, 1, T, T] bool: causal within equal segment numbers [B, T]; None when plain causal is the
+    same.
 
     Padding attends to padding, so that no row is empty. Asks the device once; for training only.
     """
@@ -51,8 +50,7 @@ def cache_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
     """Attention over cache slots: query [B, Q, h, D], key and value [B, S, g, D], mask [B, Q, S]
     bool -> [B, Q, h * D].
 
-    The queries that share a key/value head are laid side by side, so that the cache is never copied
-    per group.
+    Queries that share a key/value head are laid side by side: the cache is never copied.
     """
     batch, queries, heads, size = query.shape
     kv_heads = key.shape[2]
@@ -70,8 +68,7 @@ def cache_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where allowed (bool), minus infinity elsewhere: the mask that attention would otherwise
-    derive in every layer."""
+    """0 where allowed (bool), minus infinity elsewhere: the mask that attention adds."""
     zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return zeros.masked_fill_(~allowed, float("-inf"))
 

@@ -168,8 +168,7 @@ def initialise_blocks(module: nn.Module, generator: torch.Generator) -> None:
 
 
 def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x + SiLU(U x + b) for K heads with weights of their own (Medusa, Cai et al., 2401.10774,
-    section 2.1.1): [K, M, H].
+    """x + SiLU(U x + b) for K heads (Medusa, Cai et al., 2401.10774, section 2.1.1): [K, M, H].
 
     states [K, M, H] (an expanded [1, M, H] where all heads read the same), weight [K, H, H] as
     nn.Linear holds it, bias [K, H], all of one dtype.

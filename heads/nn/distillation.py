@@ -48,8 +48,7 @@ class ObjectiveConfig:
     lk: float = 0.0
     """Weight of -log(acceptance rate), the rate being sum min(p, q) (LK losses: L_alpha)."""
     lk_annealed: float = 0.0
-    """Weight of w KL + (1 - w) TV with w = exp(-lk_eta x mean acceptance rate of the row) (LK
-    losses: L_lambda)."""
+    """Weight of w KL + (1 - w) TV, w = exp(-lk_eta x a row's mean acceptance) (L_lambda)."""
     lk_eta: PositiveFloat = 3.0
     """How fast lk_annealed turns from KL to TV as acceptance rises (> 0)."""
     ce: float = 0.0
@@ -184,11 +183,9 @@ def _look(
 def _mean_acceptance(
     config: ObjectiveConfig, batch: TrainBatch, predictions: Predictions, head: Head, columns: int
 ) -> Tensor | None:
-    """[M]: the mean acceptance rate of the predictions of the same depth in the same packed row,
-    when lk_annealed needs it.
+    """[M]: the mean acceptance rate by depth and packed row, when lk_annealed needs it.
 
-    The paper means over the batch; a row is what does not depend on how rows are dealt to
-    processes.
+    The paper means over the batch, which depends on how rows are dealt to processes.
     """
     if config.lk_annealed == 0:
         return None

@@ -211,8 +211,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _flex(query: Tensor, context: KeyValue, own: KeyValue, mask: Any) -> Tensor:
-    """The same through flex attention: compiled on CUDA; elsewhere in eager mode, which has a
-    forward pass only."""
+    """The same through flex attention: compiled on CUDA, else eager (forward pass only)."""
     blocks, slots = query.shape[1:3]
     key, value = (
         torch.cat([past, inside.flatten(1, 2)], 1).transpose(1, 2)

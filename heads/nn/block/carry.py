@@ -29,11 +29,9 @@ from heads.nn.block.layers import BlockLayer
 from heads.nn.rope import Rope, rotate
 
 SHARPNESS = 24.0
-"""Factor on the scores of heads of unit size: large enough that the seventh token before a slot
-beats the eighth."""
+"""Factor on scores: the seventh token before a slot must beat the eighth."""
 MASK_SIZE = 0.5
-"""Length of the mask embedding, as a share of the embeddings' usual length: the carried root
-outweighs it."""
+"""Length of the mask embedding as a share of the embeddings': the root outweighs it."""
 
 
 @torch.no_grad()

@@ -37,8 +37,7 @@ class Config(SizeConfig):
     num_layers: NonNegativeInt = 0
     """Draft layers; 0: half of the target's and one, 3 to 5."""
     taps: tuple[int, ...] = ()
-    """Layers of the target that are read, ascending; empty: up to five, spread from 2 (1 in small
-    targets) to n-2."""
+    """The target's layers that are read, ascending; empty: up to five, spread from 2 to n-2."""
     layer_fusion: bool = False
     """An own mixture of the taps, separately projected, for every draft layer (DFlare)."""
     start_from: Literal["auto", "target", "random"] = "auto"
@@ -48,8 +47,7 @@ class Config(SizeConfig):
     """The target's layers (0-based) that the draft layers start from, one each (but the carrying
     one); empty: evenly from the first to the last."""
     carry_root: bool = True
-    """Start with one more layer in front that carries the root's embedding to every slot; it counts
-    among `num_layers`."""
+    """Begin with a layer (one of `num_layers`) that carries the root's embedding to all slots."""
     mask_token_id: Annotated[int, Ge(-1)] = -1
     """Token whose frozen embedding fills the slots behind the root; -1: a learned vector."""
     dependency: str = "none"
@@ -80,8 +78,7 @@ class Config(SizeConfig):
     annealed_lk: float = 0.0
     """Weight of the LK loss that goes from KL to total variation as acceptance rises."""
     base_share_start: UnitInterval = 0.0
-    """Share of the loss (0 to 1) that is taken on the logits before the dependency, at the
-    beginning of training."""
+    """Share of the loss on the logits before the dependency, when training begins (0 to 1)."""
     base_share_end: UnitInterval = 0.0
     """The same at its end; linear in between."""
     depth_weights: str = "exponential"

@@ -83,8 +83,7 @@ class Dependency:
         return base
 
     def teaches(self, base: Tensor | None, labels: Tensor) -> Tensor | None:
-        """Where [R] the dependency can learn of the right tokens `labels` [R], for base logits [R,
-        V]; None: everywhere."""
+        """Where [R] it can learn of `labels` [R] with base logits [R, V]; None: everywhere."""
         return None
 
     def hint(self, tokens: Tensor) -> Tensor | None:
@@ -339,8 +338,7 @@ def build_dependency(name: str, rank: int, top_k: int, info: TargetInfo) -> Depe
 
 
 def project_rows(rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Rows [V, H] as [V, size] float32 of unit mean square: normalised, turned at random into fewer
-    or more columns."""
+    """Rows [V, H] as [V, size] float32: normalised, turned at random."""
     normed = F.rms_norm(rows.detach().float(), rows.shape[-1:])
     turn = torch.empty(rows.shape[1], size).normal_(0.0, rows.shape[1] ** -0.5, generator=generator)
     return normed @ turn.to(normed.device)

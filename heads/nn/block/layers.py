@@ -133,8 +133,7 @@ def spread(count: int, first: int, last: int) -> tuple[int, ...]:
 
 
 def unfit_layer(state: Mapping[str, Tensor], layer: int, mine: BlockLayer, model_type: str) -> str:
-    """Why the target's layer cannot start a draft layer, as a name of what is missing or odd; empty
-    when it can.
+    """What keeps the target's layer from starting a draft layer; empty when nothing does.
 
     Biases are left out: they are small beside what training changes. Norms of other meanings
     (Gemma's 1 + w, norms behind the sublayers) do not fit.

@@ -98,8 +98,7 @@ class Weighting:
             raise UserError(f"head.gamma must not be below 0; given {self.gamma}.")
 
     def __call__(self, right: Tensor, valid: Tensor) -> Tensor:
-        """Weights [M, K] without gradient, for log-probabilities of the right tokens `right` [M, K]
-        where `valid` [M, K]."""
+        """Weights [M, K] without gradient, by `right` log-probabilities where `valid` [M, K]."""
         if self.name == "d_pace":
             return d_pace(right, valid)
         depths = torch.arange(right.shape[1], device=right.device, dtype=right.dtype)

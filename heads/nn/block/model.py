@@ -75,8 +75,7 @@ class BlockModel(TrainableDrafter):
             self._rope.follow(rotary)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Layers from the target's (`start_from`), features near the highest tap, and dependencies
-        that change nothing yet."""
+        """Layers from the target's (`start_from`), and dependencies that change nothing yet."""
         config, info = self.config, self.info
         initialise_blocks(self, generator)
         layers = [cast(BlockLayer, layer) for layer in self.layers]
@@ -157,16 +156,14 @@ class BlockModel(TrainableDrafter):
         return torch.where((depth < rule.first)[..., None], base, logits)
 
     def _run(self, states: Tensor, rotation: Rotation, attends: list[Attend]) -> Tensor:
-        """Slots [M, b, H] through all layers, before the final norm -> [M, b, H]; attends[i]: what
-        layer i's slots see."""
+        """Slots [M, b, H] through all layers -> [M, b, H]; attends[i]: what layer i's slots see."""
         for layer, attend in zip(self.layers, attends, strict=True):
             states = layer(states, rotation, attend)
         return states
 
 
 def number_of_layers(config: Config, info: TargetInfo) -> int:
-    """Draft layers: as many as are started from named layers, or as given, or half of the target's;
-    and the carrying one."""
+    """Draft layers: those named or given, or half of the target's; and the carrying one."""
     extra = int(config.carry_root)
     named = len(config.from_target_layers)
     if named and config.num_layers not in (0, named + extra):

@@ -61,8 +61,7 @@ def draft_chain(
     noise: Noise,
     keep: bool,
 ) -> Drafted:
-    """The upper's chain behind `root` [B] at `root_position` [B], by `rounds` passes of it. keep:
-    return its logits.
+    """The upper's chain behind `root` [B] at `root_position` [B], in `rounds` passes.
 
     The lower was started with a chain of W-1 tokens and room for C + 1 positions behind the root,
     the upper with a tree C deep.
@@ -134,8 +133,7 @@ def state_tensors(state: Any) -> Iterator[Tensor]:
 
 
 def fill_tree(plan: TreePlan, drafted: Drafted, root_position: Tensor, noise: Noise) -> Proposal:
-    """The static tree of `plan` with the chain along its best path, and beside it the upper's next
-    best choices.
+    """The tree of `plan`: the chain along its best path, beside it the upper's next choices.
 
     Nodes deeper than the chain is long are dead (`Proposal.limit`) and repeat the root; so do the
     nodes below second choices, which the upper has not read.
@@ -173,8 +171,7 @@ def fill_tree(plan: TreePlan, drafted: Drafted, root_position: Tensor, noise: No
 def _siblings(
     plan: TreePlan, chain: Tensor, live: Tensor, logits: Tensor, root_position: Tensor, noise: Noise
 ) -> Tensor:
-    """Tokens [B, N] of the nodes beside the chain (rank 1 and on below a node of the best path);
-    elsewhere the root's."""
+    """Tokens [B, N] of the nodes beside the chain, below its nodes; elsewhere the root's."""
     depth = plan.max_depth
     levels = torch.arange(1, depth + 1, device=chain.device)
     scores = noise.scores(logits[:, :depth], root_position[:, None] + levels)

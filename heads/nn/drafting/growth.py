@@ -76,8 +76,7 @@ def grow(
 def choose(
     logits: Tensor, positions: Tensor, max_rank: int, noise: Noise, token_ids: Tensor | None = None
 ) -> Tensor:
-    """Columns of the best max_rank + 1 candidates [B, M, max_rank + 1] int64 for logits [B, M, V']
-    at `positions` [B, M]."""
+    """Best columns [B, M, max_rank + 1] int64 for logits [B, M, V'] at `positions` [B, M]."""
     if max_rank == 0:
         return noise.pick(logits, positions, token_ids)[..., None]
     return torch.topk(noise.scores(logits, positions, token_ids), max_rank + 1, dim=-1).indices
@@ -125,8 +124,7 @@ class ChosenTree:
 
 
 def best_first(root: Tensor, shape: DynamicShape, beam: int, offer: Offer) -> ChosenTree:
-    """The best nodes of the tree behind `root` [B] that `offer` unfolds, extending the `beam` best
-    nodes of every level.
+    """The best nodes behind `root` [B] that `offer` unfolds; `beam` are extended per level.
 
     Candidates are numbered level by level, then by parent, then by rank, the root being 0. Of equal
     scores the lower number is kept, so that parents and better siblings come first.

@@ -20,8 +20,7 @@ from heads.api.tree import DraftShape, DynamicShape, Level, TokenTree
 
 @dataclass(frozen=True, eq=False)
 class LevelPlan:
-    """One depth of a static tree, as constant tensors. "Run rows" are the nodes of the level above
-    that have children.
+    """One depth of a static tree. "Run rows" are the nodes above it that have children.
 
     depth: 1 for the children of the root. max_rank: best sibling rank wanted. pick [nodes] int64:
     which of the P * (max_rank + 1) candidates becomes each node; None when that is all of them in

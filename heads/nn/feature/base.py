@@ -51,8 +51,7 @@ class LayerConfig(SizeConfig):
     """A layer that may start as a copy."""
 
     from_target_layer: int = -1
-    """Start from this layer of the target (0-based); it must be Llama-like and of the same sizes.
-    -1: random."""
+    """Start from this target layer (0-based; Llama-like, of the same sizes); -1: random."""
 
 
 class FeatureDrafter(TrainableDrafter):
@@ -107,8 +106,7 @@ def layer_shape(config: Any, info: TargetInfo) -> LayerShape:
 
 
 def layer_weights(layer: nn.Module, *parts: str) -> dict[str, Tensor]:
-    """The weights of `parts` of a decoder layer by name: "self_attn" and "mlp" mean all their
-    matrices, norms one each."""
+    """Weights of a decoder layer's `parts` by name: all matrices of self_attn and mlp, norms."""
     names = {
         "self_attn": [f"self_attn.{name}_proj" for name in "qkvo"],
         "mlp": [f"mlp.{name}_proj" for name in ("gate", "up", "down")],
@@ -124,8 +122,7 @@ def step_places(outputs: int, states: int, device: torch.device) -> Tensor:
     """[K, B*T] int64: where, among the K unrolled steps' outputs laid end to end, step k's
     prediction from each flat state lies.
 
-    Step k at row t predicts from state t+k, so the row is k places back; states without such a row
-    are not supervised.
+    Step k at row t predicts from state t+k; states without such a row are unsupervised.
     """
     behind = torch.arange(1, outputs + 1, device=device)[:, None]
     return (behind - 1) * states + (torch.arange(states, device=device) - behind).clamp(min=0)

@@ -47,8 +47,7 @@ class Network(Protocol):
         ...
 
     def read(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T] and features [B, T, H] -> the attention's input [B, T, X] and the residual
-        stream [B, T, H]."""
+        """Tokens [B, T], features [B, T, H] -> attention's input [B, T, X], residual [B, T, H]."""
         ...
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
@@ -71,8 +70,7 @@ class Chain:
         self.network, self.rope = network, rope
 
     def unroll(self, batch: TrainBatch, steps: int, feature: Tensor | None = None) -> list[Tensor]:
-        """What the LM head reads [B, T, H] at steps 1..`steps`; step k at row t predicts token
-        t+k+1.
+        """What the LM head reads [B, T, H] at steps k = 1..`steps` to predict token t+k+1 at t.
 
         feature [B, T, H]: the target's features as training shows them (with noise, for instance);
         by default as they are.
@@ -126,8 +124,7 @@ class Chain:
         """Keys and values of the whole run, attention and MLP of its last row only: that one
         predicts the root's children.
 
-        Padded entries are written behind the run, where the next one overwrites them before
-        anything sees them.
+        Padded entries are written behind the run, and overwritten before anything sees them.
         """
         net, attention = self.network, self.network.attention
         features = net.features(accepted.taps, accepted.last_hidden)

@@ -88,8 +88,7 @@ class ModuleChain:
         """Run all modules in use over the columns of the run, each on the true states or on the
         output of the one before.
 
-        Padded columns are written behind the run, where later ones overwrite them before anything
-        sees them.
+        Padded columns are written behind the run, and overwritten before anything sees them.
         """
         assert accepted.last_hidden is not None, "mtp needs the target's last hidden state"
         rows, last = state.advance(accepted)

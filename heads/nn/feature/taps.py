@@ -159,8 +159,7 @@ class TapDrafter(FeatureDrafter):
         """Cross entropy [K, M] of normalised outputs [K, M, H] against the target's distribution on
         the draft vocabulary.
 
-        States whose most likely target token lies outside the draft vocabulary carry no loss and
-        count as wrong.
+        States whose best target token cannot be drafted carry no loss and count as wrong.
         """
         logits = self.lm_head(outputs)  # [K, M, V']
         probabilities, best, known = self._teach(batch, states_at)

@@ -145,8 +145,7 @@ class SmallLM(TrainableDrafter):
         """Run `tokens` [B, W] at positions first [B, 1] and on through the model, as far as the new
         root's output needs it.
 
-        Padded tokens are written behind the root, where later ones overwrite them before anything
-        sees them.
+        Padded tokens are written behind the root, and overwritten before anything sees them.
         """
         state.advance(run)
         slots = first + torch.arange(tokens.shape[1], device=tokens.device)

@@ -158,8 +158,7 @@ class SelfDrafter(TrainableDrafter):
         """Keys and values of the whole run from its true states; then the new root is run, which
         predicts its children.
 
-        Padded entries are written behind the run, where the root and drafted nodes overwrite them
-        before anything sees them.
+        Padded entries are written behind the run, and overwritten before anything sees them.
         """
         assert accepted.taps is not None, f"kind '{self.kind}' needs the target's taps"
         (rows, _), slots = state.advance(accepted), run_slots(accepted)
