@@ -89,8 +89,7 @@ class Drafter(SmallLM):
     # Training
 
     def _outputs(self, batch: TrainBatch, masks: Masks) -> Tensor:
-        """Normalised states [B, T + E, H]: those of the sequence, which predict the next token, and
-        those of the masks."""
+        """Normalised states [B, T + E, H]: the sequence's, then the masks'."""
         length = batch.tokens.shape[1]
         tokens = torch.cat([batch.tokens, self.pard_token.expand_as(masks.place)], 1)
         positions = torch.cat(
@@ -109,8 +108,7 @@ class Drafter(SmallLM):
         return cast(Tensor, self.model.norm(states))
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """The weighted objectives at every supervised next token and at every kept mask that
-        predicts a supervised one."""
+        """The weighted objectives at supervised next tokens and at kept masks."""
         config: Config = self.config
         masks = Masks.sample(batch, config.depth, config.keep, config.keep_least)
         outputs = self._outputs(batch, masks)
@@ -145,11 +143,9 @@ class Drafter(SmallLM):
         return plan.max_depth
 
     def absorb(self, state: State, run: TargetStates, tokens: Tensor, first: Tensor) -> State:
-        """Run `tokens` [B, W] at positions first [B, 1] and on, with the masks behind each row's
-        root, in one pass.
+        """Run `tokens` [B, W] at positions first [B, 1] and on, and the masks behind the root.
 
-        Padded tokens would stand where the masks do: they are written to the last slot, which
-        nothing ever sees.
+        Padded tokens, which stand where masks do, are written to the last slot, unseen.
         """
         state.advance(run)
         (batch, width), end = tokens.shape, state.root_position[:, None]

@@ -48,8 +48,7 @@ class Config(TapConfig):
     """Configuration of P-EAGLE. Sizes of 0 are taken from the target."""
 
     own_embedding: bool = False
-    """An embedding of its own, trained, started from the target's (V * H weights), as the library
-    `speculators` trains it."""
+    """Train an own embedding, started from the target's (V * H weights; as `speculators`)."""
     num_layers: NonNegativeInt = 0
     """Decoder layers; 0: a quarter of the target's, 1 to 4 (4 in the paper)."""
     depths: PositiveInt = 5
@@ -83,8 +82,7 @@ class Drafter(TapDrafter):
         unset_parameters(self)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """See `TapDrafter`; an unknown token starts as the mean of all tokens, an unknown state as
-        a small random one."""
+        """See `TapDrafter`; an unknown token starts as the mean of all, an unknown state small."""
         super().initialise(weights, generator)
         look_at_itself(cast(FusingLayer, self.layers[0]).self_attn)
         init.normal(self.mask_hidden, 0.02, generator)
@@ -187,8 +185,7 @@ class Drafter(TapDrafter):
     def commit(self, state: State, accepted: TargetStates) -> State:
         """One pass over the accepted run and the mask rows behind it.
 
-        Padded entries are written behind the run: the mask rows overwrite them, or stand before
-        them.
+        Mask rows overwrite padded entries, or stand before them.
         """
         assert accepted.taps is not None, "peagle needs the target's taps"
         (rows, last), (batch, width) = state.advance(accepted), accepted.tokens.shape

@@ -39,8 +39,7 @@ class Config:
     bits: Literal[4, 8] = 4
     """Bits of a weight: 4 (groups with scale and offset) or 8 (one scale per output)."""
     group_size: AtLeastTwo = 64
-    """Weights that share a scale at 4 bits; must divide the target's sizes. 32, 64 and 128 have
-    fast products on CPUs."""
+    """Weights that share a scale at 4 bits; must divide the target's sizes (32 to 128: fast)."""
     quantize_head: bool = True
     """Quantise the LM head as well; otherwise the target's own is used."""
     layers: tuple[int, ...] = ()

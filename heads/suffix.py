@@ -53,16 +53,13 @@ class Config:
     context: NonNegativeInt = 8
     """Tokens before an answer that are remembered too, so that its beginning can be found."""
     occurrences: PositiveInt = 64
-    """Of the longest match, how many occurrences are counted (>= 1): the row's own first, then the
-    newest of other answers."""
+    """Occurrences of the longest match that count: the row's own first, then the newest."""
     min_probability: UnitInterval = 0.1
-    """A path is drafted as long as this share of the occurrences continues along it (0 to 1); 0
-    drafts all that is known."""
+    """Least share of the occurrences that continue along a drafted path (0 to 1)."""
     per_match: NonNegativeFloat = 0.0
     """Longest draft per matched token (>= 0): 2.0 drafts 4 behind a match of 2; 0: no limit."""
     backoff: UnitInterval = 0.0
-    """Weight of an occurrence for each token that its match is shorter than the longest (0 to 1); 0
-    counts the longest alone."""
+    """Weight of an occurrence per token less than the longest match; 0: the longest alone."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_n <= self.max_n:
@@ -74,8 +71,7 @@ class Config:
 
 @dataclass
 class State:
-    """history: the row's text; writing: where its answer stands in the archive; archive: all rings,
-    None if none are kept."""
+    """history: the row's text; writing: its answer's place in the archive, if one is kept."""
 
     history: History
     writing: Writing
@@ -101,8 +97,7 @@ class Drafter:
             self._archive.forget()
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol. A batch wider than any before it gets rings of its
-        own, with what was known."""
+        """State after prefill. A batch wider than any before gets rings with what was known."""
         history = History.start(seen, tree.max_depth, capacity)
         least, given = 2 * (self.config.context + tree.max_depth + 3), self.config.history_tokens
         if 0 < given < least:
@@ -138,8 +133,7 @@ class Drafter:
     # Searching
 
     def _occurrences(self, state: State) -> Continuations:
-        """The best K occurrences of the newest tokens: the longest matches first, then the row's
-        own, then the most recent."""
+        """The best K occurrences: the longest matches first, then own ones, then recent ones."""
         newest = state.history.newest(self.config.max_n).flip(1)  # [B, max_n], the root first
         matched, places = self._own(state, newest), state.history.tokens.shape[1]
         if state.archive is not None:
@@ -190,8 +184,7 @@ class Drafter:
         return matched
 
     def _continuations(self, state: State, place: Tensor) -> Tensor:
-        """What followed the places [B, K] of texts and rings, in that order [B, K, D]; -1 behind
-        the end of an answer.
+        """What followed places [B, K] of texts and rings [B, K, D]; -1 behind an answer's end.
 
         The row's own text starts over behind its newest token, which continues a repetition.
         """

@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from heads.api.batch import LossOutput, TrainBatch
 
 CHUNK_ELEMENTS = 1 << 25
-"""Most elements of one [positions, vocabulary] tensor (128 MiB in float32) before the positions are
-split into chunks."""
+"""Most elements of a [positions, vocabulary] tensor (128 MiB in float32) in one chunk."""
 
 Given = ParamSpec("Given")
 
@@ -193,8 +192,7 @@ Sums = tuple[Tensor, ...]
 
 
 def sum_over_rows(part: Callable[[Tensor], Sums], rows: Tensor, columns: int) -> Sums:
-    """Add up part(rows) over chunks of `rows` [M] int64 so that no [chunk, columns] tensor exceeds
-    CHUNK_ELEMENTS.
+    """Add up part(rows) over chunks of `rows` [M] int64 of at most CHUNK_ELEMENTS / columns.
 
     part returns tensors that are sums over its rows. With more than one chunk each is recomputed in
     the backward pass instead of being kept.
@@ -239,8 +237,7 @@ def weighted_output(weights: Tensor, losses: Tensor, correct: Tensor, counts: Te
 
 
 def supervised_states(batch: TrainBatch, steps: int) -> Tensor:
-    """[B*T, K] bool: at flat state s and step k, whether row s-k is to predict what follows s (a
-    supervised token)."""
+    """[B*T, K] bool: whether row s-k of step k predicts a supervised token behind state s."""
     per_step = []
     for step in range(1, steps + 1):
         by_row = batch.supervised(step + 1)

@@ -54,8 +54,8 @@ class PackedLinear(nn.Module):
         raise NotImplementedError
 
     def _works(self, like: Tensor) -> bool:
-        """Whether `_multiply` is worth using in this dtype, runs on this device, and gives what the
-        unpacked weight gives."""
+        """Whether `_multiply` pays in this dtype, runs here, and agrees with the unpacked weight.
+        """
         if like.dtype not in FAST_DTYPES:
             return False
         generator = torch.Generator().manual_seed(0)

@@ -28,8 +28,7 @@ class Rope:
         self._table = torch.empty(0, 2, head_dim)
 
     def follow(self, rotary: Rotary | None) -> None:
-        """Rotate as the target does, its scaled frequencies (Llama 3.1, YaRN) included; None: by
-        the base alone.
+        """Rotate as the target does, scaled frequencies included; None: by the base alone.
 
         For drafters whose layers are the target's own, called in `bind`. Raises `ValueError` for
         frequencies of another head size.

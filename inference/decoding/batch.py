@@ -83,8 +83,7 @@ class BatchRun:
     # One verification of all rows
 
     def step(self) -> list[Completion]:
-        """Launch a step where one can be needed, read the oldest result that is due; returns the
-        completions that ended."""
+        """Launch a step if needed, read the oldest result that is due; returns what ended."""
         if self._needs_another():
             self.launched.append(_Launched(self._launch(), list(self.running)))
             if len(self.launched) <= self.lag:
@@ -111,8 +110,7 @@ class BatchRun:
         return self.lanes.step_rows(used, longest, exact=not self.launched)
 
     def close_ranks(self) -> None:
-        """Move sequences from the last rows into free rows before them, so that a step has no more
-        rows than sequences."""
+        """Move sequences into free rows before them: a step then has as many rows."""
         while True:
             used = [row for row, item in enumerate(self.running) if item is not None]
             free = self.running.index(None) if None in self.running else len(self.running)

@@ -53,8 +53,7 @@ class DecodeConfig(SamplingSettings):
     prefill_chunk: PositiveInt = 2048
     """Prompt tokens read in one pass; longer prompts are read in several."""
     lag: Annotated[int, Ge(-1), Le(8)] = -1
-    """Steps under way before the host reads what came out (0 to 8); -1: 2 on CUDA, 0 elsewhere.
-    Never changes the text."""
+    """Steps under way before the host reads one (0 to 8); -1: 2 on CUDA, else 0. Lossless."""
     graph: Literal["auto", "off"] = "auto"
     """auto: capture a step as a CUDA graph where there is CUDA; off: launch every operation."""
     adaptive: Literal["none", "entropy", "confidence", "throughput"] = "none"
@@ -72,8 +71,7 @@ class DecodeConfig(SamplingSettings):
     """Draft lengths to choose the next step's from by past acceptance and cost, ascending up to
     `depth`; 0 drafts nothing for a step. Empty: always `depth`."""
     adaptive_costs: tuple[PositiveFloat, ...] = ()
-    """Cost of a pass that verifies 1, 2, ... depth + 1 nodes per row, in any unit; empty: measured
-    when a batch is set up."""
+    """Cost of passes over 1, 2, ... depth + 1 nodes per row, in any unit; empty: measured."""
     compile: bool = False
     """Compile all passes (torch.compile): tens of seconds once, faster steps after."""
 

@@ -104,8 +104,7 @@ class CostCurves:
     def verify(self, n: float, b: float, length: float) -> float:
         """Seconds of one verification of n nodes in b rows with L cached tokens each.
 
-        Linear between measured points, and continued with the outermost slope beyond them (never
-        below 0).
+        Linear between measured points, continued with the outermost slopes, never below 0.
         """
         return interpolate(self.verify_points, n, b, length)
 
@@ -152,8 +151,7 @@ class CostCurves:
 
 
 def interpolate(points: Sequence[CostPoint], n: float, b: float, length: float) -> float:
-    """Seconds at (n, b, L) from a full grid of points: linear in each, continued outside, never
-    below 0.
+    """Seconds at (n, b, L) from a full grid of points, linear in each (see `CostCurves`).
 
     length 0 stands for the shortest measured one.
     """
@@ -238,8 +236,7 @@ def measure_costs(
     """Measure all points of `config`. text: token ids of real prompts, which fill the caches (they
     are repeated as needed).
 
-    Raises `UserError` when a length does not leave room for its nodes within the target's
-    positions.
+    Raises `UserError` when a length and its nodes exceed the target's positions.
     """
     widest = max((*config.nodes, *(arm.decode.tree().max_depth + 1 for arm in arms)))
     most, limit = max(config.lengths) + widest + 1, target.info.max_position_embeddings
@@ -330,8 +327,7 @@ class Bench:
         self._seen: dict[FeatureSpec, Seen] = {}
 
     def fill(self, needs: FeatureSpec) -> Seen:
-        """Read the text into every row, once for the same needs; returns the features [1, L, ...]
-        of one row."""
+        """Read the text into every row, once for the same needs -> a row's features [1, L, ...]."""
         if needs not in self._seen:
             prompt, one = self.text[None, : self.length], self.lengths[:1]
             rows = [torch.tensor([row], device=one.device) for row in range(self.rows)]
@@ -368,8 +364,7 @@ class Bench:
         return partial(arm.drafter.propose, state, noise), partial(arm.drafter.commit, state, run)
 
     def _states(self, seen: Seen, first: int, end: int) -> TargetStates:
-        """The text's tokens [first, end) as a committed run of every row; features of later tokens
-        are earlier ones'."""
+        """The text's tokens [first, end) as a run of every row; late features repeat early ones."""
         places = torch.arange(end - first, device=self.text.device)
         following = self.text[(first + 1 + places).clamp(max=len(self.text) - 1)]
         taps, hidden = seen.taps, seen.last_hidden

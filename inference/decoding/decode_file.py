@@ -127,8 +127,7 @@ def require_tuned(folder: Path) -> None:
 def write_tuned(
     folder: Path, target: TunedTarget, device: Device, rows: Sequence[Tuning], command: str
 ) -> Path:
-    """Write `folder`/decode.yaml atomically, in place of an earlier one of tuning's, and return its
-    path.
+    """Write `folder`/decode.yaml atomically, over an earlier one, and return its path.
 
     rows: as `inference.tune.tuner.Tuner.tune` gives them. Raises `UserError` where another file has
     that name.
@@ -158,8 +157,7 @@ def write_tuned(
 
 
 def read_tuned(folder: Path) -> Tuned | None:
-    """The content of `folder`/decode.yaml, None where there is none; raises `UserError` for a file
-    that is something else."""
+    """The content of `folder`/decode.yaml, if any; raises `UserError` for another file."""
     path = folder / DECODE_FILE
     if not path.is_file():
         return None
@@ -214,8 +212,7 @@ def advice(
 
 
 def read_current(folder: Path) -> Tuned | None:
-    """As `read_tuned`, but None, with a warning, where the weights have changed since: what leaves
-    this machine must be true."""
+    """As `read_tuned`, but None, with a warning, where the weights have changed since."""
     tuned = read_tuned(folder)
     if tuned is not None and checkpoint_hash(folder) != tuned.weights_sha256:
         why = "the weights have changed since it was tuned (`headstart tune` writes it anew)"

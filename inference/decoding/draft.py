@@ -28,8 +28,7 @@ class DraftSettings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Draft:
-    """One way to draft: the settings of `DecodeConfig` that say so, under their names; 0 and ()
-    where they do not matter."""
+    """One way to draft, by `DecodeConfig`'s names; 0 and () where settings do not matter."""
 
     shape: str = "none"
     depth: int = 0
@@ -84,8 +83,7 @@ class Draft:
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Draft:
-        """Read back `plain`; raises `UserError` for settings that are none of a draft's, or that
-        `DecodeConfig` refuses."""
+        """Read back `plain`; raises `UserError` for unknown or refused settings."""
         known = [item.name for item in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown or "shape" not in values:

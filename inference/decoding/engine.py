@@ -104,8 +104,7 @@ class Engine:
         capacity: int | None = None,
         head_device: str | None = None,
     ) -> Engine:
-        """Load a target (Hub id, folder, or a config that says dtype and device) and a drafter for
-        it.
+        """Load a target (Hub id, folder, or config) and a drafter for it.
 
         decode: None takes the draft in the checkpoint's decode.yaml, where `headstart tune` wrote
         one for this target and device.
@@ -130,8 +129,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None, **changes: Any
     ) -> list[Generation]:
-        """Answer all prompts, in their order. seeds: one per prompt (default: decode.seed and the
-        prompt's place).
+        """Answer all prompts, in their order. seeds: one per prompt (default: decode.seed on).
 
         changes: decode settings for this call, such as temperature=0.7 or max_new_tokens=64.
         """
@@ -141,8 +139,7 @@ class Engine:
         return [engine._answer(done[request.index]) for request in requests]
 
     def stream(self, prompt: Prompt, seed: int | None = None, **changes: Any) -> Iterator[str]:
-        """Answer one prompt piece by piece; leaving the loop early stops decoding. changes: see
-        `generate`."""
+        """Answer a prompt piece by piece; leaving the loop stops. changes: see `generate`."""
         engine = self.with_settings(**changes)
         requests = engine._requests([prompt], None if seed is None else [seed])
         new: list[int] = []
@@ -319,8 +316,7 @@ class Engine:
         return self.capacity or -(-needed // SLOT_STEP) * SLOT_STEP
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of the target's weights, the drafter's own weights, and the target's and drafter's
-        caches of the last run.
+        """Bytes of the target's weights, the drafter's own ones, and the last run's caches.
 
         What a drafter keeps beside its checkpoint (quantised copies of the target's weights)
         counts; what it shares does not.
@@ -335,8 +331,7 @@ class Engine:
 
 
 def _tuned(head: str | Path | None, target: TargetModel) -> DecodeConfig | None:
-    """How to decode one sequence greedily with the checkpoint `head`, by its decode.yaml; None
-    where that says nothing."""
+    """How to decode greedily with the checkpoint `head` by its decode.yaml, if that says."""
 
     told = advice(Path(str(head)), target.info.revision, device_facts(target.device), 1, 0.0)
     if told is None:

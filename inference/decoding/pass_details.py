@@ -68,8 +68,7 @@ def pass_details(proposal: Proposal, logits: Tensor, verdict: Verdict, accepted:
 
 
 def _path(proposal: Proposal, verdict: Verdict) -> Tensor:
-    """The nodes [B, D+1] of the drafted path, root first: of a tree the kept path and the first
-    child of its last node."""
+    """Nodes [B, D+1] of the drafted path: of a tree the kept one and its first child."""
     tree = proposal.tree
     node = torch.arange(tree.num_nodes, device=proposal.tokens.device)
     if tree.is_chain:

@@ -102,8 +102,7 @@ class PlacedDrafter:
     # Crossing over
 
     def _states(self, seen: TargetStates) -> TargetStates:
-        """The states on the drafter's device: the four small tensors in one copy, features only if
-        the drafter reads them."""
+        """The states on the drafter's device: small tensors in one copy, only features it reads."""
         small = torch.stack(
             [seen.tokens, seen.next_tokens, seen.positions, seen.valid.to(torch.int64)]
         )

@@ -134,8 +134,7 @@ class Decoder:
         exact: bool = True,
         length: int | None = None,
     ) -> tuple[StepResult, Any]:
-        """Advance every row by one verification; returns what was committed and the drafter's
-        state.
+        """Advance every row by one verification -> what was committed, the drafter's state.
 
         longest: the largest of `rows.lengths`, or, if not `exact`, an upper bound of it; None: only
         the device knows. length: drafted tokens of this step's chain, where it is not the whole

@@ -51,8 +51,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Op:
-    """An operation with two implementations of one signature. Creating it registers it under
-    `name`.
+    """An operation with two implementations of one signature, registered under `name`.
 
     reference: plain torch, the meaning. kernel: "module:function", imported when it first runs.
     dtypes: those of the first argument that the kernel takes; empty: any. by_default: whether the
@@ -85,11 +84,9 @@ class Op:
 
 
 def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None) -> Choice:
-    """Which implementation of `op` runs on `device` for a first argument of `dtype` (None: one that
-    the kernel takes).
+    """Which implementation of `op` runs on `device` for a first argument of `dtype` (or any).
 
-    Raises `UserError` for an unknown HEADSTART_KERNELS, and where triton is demanded but cannot
-    run.
+    Raises `UserError` for an unknown HEADSTART_KERNELS, or one that cannot run.
     """
     mode = os.environ.get(VARIABLE, "auto")
     if mode not in MODES:
@@ -150,8 +147,7 @@ def triton_version() -> str | None:
 
 @cache
 def _obstacle(kind: str, index: int | None, interpret: bool) -> str | None:
-    """Why Triton kernels do not run on a device of type `kind`, or None. Cached: it is asked once
-    per layer and step."""
+    """Why Triton kernels do not run on such a device, or None; asked per layer and step."""
     if triton_version() is None:
         return "no triton installed"
     if kind == "cuda":

@@ -27,8 +27,7 @@ from torch import Tensor
 BLOCK = 1024
 """Columns that one program looks at together."""
 PROGRAMS = 2048
-"""Programs that keep a large GPU busy; with more work than that, each program takes several blocks,
-at most `MAX_STEPS`."""
+"""Programs that keep a large GPU busy; with more work, each takes several blocks."""
 MAX_STEPS = 8
 
 _LOWEST = tl.constexpr(-(1 << 31))
@@ -75,8 +74,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 def noise_and_bits(
     seeds: Tensor, positions: Tensor, token_ids: Tensor, with_bits: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The noise float32 [B, M, V] and, if wanted, the bits behind it as int32 [B, M, V]; arguments
-    as for `noise_bits`."""
+    """The noise float32 [B, M, V] and, if wanted, its bits as int32 [B, M, V]."""
     rows, places = positions.shape
     size = token_ids.shape[0]
     noise = torch.empty(rows, places, size, device=seeds.device)

@@ -68,8 +68,7 @@ def packed_linears(module: Any) -> Iterator[None]:
 
 @contextmanager
 def unpacked_linears(module: Any) -> Iterator[None]:
-    """Take the packed paths of `module` away for the duration of the block: what is traced then is
-    the plain operation."""
+    """Take the packed paths of `module` away within the block, for tracing."""
     parts = module.modules() if isinstance(module, nn.Module) else ()
     linears = [p for p in parts if type(p) is nn.Linear and "forward" in p.__dict__]
     packed = [(part, part.__dict__.pop("forward")) for part in linears]

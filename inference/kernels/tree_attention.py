@@ -56,8 +56,7 @@ class Launch:
 def launch_config(
     rows: int, head_dim: int, dtype: torch.dtype, shared: int = HOPPER_SHARED
 ) -> Launch:
-    """The launch for `rows` = N * G query rows per key/value head. It depends on nothing that
-    changes between steps.
+    """The launch for `rows` = N * G query rows per key/value head, equal for all steps.
 
     Chosen for H100 and H200 (132 SMs, 228 KiB of shared memory each, matrix instructions of 64 rows
     per four warps) from what the compiler reports for sm_90: 16-bit kernels with heads up to 256
@@ -194,8 +193,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     tl.constexpr,
 ) -> None:
     # fmt: on
-    """Program (row block, row and key/value head, split): weights-and-values [M, Dv] of one split,
-    and their log-sum-exp [M]."""
+    """Program (row block, row and key/value head, split): values [M, Dv], log-sum-exp [M]."""
     head = tl.program_id(1)
     split = tl.program_id(2)
     b = (head // key_heads).to(tl.int64)  # offsets of whole rows outgrow 32 bits
@@ -335,8 +333,7 @@ def tree_attention(
     split_size: int = 256,
     launch: Launch | None = None,
 ) -> Tensor:
-    """`reference_attention.tree_attention`, which says what the arguments are, in two kernels;
-    returns [B, N, h*G, Dv].
+    """`reference.attention.tree_attention` in two kernels -> [B, N, h*G, Dv].
 
     keys and values may be strided in any way as long as their last dimension is contiguous.
     split_size: a multiple of the launch's block_n. launch: for measurements; `launch_config`

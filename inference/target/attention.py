@@ -30,8 +30,7 @@ NAME = "headstart"
 
 @dataclass
 class TreeNodes:
-    """Tree nodes as the attention kernel takes them: lengths [B] int64, words [1|B, N, W] int32,
-    depth [1|B, N] int64."""
+    """Tree nodes for the kernel: lengths [B], words [1|B, N, W] int32, depth [1|B, N] int64."""
 
     lengths: Tensor
     words: Tensor
@@ -56,8 +55,7 @@ class AttentionPlan:
     _bias: dict[Any, Tensor | None] = field(default_factory=dict)
 
     def bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask [B|1, 1, G*N, S] for GQA-packed queries, built once per pass and window;
-        None when not needed."""
+        """Additive mask [B|1, 1, G*N, S] for packed queries, made once; None when not needed."""
         key = (window, groups, dtype)
         if key not in self._bias:
             allowed = self.allowed_within(window)
@@ -102,8 +100,7 @@ def planned_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [B, h*G, N, D], key and value [B, h, S, D] -> ([B,
-    N, h*G, D], None)."""
+    """As transformers calls it: query [B, h*G, N, D], key, value [B, h, S, D] -> [B, N, h*G, D]."""
     # a model that adds scores of its own: the plan does not know them
     if attention_mask is not None:
         raise RuntimeError("the model gives its attention a mask of its own")
@@ -143,8 +140,7 @@ def _plain_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The same attention written out, for scores that scaled_dot_product_attention cannot shape.
-    Returns [B, N, h*G, D]."""
+    """The same written out, for scores that torch's attention cannot shape: [B, N, h*G, D]."""
     batch, heads, nodes, size = query.shape
     groups = heads // key.shape[1]
     packed = query.reshape(batch, key.shape[1], groups * nodes, size)

@@ -303,11 +303,9 @@ def closing_ids(tokenizer: Any) -> set[int]:
 
 
 def _end_of_turn(tokenizer: Any, ids: list[int], start: int, end: int, closing: set[int]) -> int:
-    """End of the span: after the turn's closing token, without the line break many templates put
-    behind it.
+    """End of the span: after the turn's closing token, without a line break behind it.
 
-    The target stops at the closing token, so whatever the template writes after it is never the
-    target's.
+    The target stops at the closing token: what the template writes next is not its own.
     """
     last = max((place for place in range(start, end) if ids[place] in closing), default=None)
     if last is not None and not tokenizer.decode(ids[last + 1 : end]).strip():

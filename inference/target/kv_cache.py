@@ -206,8 +206,7 @@ class KVCache(Cache):
         return sum(storage.bytes() for storage in self.storages.all)
 
     def first_rows(self, count: int) -> KVCache:
-        """The first `count` rows as a cache of their own that lies in this one's buffers; once all
-        layers have seen keys."""
+        """The first `count` rows as a cache in this one's buffers, once layers have seen keys."""
         part = KVCache(len(self.layers), count, self.capacity)
         part.storages.all = [
             Storage(whole.keys[:, :count], whole.values[:, :count]) for whole in self.storages.all
@@ -226,8 +225,7 @@ class KVCache(Cache):
             storage.values[:, target] = storage.values[:, source]
 
     def compact(self, lengths: Tensor, path: Tensor, accepted: Tensor | None = None) -> None:
-        """Move the accepted nodes down: slot lengths+path[d] -> slot lengths+d, for every layer. No
-        host synchronisation.
+        """Move the accepted nodes down: slot lengths+path[d] -> slot lengths+d in every layer.
 
         lengths [B] int64 before the verification, path [B, D+1] int64 node numbers, root first.
         accepted [B] int64: entries of the path beyond it stay where they are; None: all move, those

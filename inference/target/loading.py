@@ -139,8 +139,7 @@ a replacement behind, and from then on no model of this process ties its embeddi
 
 
 def load_model(config: TargetConfig) -> Any:
-    """The frozen model on its device; raises `UserError` when it cannot be found, read, quantised
-    or split, or is no target."""
+    """The frozen model on its device; raises `UserError` when it cannot be had as a target."""
     described = checked_config(config)
     ranks = join_ranks(config.device) if config.tensor_parallel else None
     device = ranks.device if ranks else pick_device(config.device)
@@ -211,8 +210,7 @@ def _split(config: TargetConfig, described: Any, ranks: Ranks) -> dict[str, Any]
 
 
 def prepare(model: Any, long_context: bool = False) -> Any:
-    """What every model needs before anything is computed with it: rotary frequencies that do not
-    change with the length."""
+    """Fix rotary frequencies that would change with the length, before anything is computed."""
     pin_frequencies(model, long_context)
     model.config.get_text_config().headstart_long_context = long_context
     return model
@@ -243,8 +241,7 @@ def _objection(config: Any) -> str | None:
 
 
 def usable_positions(config: Any) -> tuple[int, str]:
-    """Positions a sequence may have with a prepared text config, and a hint (may be empty) for whom
-    that is too few."""
+    """Positions that a prepared text config allows, and a hint for whom that is too few."""
     limit = int(_first(config, "max_position_embeddings", "n_positions", default=2048))
     trained = (
         None if getattr(config, "headstart_long_context", False) else trained_positions(config)

@@ -30,8 +30,7 @@ HEADROOM = 0.95
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a batch of `rows` x `slots` will take on the decoding device, beside the weights
-    that are there already."""
+    """Bytes that a batch of `rows` x `slots` will take beside the weights."""
 
     rows: int
     slots: int
@@ -122,8 +121,7 @@ def gib(count: int) -> str:
 def drafter_state_bytes(
     drafter: Any, tree: DraftShape, rows: int, slots: int, target: TargetInfo, like: Tensor
 ) -> int:
-    """Bytes of the state of B rows of S slots, from what the drafter allocates for few rows of few
-    slots.
+    """Bytes of the state of B rows of S slots, from what few rows of few slots take.
 
     like: any tensor of the target's dtype on its device.
     """

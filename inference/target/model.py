@@ -66,8 +66,7 @@ class TargetModel:
 
     @classmethod
     def load(cls, config: TargetConfig, model: Any = None) -> TargetModel:
-        """Load, switch to our attention and self-check. Raises `UserError` in one sentence when the
-        model cannot be a target.
+        """Load, switch to our attention and self-check; raises `UserError` for no target.
 
         model: one that the caller has loaded in a way of its own (train/target/sharding.py).
         """
@@ -106,8 +105,7 @@ class TargetModel:
         """Features of packed sequences: taps [B, T, n, H] and last_hidden [B, T, H], each None
         unless `needs` asks for it.
 
-        tokens, positions [B, T] int64, segments [B, T] int32: attention is causal within equal
-        segment numbers.
+        tokens, positions [B, T] int64, segments [B, T] int32: causal within equal numbers.
         """
         with torch.no_grad():
             return self.differentiable_features(tokens, positions, segments, needs)
@@ -143,8 +141,7 @@ class TargetModel:
         """Read prompts into cache rows: tokens [R, T] right-padded, lengths [R], rows [R]. Returns
         the logits [R, V] after each prompt's last token, and the features at every prompt position.
 
-        chunk: most tokens read in one pass, which bounds the memory of attention; 0 reads all at
-        once.
+        chunk: most tokens of one pass, which bounds attention's memory; 0: all at once.
         """
         total = tokens.shape[1]
         cache.writer.mode, cache.writer.rows = "prefill", rows
@@ -199,8 +196,7 @@ class TargetModel:
     def _device_plan(
         self, tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int
     ) -> AttentionPlan:
-        """What the nodes may see, from lengths that only the device knows: as bits for the kernel,
-        or spelt out as a mask."""
+        """What nodes may see, from lengths on the device: bits for the kernel, or a mask."""
         if choose(TREE_ATTENTION, self.device, self.dtype).implementation == "triton":
             nodes = TreeNodes(lengths, tree.words(), tree.depth)
             return AttentionPlan(None, False, positions, positions, nodes)

@@ -53,8 +53,7 @@ class Ranks:
 
 
 def join_ranks(wanted: str) -> Ranks:
-    """This process's place among the ranks, with the process group started (NCCL on CUDA, gloo on
-    the CPU).
+    """This process's rank, in a started process group (NCCL on CUDA, gloo on the CPU).
 
     wanted: target.device. Raises `UserError` outside a launcher, for a single process, and for
     another device type than the one that transformers splits over (CUDA wherever there is one).
@@ -129,11 +128,9 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 class GatheredState(Mapping[str, Tensor]):
-    """A target's named parameters without gradients, each collected from all processes when it is
-    asked for.
+    """A target's named parameters, each collected from all processes when asked for.
 
-    All processes must ask for the same names in the same order; drafters that copy layers do, as
-    they run the same code.
+    All processes must ask for the same names in the same order.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -150,8 +147,7 @@ class GatheredState(Mapping[str, Tensor]):
 
 
 def require_agreement(tokens: Sequence[int], what: str) -> None:
-    """Raise `RuntimeError` unless all processes hold the same `tokens`. Collective; nothing to do
-    in a single process."""
+    """Raise `RuntimeError` unless all processes hold the same `tokens`. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     digest = hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()
@@ -167,8 +163,7 @@ def require_agreement(tokens: Sequence[int], what: str) -> None:
 
 @contextmanager
 def only_main_prints(ranks: Ranks) -> Iterator[None]:
-    """Swallow what other processes than the main one print to stdout and stderr inside the block;
-    errors still propagate."""
+    """Swallow what other processes than the main one print inside the block."""
     if ranks.is_main:
         yield
         return

@@ -54,8 +54,7 @@ listed is left to transformers."""
 
 
 def quantization_settings(name: str, own: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The quantisation config to load with, or None when the checkpoint's own or no quantisation
-    applies.
+    """The quantisation config to load with; None for the checkpoint's own or none.
 
     name: `target.quantization`. own: the checkpoint's quantization_config (a dict or an object) or
     None. Raises `UserError` for an unknown name, a contradiction with the checkpoint, a missing
@@ -146,11 +145,9 @@ NAMES = ("none", "auto", *_METHODS)
 
 
 def dense_weight(weight: Tensor, rows: int, columns: int, what: str) -> Tensor:
-    """`weight` of an embedding or LM head as floating-point numbers [rows, columns], dequantised if
-    need be; no gradients.
+    """`weight` of an embedding or LM head in floating point [rows, columns], no gradients.
 
-    Raises `UserError` when its layout cannot be undone: drafters share these two matrices of the
-    target.
+    Raises `UserError` when its layout cannot be undone: drafters share these matrices.
     """
     plain: Any = weight.detach()
     if type(plain).__module__.startswith("torchao."):

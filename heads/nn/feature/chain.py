@@ -72,8 +72,7 @@ class Chain:
     def unroll(self, batch: TrainBatch, steps: int, feature: Tensor | None = None) -> list[Tensor]:
         """What the LM head reads [B, T, H] at steps k = 1..`steps` to predict token t+k+1 at t.
 
-        feature [B, T, H]: the target's features as training shows them (with noise, for instance);
-        by default as they are.
+        feature [B, T, H]: the target's features as training shows them; as they are by default.
         """
         net, mask = self.network, packed_mask(batch.segments)
         if feature is None:
@@ -154,8 +153,7 @@ class Chain:
     def _advance(
         self, state: Cached, place: CachePlace, rows: Tensor, tokens: Tensor, feature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run nodes [B, P] (tokens, and features [B, P, H] of their parents) -> their children's
-        logits and features."""
+        """Run nodes (tokens [B, P], parents' features [B, P, H]) -> children's logits, features."""
         net = self.network
         states, residual = net.read(tokens, feature)
         state.store(0, rows, place.slots, *net.attention.key_value(states, place.rotation))

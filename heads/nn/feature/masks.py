@@ -41,11 +41,9 @@ class Masks:
 
     @classmethod
     def sample(cls, batch: TrainBatch, depth: int, keep: float, least: float) -> Masks:
-        """Masks for the tokens 2..depth behind the places of a training batch, drawn from its rows'
-        generators.
+        """Masks for the tokens 2..depth behind a batch's places, drawn from its generators.
 
-        A place that has nothing supervised at a depth or deeper has no mask there. Works on the
-        host.
+        A place with nothing supervised at a depth or deeper has no mask there.
         """
         wanted = torch.stack(
             [batch.supervised(step + 1) for step in range(1, depth)], -1
@@ -72,8 +70,7 @@ class Masks:
         )
 
     def supervised(self, batch: TrainBatch) -> Tensor:
-        """[B, E] bool: whether what a mask predicts, the token at place + step + 1, is a supervised
-        one of its document."""
+        """[B, E] bool: whether a mask predicts a supervised token, at place + step + 1."""
         ahead = self.place + self.step + 1
         inside = ahead < batch.tokens.shape[1]
         ahead = ahead.clamp(max=batch.tokens.shape[1] - 1)
@@ -93,8 +90,7 @@ class Masks:
 def _sample_row(
     wanted: Tensor, shares: Sequence[float], generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """(place [e], step [e]) of one row: wanted [T, K-1] bool, whether the prediction of each step
-    is supervised."""
+    """(place [e], step [e]) of one row: wanted [T, K-1] bool, which steps are supervised."""
     length, steps = wanted.shape
     lottery = torch.rand(length, generator=generator)
     places = wanted.any(1).nonzero().squeeze(1)

@@ -44,8 +44,7 @@ class Module(Protocol):
         ...
 
     def run(self, embedded: Tensor, state: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """Embeddings and states [B, T, H] -> normalised outputs [B, T, H]; `attend` decides what
-        the queries see."""
+        """Embeddings and states [B, T, H] -> normalised outputs [B, T, H]."""
         ...
 
 
@@ -75,8 +74,7 @@ class ModuleChain:
         return found
 
     def start(self, seen: TargetStates, plan: Plan, capacity: int) -> Cached:
-        """State after prefill; see the protocol. Its output [B, 1, E, H]: what each module gave in
-        the last committed column."""
+        """State after prefill. Its output [B, 1, E, H]: of each module in the last column."""
         (batch, width), used = seen.tokens.shape, self.modules[: plan.max_depth]
         slots = max(capacity, width) + plan.room + 1
         caches = [module.attention.new_cache(batch, slots) for module in used]
@@ -85,8 +83,7 @@ class ModuleChain:
         return self.commit(Cached.empty(seen, plan, output, caches), seen)
 
     def commit(self, state: Cached, accepted: TargetStates) -> Cached:
-        """Run all modules in use over the columns of the run, each on the true states or on the
-        output of the one before.
+        """Run all modules in use over the run, on the true states or the output before them.
 
         Padded columns are written behind the run, and overwritten before anything sees them.
         """

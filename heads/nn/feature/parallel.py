@@ -44,8 +44,7 @@ class Anchors:
 
     @classmethod
     def dropped(cls, batch: TrainBatch, depths: int, keep: float, floor: float) -> Anchors:
-        """A random share max(keep^j, floor) of the useful anchors for mask row j, drawn from the
-        batch's seeds.
+        """A random share max(keep^j, floor) of the useful anchors for mask row j.
 
         Useful is an anchor with a supervised token beyond its own prediction. The numbers are
         rounded up row by row, so that they do not depend on what else is in the batch. Asks the
@@ -84,8 +83,7 @@ class Anchors:
         each depth that predicts from each flat state lies; [B*T, K] bool, which of these exist and
         are supervised.
 
-        All outputs: the true rows [B, T], then the mask rows depth by depth [B, size], each
-        flattened.
+        All outputs: true rows [B, T], then mask rows depth by depth [B, size], flattened.
         """
         rows, length = batch.tokens.shape
         device, states = batch.tokens.device, rows * length

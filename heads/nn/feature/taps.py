@@ -103,8 +103,7 @@ class TapDrafter(FeatureDrafter):
         self.columns: Tensor | None = None
 
     def choose_vocabulary(self, counts: Tensor) -> None:
-        """Fix the draft vocabulary from the training data's token counts [V]; nothing to do for the
-        full vocabulary.
+        """Fix a reduced draft vocabulary by token counts [V].
 
         Called once, before `initialise`.
         """
@@ -156,8 +155,7 @@ class TapDrafter(FeatureDrafter):
     def judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Cross entropy [K, M] of normalised outputs [K, M, H] against the target's distribution on
-        the draft vocabulary.
+        """Cross entropy [K, M] of normalised outputs [K, M, H] against the target.
 
         States whose best target token cannot be drafted carry no loss and count as wrong.
         """

@@ -22,14 +22,13 @@ from heads.api.drafter import TargetStates
 from heads.nn.lookup.table import History
 
 BARRIER = -2
-"""Stands between answers. Not -1, which `History.newest` gives before a text's beginning: the two
-must not match."""
+"""Stands between answers. Not -1, which `History.newest` gives before a text's beginning."""
 
 
 @dataclass
 class Archive:
-    """tokens [R, A + 1] int64, the last column takes what is not kept; cursor [R] int64: the slot
-    that is written next."""
+    """tokens [R, A + 1] int64, the last column for what is not kept; cursor [R] int64: next slot.
+    """
 
     tokens: Tensor
     cursor: Tensor

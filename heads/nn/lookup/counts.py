@@ -94,8 +94,7 @@ def fill_counted(plan: Plan, root: Tensor, counted: Counted) -> Filled:
 
 
 def _by_rank(plan: TreePlan, counted: Counted) -> tuple[Tensor, Tensor, Tensor, TokenTree]:
-    """Per drafted node: its depth [1, N - 1], its occurrence [B, N - 1], whether it has one [B, N -
-    1]; and the tree."""
+    """Drafted nodes' depths [1, N - 1], occurrences [B, N - 1], whether there are; the tree."""
     rows = torch.arange(counted.tokens.shape[0], device=counted.tokens.device)[:, None]
     parents = torch.zeros_like(rows)
     lives = torch.ones_like(parents, dtype=torch.bool)
@@ -119,8 +118,7 @@ def _by_rank(plan: TreePlan, counted: Counted) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def _best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Places of the `count` best [..., count] of score [..., K], of equals the first, and whether
-    they score above 0."""
+    """Places [..., count] of the best of score [..., K], and whether they score above 0."""
     if count == 1:
         best = score.argmax(-1, keepdim=True)
         return best, score.gather(-1, best) > 0

@@ -35,8 +35,7 @@ class NgramPool:
         return self.grams.shape[1] - 1
 
     def add(self, grams: Tensor, kept: Tensor) -> None:
-        """Collect grams [B, C, n] where `kept` [B, C], the last one as the newest, in place. C is
-        at most M.
+        """Collect grams [B, C, n] where `kept` [B, C], the last as the newest. C is at most M.
 
         Of equal ones the last is kept; equality is that of 64-bit hashes, and a collision loses one
         n-gram of the pool at worst.

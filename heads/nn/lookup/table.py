@@ -20,8 +20,7 @@ _SPREAD = 0x9E3779B1  # odd: multiples of it fall all over the text
 
 @dataclass
 class History:
-    """tokens [B, S] int64: prompt and answer so far, the root last; length [B] int64: how many of
-    them are set.
+    """tokens [B, S] int64: prompt and answer, the root last; length [B] int64: how many.
 
     Slots behind the length hold leftovers that nobody may read.
     """
@@ -67,8 +66,7 @@ class History:
         return self.tokens.gather(1, positions * _SPREAD % self.length[:, None])
 
     def following(self, tokens: Tensor, otherwise: Tensor) -> Tensor:
-        """What followed the last earlier occurrence of each of `tokens` [B, M]; `otherwise` [B, M]
-        where there is none."""
+        """What followed the last occurrence of each of `tokens` [B, M], else `otherwise` [B, M]."""
         slots = torch.arange(self.tokens.shape[1], device=tokens.device)
         # [B, M, S]
         same = (self.tokens[:, None] == tokens[..., None]) & (slots < self.last)[:, None]

@@ -41,8 +41,7 @@ class NetworkConfig:
     rms_norm_eps: float = 0.0
     """Added to mean squares in every norm; 0: the target's."""
     rope_theta: float = 0.0
-    """Base of the rotary positions; 0: the target's. Copied layers rotate exactly as the target
-    does, scaling included."""
+    """Base of the rotary positions; 0: the target's. Copied layers rotate as the target does."""
     rope_scaling: tuple[float, ...] = ()
     """Llama 3.1's scaling of the rotary frequencies: factor, low_freq_factor, high_freq_factor and
     original_max_position_embeddings; empty: none."""
@@ -58,8 +57,7 @@ class NetworkConfig:
     (safetensors), or the checkpoint of a small-model drafter. Sizes and rotary positions come from
     there, and the vocabulary is padded or trimmed to the target's."""
     any_tokenizer: bool = False
-    """Accept a `from_model` whose tokenizer is another one than the target's: ids then mean other
-    words at the start."""
+    """Accept a `from_model` with another tokenizer: ids then mean other words at the start."""
     share_embeddings: bool = False
     """Use the target's frozen embedding and LM head (needs its hidden_size)."""
     tie_embeddings: bool = False
@@ -114,8 +112,7 @@ def layer_shape(config: NetworkConfig, info: TargetInfo) -> LayerShape:
 
 
 def scaled_frequencies(theta: float, head_dim: int, scaling: tuple[float, ...]) -> Rotary:
-    """Llama 3.1's rotary frequencies: long waves are slowed by `factor`, short ones kept, those
-    between interpolated."""
+    """Llama 3.1's rotary frequencies: long waves slowed by `factor`, those between partly."""
     factor, low, high, original = scaling
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float()
     frequencies = 1.0 / (theta ** (exponents / head_dim))

@@ -142,8 +142,7 @@ class SmallLM(TrainableDrafter):
         return self.absorb(state, accepted, accepted.next_tokens, accepted.positions[:, :1] + 1)
 
     def absorb(self, state: State, run: TargetStates, tokens: Tensor, first: Tensor) -> State:
-        """Run `tokens` [B, W] at positions first [B, 1] and on through the model, as far as the new
-        root's output needs it.
+        """Run `tokens` [B, W] at positions first [B, 1] and on, as the root's output needs it.
 
         Padded tokens are written behind the root, and overwritten before anything sees them.
         """

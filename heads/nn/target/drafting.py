@@ -46,8 +46,7 @@ class Queries:
 
 
 class SelfDrafter(TrainableDrafter):
-    """Base of the kinds that draft with the target's layers; also a `Reader`
-    (heads/api/drafter.py).
+    """Base of the kinds that draft with the target's layers; also a `Reader`.
 
     A kind sets `needs` so that its taps hold every kept layer's number; it may add blocks of its
     own behind the target's (`_own_blocks`) and replace what follows them (`_normalise`, `_logits`).
@@ -87,8 +86,7 @@ class SelfDrafter(TrainableDrafter):
         return SharedLinear
 
     def _own_blocks(self) -> Sequence[tuple[DraftLayer, int]]:
-        """Blocks of the drafter behind the target's, each with the tap that its input is for what
-        is committed; they attend."""
+        """Attending blocks behind the target's, each with the tap that is its committed input."""
         return ()
 
     # The network
@@ -155,8 +153,7 @@ class SelfDrafter(TrainableDrafter):
         return self.commit(State.empty(seen, plan, output, caches), seen)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Keys and values of the whole run from its true states; then the new root is run, which
-        predicts its children.
+        """Keys and values of the run from its true states; then the root is run.
 
         Padded entries are written behind the run, and overwritten before anything sees them.
         """
@@ -189,8 +186,7 @@ class SelfDrafter(TrainableDrafter):
         return self._logits(state.output)[:, 0]
 
     def read(self, state: State, tokens: Tensor, offset: Tensor) -> Tensor:
-        """Run tokens [B, W] as a chain behind the root, `offset` [B] tokens after it -> logits [B,
-        W, V]; see `Reader`."""
+        """Run tokens [B, W], `offset` [B] behind the root -> logits [B, W, V]; see `Reader`."""
         first = (state.root_position + 1 + offset)[:, None]
         chain = self._chain(state, first + torch.arange(tokens.shape[1], device=tokens.device))
         return self._logits(self._run(state, tokens, chain))
@@ -202,8 +198,7 @@ class SelfDrafter(TrainableDrafter):
         return Queries(positions, CachePlace(positions, look_up(table, positions), mask))
 
     def _run(self, state: State, tokens: Tensor, queries: Queries) -> Tensor:
-        """Tokens [B, P] through all blocks -> what enters the LM head [B, P, H]; their keys and
-        values stay in the cache."""
+        """Tokens [B, P] through all blocks and the cache -> what enters the LM head [B, P, H]."""
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         states, number, place = self.target.embed(tokens), 0, queries.place
         masks = {0: place.mask}
@@ -234,8 +229,7 @@ def _windowed(queries: Queries, root_position: Tensor, window: int) -> Tensor:
 
 
 def _within(seen: Tensor | None, tokens: Tensor, step: int, window: int) -> Tensor | None:
-    """What row t of step k sees of the true states, [B, 1, T, T] bool or None for plain causality:
-    `seen`, within the window."""
+    """`seen` [B, 1, T, T] bool of true states (None: causality) within a window, at `step`."""
     if not window:
         return seen
     numbers = torch.arange(tokens.shape[1], device=tokens.device)

@@ -56,8 +56,7 @@ class KeptLayer:
 
 
 class DraftLayer(Protocol):
-    """A residual layer in a drafter's stack: one of the target's, or one of the drafter's own
-    behind them.
+    """A residual layer in a drafter's stack: one of the target's, or one of its own.
 
     attends: whether it has attention, and so keys and values; window: latest positions it sees, 0
     for all. cache_shape: (g, D) of its keys and values, in `dtype`.
@@ -77,13 +76,11 @@ class DraftLayer(Protocol):
         ...
 
     def project(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, T, h, D], keys and values [B, T, g, D] of drafted tokens, from the layer's
-        input states [B, T, H]."""
+        """Queries [B, T, h, D], keys and values [B, T, g, D] of drafted tokens from inputs."""
         ...
 
     def finish(self, states: Tensor, attended: Tensor | None) -> Tensor:
-        """The layer's output [B, T, H] from its input and what its attention gave [B, T, h * D]
-        (None if it has none)."""
+        """Output [B, T, H] from the input and what attention gave [B, T, h * D], if any."""
         ...
 
 
@@ -96,8 +93,7 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """A target layer's attention: its norm, its products, and the norms of queries and keys if it
-    has them.
+    """A target layer's attention: norm, products, norms of queries and keys if any.
 
     true_key and true_value refer to the target's own weights, whatever the others do: what is
     committed has the target's keys.

@@ -24,8 +24,7 @@ FORMAT = 1
 
 
 def level_features(logits: Tensor, temperature: float) -> Tensor:
-    """[B, D, F] float32 for logits [B, D, V'] that each level was drawn from (at temperature 0 as
-    they are).
+    """[B, D, F] float32 for logits [B, D, V'] that levels were drawn from (untempered at 0).
 
     log of the best probability, its distance to the second best, the entropy, the first's sum over
     the levels above, the depth.

@@ -103,8 +103,7 @@ def leading(good: Tensor) -> Tensor:
 
 
 def admit(chance: Tensor, active: Tensor, seconds: Tensor, early_stop: bool = True) -> Tensor:
-    """DSpark's scheduler (2607.05147): the limits [B] int64 that give the most expected tokens per
-    second for the batch.
+    """DSpark's scheduler (2607.05147): limits [B] int64 of most expected tokens per second.
 
     chance [B, D]: probability that level j is accepted given that the one above it was; active [B]
     bool; seconds [M+1]: what a verification of m tokens takes, m up to B * (D + 1). Candidates
@@ -211,8 +210,7 @@ class Limits:
     def observe(
         self, proposal: Proposal, accepted: Tensor, refused: Tensor, active: Tensor
     ) -> None:
-        """Record what was tested, for `adaptive_head.fit`. accepted [B]; refused, active [B]
-        bool."""
+        """Record what was tested, for `head.fit`: accepted [B]; refused, active [B] bool."""
         if self.recorder is not None and proposal.logits is not None:
             tested = accepted + refused.to(torch.int64)
             logits = proposal.logits[:, :-1]
@@ -238,8 +236,7 @@ class Limits:
 
 
 class Lengths:
-    """Chooses the next step's length by goodput: expected tokens per second, from what finished
-    steps accepted.
+    """Chooses the next step's length by expected tokens per second, from finished steps.
 
     Acceptance is counted per level, old passes fading (`decay` per pass). A level that was not
     tried for long goes back to what the level above it gives, so a length that once did not pay is

@@ -64,8 +64,8 @@ def seconds_spent() -> float:
 class CompiledStep:
     """`Decoder.step` for one set of buffers, compiled; to be called in its place.
 
-    The weights are those of the first step: a target or drafter that changes later needs a new
-    `CompiledStep`."""
+    Weights are those of the first step: after changes a new `CompiledStep` is needed.
+    """
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows) -> None:
         self._decoder, self._cache, self._rows = decoder, cache, rows
@@ -84,8 +84,7 @@ class CompiledStep:
         return min(bound, self._cache.capacity)
 
     def __call__(self, state: Any, longest: int) -> Tensor:
-        """One step; returns `StepResult.packed` [B, D+5] int64. `state`, the drafter's, is updated
-        in place.
+        """One step; returns `StepResult.packed` [B, D+6] int64. `state` is updated in place.
 
         longest: the longest row's committed tokens or an upper bound of it. The first steps of
         every bound compile: one traces, the next one compiles what was traced; that time is in
@@ -216,11 +215,9 @@ def _inductor(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]
 
 
 def _prefer_own(choices: list[Any]) -> list[Any]:
-    """Of the ways to multiply, the generated product with packed weights where there is one, else
-    the library's.
+    """The generated product with packed weights where there is one, else the library's.
 
-    Inductor would time them, which depends on what else the machine does; with a handful of rows
-    the generated one wins.
+    Inductor would time them, which depends on the machine's load; for few rows it wins.
     """
     from torch._inductor.codegen.cpp_template_kernel import CppTemplateCaller
 
@@ -230,8 +227,7 @@ def _prefer_own(choices: list[Any]) -> list[Any]:
 
 @contextmanager
 def prefetching() -> Iterator[bool]:
-    """Let generated products fetch the weight some way ahead; yields whether this torch's generator
-    could be told to.
+    """Let generated products fetch the weight ahead; yields whether that is possible.
 
     Multiplying several rows keeps a core too busy to run ahead of its loads far enough. On one core
     of a Xeon, 5 rows through the 18 MB of an 8-layer model's weights take 2.95 ms without and 2.16
@@ -250,8 +246,7 @@ def prefetching() -> Iterator[bool]:
 
 
 class _Plan:
-    """The parts of one traced step in their order. Values are numbered: first the buffers, then
-    what the parts hand on."""
+    """A traced step's parts. Values are numbered: buffers, then what the parts hand on."""
 
     def __init__(self, parts: list[_Part], values: list[Any], result: int) -> None:
         self.parts, self.values, self.result = parts, values, result
@@ -293,8 +288,7 @@ class _Plan:
 
     @torch.no_grad()
     def build(self) -> Tensor:
-        """Compile the parts one after the other, each with what the parts before it gave: one step.
-        Returns its result."""
+        """Compile the parts, each with what those before it gave: one step -> its result."""
         for part in self.parts:
             part.build([self.values[place] for place in part.takes])
             self._run(part)

@@ -20,8 +20,7 @@ from heads.api.tree import TokenTree
 
 @dataclass
 class Walk:
-    """The accepted path of every row. Entries beyond a row's path repeat the root (node 0) and are
-    masked by `accepted`.
+    """The accepted path of every row. Entries beyond `accepted` repeat the root (node 0).
 
     path [B, D+1] int64 node numbers (root first), accepted [B] int64 drafted tokens accepted,
     has_children [B] bool whether drafted tokens were tested at the last node of the path (then one

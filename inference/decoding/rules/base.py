@@ -44,8 +44,7 @@ def without_dead(proposal: Proposal) -> Tensor:
 
 
 def tested(refused: Tensor, accepted: Tensor, proposal: Proposal) -> Tensor:
-    """`refused` [B] bool without the rows whose path, `accepted` [B] deep, ended where nothing was
-    left to be tested."""
+    """`refused` [B] bool without rows whose path ended where nothing was left to test."""
     return refused if proposal.limit is None else refused & (accepted < proposal.limit)
 
 
@@ -62,8 +61,7 @@ class Rule(Protocol):
     """One acceptance rule. Its module offers `make(shape, options) -> Rule`, shape being what
     drafters fill, on the decoding device; `inference.decoding.rules.names` has its promise.
 
-    drafts: the noise stream that drafts are drawn with (None: no noise). keeps_logits: whether it
-    needs `Proposal.logits`.
+    drafts: the stream that drafts are drawn with, if any. keeps_logits: of `Noise`.
     """
 
     name: ClassVar[str]

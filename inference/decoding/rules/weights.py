@@ -43,8 +43,7 @@ def target_probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
 def draft_logits(
     logits: Tensor, settings: SamplingSettings, token_ids: Tensor | None, vocab_size: int
 ) -> Tensor:
-    """log q up to a constant [..., V] for the drafter's logits [..., V']; -inf outside its
-    vocabulary.
+    """log q + constant [..., V] for the drafter's logits [..., V']; -inf outside of those.
 
     In float32 at least, as `SharedNoise` draws: drafts were not drawn from a q rounded to bfloat16.
     """
@@ -56,8 +55,7 @@ def draft_logits(
 
 
 def draw(weights: Tensor, instead: Tensor, positions: Tensor, noise: SharedNoise) -> Tensor:
-    """One token [B] per row from `weights` [B, V] (any sum) for `positions` [B], by the Gumbel-max
-    trick.
+    """One token [B] per row from `weights` [B, V] (any sum), by the Gumbel-max trick.
 
     instead [B, V]: drawn from where all weights are 0, which only rounding can bring about.
     """
@@ -115,8 +113,7 @@ class Chain:
         """What the token behind `accepted` [B] drafts is drawn from [B, V], any sum: max(share * p
         - q, 0).
 
-        shares [B, N]: see `inference.decoding.rules.block`; None: 1. Behind the last draft q is 0,
-        so that this is p.
+        shares [B, N]: see `inference.decoding.rules.block`; None: 1. Behind the last draft q is 0.
         """
         at = accepted[:, None]
         p, q = at_node(self.p, accepted), at_node(self.q, accepted)

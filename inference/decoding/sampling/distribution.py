@@ -82,11 +82,9 @@ class SamplingSettings:
 
 
 def shape_logits(logits: Tensor, settings: SamplingSettings) -> Tensor:
-    """Filtered, tempered logits [..., V] (at least float32; removed tokens are -inf); temperature
-    above 0.
+    """Filtered, tempered logits [..., V] (at least float32; removed: -inf), temperature > 0.
 
-    Order as in common engines: temperature first, then top-k, top-p and min-p on the tempered
-    distribution.
+    Order as in common engines: temperature, then top-k, top-p and min-p.
     """
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / settings.temperature
     if settings.top_k and settings.top_k < scaled.shape[-1]:

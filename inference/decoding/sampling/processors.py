@@ -42,11 +42,9 @@ class Prefix:
 
 
 class Processors:
-    """The processors of `settings` for logits with `vocab_size` columns. Build once, call in every
-    step.
+    """The processors of `settings` for `vocab_size` columns. Build once, call in every step.
 
-    active: whether calling does anything. Raises `UserError` for token ids that the vocabulary does
-    not have.
+    active: whether calling does anything. Raises `UserError` for unknown token ids.
     """
 
     def __init__(
@@ -65,8 +63,7 @@ class Processors:
         self._words = _BadWords(settings.bad_words, device) if settings.bad_words else None
 
     def __call__(self, logits: Tensor, prefix: Prefix | None) -> Tensor:
-        """The target's logits [B, N, V] after the processors, at least float32; untouched if there
-        are none.
+        """The target's logits [B, N, V] after the processors, at least float32 if any.
 
         prefix may be None when `settings.uses_prefix` is False.
         """
@@ -92,8 +89,7 @@ def _processors(settings: SamplingSettings, vocab_size: int, device: str) -> Pro
 
 
 def penalise(logits: Tensor, penalty: float, prefix: Prefix) -> Tensor:
-    """Logits [B, N, V]; those of tokens in a node's text are divided (positive) or multiplied
-    (negative).
+    """Logits [B, N, V]; in a node's text positive ones are divided, negative multiplied.
 
     Keskar et al., 1909.05858, section 4.1, with the sign rule of transformers; a token counts once
     however often it occurs.

@@ -30,8 +30,7 @@ from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.kernels.reference.noise import NOISE_PICK
 
 GREEDY, SAMPLED, FILTERED = 0, 1, 2
-"""What a batch needs: the best token, the best with noise, or that of a filtered distribution. Each
-includes those before it."""
+"""What a batch needs: the best token, with noise, or filtered; each includes the last."""
 OWN = ("temperature", "top_k", "top_p", "min_p")
 """The settings that a request may bring; all others are the engine's."""
 COLUMNS = 5
@@ -232,8 +231,7 @@ class RowNoise(SharedNoise):
         return picks
 
     def _or_best(self, picks: Tensor, logits: Tensor) -> Tensor:
-        """Picks [B, M] of rows that sample, and the best of the others where who samples may
-        change."""
+        """Picks [B, M] of rows that sample, else the best where who samples may change."""
         if not self.rows.static:
             return picks
         return torch.where(self.rows.sampled()[..., 0], picks, logits.argmax(-1))

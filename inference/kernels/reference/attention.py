@@ -31,8 +31,7 @@ def tree_attention(
     sinks: Tensor | None = None,
     split_size: int = 256,
 ) -> Tensor:
-    """Attention of tree nodes over a slot-addressed cache; returns [B, N, h*G, Dv] in the dtype of
-    `query`.
+    """Attention of tree nodes over a slot-addressed cache -> [B, N, h*G, Dv] as `query`.
 
     query [B, h*G, N, D]; keys [B, h, S, D] and values [B, h, S, Dv] of the same dtype, the nodes'
     own entries already written. lengths [B] int64 committed tokens; words [1|B, N, W] int32
@@ -74,8 +73,7 @@ def tree_attention(
 def visible(
     lengths: Tensor, words: Tensor, depth: Tensor, slots: int, window: int | None
 ) -> Tensor:
-    """Which slots each node sees, [B, N, S] bool; arguments as those of `tree_attention`, `slots`
-    the number of slots."""
+    """Which of S = `slots` each node sees, [B, N, S] bool; see `tree_attention`."""
     nodes = depth.shape[1]
     slot = torch.arange(slots, device=lengths.device)
     node = slot - lengths[:, None]  # [B, S]: which node a slot holds; negative for committed tokens

@@ -49,8 +49,7 @@ def noise_bits(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise float32 [B, M, V'] from `noise_bits`: g = -log(-log(1 - v)) with v
-    uniform in (0, 1).
+    """Gumbel noise float32 [B, M, V'] from `noise_bits`: -log(-log(1 - v)), v in (0, 1).
 
     Winners are large g, that is small v, where float32 keeps full relative precision; v is capped
     below 1 so that g is finite.
@@ -67,8 +66,7 @@ def noise_pick(
     temperature: float,
     token_ids: Tensor | None = None,
 ) -> Tensor:
-    """The column of the best logits / temperature + g, [B, N] int64; without noise (T = 0 or no
-    seeds) of the best logit.
+    """Columns [B, N] int64 of the best logits / temperature + g; g = 0 if T = 0 or no seeds.
 
     logits [B, N, V] any float dtype, computed in float32 (float64 in float64); positions [B, N]
     int64 of the tokens being picked; seeds [B] int64; token_ids [V] int64: the tokens that the
