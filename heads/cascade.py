@@ -183,16 +183,14 @@ class Drafter(TrainableDrafter):
     def _plan_of(self, shape: DraftShape, device: torch.device) -> Plan:
         """Remembered, because every refilled row starts with the same shape."""
         if self._plan is None or self._plan[0] is not shape:
-            make = self._join_plan if self.config.mode == "join" else self._speed_plan
-            self._plan = shape, make(shape, device)
+            self._plan = shape, self._new_plan(shape, device)
         return self._plan[1]
 
-    def _join_plan(self, shape: DraftShape, device: torch.device) -> Plan:
-        more = len(self.drafters) - 1
-        branches = (*self.config.branches, *[self.config.branches[-1]] * more)[:more]
-        return Plan(split_shape(shape, branches, device))
-
-    def _speed_plan(self, shape: DraftShape, device: torch.device) -> Plan:
+    def _new_plan(self, shape: DraftShape, device: torch.device) -> Plan:
+        if self.config.mode == "join":
+            more = len(self.drafters) - 1
+            branches = (*self.config.branches, *[self.config.branches[-1]] * more)[:more]
+            return Plan(split_shape(shape, branches, device))
         shape = one_path(shape, device)
         # every round adds at least one token
         rounds = max(0, min(self.config.rounds, shape.max_depth - 1))

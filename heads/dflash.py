@@ -210,8 +210,7 @@ class Drafter(BlockModel):
         return total, *counted, doubt.detach().sum()
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Logits [B, T, V] of depths 1..depth of a block behind every position; see the contract.
-        """
+        """Logits [B, T, V] of depths 1..depth of a block behind each position; see the contract."""
         assert depth <= self.depths, f"{depth} depths asked of a block of {self.depths}"
         contexts, anchors = self._features(batch), Anchors.everywhere(batch.tokens)
         chunk, rule, found = self._chunk(batch, depth), self.dependency, []

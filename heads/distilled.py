@@ -85,9 +85,8 @@ class Drafter(SmallLM):
         with torch.no_grad():
             theirs = Predictions.next_token(reference.sequence(batch), predictions.states)
         sides = (predictions, self.logits), (theirs, reference.logits)
-        return furthest_behind(
-            self.config, batch, *sides, self.config.token_share, self.info.vocab_size
-        )
+        share, columns = self.config.token_share, self.info.vocab_size
+        return furthest_behind(self.config, batch, *sides, share, columns)
 
     def _load_reference(self) -> SmallLM:
         """The reference drafter, read at the first loss: who only drafts does not need it."""

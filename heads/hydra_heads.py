@@ -17,6 +17,7 @@ committed run, P nodes run at one level, S cache slots, g key/value heads, D hea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, cast
 
 import torch
@@ -32,18 +33,11 @@ from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init, losses
 from heads.nn.attention import CachePlace, packed_mask, sequence_attention
-from heads.nn.blocks import DecoderLayer, RMSNorm, initialise_blocks
+from heads.nn.blocks import Attend, DecoderLayer, RMSNorm, initialise_blocks
 from heads.nn.drafting.growth import grow
 from heads.nn.drafting.state import Cached as State
 from heads.nn.drafting.state import run_slots
-from heads.nn.feature.base import (
-    FeatureDrafter,
-    add_noise,
-    layer_shape,
-    probabilities_of,
-    require_heads,
-    teacher_logits,
-)
+from heads.nn.feature.base import FeatureDrafter, add_noise, label_loss, layer_shape, require_heads
 from heads.nn.feature.chain import attend_last
 from heads.nn.rope import Rope
 
@@ -209,16 +203,15 @@ class Drafter(FeatureDrafter):
             return hidden
         mask = packed_mask(batch.segments)
         rotation = self.rope.at(batch.positions, hidden.dtype)
-        out: Tensor = self.prefix_layer(
-            hidden, rotation, lambda q, k, v: sequence_attention(q, k, v, mask)
-        )
-        return out
+        attend: Attend = partial(sequence_attention, mask=mask)
+        return cast(Tensor, self.prefix_layer(hidden, rotation, attend))
 
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
         """Sum over heads k of decay^k times the cross entropy of supervised tokens t+k+1."""
         count, tokens = self.config.num_heads, batch.tokens.flatten()
+        hard = self.config.hard_label_weight
         hidden = self._read_sequence(batch, noisy=True).flatten(0, 1)  # [B*T, H]
         wanted = batch.supervised_ahead(count)
         ahead = torch.arange(1, count + 1, device=tokens.device)
@@ -229,12 +222,11 @@ class Drafter(FeatureDrafter):
             places = (rows[:, None] + ahead).clamp(max=tokens.shape[0] - 1)  # [M, K]
             # [M, (K+1)H]
             read = torch.cat([hidden[rows], self._tokens(tokens[places]).flatten(1)], -1)
-            size = hidden.shape[-1]
-            logits = torch.stack(
-                [self._head_logits(read[:, : (k + 1) * size]) for k in range(1, count + 1)]
-            )
+            ends = range(2 * hidden.shape[-1], read.shape[-1] + 1, hidden.shape[-1])
+            logits = torch.stack([self._head_logits(read[:, :end]) for end in ends])
             labels = tokens[(places + 1).clamp(max=tokens.shape[0] - 1)].T  # [K, M]
-            values, best = self._label_loss(logits, labels, places.T, batch)
+            # Token t+k+1 is drawn from the target's distribution at state t+k.
+            values, best = label_loss(batch, logits, labels, places.T, hard)
             values = batch.weighed(values, places.T, ahead[:, None])
             hits = (losses.best_column(logits) == best) & mask
             return losses.masked_sum(values.T, mask.T), hits.sum(1), mask.sum(1)
@@ -242,22 +234,6 @@ class Drafter(FeatureDrafter):
         rows = wanted.any(1).nonzero().squeeze(1)
         sums = losses.sum_over_rows(part, rows, count * self.info.vocab_size)
         return losses.weighted_output(self.config.decay ** ahead.to(sums[0].dtype), *sums)
-
-    def _label_loss(
-        self, logits: Tensor, labels: Tensor, states_at: Tensor, batch: TrainBatch
-    ) -> tuple[Tensor, Tensor]:
-        """Losses [K, M] of logits [K, M, V] against the answer's tokens [K, M] and the target's
-        distributions at `states_at` [K, M], and the tokens that count as right: the target's
-        likeliest where it is asked, else the answer's."""
-        flat, weight = logits.flatten(0, 1), self.config.hard_label_weight
-        if weight == 1:
-            return losses.cross_entropy(flat, labels.flatten()).view(labels.shape), labels
-        # Token t+k+1 is drawn from the target's distribution at state t+k.
-        teacher = teacher_logits(batch, states_at.flatten())
-        values = losses.soft_cross_entropy(flat, probabilities_of(teacher))
-        if weight > 0:
-            values = torch.lerp(values, losses.cross_entropy(flat, labels.flatten()), weight)
-        return values.view(labels.shape), losses.best_column(teacher).view(labels.shape)
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V] of heads 1..depth, without noise; see the contract."""

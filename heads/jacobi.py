@@ -88,9 +88,8 @@ class Drafter:
         if verified is not None and verified.tree is state.chain.tree:
             # Node i stands at depth i. Behind a accepted drafts the root stands at depth a + 1, and
             # its j-th successor was picked at node a + j.
-            node = (accepted.lengths - 1)[:, None] + torch.arange(
-                1, depth + 1, device=picked.device
-            )
+            ahead = torch.arange(1, depth + 1, device=picked.device)
+            node = (accepted.lengths - 1)[:, None] + ahead
             picked = node <= depth
             moved = verified.picks.gather(1, node.clamp(max=depth))
         self._guess(state, moved, picked)
@@ -100,10 +99,8 @@ class Drafter:
         """Set the guesses in place: `moved` [B, D] where `picked`, the others by `Config.fill`,
         each from the one before it."""
         history, guess = state.history, state.history.root
-        drawn = history.drawn(
-            history.last + torch.arange(1, moved.shape[1] + 1, device=moved.device)
-        )
-        guesses = []
+        ahead = torch.arange(1, moved.shape[1] + 1, device=moved.device)
+        drawn, guesses = history.drawn(history.last + ahead), []
         for place in range(moved.shape[1]):
             filled = drawn[:, place : place + 1] if self.config.fill != "repeat" else guess
             if self.config.fill == "follow":

@@ -113,9 +113,8 @@ class Drafter:
         rows, device = seen.tokens.shape[0], seen.tokens.device
         history = History.start(seen, tree.max_depth, capacity)
         pool = NgramPool.empty(rows, self.config.pool, self.config.ngram, device)
-        state = State(
-            history, pool, seen.tokens.new_zeros(rows, self.levels, layout.columns), layout
-        )
+        window = seen.tokens.new_zeros(rows, self.levels, layout.columns)
+        state = State(history, pool, window, layout)
         state.window.copy_(self._drawn(state))
         if self.config.from_text:
             ages = torch.arange(min(seen.tokens.shape[1], self.config.pool), device=device).flip(0)
@@ -131,9 +130,8 @@ class Drafter:
             return Proposal(torch.cat([root, self._joined(state)], 1), layout.tree)
         grams, found = state.pool.starting_with(root[:, 0], layout.guesses)
         grams = torch.where(found[..., None], grams, root[..., None])
-        return Proposal(
-            torch.cat([root, state.window.flatten(1), grams.flatten(1)], 1), layout.tree
-        )
+        tokens = torch.cat([root, state.window.flatten(1), grams.flatten(1)], 1)
+        return Proposal(tokens, layout.tree)
 
     def _joined(self, state: State) -> Tensor:
         """A chain [B, D] of n-grams, each starting with the last one's last token (or repeating
@@ -150,16 +148,14 @@ class Drafter:
 
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Collect n-grams of trajectories and text, and move the window on; see the protocol."""
-        verified = accepted.verified
+        verified, columns = accepted.verified, state.layout.columns
         picks = None
         if verified is not None and verified.tree is state.layout.tree:
             picks = verified.picks
             if state.layout.tree.is_chain:
                 self._collect_chain(state, verified.tokens, picks)
             else:
-                picks = picks[:, 1 + (self.levels - 1) * state.layout.columns :][
-                    :, : state.layout.columns
-                ]  # [B, W]
+                picks = picks[:, 1 + (self.levels - 1) * columns :][:, :columns]  # [B, W]
                 grams = torch.cat([state.window.transpose(1, 2), picks[..., None]], 2)  # [B, W, n]
                 state.pool.add(grams, torch.ones_like(picks, dtype=torch.bool))
         state.history.append(accepted)
@@ -194,9 +190,8 @@ class Drafter:
         above = torch.cat([state.window[:, 1:], last[:, None]], 1)
         column = accepted[:, None] + torch.arange(state.layout.columns, device=last.device)
         inside = (column < state.layout.columns)[:, None]
-        moved = above.gather(
-            2, column.clamp(max=state.layout.columns - 1)[:, None].expand_as(above)
-        )
+        column = column.clamp(max=state.layout.columns - 1)[:, None]
+        moved = above.gather(2, column.expand_as(above))
         state.window.copy_(torch.where(inside, moved, fresh))
 
     def _drawn(self, state: State) -> Tensor:

@@ -28,7 +28,7 @@ from heads.api.tree import DraftShape
 from heads.nn import blocks, init, losses
 from heads.nn.drafting.growth import fill
 from heads.nn.drafting.state import Rooted, last_valid
-from heads.nn.feature.base import FeatureDrafter, probabilities_of, require_heads, teacher_logits
+from heads.nn.feature.base import FeatureDrafter, label_loss, require_heads
 
 
 @config("head")
@@ -105,7 +105,8 @@ class Drafter(FeatureDrafter):
             states_at = (rows[:, None] + ahead).clamp(max=tokens.shape[0] - 1)
             labels = tokens[(states_at + 1).clamp(max=tokens.shape[0] - 1)]  # [M, K]
             logits = self._head_logits(hidden[rows], count).transpose(0, 1)  # [M, K, V]
-            values = self._per_head_loss(logits, labels, states_at, batch).view(mask.shape)
+            # Token t+k+1 is drawn from the target's distribution at state t+k.
+            values, _ = label_loss(batch, logits, labels, states_at, not self.config.soft_labels)
             values = batch.weighed(values, states_at, ahead)
             correct = (losses.best_column(logits) == labels) & mask
             return losses.masked_sum(values, mask), correct.sum(0), mask.sum(0)
@@ -113,18 +114,6 @@ class Drafter(FeatureDrafter):
         rows = wanted.any(1).nonzero().squeeze(1)
         sums = losses.sum_over_rows(part, rows, count * self.info.vocab_size)
         return losses.weighted_output(self.config.decay ** ahead.to(sums[0].dtype), *sums)
-
-    def _per_head_loss(
-        self, logits: Tensor, labels: Tensor, states_at: Tensor, batch: TrainBatch
-    ) -> Tensor:
-        """[M, K, V] logits -> [M * K] losses against hard labels, or against the target's
-        distribution at `states_at` [M, K]."""
-        flat = logits.flatten(0, 1)
-        if not self.config.soft_labels:
-            return losses.cross_entropy(flat, labels.flatten())
-        # Token t+k+1 is drawn from the target's distribution at state t+k.
-        teacher = teacher_logits(batch, states_at.flatten())
-        return losses.soft_cross_entropy(flat, probabilities_of(teacher))
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V] of heads 1..depth; see the contract."""

@@ -129,9 +129,8 @@ class Drafter(ChainDrafter):
                 block.fc.weight.mul_(0.3)[:, self.info.hidden_size :].diagonal().add_(1.0)
             self.copy_final_norm(block.norm.weight, weights)
             if self.config.from_target_layer >= 0:
-                wanted = layer_weights(
-                    block.layer, "self_attn", "mlp", "input_layernorm", "post_attention_layernorm"
-                )
+                parts = "self_attn", "mlp", "input_layernorm", "post_attention_layernorm"
+                wanted = layer_weights(block.layer, *parts)
                 self.copy_layer(weights, self.config.from_target_layer, wanted)
 
     # The shared block, as `Chain` runs it

@@ -92,9 +92,8 @@ class Drafter(SmallLM):
         """Normalised states [B, T + E, H]: the sequence's, then the masks'."""
         length = batch.tokens.shape[1]
         tokens = torch.cat([batch.tokens, self.pard_token.expand_as(masks.place)], 1)
-        positions = torch.cat(
-            [batch.positions, batch.positions.gather(1, masks.place) + masks.step], 1
-        )
+        behind = batch.positions.gather(1, masks.place) + masks.step
+        positions = torch.cat([batch.positions, behind], 1)
         causal, visible = packed_mask(batch.segments), masks.visible(batch.segments)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -116,15 +115,11 @@ class Drafter(SmallLM):
         row, place = batch.supervised(1).nonzero().unbind(1)
         mask_row, number = masks.supervised(batch).nonzero().unbind(1)
         step = masks.step[mask_row, number]
-        predictions = Predictions(
-            outputs=outputs.flatten(0, 1),
-            at=torch.cat([row * width + place, mask_row * width + length + number]),
-            states=torch.cat(
-                [row * length + place, mask_row * length + masks.place[mask_row, number] + step]
-            ),
-            depth=torch.cat([torch.zeros_like(place), step]),
-            depths=config.depth,
-        )
+        at = torch.cat([row * width + place, mask_row * width + length + number])
+        behind = mask_row * length + masks.place[mask_row, number] + step
+        states, depth = (row * length + place, behind), (torch.zeros_like(place), step)
+        where = at, torch.cat(states), torch.cat(depth), config.depth
+        predictions = Predictions(outputs.flatten(0, 1), *where)
         return distillation_loss(config, batch, predictions, self.logits, self.info.vocab_size)
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:

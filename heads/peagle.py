@@ -142,9 +142,9 @@ class Drafter(TapDrafter):
                     [part[:, :size] for part in parts[1 : row + 1]] for parts in (keys, values)
                 )
                 seen = visible[:, :, :size]
-                attended.append(
-                    anchored_attention(queries[row], keys[0], values[0], own_keys, own_values, seen)
-                )
+                own = own_keys, own_values
+                found = anchored_attention(queries[row], keys[0], values[0], *own, seen)
+                attended.append(found)
             states = layer.finish(states, torch.cat(attended, 1))
         normed: Tensor = self.norm(states)
         return list(normed.split([length, *anchors.sizes], 1))

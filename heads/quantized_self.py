@@ -61,20 +61,15 @@ class Drafter(SelfDrafter):
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         layers = config.layers or tuple(range(info.num_layers))
-        if (
-            list(layers) != sorted(set(layers))
-            or not 0 <= layers[0] <= layers[-1] < info.num_layers
-        ):
+        ascending = list(layers) == sorted(set(layers))
+        if not ascending or not 0 <= layers[0] <= layers[-1] < info.num_layers:
             raise UserError(
                 "head.layers must name layers of the target in ascending order: it has "
                 f"{info.num_layers} layers, numbered from 0; given {list(layers)}."
             )
         super().__init__(config, info, tuple(KeptLayer(layer) for layer in layers))
-        inputs = {
-            info.hidden_size,
-            info.intermediate_size,
-            info.num_attention_heads * info.head_dim,
-        }
+        attended = info.num_attention_heads * info.head_dim
+        inputs = {info.hidden_size, info.intermediate_size, attended}
         odd = sorted(size for size in inputs if size % config.group_size)
         if config.bits == 4 and odd:
             raise UserError(
@@ -103,11 +98,8 @@ class Drafter(SelfDrafter):
 
     @torch.no_grad()
     def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        packed = (
-            Int8Linear(weight, bias)
-            if self.config.bits == 8
-            else Int4Linear(weight, bias, self.config.group_size)
-        )
+        int8, group = self.config.bits == 8, self.config.group_size
+        packed = Int8Linear(weight, bias) if int8 else Int4Linear(weight, bias, group)
         self.packed.append(packed)
         return packed
 

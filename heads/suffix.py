@@ -113,15 +113,12 @@ class Drafter:
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """The most frequent continuations of the longest match, with their shares as confidence."""
-        found = self._occurrences(state)
-        deepest = torch.full_like(found.longest, state.plan.max_depth)
+        tokens, weights, longest = self._occurrences(state)
+        deepest = torch.full_like(longest, state.plan.max_depth)
         if self.config.per_match:
-            deepest = torch.minimum(deepest, (found.longest * self.config.per_match).long())
-        counted = Counted.of(found.tokens, found.weights, self.config.min_probability, deepest)
-        filled = fill_counted(state.plan, state.history.root[:, 0], counted)
-        return Proposal(
-            filled.tokens, filled.tree, confidence=filled.confidence, limit=filled.limit
-        )
+            deepest = torch.minimum(deepest, (longest * self.config.per_match).long())
+        counted = Counted.of(tokens, weights, self.config.min_probability, deepest)
+        return fill_counted(state.plan, state.history.root[:, 0], counted)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Remember the accepted run in the row's text and in its ring; see the protocol."""
@@ -132,14 +129,16 @@ class Drafter:
 
     # Searching
 
-    def _occurrences(self, state: State) -> Continuations:
-        """The best K occurrences: the longest matches first, then own ones, then recent ones."""
+    def _occurrences(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
+        """The best K occurrences: the longest matches first, then own ones, then recent ones.
+
+        Returns what followed them [B, K, D] int64, weights [B, K] float32, the longest match [B].
+        """
         newest = state.history.newest(self.config.max_n).flip(1)  # [B, max_n], the root first
         matched, places = self._own(state, newest), state.history.tokens.shape[1]
         if state.archive is not None:
-            matched = torch.cat(
-                [matched, self._archived(state, state.archive, newest).flatten(1)], 1
-            )
+            archived = self._archived(state, state.archive, newest)
+            matched = torch.cat([matched, archived.flatten(1)], 1)
         matched = torch.where(matched >= self.config.min_n, matched, 0)
         # Unique for every place, so that the order does not depend on how a device breaks ties.
         recency = torch.arange(places, device=newest.device)
@@ -154,9 +153,8 @@ class Drafter:
         lengths = score // matched.shape[1]
         longest = lengths[:, :1]
         weights = torch.pow(self.config.backoff, (longest - lengths).float())  # 0 ** 0 is 1
-        return Continuations(
-            self._continuations(state, place), torch.where(lengths > 0, weights, 0.0), longest[:, 0]
-        )
+        tokens = self._continuations(state, place)
+        return tokens, torch.where(lengths > 0, weights, 0.0), longest[:, 0]
 
     def _own(self, state: State, newest: Tensor) -> Tensor:
         """Tokens up to each slot of the row's text [B, S] that equal the newest; 0 at the root."""
@@ -196,20 +194,8 @@ class Drafter:
         tokens = history.tokens.gather(1, wanted.clamp(max=own - 1).flatten(1)).view(*wanted.shape)
         if archive is None:
             return tokens
-        ring, slot = (
-            (place - own).clamp(min=0) // archive.slots,
-            (place - own).clamp(min=0) % archive.slots,
-        )
+        behind = (place - own).clamp(min=0)
+        ring, slot = behind // archive.slots, behind % archive.slots
         follows = archive.tokens[ring[..., None], (slot[..., None] + 1 + steps) % archive.slots]
         ended = (follows < 0).to(torch.uint8).cummax(-1).values.bool()
         return torch.where((place < own)[..., None], tokens, torch.where(ended, -1, follows))
-
-
-@dataclass
-class Continuations:
-    """tokens [B, K, D] int64: what followed each occurrence; weights [B, K] float32; longest [B]
-    int64: the longest match."""
-
-    tokens: Tensor
-    weights: Tensor
-    longest: Tensor

@@ -67,16 +67,12 @@ class TrainBatch:
 
         What lies outside is clamped and means nothing: nobody supervises it.
         """
-        last = self.tokens.numel() - 1
+        last, roots = self.tokens.numel() - 1, states - depth + 1
         if self.weights is not None:
             values = values * self.weights.flatten()[(states + 1).clamp(max=last)].to(values.dtype)
-        return self.from_anchors(values, states, depth)
-
-    def from_anchors(self, values: Tensor, states: Tensor, depth: Tensor | int) -> Tensor:
-        """`weighed` by the weights of the drafts' roots alone."""
-        if self.anchors is None:
-            return values
-        return values * self.anchors.flatten()[(states - depth + 1).clamp(min=0)].to(values.dtype)
+        if self.anchors is not None:
+            values = values * self.anchors.flatten()[roots.clamp(min=0)].to(values.dtype)
+        return values
 
 
 @dataclass

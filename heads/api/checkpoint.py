@@ -39,10 +39,8 @@ def save_drafter(
     """
     directory.mkdir(parents=True, exist_ok=True)
     if isinstance(drafter, TrainableDrafter):
-        tensors = {
-            name: value.detach().cpu().contiguous()
-            for name, value in (state or drafter.state_dict()).items()
-        }
+        given = (state or drafter.state_dict()).items()
+        tensors = {name: value.detach().cpu().contiguous() for name, value in given}
         partial = directory / (WEIGHTS_FILE + ".partial")
         save_file(tensors, str(partial), metadata={"format": "pt"})
         os.replace(partial, directory / WEIGHTS_FILE)

@@ -45,11 +45,8 @@ class Kind:
 
 def kind_names() -> list[str]:
     """Names of all kinds, sorted, without importing them."""
-    return sorted(
-        item.name
-        for item in pkgutil.iter_modules(heads.__path__)
-        if not item.ispkg and not item.name.startswith("_")
-    )
+    modules = pkgutil.iter_modules(heads.__path__)
+    return sorted(m.name for m in modules if not m.ispkg and not m.name.startswith("_"))
 
 
 def get_kind(name: str) -> Kind:

@@ -24,17 +24,17 @@ def write_rows(state: Any, rows: Tensor, new: Any) -> None:
         f"{type(state)} and {type(new)} are not the same dataclass"
     )
     for item in fields(state):
-        old_value, new_value = getattr(state, item.name), getattr(new, item.name)
-        if isinstance(old_value, Tensor):
-            old_value[rows.to(old_value.device)] = new_value
-        elif isinstance(old_value, (list, tuple)):
-            for old_part, new_part in zip(old_value, new_value, strict=True):
-                if isinstance(old_part, Tensor):
-                    old_part[rows.to(old_part.device)] = new_part
-                elif is_dataclass(old_part) and not getattr(old_part, "shared_between_rows", False):
-                    write_rows(old_part, rows, new_part)
-        elif is_dataclass(old_value) and not getattr(old_value, "shared_between_rows", False):
-            write_rows(old_value, rows, new_value)
+        _write(getattr(state, item.name), rows, getattr(new, item.name))
+
+
+def _write(old: Any, rows: Tensor, new: Any) -> None:
+    if isinstance(old, Tensor):
+        old[rows.to(old.device)] = new
+    elif isinstance(old, (list, tuple)):
+        for old_part, new_part in zip(old, new, strict=True):
+            _write(old_part, rows, new_part)
+    elif _has_rows(old):
+        write_rows(old, rows, new)
 
 
 def first_rows(state: Any, count: int) -> Any:
@@ -87,8 +87,5 @@ def _over(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _has_rows(state: Any) -> bool:
     """Whether a part of a state is a dataclass with rows of its own."""
-    return (
-        is_dataclass(state)
-        and not isinstance(state, type)
-        and not getattr(state, "shared_between_rows", False)
-    )
+    shared = isinstance(state, type) or getattr(state, "shared_between_rows", False)
+    return is_dataclass(state) and not shared

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -92,9 +92,8 @@ class Predictions:
 
     def only(self, chosen: Tensor) -> Predictions:
         """The predictions with these numbers [M']."""
-        return Predictions(
-            self.outputs, self.at[chosen], self.states[chosen], self.depth[chosen], self.depths
-        )
+        at, states, depth = (part[chosen] for part in (self.at, self.states, self.depth))
+        return Predictions(self.outputs, at, states, depth, self.depths)
 
 
 Head = Callable[[Tensor], Tensor]
@@ -112,9 +111,8 @@ def distillation_loss(
         chosen = predictions.only(rows)
         logits, wanted, labels = _look(config, batch, chosen, head)
         alpha = None if acceptance is None else acceptance[rows]
-        values = batch.weighed(
-            objective(config, logits, wanted, labels, alpha), chosen.states, chosen.depth + 1
-        )
+        values = objective(config, logits, wanted, labels, alpha)
+        values = batch.weighed(values, chosen.states, chosen.depth + 1)
         best = labels if wanted is None else losses.best_column(wanted)
         hits = losses.best_column(logits) == best
         if predictions.depths == 1:
@@ -145,20 +143,15 @@ def objective(
     if wanted is None:
         return torch.stack(values).sum(0)
     drafted, wanted = tempered(config, logits), tempered(config, wanted)
-    if config.forward_kl > 0:
-        values.append(config.forward_kl * losses.forward_kl(drafted, wanted))
-    if config.reverse_kl > 0:
-        values.append(config.reverse_kl * losses.reverse_kl(drafted, wanted))
-    if config.jsd > 0:
-        values.append(config.jsd * losses.jensen_shannon(drafted, wanted, config.jsd_beta))
-    if config.tv > 0:
-        values.append(config.tv * losses.total_variation(drafted, wanted))
-    if config.lk > 0:
-        values.append(config.lk * losses.acceptance_nll(drafted, wanted))
-    if config.lk_annealed > 0:
-        values.append(
-            config.lk_annealed * losses.annealed_lk(drafted, wanted, config.lk_eta, alpha)
-        )
+    soft: tuple[tuple[float, Callable[..., Tensor], tuple[Any, ...]], ...] = (
+        (config.forward_kl, losses.forward_kl, ()),
+        (config.reverse_kl, losses.reverse_kl, ()),
+        (config.jsd, losses.jensen_shannon, (config.jsd_beta,)),
+        (config.tv, losses.total_variation, ()),
+        (config.lk, losses.acceptance_nll, ()),
+        (config.lk_annealed, losses.annealed_lk, (config.lk_eta, alpha)),
+    )
+    values += [weight * loss(drafted, wanted, *more) for weight, loss, more in soft if weight > 0]
     return torch.stack(values).sum(0)
 
 
@@ -172,11 +165,8 @@ def _look(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Drafter's logits, target's (None without soft objectives) and labels of predictions."""
     wanted = teacher_logits(batch, chosen.states) if config.soft else None
-    return (
-        head(chosen.outputs.index_select(0, chosen.at)),
-        wanted,
-        next_tokens(batch, chosen.states),
-    )
+    logits = head(chosen.outputs.index_select(0, chosen.at))
+    return logits, wanted, next_tokens(batch, chosen.states)
 
 
 @torch.no_grad()

@@ -57,9 +57,7 @@ class Rope:
         angles = positions[..., None].float() * self._frequencies(positions.device)
         scale = 1.0 if self._given is None else self._given.scale
         cosine, sine = angles.cos() * scale, angles.sin() * scale
-        return torch.stack(
-            [cosine.repeat(*[1] * positions.dim(), 2), torch.cat([-sine, sine], -1)], -2
-        )
+        return torch.stack([torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)], -2)
 
     def _frequencies(self, device: torch.device) -> Tensor:
         """Inverse frequencies [D / 2] float32."""

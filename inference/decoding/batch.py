@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -19,14 +18,6 @@ from inference.decoding.pass_details import read_details
 from inference.decoding.requests import Completion, PassRecord, Request
 
 OnTokens = Callable[[Request, list[int], PassRecord | None], None]
-
-
-@dataclass
-class _Launched:
-    """A step whose result the host has not read, and the requests that its rows held then."""
-
-    pending: Pending
-    sat: list[Completion | None]
 
 
 class BatchRun:
@@ -45,7 +36,8 @@ class BatchRun:
         self.end_ids = set(lanes.target.eos_token_ids)
         self.running: list[Completion | None] = [None] * lanes.count
         self.waiting = deque(requests)
-        self.launched: deque[_Launched] = deque()
+        # steps whose results are unread, with the requests that their rows held then
+        self.launched: deque[tuple[Pending, list[Completion | None]]] = deque()
         self.cancelled: set[int] = set()
         lanes.stop()
 
@@ -85,18 +77,15 @@ class BatchRun:
     def step(self) -> list[Completion]:
         """Launch a step if needed, read the oldest result that is due; returns what ended."""
         if self._needs_another():
-            self.launched.append(_Launched(self._launch(), list(self.running)))
+            self.launched.append((self._launch(), list(self.running)))
             if len(self.launched) <= self.lag:
                 return []
-        return self._read(self.launched.popleft())
+        return self._read(*self.launched.popleft())
 
     def _needs_another(self) -> bool:
         """False when the steps under way exhaust every row's budget even at one token each."""
-        ahead = len(self.launched)
-        return any(
-            item is not None and item.request.max_new_tokens - len(item.tokens) > ahead
-            for item in self.running
-        )
+        running, ahead = [item for item in self.running if item is not None], len(self.launched)
+        return any(one.request.max_new_tokens - len(one.tokens) > ahead for one in running)
 
     def _launch(self) -> Pending:
         """Launch a step; with results on their way, the longest row is only bounded."""
@@ -119,11 +108,11 @@ class BatchRun:
             self.lanes.move(used[-1], free)
             self.running[free], self.running[used[-1]] = self.running[used[-1]], None
 
-    def _read(self, launched: _Launched) -> list[Completion]:
+    def _read(self, pending: Pending, sat: list[Completion | None]) -> list[Completion]:
         """Bring a step's outcome to the host and book it."""
         finished = []
-        outcome = launched.pending.read()
-        for row, completion in enumerate(launched.sat):
+        outcome = pending.read()
+        for row, completion in enumerate(sat):
             if completion is None or completion.done:
                 continue
             committed, accepted, rejected, ended, live, *tokens = outcome[row]

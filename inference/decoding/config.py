@@ -100,9 +100,8 @@ class DecodeConfig(SamplingSettings):
 
     def sampling(self) -> SamplingSettings:
         """The target's sampling settings, which carry the same names."""
-        return SamplingSettings(
-            **{item.name: getattr(self, item.name) for item in fields(SamplingSettings)}
-        )
+        names = [item.name for item in fields(SamplingSettings)]
+        return SamplingSettings(**{name: getattr(self, name) for name in names})
 
     def tree(self, device: torch.device | str = "cpu") -> DraftShape:
         """The shape that drafters fill."""

@@ -245,19 +245,13 @@ def measure_costs(
             f"bench.costs.lengths {list(config.lengths)} with up to {widest} nodes need {most} "
             f"positions, but target '{target.info.id}' has {limit}. Lower bench.costs.lengths."
         )
-    return measure_grid(
-        target,
-        sorted(set(config.nodes)),
-        config.batches,
-        config.lengths,
-        widest,
-        text,
-        [arm.drafter for arm in arms],
-        lambda bench: {key: call for arm in arms for key, call in bench.drafting(arm).items()},
-        config.repeats,
-        config.warmup,
-        seed,
-    )
+
+    def steps(bench: Bench) -> dict[StepKey, Call]:
+        return {key: call for arm in arms for key, call in bench.drafting(arm).items()}
+
+    grid = sorted(set(config.nodes)), config.batches, config.lengths, widest, text
+    drafters, often = [arm.drafter for arm in arms], (config.repeats, config.warmup, seed)
+    return measure_grid(target, *grid, drafters, steps, *often)
 
 
 @torch.no_grad()

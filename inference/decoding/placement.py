@@ -86,11 +86,15 @@ class PlacedDrafter:
         self._proposed = proposal.tree
         assert self._tree is not None
         given, placed = self._tree
-        tree = given if proposal.tree is placed else self._tree_back(proposal.tree)
-        assert isinstance(tree, TokenTree)
+        tree = proposal.tree
+        if tree is placed:
+            assert isinstance(given, TokenTree)
+            tree = given
+        else:
+            moved = map(self._back, (tree.parents, tree.depth, tree.ancestors))
+            tree = TokenTree(*moved, tree.max_depth, tree.is_chain)
         parts = {name: part for name, part in vars(proposal).items() if isinstance(part, Tensor)}
-        moved = {name: self._back(part) for name, part in parts.items()}
-        return replace(proposal, tree=tree, **moved)
+        return replace(proposal, tree=tree, **{k: self._back(part) for k, part in parts.items()})
 
     def commit(self, state: Any, accepted: TargetStates) -> Any:
         return self.drafter.commit(state, self._states(accepted))
@@ -103,10 +107,8 @@ class PlacedDrafter:
 
     def _states(self, seen: TargetStates) -> TargetStates:
         """The states on the drafter's device: small tensors in one copy, only features it reads."""
-        small = torch.stack(
-            [seen.tokens, seen.next_tokens, seen.positions, seen.valid.to(torch.int64)]
-        )
-        tokens, following, positions, valid = self._over(small).unbind(0)
+        small = [seen.tokens, seen.next_tokens, seen.positions, seen.valid.to(torch.int64)]
+        tokens, following, positions, valid = self._over(torch.stack(small)).unbind(0)
         taps = seen.taps if self.needs.taps else None
         hidden = seen.last_hidden if self.needs.last_hidden or self.needs.logits else None
         features = (None if part is None else self._over(part) for part in (taps, hidden))
@@ -140,10 +142,6 @@ class PlacedDrafter:
                     setattr(placed, name, self._over(value))
                     known[name] = value, value._version
         return placed
-
-    def _tree_back(self, tree: TokenTree) -> TokenTree:
-        parts = (self._back(part) for part in (tree.parents, tree.depth, tree.ancestors))
-        return TokenTree(*parts, tree.max_depth, tree.is_chain)
 
     def _over(self, value: Tensor) -> Tensor:
         self.transfer.moves_in += 1

@@ -43,7 +43,9 @@ def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     out = torch.empty(heads, rows, hidden, dtype=states.dtype, device=states.device)
     _residual_kernel[(heads, triton.cdiv(hidden, OUTPUTS))](
         *(states, weight, bias, out, rows, hidden, states.stride(0), states.stride(1)),
-        ROWS=MAX_ROWS, OUTPUTS=OUTPUTS, INPUTS=INPUTS,
+        ROWS=MAX_ROWS,
+        OUTPUTS=OUTPUTS,
+        INPUTS=INPUTS,
         # the interpreter keeps bfloat16 as bare bits, which numpy cannot multiply
         UPCAST=interpreted() and states.dtype == torch.bfloat16,
         num_warps=4,

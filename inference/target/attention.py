@@ -29,29 +29,20 @@ NAME = "headstart"
 
 
 @dataclass
-class TreeNodes:
-    """Tree nodes for the kernel: lengths [B], words [1|B, N, W] int32, depth [1|B, N] int64."""
-
-    lengths: Tensor
-    words: Tensor
-    depth: Tensor
-
-
-@dataclass
 class AttentionPlan:
     """What the queries of one forward pass may see.
 
     allowed [B|1, N, S] bool, or None when plain causality says it all (`causal`) or every key is
     visible. query_positions [B|1, N], key_positions [B|1, S] int64: for sliding windows only.
-    nodes: the queries are tree nodes over the whole cache, for the kernel; it takes the place of
-    everything else.
+    nodes: the queries are tree nodes over the whole cache, for the kernel, which takes lengths [B]
+    int64, words [1|B, N, W] int32 and depth [1|B, N] int64 in the place of everything else.
     """
 
     allowed: Tensor | None
     causal: bool
     query_positions: Tensor
     key_positions: Tensor
-    nodes: TreeNodes | None = None
+    nodes: tuple[Tensor, Tensor, Tensor] | None = None
     _bias: dict[Any, Tensor | None] = field(default_factory=dict)
 
     def bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
@@ -107,10 +98,9 @@ def planned_attention(
     plan = _PLAN.get()
     batch, heads, nodes, size = query.shape
     if plan.nodes is not None:
-        tree = plan.nodes.lengths, plan.nodes.words, plan.nodes.depth
         scale = size**-0.5 if scaling is None else scaling
         limits = {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
-        return TREE_ATTENTION(query, key, value, *tree, scaling=scale, **limits), None
+        return TREE_ATTENTION(query, key, value, *plan.nodes, scaling=scale, **limits), None
     key_heads = key.shape[1]
     groups = heads // key_heads
     if softcap is not None or s_aux is not None:

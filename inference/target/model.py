@@ -24,7 +24,7 @@ from heads.api.tree import TokenTree
 from inference.kernels.dispatch import choose
 from inference.kernels.packed_linear import pack_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
-from inference.target.attention import AttentionPlan, TreeNodes, attention_plan
+from inference.target.attention import AttentionPlan, attention_plan
 from inference.target.kv_cache import KVCache, LayerShape
 from inference.target.loading import (
     TargetConfig,
@@ -156,7 +156,9 @@ class TargetModel:
             parts.append(self._run(part, positions, plan, cache, needs.taps))
         cache.writer.offset = 0
         self._cache_shapes = cache.shapes()
-        seen = parts[0] if len(parts) == 1 else _join(parts)
+        taps = [part.taps for part in parts if part.taps is not None]
+        hidden = torch.cat([part.last_hidden for part in parts], 1)
+        seen = Seen(torch.cat(taps, 1) if taps else None, hidden)
         last = seen.last_hidden[torch.arange(tokens.shape[0], device=tokens.device), lengths - 1]
         return self.weights.logits(last), seen
 
@@ -198,7 +200,7 @@ class TargetModel:
     ) -> AttentionPlan:
         """What nodes may see, from lengths on the device: bits for the kernel, or a mask."""
         if choose(TREE_ATTENTION, self.device, self.dtype).implementation == "triton":
-            nodes = TreeNodes(lengths, tree.words(), tree.depth)
+            nodes = lengths, tree.words(), tree.depth
             return AttentionPlan(None, False, positions, positions, nodes)
         return _ragged_plan(tree, positions, lengths, bound)
 
@@ -229,13 +231,6 @@ class TargetModel:
                 f"differ from its own by {gap:.3g} (recurrent states, ALiBi or other non-standard "
                 "attention). Use a model with standard softmax attention."
             )
-
-
-def _join(parts: list[Seen]) -> Seen:
-    """What several chunks of one prompt left, in order."""
-    taps = [part.taps for part in parts if part.taps is not None]
-    hidden = torch.cat([part.last_hidden for part in parts], 1)
-    return Seen(torch.cat(taps, 1) if taps else None, hidden)
 
 
 def _single_row_plan(tree: TokenTree, positions: Tensor, length: int) -> AttentionPlan:

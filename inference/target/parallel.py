@@ -7,23 +7,19 @@ everywhere. Attention and cache see the local heads only and need to know nothin
 
 Every process runs the same decoding loop. They stay together without talking about it because
 nothing in a step depends on the process: sums come out of an all-reduce bit for bit equal, and the
-sampling noise is keyed. `require_agreement` is the check. Embedding and LM head are also kept whole
-in each process for the drafter, which runs everywhere on its own.
+sampling noise is keyed. Embedding and LM head are also kept whole in each process for the drafter,
+which runs everywhere on its own.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
-import hashlib
 import os
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,11 +41,6 @@ class Ranks:
     rank: int
     size: int
     device: torch.device
-
-    @property
-    def is_main(self) -> bool:
-        """True in the one process that writes and prints."""
-        return self.rank == 0
 
 
 def join_ranks(wanted: str) -> Ranks:
@@ -144,29 +135,3 @@ class GatheredState(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._parameters)
-
-
-def require_agreement(tokens: Sequence[int], what: str) -> None:
-    """Raise `RuntimeError` unless all processes hold the same `tokens`. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    digest = hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, digest)
-    odd = [rank for rank, value in enumerate(found) if value != found[0]]
-    if odd:
-        raise RuntimeError(
-            f"processes {odd} decoded other tokens than process 0 for {what}: their devices or "
-            "libraries compute differently, so this target cannot be split over them."
-        )
-
-
-@contextmanager
-def only_main_prints(ranks: Ranks) -> Iterator[None]:
-    """Swallow what other processes than the main one print inside the block."""
-    if ranks.is_main:
-        yield
-        return
-    sys.stdout.flush()
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield

@@ -77,22 +77,16 @@ def fit_temperatures(log_odds: Tensor, accepted: Tensor) -> Tensor:
         raise UserError(
             "calibration needs recorded drafts; given none. Draft for a few prompts first."
         )
-    tried = torch.logspace(
-        torch.tensor(COOLEST).log10().item(),
-        torch.tensor(HOTTEST).log10().item(),
-        STEPS,
-        dtype=torch.float64,
-    )
+    ends = (torch.tensor(end).log10().item() for end in (COOLEST, HOTTEST))
+    tried = torch.logspace(*ends, STEPS, dtype=torch.float64)
     settled = torch.ones(log_odds.shape[0], dtype=torch.float64)
     temperatures = []
     for depth in range(log_odds.shape[1]):
         outcome = (accepted.cpu() > depth).double()
         # [tried, M]
         chances = settled * (log_odds[:, depth].cpu().double() / tried[:, None]).sigmoid()
-        errors = [
-            float(F.binary_cross_entropy(chance.clamp(1e-9, 1 - 1e-9), outcome))
-            for chance in chances
-        ]
+        safe = chances.clamp(1e-9, 1 - 1e-9)
+        errors = [float(F.binary_cross_entropy(chance, outcome)) for chance in safe]
         best = min(range(STEPS), key=lambda i: (errors[i], abs(i - STEPS // 2)))
         temperatures.append(float(tried[best]))
         settled = chances[best]
@@ -114,7 +108,5 @@ def calibration_errors(
 ) -> list[float]:
     """`calibration_error` of the survival up to each depth [K]."""
     chances = survival(log_odds, torch.as_tensor(temperatures))
-    return [
-        calibration_error(chances[:, depth], (accepted > depth).double())
-        for depth in range(log_odds.shape[1])
-    ]
+    columns = enumerate(chances.unbind(1))
+    return [calibration_error(chance, (accepted > depth).double()) for depth, chance in columns]

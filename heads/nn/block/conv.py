@@ -31,9 +31,8 @@ class BlockConv(nn.Module):
             )
         self.group_size = group_size
         self.base_kernel = nn.Parameter(torch.empty(2, TAPS, hidden_size))
-        self.kernel_projection = nn.Linear(
-            hidden_size, 2 * TAPS * (hidden_size // group_size), bias=False
-        )
+        kernels = 2 * TAPS * (hidden_size // group_size)
+        self.kernel_projection = nn.Linear(hidden_size, kernels, bias=False)
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -51,9 +50,8 @@ class BlockConv(nn.Module):
         return self._mix(states, kernel, 1)
 
     def _mix(self, states: Tensor, delta: Tensor, side: int) -> Tensor:
-        previous = nn.functional.pad(
-            states[..., :-1, :], (0, 0, 1, 0)
-        )  # the slot before a block's first is zero
+        # the slot before a block's first is zero
+        previous = nn.functional.pad(states[..., :-1, :], (0, 0, 1, 0))
         out = torch.zeros_like(states)
         for tap, values in enumerate((states, previous)):
             varying = values.unflatten(-1, (-1, self.group_size)) * delta[..., tap, :, None]

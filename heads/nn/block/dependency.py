@@ -244,23 +244,19 @@ class Selector(Dependency):
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         tables = self.tables
-        init.copy(
-            tables.predecessor_codebook, project_rows(weights.embedding, self.rank, generator)
-        )
+        rows = project_rows(weights.embedding, self.rank, generator)
+        init.copy(tables.predecessor_codebook, rows)
         init.constant(tables.successor_codebook, 0.0)
         init.normal(tables.hidden_projection.weight, self.info.hidden_size**-0.5, generator)
 
     def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
-        return F.embedding(
-            tokens, self.tables.predecessor_codebook
-        ) * self.tables.hidden_projection(states)
+        tables = self.tables
+        return F.embedding(tokens, tables.predecessor_codebook) * tables.hidden_projection(states)
 
     def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
         assert base is not None
-        share = self.candidates(base)
-        return (
-            base + share * F.linear(carry, self.tables.successor_codebook) - OUTSIDE * (1 - share)
-        )
+        share, scores = self.candidates(base), F.linear(carry, self.tables.successor_codebook)
+        return base + share * scores - OUTSIDE * (1 - share)
 
     def teaches(self, base: Tensor | None, labels: Tensor) -> Tensor | None:
         """Where the right token is among the candidates: elsewhere no order of them is right."""
@@ -328,13 +324,10 @@ def build_dependency(name: str, rank: int, top_k: int, info: TargetInfo) -> Depe
         raise UserError(f"head.dependency '{name}' is unknown.{suggest(name, NAMES)}")
     if name == "none":
         return Dependency(1, info)
-    if name == "gru":
-        return Gru(rank, info)
     if name == "selector":
         return Selector(rank, info, top_k)
-    if name == "parent":
-        return Parent(rank, info)
-    return Markov(rank, info, name)
+    plain: dict[str, type[Dependency]] = {"gru": Gru, "parent": Parent}
+    return plain[name](rank, info) if name in plain else Markov(rank, info, name)
 
 
 def project_rows(rows: Tensor, size: int, generator: torch.Generator) -> Tensor:

@@ -45,21 +45,16 @@ class BlockAttention(Attention):
 
     def __init__(self, shape: LayerShape, own_context: bool) -> None:
         super().__init__(replace(shape, qk_norm=True))
-        width = shape.num_key_value_heads * shape.head_dim
-        self.context_k_proj = (
-            nn.Linear(shape.hidden_size, width, bias=False) if own_context else None
-        )
-        self.context_v_proj = (
-            nn.Linear(shape.hidden_size, width, bias=False) if own_context else None
-        )
+        sizes = shape.hidden_size, shape.num_key_value_heads * shape.head_dim
+        self.context_k_proj = nn.Linear(*sizes, bias=False) if own_context else None
+        self.context_v_proj = nn.Linear(*sizes, bias=False) if own_context else None
 
     def context(self, features: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """The target's features [B, T, H] -> keys and values [B, T, g, D]."""
         key = self.k_proj if self.context_k_proj is None else self.context_k_proj
         value = self.v_proj if self.context_v_proj is None else self.context_v_proj
-        return rotate(self._heads(key(features), self.k_norm), rotation), self._heads(
-            value(features), None
-        )
+        rotated = rotate(self._heads(key(features), self.k_norm), rotation)
+        return rotated, self._heads(value(features), None)
 
 
 class BlockLayer(nn.Module):
@@ -82,9 +77,8 @@ class BlockLayer(nn.Module):
             states = states + self._attend(normed, rotation, attend)
         else:
             normed, kernel = self.attention_conv.before(normed)
-            states = states + self.attention_conv.after(
-                self._attend(normed, rotation, attend), kernel
-            )
+            attended = self._attend(normed, rotation, attend)
+            states = states + self.attention_conv.after(attended, kernel)
         normed = self.post_attention_layernorm(states)
         if self.mlp_conv is None:
             return cast(Tensor, states + self.mlp(normed))
@@ -92,11 +86,9 @@ class BlockLayer(nn.Module):
         return states + self.mlp_conv.after(self.mlp(normed), kernel)
 
     def _attend(self, normed: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        key, value = self.self_attn.key_value(normed, rotation)
-        out: Tensor = self.self_attn.o_proj(
-            attend(self.self_attn.query(normed, rotation), key, value)
-        )
-        return out
+        attention = self.self_attn
+        key, value = attention.key_value(normed, rotation)
+        return attention.o_proj(attend(attention.query(normed, rotation), key, value))
 
 
 class LayerFusion(nn.Module):
@@ -175,9 +167,8 @@ def start_layer(mine: BlockLayer, state: Mapping[str, Tensor], layer: int) -> No
         else:
             # The size that heads of normalised inputs have on average, so that scores keep their
             # spread.
-            init.constant(
-                mine_norm, float(found[f"self_attn.{name}_proj"].square().sum(1).mean().sqrt())
-            )
+            size = found[f"self_attn.{name}_proj"].square().sum(1).mean().sqrt()
+            init.constant(mine_norm, float(size))
 
 
 def start_layers(

@@ -61,9 +61,8 @@ class Objective:
 
     def __call__(self, logits: Tensor, labels: Tensor, target_logits: Tensor | None) -> Tensor:
         """logits [R, V], labels [R] int64, target_logits [R, V] (None unless `soft`) -> [R]."""
-        total = logits.new_zeros(
-            labels.shape, dtype=torch.promote_types(logits.dtype, torch.float32)
-        )
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        total = logits.new_zeros(labels.shape, dtype=wide)
         if self.ce > 0:
             total = total + self.ce * losses.cross_entropy(logits, labels)
         if not self.soft:

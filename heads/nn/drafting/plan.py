@@ -45,16 +45,13 @@ class TreePlan:
     levels: tuple[LevelPlan, ...]
     node_depth: Tensor  # [N] int64
     max_rank: int
-    by_depth_and_rank: (
-        Tensor  # [N - 1] int64: (depth - 1) * (max_rank + 1) + sibling rank of each drafted node
-    )
+    # [N - 1] int64: (depth - 1) * (max_rank + 1) + sibling rank of each drafted node
+    by_depth_and_rank: Tensor
     best_path: Tensor  # [N] bool: the root and its rank-0 descendants
     run_nodes: Tensor  # [R] int64: the drafted nodes that have children, level by level
     run_depth: Tensor  # [R] int64: their depths
-    run_visible: (
-        # [R, N] bool: column i says that they attend to node i+1; the last one is always False
-        Tensor
-    )
+    # [R, N] bool: column i says that they attend to node i+1; the last one is always False
+    run_visible: Tensor
     drawn_from: Tensor  # [N] int64: place of each node among the root and `run_nodes`; 0 for leaves
     shared_between_rows: ClassVar[bool] = True
 

@@ -118,16 +118,6 @@ def layer_weights(layer: nn.Module, *parts: str) -> dict[str, Tensor]:
     }
 
 
-def step_places(outputs: int, states: int, device: torch.device) -> Tensor:
-    """[K, B*T] int64: where, among the K unrolled steps' outputs laid end to end, step k's
-    prediction from each flat state lies.
-
-    Step k at row t predicts from state t+k; states without such a row are unsupervised.
-    """
-    behind = torch.arange(1, outputs + 1, device=device)[:, None]
-    return (behind - 1) * states + (torch.arange(states, device=device) - behind).clamp(min=0)
-
-
 def sum_by_state(
     batch: TrainBatch, outputs: Tensor, places: Tensor, wanted: Tensor, columns: int, judge: Judge
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,12 +156,13 @@ def unrolled_loss(
     reduced)."""
     steps = len(unrolled)
     wanted = losses.supervised_states(batch, steps)
-    places = step_places(steps, wanted.shape[0], wanted.device)
-    flat, widest = (
-        torch.cat([each.flatten(0, 1) for each in unrolled]),
-        max(steps * columns, taught),
-    )
-    sums = sum_by_state(batch, flat, places, wanted, widest, judge)
+    # Among the outputs laid end to end, where step k's prediction from each state lies: step k at
+    # row t predicts from state t+k. States without such a row are not supervised.
+    behind = torch.arange(1, steps + 1, device=wanted.device)[:, None]
+    rows = (torch.arange(wanted.shape[0], device=wanted.device) - behind).clamp(min=0)
+    places = (behind - 1) * wanted.shape[0] + rows
+    flat = torch.cat([each.flatten(0, 1) for each in unrolled])
+    sums = sum_by_state(batch, flat, places, wanted, max(steps * columns, taught), judge)
     return losses.weighted_output(weights, *sums)
 
 
@@ -189,6 +180,22 @@ def teacher_logits(batch: TrainBatch, states_at: Tensor) -> Tensor:
     assert batch.last_hidden is not None, "this loss needs the target's last hidden state"
     assert batch.target_logits is not None, "this loss needs the target's logits"
     return batch.target_logits(batch.last_hidden.flatten(0, 1)[states_at])
+
+
+def label_loss(
+    batch: TrainBatch, logits: Tensor, labels: Tensor, states_at: Tensor, hard: float
+) -> tuple[Tensor, Tensor]:
+    """Losses [X, Y] of logits [X, Y, V] against the answer's tokens `labels` [X, Y], whose share is
+    `hard`, and the target's distributions at flat states [X, Y]; and the tokens that count as
+    right: the target's likeliest where it is asked, else the answer's."""
+    flat = logits.flatten(0, 1)
+    if hard == 1:
+        return losses.cross_entropy(flat, labels.flatten()).view(labels.shape), labels
+    teacher = teacher_logits(batch, states_at.flatten())
+    values = losses.soft_cross_entropy(flat, probabilities_of(teacher))
+    if hard > 0:
+        values = torch.lerp(values, losses.cross_entropy(flat, labels.flatten()), hard)
+    return values.view(labels.shape), losses.best_column(teacher).view(labels.shape)
 
 
 def next_tokens(batch: TrainBatch, states_at: Tensor) -> Tensor:

@@ -85,9 +85,8 @@ class Chain:
             # and seen by nobody.
             tokens = batch.tokens.roll(-(step + 1), 1)
             rotation = self.rope.at(batch.positions + step, feature.dtype)
-            key, value, shown, feature = self._unrolled(
-                tokens, rotation, feature, tuple(keys), tuple(values), mask
-            )
+            seen = tuple(keys), tuple(values), mask
+            key, value, shown, feature = self._unrolled(tokens, rotation, feature, *seen)
             keys.append(key)
             values.append(value)
             emitted.append(shown)
@@ -128,10 +127,8 @@ class Chain:
         net, attention = self.network, self.network.attention
         features = net.features(accepted.taps, accepted.last_hidden)
         states, residual = net.read(accepted.next_tokens, features)  # [B, W, X], [B, W, H]
-        at = state.advance(accepted)
-        attended = attend_last(
-            attention, state, states, run_slots(accepted), at, self._table(state)
-        )
+        at, slots = state.advance(accepted), run_slots(accepted)
+        attended = attend_last(attention, state, states, slots, at, self._table(state))
         state.output.copy_(net.finish(residual[at], attended))
         return state
 

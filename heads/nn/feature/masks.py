@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from heads.api.batch import TrainBatch
 
@@ -33,9 +34,8 @@ class Masks:
     def everywhere(cls, tokens: Tensor, steps: int) -> Masks:
         """`steps` masks behind every place of `tokens` [B, T], place by place."""
         length, device = tokens.shape[1], tokens.device
-        place = (
-            torch.arange(length, device=device).repeat_interleave(steps).expand(tokens.shape[0], -1)
-        )
+        place = torch.arange(length, device=device).repeat_interleave(steps)
+        place = place.expand(tokens.shape[0], -1)
         step = torch.arange(1, steps + 1, device=device).repeat(length).expand_as(place)
         return cls(place, step, torch.ones_like(place, dtype=torch.bool))
 
@@ -45,29 +45,14 @@ class Masks:
 
         A place with nothing supervised at a depth or deeper has no mask there.
         """
-        wanted = torch.stack(
-            [batch.supervised(step + 1) for step in range(1, depth)], -1
-        ).cpu()  # [B, T, K-1]
+        ahead = batch.supervised_ahead(depth - 1)
+        wanted = ahead.unflatten(0, batch.tokens.shape).cpu()  # [B, T, K-1]
         shares = [max(keep**step, least) for step in range(1, depth)]
-        rows = [
-            _sample_row(row, shares, generator)
-            for row, generator in zip(wanted, batch.generators(), strict=True)
-        ]
-        return cls._pad(rows, batch.tokens.device)
-
-    @classmethod
-    def _pad(cls, rows: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Masks:
-        width = max(place.shape[0] for place, _ in rows)
-
-        def padded(values: list[Tensor]) -> Tensor:
-            return torch.stack(
-                [torch.nn.functional.pad(value, (0, width - value.shape[0])) for value in values]
-            ).to(device)
-
+        drawn = zip(wanted, batch.generators(), strict=True)
+        rows = [_sample_row(row, shares, generator) for row, generator in drawn]
         valid = [torch.ones_like(place, dtype=torch.bool) for place, _ in rows]
-        return cls(
-            padded([place for place, _ in rows]), padded([step for _, step in rows]), padded(valid)
-        )
+        parts = *zip(*rows, strict=True), valid
+        return cls(*(pad_sequence(part, True).to(batch.tokens.device) for part in parts))
 
     def supervised(self, batch: TrainBatch) -> Tensor:
         """[B, E] bool: whether a mask predicts a supervised token, at place + step + 1."""

@@ -19,6 +19,7 @@ d head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -64,11 +65,10 @@ class ModuleChain:
         embedded = self.owner.embed(batch.tokens.roll(-1, 1), state.dtype)
         rotation = self.rope.at(batch.positions, state.dtype)
         is_first = (batch.positions == 0)[..., None]
+        attend: Attend = partial(sequence_attention, mask=mask)
         found = []
         for number, module in enumerate(self.modules[:depth]):
-            output = module.run(
-                embedded, state, rotation, lambda q, k, v: sequence_attention(q, k, v, mask)
-            )
+            output = module.run(embedded, state, rotation, attend)
             found.append(output.roll(-number, 1))
             state = output.roll(1, 1).masked_fill(is_first, 0.0)
         return found

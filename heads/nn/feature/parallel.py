@@ -54,10 +54,8 @@ class Anchors:
         useful = torch.zeros_like(batch.loss_mask)
         for depth in range(2, depths + 1):
             useful |= batch.supervised(depth + 1)
-        drawn = torch.stack([torch.rand(length, generator=each) for each in batch.generators()]).to(
-            device
-        )
-        order = (drawn + 2.0 * ~useful).argsort(1)
+        drawn = torch.stack([torch.rand(length, generator=each) for each in batch.generators()])
+        order = (drawn.to(device) + 2.0 * ~useful).argsort(1)
         counts = useful.sum(1).tolist()
         sizes, kept = [], []
         for row in range(1, depths):

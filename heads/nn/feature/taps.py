@@ -80,9 +80,8 @@ class TapDrafter(FeatureDrafter):
 
     def __init__(self, config: TapConfig, info: TargetInfo, layers: dict[str, nn.Module]) -> None:
         super().__init__(config, info)
-        self.needs = FeatureSpec(
-            config.taps or default_taps(info.num_layers), last_hidden=True, logits=True
-        )
+        own = config.taps or default_taps(info.num_layers)
+        self.needs = FeatureSpec(own, last_hidden=True, logits=True)
         self.needs.check(info.num_layers)
         hidden, taps = info.hidden_size, len(self.needs.taps)
         norms = [RMSNorm(hidden, info.rms_norm_eps) for _ in range(taps if config.tap_norm else 0)]

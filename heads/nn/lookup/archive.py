@@ -27,8 +27,7 @@ BARRIER = -2
 
 @dataclass
 class Archive:
-    """tokens [R, A + 1] int64, the last column for what is not kept; cursor [R] int64: next slot.
-    """
+    """tokens [R, A + 1] int64, the last column for what is not kept; cursor [R]: next slot."""
 
     tokens: Tensor
     cursor: Tensor
@@ -41,10 +40,8 @@ class Archive:
         archive = cls(tokens, torch.zeros(rows, dtype=torch.int64, device=device))
         if old is not None:
             rings = min(rows, old.rings)
-            tokens[:rings], archive.cursor[:rings] = (
-                old.tokens[:rings].to(device),
-                old.cursor[:rings].to(device),
-            )
+            tokens[:rings] = old.tokens[:rings].to(device)
+            archive.cursor[:rings] = old.cursor[:rings].to(device)
         return archive
 
     @property

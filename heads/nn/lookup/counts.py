@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from heads.api.drafter import Proposal
 from heads.api.tree import DynamicShape, TokenTree
 from heads.nn.drafting.plan import DynamicPlan, Plan, TreePlan
 
@@ -54,23 +55,12 @@ class Counted:
     @property
     def confidence(self) -> Tensor:
         """The share of the parent's weight that continues like each occurrence [B, D, K]."""
-        above = torch.cat(
-            [self.total[:, None, None].expand_as(self.count[:, :1]), self.count[:, :-1]], 1
-        )
+        first = self.total[:, None, None].expand_as(self.count[:, :1])
+        above = torch.cat([first, self.count[:, :-1]], 1)
         return self.count / above.clamp(min=torch.finfo(above.dtype).tiny)
 
 
-@dataclass
-class Filled:
-    """tokens [B, N], tree, confidence [B, N] float32, limit [B] int64: see `Proposal`."""
-
-    tokens: Tensor
-    tree: TokenTree
-    confidence: Tensor
-    limit: Tensor
-
-
-def fill_counted(plan: Plan, root: Tensor, counted: Counted) -> Filled:
+def fill_counted(plan: Plan, root: Tensor, counted: Counted) -> Proposal:
     """The most frequent continuations in the plan's shape; nodes for which there are none repeat
     `root` [B] with confidence 0.
 
@@ -85,12 +75,10 @@ def fill_counted(plan: Plan, root: Tensor, counted: Counted) -> Filled:
     rows = torch.arange(root.shape[0], device=root.device)[:, None]
     tokens = torch.where(alive, counted.tokens[rows, depth - 1, chosen], root[:, None])
     confidence = torch.where(alive, counted.confidence[rows, depth - 1, chosen], 0.0)
-    return Filled(
-        torch.cat([root[:, None], tokens], 1),
-        tree,
-        torch.cat([torch.ones_like(confidence[:, :1]), confidence], 1),
-        torch.where(alive, depth, 0).amax(1),
-    )
+    tokens = torch.cat([root[:, None], tokens], 1)
+    confidence = torch.cat([torch.ones_like(confidence[:, :1]), confidence], 1)
+    limit = torch.where(alive, depth, 0).amax(1)
+    return Proposal(tokens, tree, confidence=confidence, limit=limit)
 
 
 def _by_rank(plan: TreePlan, counted: Counted) -> tuple[Tensor, Tensor, Tensor, TokenTree]:
@@ -106,9 +94,8 @@ def _by_rank(plan: TreePlan, counted: Counted) -> tuple[Tensor, Tensor, Tensor, 
         free = counted.leads[:, place, None] & lives[..., None]  # [B, P, K]
         if place:
             free = free & counted.alike[rows, place - 1, parents]
-        parents, found = _best(
-            torch.where(free, counted.count[:, place, None], -1.0), level.max_rank + 1
-        )
+        score = torch.where(free, counted.count[:, place, None], -1.0)
+        parents, found = _best(score, level.max_rank + 1)
         parents, lives = parents.flatten(1), found.flatten(1)
         if level.pick is not None:
             parents, lives = parents[:, level.pick], lives[:, level.pick]
@@ -142,11 +129,5 @@ def _best_first(shape: DynamicShape, counted: Counted) -> tuple[Tensor, Tensor, 
     wanted = above * occurrences + leader[rows, above, chosen]
     parent = (wanted[..., None] == order[:, None]).to(torch.uint8).argmax(-1) + 1
     parents = torch.where(alive & (depth > 1), parent, 0)
-    return (
-        depth,
-        chosen,
-        alive,
-        TokenTree.from_parents(
-            torch.cat([torch.zeros_like(parents[:, :1]), parents], 1), shape.max_depth
-        ),
-    )
+    parents = F.pad(parents, (1, 0))
+    return depth, chosen, alive, TokenTree.from_parents(parents, shape.max_depth)

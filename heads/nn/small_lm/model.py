@@ -11,6 +11,7 @@ of a run, P tokens run together, Q of them whose outputs are wanted, g key/value
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init
 from heads.nn.attention import CachePlace, Memory, additive, packed_mask, sequence_attention
-from heads.nn.blocks import DecoderLayer, LayerShape, RMSNorm, initialise_blocks
+from heads.nn.blocks import Attend, DecoderLayer, LayerShape, RMSNorm, initialise_blocks
 from heads.nn.drafting.growth import grow
 from heads.nn.drafting.plan import Plan, PlanCache
 from heads.nn.drafting.state import Cached as State
@@ -60,9 +61,8 @@ class SmallLM(TrainableDrafter):
         layers = len(config.from_target_layers) or config.num_layers
         self.model = Backbone(layers, self.shape, 0 if config.share_embeddings else info.vocab_size)
         own_head = not config.share_embeddings and not config.tie_embeddings
-        self.lm_head = (
-            nn.Linear(self.shape.hidden_size, info.vocab_size, bias=False) if own_head else None
-        )
+        sizes = self.shape.hidden_size, info.vocab_size
+        self.lm_head = nn.Linear(*sizes, bias=False) if own_head else None
         self._rope = Rope(self.shape.head_dim, config.rope_theta or info.rope_theta)
         if config.rope_scaling:
             self._rope.follow(
@@ -108,11 +108,11 @@ class SmallLM(TrainableDrafter):
 
     def sequence(self, batch: TrainBatch) -> Tensor:
         """Normalised states [B, T, H] of packed sequences; the one at t predicts token t+1."""
-        mask = packed_mask(batch.segments)
+        attend: Attend = partial(sequence_attention, mask=packed_mask(batch.segments))
         states = self.embed(batch.tokens)
         rotation = self._rope.at(batch.positions, states.dtype)
         for layer in self.model.layers:
-            states = layer(states, rotation, lambda q, k, v: sequence_attention(q, k, v, mask))
+            states = layer(states, rotation, attend)
         return cast(Tensor, self.model.norm(states))
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:

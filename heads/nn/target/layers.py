@@ -146,9 +146,8 @@ class TargetLayer:
         assert part is not None
         normed = rms_norm(states, part.norm, self.eps)
         query = self._heads(part.query(normed), part.query_norm)
-        return rotate(query, rotation), *self._cached(
-            part, part.key(normed), part.value(normed), rotation
-        )
+        key_value = self._cached(part, part.key(normed), part.value(normed), rotation)
+        return rotate(query, rotation), *key_value
 
     def finish(self, states: Tensor, attended: Tensor | None) -> Tensor:
         if self.attention is not None:
@@ -223,11 +222,9 @@ def _read_layer(
     if kept.attention:
         query, key, value, output = (reader.product(f"self_attn.{name}_proj") for name in "qkvo")
         query_norm, key_norm = (reader.optional(f"self_attn.{name}_norm.weight") for name in "qk")
-        norm = reader.tensor("input_layernorm.weight")
-        true = [SharedLinear(*reader.linear(f"self_attn.{name}_proj")) for name in "kv"]
-        attention = AttentionPart(
-            norm, true[0], true[1], query, key, value, output, query_norm, key_norm
-        )
+        norm, norms = reader.tensor("input_layernorm.weight"), (query_norm, key_norm)
+        true = (SharedLinear(*reader.linear(f"self_attn.{name}_proj")) for name in "kv")
+        attention = AttentionPart(norm, *true, query, key, value, output, *norms)
     if kept.mlp:
         gate, up, down = (reader.product(f"mlp.{name}_proj") for name in ("gate", "up", "down"))
         mlp = MLPPart(reader.tensor("post_attention_layernorm.weight"), gate, up, down)

@@ -258,12 +258,11 @@ class _Plan:
     @classmethod
     def cut(cls, graph: GraphModule, inputs: list[Tensor], part_of: dict[str, int]) -> _Plan:
         """Cut `graph` into the parts that `part_of` names; {} leaves it whole, as verification."""
-        split = split_module(
-            graph,
-            graph,
-            lambda node: part_of[node.name] if part_of else 1,
-            keep_original_order=True,
-        )
+
+        def part(node: Node) -> int:
+            return part_of[node.name] if part_of else 1
+
+        split = split_module(graph, graph, part, keep_original_order=True)
         places: dict[Node, int] = {}
         values: list[Any] = list(inputs)
         parts: list[_Part] = []

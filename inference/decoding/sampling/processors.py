@@ -83,9 +83,7 @@ def process(logits: Tensor, settings: SamplingSettings, prefix: Prefix | None) -
     return _processors(settings, logits.shape[-1], str(logits.device))(logits, prefix)
 
 
-@lru_cache(maxsize=16)
-def _processors(settings: SamplingSettings, vocab_size: int, device: str) -> Processors:
-    return Processors(settings, vocab_size, device)
+_processors = lru_cache(maxsize=16)(Processors)
 
 
 def penalise(logits: Tensor, penalty: float, prefix: Prefix) -> Tensor:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,14 +33,6 @@ GREEDY, SAMPLED, FILTERED = 0, 1, 2
 OWN = ("temperature", "top_k", "top_p", "min_p")
 """The settings that a request may bring; all others are the engine's."""
 COLUMNS = 5
-
-
-@dataclass
-class Subset:
-    """Rows [R] int64 that need something, or None for all rows (those that do not are masked)."""
-
-    sampled: Tensor | None = None
-    filtered: Tensor | None = None
 
 
 class RowSettings:
@@ -64,7 +55,9 @@ class RowSettings:
         self.values = torch.zeros(rows, COLUMNS, dtype=torch.float64, device=device)
         self.held: list[SamplingSettings] = [engine] * rows
         self.mode = GREEDY
-        self.subset = Subset()
+        # rows [R] int64 that sample, or have filters; None: all rows (others are masked)
+        self.samples: Tensor | None = None
+        self.filters: Tensor | None = None
         self.put(list(range(rows)), self.held)
         self.arrange(range(rows))
 
@@ -95,7 +88,7 @@ class RowSettings:
             whole = everyone and len(some) == len(rows)
             return None if whole else torch.tensor(some, device=self.values.device)
 
-        self.subset = Subset(subset(sampled), subset(filtered))
+        self.samples, self.filters = subset(sampled), subset(filtered)
 
     def first(self, count: int) -> RowSettings:
         """The first `count` rows as views: what is put here is seen there. `arrange` it anew."""
@@ -110,7 +103,7 @@ class RowSettings:
 
     def _part(self, values: Tensor, held: list[SamplingSettings]) -> RowSettings:
         part = copy(self)
-        part.values, part.held, part.subset = values, held, Subset()
+        part.values, part.held, part.samples, part.filters = values, held, None, None
         return part
 
     # What a step computes
@@ -208,7 +201,7 @@ class RowNoise(SharedNoise):
             return logits.argmax(-1)
         if self.mode == SAMPLED:
             return self._noisy(logits, positions, self.seeds)
-        subset = self.rows.subset.filtered
+        subset = self.rows.filters
         if subset is None:
             filtered = self.rows.filtered(self.rows.tempered(logits))
             return self._or_best(NOISE_PICK(filtered, positions, self.seeds, 1.0), logits)
@@ -221,7 +214,7 @@ class RowNoise(SharedNoise):
         self, logits: Tensor, positions: Tensor, seeds: Tensor, token_ids: Tensor | None = None
     ) -> Tensor:
         """Picks [B, M] with noise in the rows that sample, without filters."""
-        subset = self.rows.subset.sampled
+        subset = self.rows.samples
         if subset is None:
             noisy = NOISE_PICK(self.rows.tempered(logits), positions, seeds, 1.0, token_ids)
             return self._or_best(noisy, logits)

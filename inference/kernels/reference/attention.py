@@ -78,9 +78,8 @@ def visible(
     slot = torch.arange(slots, device=lengths.device)
     node = slot - lengths[:, None]  # [B, S]: which node a slot holds; negative for committed tokens
     known = node.clamp(0, nodes - 1)
-    bits = words.expand(node.shape[0], -1, -1).gather(
-        2, (known // 32)[:, None].expand(-1, nodes, -1)
-    )
+    word = (known // 32)[:, None].expand(-1, nodes, -1)
+    bits = words.expand(node.shape[0], -1, -1).gather(2, word)
     ancestor = (bits >> (known % 32)[:, None].to(torch.int32)) & 1 == 1
     committed = (node < 0)[:, None]
     seen = committed | (ancestor & (node < nodes)[:, None])
