@@ -34,22 +34,14 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import losses
 from heads.nn.blocks import MLP, Attention, LayerShape, RMSNorm, initialise_blocks
-from heads.nn.feature.base import (
-    LayerConfig,
-    add_noise,
-    layer_shape,
-    layer_weights,
-    probabilities_of,
-    teacher_logits,
-    unrolled_loss,
-)
+from heads.nn.feature import base
 from heads.nn.feature.chain import Chain, ChainDrafter
 from heads.nn.rope import Rope
 
 
 @config("head")
 @dataclass(frozen=True)
-class Config(LayerConfig):
+class Config(base.LayerConfig):
     """Configuration of EAGLE. Sizes of 0 are taken from the target."""
 
     align_steps: PositiveInt = 1
@@ -101,7 +93,7 @@ class Drafter(ChainDrafter):
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__(config, info)
         self.needs = FeatureSpec(last_hidden=True, logits=True)
-        shape = layer_shape(config, info)
+        shape = base.layer_shape(config, info)
         self.fc = nn.Linear(2 * info.hidden_size, info.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([Layer(shape)])
         self.chain = Chain(self, Rope(shape.head_dim, info.rope_theta))
@@ -118,7 +110,7 @@ class Drafter(ChainDrafter):
             self.fc.weight[:, :hidden].div_(size)
             self.fc.weight[:, hidden:].mul_(0.3).diagonal().add_(1.0)
         if self.config.from_target_layer >= 0:
-            wanted = layer_weights(self._layer, "self_attn", "mlp", "post_attention_layernorm")
+            wanted = base.layer_weights(self._layer, "self_attn", "mlp", "post_attention_layernorm")
             self.copy_layer(weights, self.config.from_target_layer, wanted)
 
     # The network, as `Chain` runs it
@@ -158,10 +150,10 @@ class Drafter(ChainDrafter):
         t+k+1, over supervised tokens."""
         config: Config = self.config
         weights = config.step_decay ** torch.arange(config.align_steps, device=batch.tokens.device)
-        noisy = add_noise(self.features(None, batch.last_hidden), batch, config.noise)
+        noisy = base.add_noise(self.features(None, batch.last_hidden), batch, config.noise)
         unrolled = self.chain.unroll(batch, config.align_steps, noisy)
         judge = partial(self._judge, batch)
-        return unrolled_loss(batch, unrolled, self.info.vocab_size, weights, judge)
+        return base.unrolled_loss(batch, unrolled, self.info.vocab_size, weights, judge)
 
     def _judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
@@ -169,8 +161,8 @@ class Drafter(ChainDrafter):
         """Loss and correctness [K, M] of drafted features [K, M, H] of states [M]; see `Judge`."""
         config: Config = self.config
         logits = self.logits(outputs)  # [K, M, V]
-        wanted = teacher_logits(batch, states_at)
-        probabilities = probabilities_of(wanted)
+        wanted = base.teacher_logits(batch, states_at)
+        probabilities = base.probabilities_of(wanted)
         parts = []
         if config.feature_weight > 0:
             assert batch.last_hidden is not None

@@ -35,15 +35,7 @@ from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import losses
 from heads.nn.blocks import Attend, Attention, DecoderLayer, LayerShape, RMSNorm, initialise_blocks
-from heads.nn.feature.base import (
-    LayerConfig,
-    layer_shape,
-    layer_weights,
-    next_tokens,
-    probabilities_of,
-    teacher_logits,
-    unrolled_loss,
-)
+from heads.nn.feature import base
 from heads.nn.feature.chain import Chain, ChainDrafter
 from heads.nn.feature.modules import Module, ModuleChain
 from heads.nn.rope import Rope, Rotation
@@ -51,7 +43,7 @@ from heads.nn.rope import Rope, Rotation
 
 @config("head")
 @dataclass(frozen=True)
-class Config(LayerConfig):
+class Config(base.LayerConfig):
     """Configuration of multi-token prediction. Sizes of 0 are taken from the target."""
 
     shared: bool = False
@@ -104,7 +96,7 @@ class Drafter(ChainDrafter):
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__(config, info)
         self.needs = FeatureSpec(last_hidden=True, logits=config.soft_labels)
-        shape = layer_shape(config, info)
+        shape = base.layer_shape(config, info)
         rope = Rope(shape.head_dim, info.rope_theta)
         self.chain: Chain | ModuleChain
         if config.shared:
@@ -130,7 +122,7 @@ class Drafter(ChainDrafter):
             self.copy_final_norm(block.norm.weight, weights)
             if self.config.from_target_layer >= 0:
                 parts = "self_attn", "mlp", "input_layernorm", "post_attention_layernorm"
-                wanted = layer_weights(block.layer, *parts)
+                wanted = base.layer_weights(block.layer, *parts)
                 self.copy_layer(weights, self.config.from_target_layer, wanted)
 
     # The shared block, as `Chain` runs it
@@ -169,7 +161,7 @@ class Drafter(ChainDrafter):
         weights = config.beta**depths
         weights, judge = weights / weights.sum(), partial(self._judge, batch)
         unrolled = self.chain.unroll(batch, config.depths)
-        return unrolled_loss(batch, unrolled, self.info.vocab_size, weights, judge)
+        return base.unrolled_loss(batch, unrolled, self.info.vocab_size, weights, judge)
 
     def _judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
@@ -177,11 +169,11 @@ class Drafter(ChainDrafter):
         """Cross entropy and correctness [D, M] of outputs [D, M, H] at states [M]; see `Judge`."""
         logits = self.logits(outputs)  # [D, M, V]
         if self.config.soft_labels:
-            wanted = teacher_logits(batch, states_at)
+            wanted = base.teacher_logits(batch, states_at)
             best = wanted.argmax(-1)
-            values = losses.soft_cross_entropy(logits, probabilities_of(wanted))
+            values = losses.soft_cross_entropy(logits, base.probabilities_of(wanted))
         else:
-            best = next_tokens(batch, states_at)
+            best = base.next_tokens(batch, states_at)
             values = losses.cross_entropy(logits.flatten(0, 1), best.repeat(logits.shape[0]))
             values = values.view(logits.shape[:2])
         counts = torch.ones_like(states_at, dtype=torch.bool)

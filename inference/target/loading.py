@@ -22,14 +22,7 @@ import inference.target.attention as attention
 from heads.api.config import config
 from heads.api.errors import UserError, suggest
 from heads.api.target_info import Rotary, TargetInfo, TargetWeights, tokenizer_hash
-from inference.target.parallel import (
-    GatheredState,
-    Ranks,
-    gathered,
-    join_ranks,
-    require_divisible,
-    split_settings,
-)
+from inference.target import parallel
 from inference.target.quantization import dense_weight, quantization_settings
 from inference.target.revision import revision_of
 from inference.target.rope import pin_frequencies, rope_parts, trained_positions
@@ -141,7 +134,7 @@ a replacement behind, and from then on no model of this process ties its embeddi
 def load_model(config: TargetConfig) -> Any:
     """The frozen model on its device; raises `UserError` when it cannot be had as a target."""
     described = checked_config(config)
-    ranks = join_ranks(config.device) if config.tensor_parallel else None
+    ranks = parallel.join_ranks(config.device) if config.tensor_parallel else None
     device = ranks.device if ranks else pick_device(config.device)
     own = getattr(described, "quantization_config", None)
     quantised = quantization_settings(config.quantization, own, DTYPES[config.dtype], device)
@@ -197,16 +190,16 @@ def _from_pretrained(config: TargetConfig, options: dict[str, Any]) -> tuple[Any
         raise UserError(f"target '{config.path}' cannot be loaded: {_first_line(error)}") from error
 
 
-def _split(config: TargetConfig, described: Any, ranks: Ranks) -> dict[str, Any]:
+def _split(config: TargetConfig, described: Any, ranks: parallel.Ranks) -> dict[str, Any]:
     """How to load for tensor parallelism; refuses families that transformers has no plan for."""
     text = described.get_text_config()
-    require_divisible(text, ranks.size)
+    parallel.require_divisible(text, ranks.size)
     if not getattr(text, "base_model_tp_plan", None):
         raise UserError(
             f"a {text.model_type} target cannot be split: transformers has no tensor-parallel "
             "plan for it. Set target.tensor_parallel=false."
         )
-    return {"distributed_config": split_settings(ranks.size)}
+    return {"distributed_config": parallel.split_settings(ranks.size)}
 
 
 def prepare(model: Any, long_context: bool = False) -> Any:
@@ -291,13 +284,13 @@ def shared_weights(model: Any) -> TargetWeights:
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     size = _vocabulary(model), config.hidden_size
-    whole = dense_weight(gathered(embedding), *size, what="embedding")
+    whole = dense_weight(parallel.gathered(embedding), *size, what="embedding")
     tied = head is embedding
     return TargetWeights(
         embedding=whole,
-        lm_head=whole if tied else dense_weight(gathered(head), *size, what="LM head"),
+        lm_head=whole if tied else dense_weight(parallel.gathered(head), *size, what="LM head"),
         logits=head_function(model),
-        state=GatheredState(dict(model.named_parameters())),
+        state=parallel.GatheredState(dict(model.named_parameters())),
         rotary=_rotary(model),
         windows=_windows(config),
     )

@@ -24,17 +24,9 @@ from heads.api.tree import TokenTree
 from inference.kernels.dispatch import choose
 from inference.kernels.packed_linear import pack_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
+from inference.target import loading
 from inference.target.attention import AttentionPlan, attention_plan
 from inference.target.kv_cache import KVCache, LayerShape
-from inference.target.loading import (
-    TargetConfig,
-    describe,
-    end_tokens,
-    load_model,
-    load_tokenizer,
-    shared_weights,
-    switch_attention,
-)
 from inference.target.taps import Taps, find_decoder, find_layers
 
 
@@ -53,10 +45,10 @@ class TargetModel:
         self.model, self.tokenizer, self.info = model, tokenizer, info
         self.decoder = find_decoder(model)
         self.taps = Taps(find_layers(self.decoder, info.num_layers))
-        self.weights = shared_weights(model)
+        self.weights = loading.shared_weights(model)
         self.device, self.dtype = self.weights.embedding.device, self.weights.embedding.dtype
         generation = model.generation_config
-        self.eos_token_ids = end_tokens(generation and generation.eos_token_id, tokenizer)
+        self.eos_token_ids = loading.end_tokens(generation and generation.eos_token_id, tokenizer)
         # a warning about padding, for which some models (GPT-2) read the tokens on the host in
         # every pass
         self.decoder.warn_if_padding_and_no_attention_mask = lambda *args, **kwargs: None
@@ -65,16 +57,16 @@ class TargetModel:
         pack_linears(model)
 
     @classmethod
-    def load(cls, config: TargetConfig, model: Any = None) -> TargetModel:
+    def load(cls, config: loading.TargetConfig, model: Any = None) -> TargetModel:
         """Load, switch to our attention and self-check; raises `UserError` for no target.
 
         model: one that the caller has loaded in a way of its own (train/target/sharding.py).
         """
-        model = load_model(config) if model is None else model
-        tokenizer = load_tokenizer(config)
+        model = loading.load_model(config) if model is None else model
+        tokenizer = loading.load_tokenizer(config)
         reference = _own_logits(model)
-        switch_attention(model)
-        target = cls(model, tokenizer, describe(model, tokenizer, config))
+        loading.switch_attention(model)
+        target = cls(model, tokenizer, loading.describe(model, tokenizer, config))
         target._check_against(*reference)
         return target
 

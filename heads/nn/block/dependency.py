@@ -45,26 +45,25 @@ Embed = Callable[[Tensor], Tensor]
 
 
 class Dependency:
-    """The interface, and the drafter without any dependency. Holds modules; the drafter registers
-    `modules()` under their names.
+    """The interface, and the drafter without any dependency.
 
-    size: C. needs_base: whether `logits` uses the base logits U_k. raw: whether the states it is
-    given come from before the final norm. first: the first depth it changes.
+    modules: the trained parts by name, which the drafter registers. size: C. needs_base: whether
+    `logits` uses the base logits U_k. raw: whether the states it is given come from before the
+    final norm. first: the first depth it changes. recurrent: whether a carry depends on the one
+    before.
     """
 
     size = 0
     needs_base = True
     raw = False
     first = 1
+    recurrent = False
 
     def __init__(self, rank: int, info: TargetInfo) -> None:
         self.rank, self.info = rank, info
+        self.modules: dict[str, nn.Module] = {}
         if rank < 1:
             raise UserError(f"head.dependency_rank must be at least 1; given {rank}.")
-
-    def modules(self) -> dict[str, nn.Module]:
-        """The trained parts, by name."""
-        return {}
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """Start as no dependency at all: the first logits are the base logits."""
@@ -92,17 +91,14 @@ class Dependency:
 
     def unroll(self, tokens: Tensor, states: Tensor, embed: Embed) -> Tensor:
         """Carries [M, K, C] along true parents [M, K] with states [M, K, H]."""
-        carry = states.new_zeros(*tokens.shape, self.size)
-        return self.read(tokens, states, carry, embed)
-
-
-def _unroll_by_depth(rule: Dependency, tokens: Tensor, states: Tensor, embed: Embed) -> Tensor:
-    carry = states.new_zeros(tokens.shape[0], rule.size)
-    found = []
-    for depth in range(tokens.shape[1]):
-        carry = rule.read(tokens[:, depth], states[:, depth], carry, embed).to(states.dtype)
-        found.append(carry)
-    return torch.stack(found, 1)
+        if not self.recurrent:
+            carry = states.new_zeros(*tokens.shape, self.size)
+            return self.read(tokens, states, carry, embed)
+        carry, found = states.new_zeros(tokens.shape[0], self.size), []
+        for depth in range(tokens.shape[1]):
+            carry = self.read(tokens[:, depth], states[:, depth], carry, embed).to(states.dtype)
+            found.append(carry)
+        return torch.stack(found, 1)
 
 
 class MarkovTables(nn.Module):
@@ -121,12 +117,10 @@ class Markov(Dependency):
 
     def __init__(self, rank: int, info: TargetInfo, variant: str = "markov") -> None:
         super().__init__(rank, info)
-        self.variant = variant
-        self.size = 2 * rank if variant == "rnn" else rank
+        self.recurrent = variant == "rnn"
+        self.size = 2 * rank if self.recurrent else rank
         self.tables = MarkovTables(info.vocab_size, rank, info.hidden_size, variant)
-
-    def modules(self) -> dict[str, nn.Module]:
-        return {"markov_head": self.tables}
+        self.modules = {"markov_head": self.tables}
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """W1 from the target's embeddings, so that like tokens learn alike; W2 zero."""
@@ -157,11 +151,6 @@ class Markov(Dependency):
     def hint(self, tokens: Tensor) -> Tensor | None:
         return cast(Tensor, self.tables.markov_w1(tokens))
 
-    def unroll(self, tokens: Tensor, states: Tensor, embed: Embed) -> Tensor:
-        if self.variant == "rnn":
-            return _unroll_by_depth(self, tokens, states, embed)
-        return super().unroll(tokens, states, embed)
-
 
 class PrefixGRU(nn.Module):
     """One recurrent cell without biases, under the names of torch's GRU: r, z, n as there."""
@@ -184,6 +173,7 @@ class Gru(Dependency):
     """A GRU over the drafted prefix corrects the base logits through a low rank (Domino)."""
 
     first = 2
+    recurrent = True
 
     def __init__(self, rank: int, info: TargetInfo) -> None:
         super().__init__(rank, info)
@@ -194,9 +184,7 @@ class Gru(Dependency):
             nn.SiLU(),
             nn.Linear(rank, info.vocab_size, bias=False),
         )
-
-    def modules(self) -> dict[str, nn.Module]:
-        return {"prefix_gru": self.cell, "embed_proj": self.correct}
+        self.modules = {"prefix_gru": self.cell, "embed_proj": self.correct}
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         # Embeddings are not normalised: their own size decides how far they drive the gates.
@@ -214,9 +202,6 @@ class Gru(Dependency):
     def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
         assert base is not None
         return base + self.correct(torch.cat([states, carry], -1))
-
-    def unroll(self, tokens: Tensor, states: Tensor, embed: Embed) -> Tensor:
-        return _unroll_by_depth(self, tokens, states, embed)
 
 
 class CandidateSelector(nn.Module):
@@ -238,9 +223,7 @@ class Selector(Dependency):
             raise UserError(f"head.selector_top_k must be at least 1; given {top_k}.")
         self.size, self.top_k = rank, min(top_k, info.vocab_size)
         self.tables = CandidateSelector(info.vocab_size, rank, info.hidden_size)
-
-    def modules(self) -> dict[str, nn.Module]:
-        return {"candidate_selector": self.tables}
+        self.modules = {"candidate_selector": self.tables}
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         tables = self.tables
@@ -297,9 +280,7 @@ class Parent(Dependency):
         super().__init__(rank, info)
         self.size = info.hidden_size
         self.mixer = ParentMixer(info, rank)
-
-    def modules(self) -> dict[str, nn.Module]:
-        return {"parent_mixer": self.mixer}
+        self.modules = {"parent_mixer": self.mixer}
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         mixer = self.mixer

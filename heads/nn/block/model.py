@@ -59,7 +59,7 @@ class BlockModel(TrainableDrafter):
         self.dependency = build_dependency(
             config.dependency, config.dependency_rank, config.selector_top_k, info
         )
-        for name, part in self.dependency.modules().items():
+        for name, part in self.dependency.modules.items():
             self.add_module(name, part)
         hint = config.dependency_rank if config.dependency in ("markov", "gated", "rnn") else 0
         width = hidden + hint

@@ -24,13 +24,7 @@ from heads.api.features import FeatureSpec, default_taps
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init, losses, vocab
 from heads.nn.blocks import Attention, FusingLayer, RMSNorm, initialise_blocks
-from heads.nn.feature.base import (
-    FeatureDrafter,
-    SizeConfig,
-    next_tokens,
-    probabilities_of,
-    teacher_logits,
-)
+from heads.nn.feature import base
 
 
 @torch.no_grad()
@@ -44,7 +38,7 @@ def look_at_itself(attn: Attention) -> None:
 
 @config("head")
 @dataclass(frozen=True)
-class TapConfig(SizeConfig):
+class TapConfig(base.SizeConfig):
     """What of the target a drafter reads and drafts. Sizes of 0 are taken from the target."""
 
     taps: tuple[int, ...] = ()
@@ -69,7 +63,7 @@ class TapConfig(SizeConfig):
             )
 
 
-class TapDrafter(FeatureDrafter):
+class TapDrafter(base.FeatureDrafter):
     """Base of the kinds that fuse taps and draft through an LM head of their own.
 
     A kind hands its own `layers` by name; they stand between the fusion and the final norm.
@@ -171,16 +165,16 @@ class TapDrafter(FeatureDrafter):
         """The target's word at flat states [M]: probabilities [M, V'] renormalised on the draft
         vocabulary, the best draft column [M], and whether the target's own best token is in the
         draft vocabulary [M]."""
-        logits = teacher_logits(batch, states_at)
+        logits = base.teacher_logits(batch, states_at)
         known = torch.ones_like(states_at, dtype=torch.bool)
         if self.reduced:
             known = self.t2d[logits.argmax(-1)]
             logits = logits[:, vocab.to_target_ids(self.d2t)]
-        return probabilities_of(logits), logits.argmax(-1), known
+        return base.probabilities_of(logits), logits.argmax(-1), known
 
     def _hard_loss(self, logits: Tensor, batch: TrainBatch, states_at: Tensor) -> Tensor:
         """Cross entropy [K, M] against the next token; 0 where the draft vocabulary lacks it."""
-        labels = next_tokens(batch, states_at)
+        labels = base.next_tokens(batch, states_at)
         known = torch.ones_like(labels, dtype=torch.bool)
         if self.reduced:
             known, labels = self.t2d[labels], (self.t2d.cumsum(0) - 1).clamp(min=0)[labels]

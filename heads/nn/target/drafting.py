@@ -34,7 +34,7 @@ from heads.nn.drafting.state import Cached as State
 from heads.nn.drafting.state import run_slots
 from heads.nn.rope import Rope, look_up
 from heads.nn.target import layers
-from heads.nn.target.layers import DraftLayer, KeptLayer, MakeProduct, SharedLinear
+from heads.nn.target.layers import DraftLayer, KeptLayer, MakeProduct, shared_linear
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class SelfDrafter(TrainableDrafter):
 
     def _maker(self, weights: TargetWeights) -> MakeProduct:
         """How products with the target's weights are made."""
-        return SharedLinear
+        return shared_linear
 
     def _own_blocks(self) -> Sequence[tuple[DraftLayer, int]]:
         """Attending blocks behind the target's, each with the tap that is its committed input."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -35,15 +36,9 @@ MakeProduct = Callable[[Tensor, Tensor | None], Product]
 """(weight [out, in], bias [out] or None) -> the linear map."""
 
 
-@dataclass(frozen=True)
-class SharedLinear:
-    """A linear map with the target's own tensors."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, states: Tensor) -> Tensor:
-        return F.linear(states, self.weight, self.bias)
+def shared_linear(weight: Tensor, bias: Tensor | None) -> Product:
+    """The linear map with the target's own tensors."""
+    return partial(F.linear, weight=weight, bias=bias)
 
 
 @dataclass(frozen=True)
@@ -184,7 +179,7 @@ def read_layers(
     info: TargetInfo,
     weights: TargetWeights,
     kept: Sequence[KeptLayer],
-    make: MakeProduct = SharedLinear,
+    make: MakeProduct = shared_linear,
 ) -> list[TargetLayer]:
     """The kept layers of the target, as aliases of its tensors where `make` does not convert them.
 
@@ -223,7 +218,7 @@ def _read_layer(
         query, key, value, output = (reader.product(f"self_attn.{name}_proj") for name in "qkvo")
         query_norm, key_norm = (reader.optional(f"self_attn.{name}_norm.weight") for name in "qk")
         norm, norms = reader.tensor("input_layernorm.weight"), (query_norm, key_norm)
-        true = (SharedLinear(*reader.linear(f"self_attn.{name}_proj")) for name in "kv")
+        true = (shared_linear(*reader.linear(f"self_attn.{name}_proj")) for name in "kv")
         attention = AttentionPart(norm, *true, query, key, value, output, *norms)
     if kept.mlp:
         gate, up, down = (reader.product(f"mlp.{name}_proj") for name in ("gate", "up", "down"))

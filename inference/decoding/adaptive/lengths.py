@@ -32,13 +32,7 @@ from heads.api.drafter import Proposal
 from heads.api.errors import UserError
 from heads.api.tree import TokenTree
 from heads.nn.drafting.plan import TreePlan
-from inference.decoding.adaptive.head import (
-    AcceptanceHead,
-    Recorded,
-    entropy,
-    level_features,
-    record,
-)
+from inference.decoding.adaptive import head
 
 MODES = ("none", "entropy", "confidence", "throughput")
 DEFAULT_THRESHOLDS = {"entropy": 2.0, "confidence": 0.3}
@@ -94,7 +88,7 @@ class AdaptiveSettings:
 
 def entropies(logits: Tensor, temperature: float) -> Tensor:
     """Entropy in nats [B, M] of logits [B, M, V'] that drafts are drawn from; untempered at 0."""
-    return entropy((logits.float() / (temperature or 1.0)).log_softmax(-1))
+    return head.entropy((logits.float() / (temperature or 1.0)).log_softmax(-1))
 
 
 def leading(good: Tensor) -> Tensor:
@@ -140,8 +134,8 @@ class Limits:
         device: torch.device,
     ) -> None:
         self.settings, self.temperature, self.seconds = settings, temperature, seconds
-        self.head = AcceptanceHead.load(settings.head, device) if settings.head else None
-        self.recorder: list[Recorded] | None = None
+        self.head = head.AcceptanceHead.load(settings.head, device) if settings.head else None
+        self.recorder: list[head.Recorded] | None = None
         self.chains = [TokenTree.chain(length, device) for length in range(depth + 1)]
         self.plans = [TreePlan.of(chain) for chain in self.chains]
 
@@ -159,7 +153,7 @@ class Limits:
         """
         logits = None if proposal.logits is None else proposal.logits[:, :-1]
         if self.head is not None and logits is not None:
-            return self.head.chance(level_features(logits, self.temperature))
+            return self.head.chance(head.level_features(logits, self.temperature))
         if proposal.confidence is not None:
             return proposal.confidence[:, 1:]
         if logits is None:
@@ -214,7 +208,7 @@ class Limits:
         if self.recorder is not None and proposal.logits is not None:
             tested = accepted + refused.to(torch.int64)
             logits = proposal.logits[:, :-1]
-            self.recorder.append(record(logits, self.temperature, accepted, tested, active))
+            self.recorder.append(head.record(logits, self.temperature, accepted, tested, active))
 
     def propose(self, drafter: Any, state: Any, noise: Any, length: int, root: Tensor) -> Proposal:
         """A chain of `length` tokens behind `root` [B]. Drafters that draft level by level after a
