@@ -165,7 +165,6 @@ class Drafter(TrainableDrafter):
     # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol."""
         plan = self._plan_of(tree, seen.tokens.device)
         # parts are told runs of the whole tree's depth, and the lower level also what the upper one
         # chose beyond the root

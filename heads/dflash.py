@@ -104,9 +104,10 @@ class Drafter(BlockModel):
             return self._sums(batch, raw, self._taught(batch, piece))
 
         starts = range(0, anchors.last.shape[1], chunk)
-        parts = [part(0)] if len(starts) == 1 else []
-        for first in starts if len(starts) > 1 else ():
-            parts.append(checkpoint(part, first, use_reentrant=False))
+        whole = len(starts) == 1
+        parts: list[losses.Sums] = (
+            [part(0)] if whole else [checkpoint(part, at, use_reentrant=False) for at in starts]
+        )
         sums = (sum(values) for values in zip(*parts, strict=True))
         total, per_depth, correct, counts, doubt = sums
         metrics = losses.depth_metrics(per_depth, correct, counts)

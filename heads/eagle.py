@@ -121,7 +121,6 @@ class Drafter(ChainDrafter):
 
     @property
     def attention(self) -> Attention:
-        """The layer's attention."""
         return self._layer.self_attn
 
     def features(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
@@ -136,7 +135,6 @@ class Drafter(ChainDrafter):
         return fused, fused
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The layer behind its attention -> [B, T, H]."""
         return self._layer.finish(residual, attended)
 
     def emit(self, output: Tensor) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,6 @@ class Drafter(TapDrafter, ChainDrafter):
 
     @property
     def attention(self) -> Attention:
-        """The layer's attention."""
         return self.midlayer.self_attn
 
     def features(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
@@ -93,7 +92,6 @@ class Drafter(TapDrafter, ChainDrafter):
         return read, self.residual(self.midlayer, feature)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The layer behind its attention -> [B, T, H]."""
         return self.midlayer.finish(residual, attended)
 
     def emit(self, output: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,6 +117,5 @@ class Drafter(TapDrafter, ChainDrafter):
         return unrolled_loss(batch, unrolled, columns, weights, partial(self.judge, batch), taught)
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol."""
         self.set_columns()
         return super().start(seen, tree, capacity)

@@ -70,12 +70,10 @@ class MtpBlock(nn.Module):
 
     @property
     def layer(self) -> DecoderLayer:
-        """The decoder layer."""
         return cast(DecoderLayer, self.layers[0])
 
     @property
     def attention(self) -> Attention:
-        """The layer's attention."""
         return self.layer.self_attn
 
     def join(self, embedded: Tensor, state: Tensor) -> Tensor:
@@ -144,7 +142,6 @@ class Drafter(ChainDrafter):
         return block.layer.input_layernorm(joined), joined
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The layer behind its attention -> [B, T, H]."""
         return self.blocks[0].layer.finish(residual, attended)
 
     def emit(self, output: Tensor) -> tuple[Tensor, Tensor]:

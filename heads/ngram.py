@@ -65,7 +65,6 @@ class Drafter:
         self._plan: tuple[DraftShape, TreePlan] | None = None  # of the last shape asked for
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol."""
         if self._plan is None or self._plan[0] is not tree:
             self._plan = tree, TreePlan.of(one_path(tree, seen.tokens.device))
         return State(History.start(seen, tree.max_depth, capacity), self._plan[1])

@@ -174,7 +174,6 @@ class Drafter(TapDrafter):
     # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol."""
         (batch, width), plan = seen.tokens.shape, self.plans.of(tree)
         slots = max(capacity, width) + plan.max_depth + 1
         caches = [layer.self_attn.new_cache(batch, slots) for layer in self._layers]

@@ -238,10 +238,6 @@ def weighted_output(weights: Tensor, losses: Tensor, correct: Tensor, counts: Te
 
 def supervised_states(batch: TrainBatch, steps: int) -> Tensor:
     """[B*T, K] bool: whether row s-k of step k predicts a supervised token behind state s."""
-    per_step = []
-    for step in range(1, steps + 1):
-        by_row = batch.supervised(step + 1)
-        shifted = torch.zeros_like(by_row)
-        shifted[:, step:] = by_row[:, : by_row.shape[1] - step]
-        per_step.append(shifted.flatten())
-    return torch.stack(per_step, 1)
+    # what rolls over from the end has nothing ahead: it is not supervised
+    shifted = [batch.supervised(k + 1).roll(k, 1).flatten() for k in range(1, steps + 1)]
+    return torch.stack(shifted, 1)

@@ -155,10 +155,9 @@ class PlanCache:
     """Remembers the plan of the last shape, since every refilled row starts with the same one."""
 
     def __init__(self) -> None:
-        self._shape: DraftShape | None = None
-        self._plan: Plan | None = None
+        self._known: tuple[DraftShape, Plan] | None = None
 
     def of(self, shape: DraftShape) -> Plan:
-        if self._plan is None or self._shape is not shape:
-            self._shape, self._plan = shape, make_plan(shape)
-        return self._plan
+        if self._known is None or self._known[0] is not shape:
+            self._known = shape, make_plan(shape)
+        return self._known[1]

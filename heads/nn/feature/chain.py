@@ -38,9 +38,7 @@ class Network(Protocol):
     """What a kind gives to `Chain`: its layer, cut where its rows meet."""
 
     @property
-    def attention(self) -> Attention:
-        """The layer's attention."""
-        ...
+    def attention(self) -> Attention: ...
 
     def features(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
         """The target's states -> features [B, T, H]."""
@@ -112,7 +110,6 @@ class Chain:
         return key, value, *net.emit(net.finish(residual, attended))
 
     def start(self, seen: TargetStates, plan: Plan, capacity: int) -> Cached:
-        """State after prefill; see the protocol."""
         (batch, width), attention = seen.tokens.shape, self.network.attention
         cache = attention.new_cache(batch, max(capacity, width) + plan.room + 1)
         output = cache.new_zeros(batch, 1, attention.o_proj.out_features)
@@ -199,13 +196,10 @@ class ChainDrafter(FeatureDrafter):
         return [self.logits(output) for output in self.chain.unroll(batch, depth)]
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> Any:
-        """State after prefill; see the protocol."""
         return self.chain.start(seen, self.plans.of(tree), capacity)
 
     def propose(self, state: Any, noise: Noise) -> Proposal:
-        """Grow the tree level by level from the last committed row's output; see the protocol."""
         return self.chain.propose(state, noise, self.columns)  # type: ignore[no-any-return]
 
     def commit(self, state: Any, accepted: TargetStates) -> Any:
-        """Read the accepted run with the target's true states; see the protocol."""
         return self.chain.commit(state, accepted)

@@ -40,9 +40,7 @@ class Module(Protocol):
     """One depth: a projection of state and embedding, a decoder layer and a final norm."""
 
     @property
-    def attention(self) -> Attention:
-        """The layer's attention."""
-        ...
+    def attention(self) -> Attention: ...
 
     def run(self, embedded: Tensor, state: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """Embeddings and states [B, T, H] -> normalised outputs [B, T, H]."""

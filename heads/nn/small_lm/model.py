@@ -123,7 +123,6 @@ class SmallLM(TrainableDrafter):
     # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol."""
         (batch, width), plan = seen.tokens.shape, self._plans.of(tree)
         slots = max(capacity, width) + plan.room + 2
         layers = cast(list[DecoderLayer], list(self.model.layers))
@@ -195,7 +194,6 @@ class SmallLM(TrainableDrafter):
         return layer.finish(states, state.attend(index, query, mask))
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Grow the tree level by level from the root's output; see the protocol."""
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
         memory = Memory(state.root_position + 1, self._table(state), state.slots)
 

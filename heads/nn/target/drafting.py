@@ -141,7 +141,6 @@ class SelfDrafter(TrainableDrafter):
     # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol."""
         (batch, width), plan = seen.tokens.shape, self._plans.of(tree)
         shape, like = (batch, max(capacity, width) + plan.room + 2), self.target.embedding
         caches = [
@@ -168,7 +167,6 @@ class SelfDrafter(TrainableDrafter):
         return state
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Grow the tree level by level from the root's output; see the protocol."""
         memory = Memory(state.root_position + 1, self._table(state), state.slots)
         level = 0
 

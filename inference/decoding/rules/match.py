@@ -30,7 +30,6 @@ class Match:
     def judge(
         self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
     ) -> Verdict:
-        """See `Rule.judge`."""
         picks = noise.target_pick(logits, positions + 1)
         found = ACCEPT_WALK(without_dead(proposal), picks, proposal.tree)
         # accepted drafts ARE the picks before them

@@ -142,7 +142,6 @@ class ChainRule:
     def judge(
         self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
     ) -> Verdict:
-        """See `Rule.judge`."""
         if not weighs(proposal, noise):
             return Match(share=False).judge(proposal, logits, positions, noise)
         assert noise.roots is not None, "weighing drafts needs noise that is keyed by the pass"

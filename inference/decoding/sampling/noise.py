@@ -106,7 +106,6 @@ class SharedNoise:
         return ((bits.to(torch.int64) & _MASK32).double() + 0.5) * 2.0**-32
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """See `heads.api.drafter.Noise.scores`."""
         if self.settings.greedy:
             return logits.float().log_softmax(-1)
         ranked = (logits.float() / self.settings.temperature).log_softmax(-1)
@@ -115,7 +114,6 @@ class SharedNoise:
         return ranked + self.gumbel(positions, token_ids, self.drafts)
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """See `heads.api.drafter.Noise.pick`."""
         if self.drafts is None:
             return logits.argmax(-1)
         seeds, temperature = self.stream(self.drafts), self.settings.temperature

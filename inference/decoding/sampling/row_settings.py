@@ -176,11 +176,9 @@ class RowNoise(SharedNoise):
 
     @property
     def mode(self) -> int:
-        """See `RowSettings.mode`."""
         return self.rows.mode
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """See `heads.api.drafter.Noise.scores`."""
         if self.mode == GREEDY:
             return logits.float().log_softmax(-1)
         ranked = self.rows.tempered(logits.float()).log_softmax(-1)
@@ -190,13 +188,11 @@ class RowNoise(SharedNoise):
         return ranked + torch.where(self.rows.sampled(), noise, 0.0)
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """See `heads.api.drafter.Noise.pick`."""
         if self.drafts is None or self.mode == GREEDY:
             return logits.argmax(-1)
         return self._noisy(logits, positions, self.stream(self.drafts), token_ids)
 
     def target_pick(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """See `SharedNoise.target_pick`."""
         if self.mode == GREEDY:
             return logits.argmax(-1)
         if self.mode == SAMPLED:
