@@ -96,8 +96,8 @@ class Drafter:
         return state
 
     def _guess(self, state: State, moved: Tensor, picked: Tensor) -> None:
-        """Set the guesses in place: `moved` [B, D] where `picked`, the others by `Config.fill`,
-        each from the one before it."""
+        """Set the guesses: `moved` [B, D] where `picked`, others by `Config.fill` from the last
+        one."""
         history, guess = state.history, state.history.root
         ahead = torch.arange(1, moved.shape[1] + 1, device=moved.device)
         drawn, guesses = history.drawn(history.last + ahead), []

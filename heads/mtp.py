@@ -111,8 +111,7 @@ class Drafter(ChainDrafter):
         return cast(list[MtpBlock], [self.mtp] if self.config.shared else list(self.mtp.children()))
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Random blocks or a layer of the target; a block's input starts as the state with a little
-        of both, its final norm as the target's."""
+        """Random blocks or a target layer; inputs start as the state with a little of both."""
         initialise_blocks(self, generator)
         for block in self.blocks:
             with torch.no_grad():

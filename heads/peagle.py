@@ -150,8 +150,7 @@ class Drafter(TapDrafter):
         return list(normed.split([length, *anchors.sizes], 1))
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over depths k of decay^(k-1) times the cross entropy of token t+k+1, over supervised
-        tokens of the anchors kept.
+        """Sum over depths k of decay^(k-1) times the cross entropy of kept supervised tokens t+k+1.
 
         Positions whose best target token cannot be drafted carry no loss and count as wrong.
         """

@@ -156,8 +156,7 @@ class FusingLayer(nn.Module):
 
 
 def initialise_blocks(module: nn.Module, generator: torch.Generator) -> None:
-    """Norms to one; every matrix normal with variance 1 / inputs, in the order of the module's
-    parameters; biases to zero."""
+    """Norms to one, matrices normal with variance 1 / inputs in their order, biases to zero."""
     for part in module.modules():
         if isinstance(part, RMSNorm):
             init.constant(part.weight, 1.0)

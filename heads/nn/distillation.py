@@ -103,8 +103,7 @@ Head = Callable[[Tensor], Tensor]
 def distillation_loss(
     config: ObjectiveConfig, batch: TrainBatch, predictions: Predictions, head: Head, columns: int
 ) -> LossOutput:
-    """The weighted objectives summed over all predictions, each with its weight of `batch`, with
-    metrics per depth; columns: V."""
+    """The weighted objectives summed over all predictions, with metrics per depth; columns: V."""
     acceptance = _mean_acceptance(config, batch, predictions, head, columns)
 
     def part(rows: Tensor) -> losses.Sums:

@@ -179,8 +179,7 @@ def annealed_lk(
     """w KL(p || q) + (1 - w) TV(p, q) per position [M] with w = exp(-eta alpha) (LK losses,
     2602.23881: L_lambda): KL while the drafter is poor, TV once it is good.
 
-    acceptance [M], without gradient: each position's alpha, a mean over many of them; None: the
-    mean of all positions given.
+    acceptance [M], without gradient: each position's alpha; None: the mean of all.
     """
     distance = total_variation(logits, target_logits)
     alpha = 1.0 - distance.detach().mean() if acceptance is None else acceptance
@@ -209,8 +208,7 @@ def sum_over_rows(part: Callable[[Tensor], Sums], rows: Tensor, columns: int) ->
 
 
 def best_column(logits: Tensor) -> Tensor:
-    """Index of the largest logit [..., V] -> [...]. In bfloat16 torch's own argmax is ten times
-    slower on CPUs than in float32."""
+    """Index of the largest logit [..., V]. In bfloat16 torch's argmax is ten times slower."""
     return widen(logits).argmax(-1)
 
 

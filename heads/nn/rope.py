@@ -30,8 +30,7 @@ class Rope:
     def follow(self, rotary: Rotary | None) -> None:
         """Rotate as the target does, scaled frequencies included; None: by the base alone.
 
-        For drafters whose layers are the target's own, called in `bind`. Raises `ValueError` for
-        frequencies of another head size.
+        Raises `ValueError` for frequencies of another head size.
         """
         if rotary is not None and rotary.inverse_frequencies.shape != (self.head_dim // 2,):
             raise ValueError(

@@ -233,8 +233,7 @@ def capture(call: Call) -> Call:
 def measure_costs(
     config: CostConfig, target: TargetModel, arms: Sequence[Arm], text: Sequence[int], seed: int = 0
 ) -> CostCurves:
-    """Measure all points of `config`. text: token ids of real prompts, which fill the caches (they
-    are repeated as needed).
+    """Measure all points of `config`. text: token ids of real prompts, repeated as needed.
 
     Raises `UserError` when a length and its nodes exceed the target's positions.
     """

@@ -106,8 +106,7 @@ class Engine:
     ) -> Engine:
         """Load a target (Hub id, folder, or config) and a drafter for it.
 
-        decode: None takes the draft in the checkpoint's decode.yaml, where `headstart tune` wrote
-        one for this target and device.
+        decode: None takes that of decode.yaml, if `headstart tune` wrote one for this device.
 
         head: a checkpoint folder, a kind without weights ("ngram"), or None for plain decoding.
         head_device: where the drafter lives if not beside the target; `engine.drafter.transfer`
@@ -158,8 +157,7 @@ class Engine:
             yield rest
 
     def with_settings(self, **changes: Any) -> Engine:
-        """This engine under other decode settings: itself if nothing changes, else one with the
-        same weights and new buffers."""
+        """This engine under other decode settings; buffers are new where they must be."""
         decode = replace(self.decode, **changes) if changes else self.decode
         if decode == self.decode:
             return self
@@ -202,8 +200,8 @@ class Engine:
         *,
         yield_steps: bool = False,
     ) -> Generator[Completion, None, None]:
-        """Decode all requests, yielding completions as they finish. Raises `UserError` for a
-        request that cannot fit.
+        """Decode all requests, yielding completions as they end; raises `UserError` if one cannot
+        fit.
 
         on_tokens(request, tokens, record): called with every batch of newly committed tokens and
         the record of their pass (None for the first token, which prefill gives). yield_steps: yield
@@ -285,8 +283,7 @@ class Engine:
         plan.require(free, target.device)
 
     def _capacity(self, requests: list[Request]) -> int:
-        """Slots a row needs: prompt, answer and one draft. Refuses requests that the target or a
-        fixed capacity cannot hold."""
+        """Slots a row needs: prompt, answer and a draft. Refuses requests that cannot be held."""
         most, limit = 0, self.target.info.max_position_embeddings
         for request in requests:
             if request.sampling is not None:
@@ -318,8 +315,7 @@ class Engine:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of the target's weights, the drafter's own ones, and the last run's caches.
 
-        What a drafter keeps beside its checkpoint (quantised copies of the target's weights)
-        counts; what it shares does not.
+        Copies that a drafter makes of the target's weights count; what it shares does not.
         """
         drafter = 0
         if isinstance(self.drafter, TrainableDrafter):

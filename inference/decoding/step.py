@@ -101,8 +101,7 @@ class StepResult:
     details: Tensor | None = None
 
     def packed(self) -> Tensor:
-        """Everything in one int64 tensor [B, D+6], so that one copy brings it to the host; details,
-        where there are any, behind."""
+        """Everything in one int64 tensor [B, D+6] for one copy to the host, details behind."""
         flags = [self.rejected.to(torch.int64), self.ended.to(torch.int64)]
         counts = [self.committed, self.accepted, *flags, self.live]
         behind = [] if self.details is None else [self.details]

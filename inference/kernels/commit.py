@@ -25,8 +25,7 @@ MAX_TILE_COLUMNS = 64
 
 
 def accept_walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
-    """Follow the target's picks from the root; equals `inference.decoding.rules.accept.walk`,
-    siblings with the same token included.
+    """Follow the target's picks from the root; equals `inference.decoding.rules.accept.walk`.
 
     tokens, picks [B, N] int64: drafted tokens; the target's choice at each node.
     """

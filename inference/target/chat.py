@@ -79,8 +79,7 @@ TURNS = ("all", "first", "last")
 
 
 class TurnsDifferError(UserError):
-    """A template that writes earlier turns differently once others follow: its turns cannot be
-    supervised in one document."""
+    """A template that writes earlier turns differently once others follow."""
 
 
 def check_messages(messages: Any) -> list[Message]:
@@ -115,8 +114,7 @@ def render_prompt(
     """Token ids of a conversation that the assistant is to continue, generation prompt included.
     tools: descriptions of the tools it may call; arguments: more values for the template.
 
-    Raises `UserError` for malformed messages, a conversation that already ends with the assistant,
-    or a template's own refusal.
+    Raises `UserError` for malformed messages, or ones that end with the assistant.
     """
     checked = check_messages(messages)
     if checked[-1]["role"] == "assistant":
@@ -316,8 +314,7 @@ def _end_of_turn(tokenizer: Any, ids: list[int], start: int, end: int, closing: 
 def _render_plain(
     tokenizer: Any, messages: list[Message], tools: Any
 ) -> tuple[list[int], list[Span]]:
-    """The form for tokenizers without a template. Each text is tokenised alone, so a prompt is a
-    prefix of its conversation."""
+    """Without a template: each text is tokenised alone, so prompts are prefixes."""
     if tools or any("tool_calls" in message for message in messages):
         raise UserError(
             "the tokenizer has no chat template, so tools and tool calls cannot be written"

@@ -116,8 +116,7 @@ class SlotWriter:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Layer `number`'s keys [B, h, S, C] and values [B, h, S, E]: views of a storage, taken when
-    its first keys show their shape."""
+    """Layer `number`'s keys [B, h, S, C] and values [B, h, S, E]: views of a storage."""
 
     is_sliding = False
     is_compileable = True

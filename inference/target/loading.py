@@ -323,8 +323,7 @@ def _vocabulary(model: Any) -> int:
 def head_function(
     model: Any, product: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Post-final-norm states [..., H] -> logits [..., V] as the model itself computes them, with
-    its scaling and soft-capping.
+    """Post-final-norm states [..., H] -> logits [..., V], scaled and soft-capped as its own.
 
     The head is frozen, but gradients pass through it to the states: drafters that share it train
     through it. product: the multiplication with the head's weights, default the head itself (a copy

@@ -94,8 +94,7 @@ class TargetModel:
     def features(
         self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Features of packed sequences: taps [B, T, n, H] and last_hidden [B, T, H], each None
-        unless `needs` asks for it.
+        """Features of packed sequences: taps [B, T, n, H], last_hidden [B, T, H], as needed.
 
         tokens, positions [B, T] int64, segments [B, T] int32: causal within equal numbers.
         """
@@ -226,8 +225,7 @@ class TargetModel:
 
 
 def _single_row_plan(tree: TokenTree, positions: Tensor, length: int) -> AttentionPlan:
-    """One row whose cache is read exactly up to its last node: only the tree's own corner needs a
-    mask, and a lone root none."""
+    """One row, read exactly up to its last node: only the tree's own corner needs a mask."""
     key_positions = torch.arange(length, device=positions.device)[None]
     key_positions = torch.cat([key_positions, positions], 1)
     if tree.num_nodes == 1:

@@ -78,8 +78,7 @@ def join_ranks(wanted: str) -> Ranks:
 
 
 def _leave() -> None:
-    """Leave the process group at exit. The pauses let gloo's worker threads finish with Python's
-    lock: see `train.distributed.leave_world`."""
+    """Leave the process group at exit; pauses as in `train.distributed.leave_world`."""
     gc.collect()
     time.sleep(_HANDOVER_SECONDS)
     if dist.is_initialized():

@@ -50,8 +50,7 @@ OWN_LIBRARIES: dict[str, Library] = {
     "aqlm": Library("aqlm", "aqlm[gpu,cpu]"),
     "fp8": _ACCELERATE,
 }
-"""Libraries of the methods that checkpoints name in their own quantization_config; what is not
-listed is left to transformers."""
+"""Libraries of the methods that checkpoints name in their own quantization_config."""
 
 
 def quantization_settings(name: str, own: Any, dtype: torch.dtype, device: torch.device) -> Any:

@@ -58,8 +58,7 @@ class Taps:
 
 
 def find_decoder(model: Any) -> Any:
-    """The part of a causal LM that turns token ids into last hidden states: its text decoder,
-    without head and vision tower."""
+    """A causal LM's text decoder, without head and vision tower."""
     decoder = model.get_decoder()
     # families whose prefix names a part that the text-only class does not have (Llama 4)
     if decoder is model:

@@ -110,8 +110,7 @@ def draw(
 
 
 def inclusion(weights: Tensor, most: int) -> Tensor:
-    """Chances [count], in proportion to the weights but at most 1, that sum to `most` (or to the
-    number of weights above 0)."""
+    """Chances [count] in proportion to the weights, at most 1, that sum to `most` (or fewer)."""
     chances = torch.zeros_like(weights)
     sure = torch.zeros_like(weights, dtype=torch.bool)
     while True:

@@ -39,8 +39,7 @@ def start_carrying(layer: BlockLayer, mask: Tensor | None, embedding: Tensor, ro
     """Set `layer`, and the mask embedding [H] where it is learned, from the target's embeddings [V,
     H]. rope: of the layer's heads.
 
-    Assumes that `layer` holds random values of an ordinary start (its MLP's inner matrices keep
-    them).
+    Assumes that `layer` holds random values (its MLP's inner matrices keep them).
     """
     rows = embedding.detach().float()
     size = rows.square().mean(1).sqrt().median()  # per element

@@ -27,8 +27,7 @@ from heads.api.target_info import TargetInfo, TargetWeights
 
 @dataclass
 class CascadePart:
-    """One part: the drafter, its description without references to other folders, and the folder
-    its weights come from, if any."""
+    """One part: the drafter, its whole description, and its weights' folder, if any."""
 
     drafter: Any
     described: dict[str, Any]

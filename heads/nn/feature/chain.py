@@ -100,8 +100,7 @@ class Chain:
         values: tuple[Tensor, ...],
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One step behind those that left `keys` and `values`: its own key and value, what the LM
-        head reads, the next feature."""
+        """One step behind `keys` and `values` -> its key, value, LM head's input, next feature."""
         net = self.network
         states, residual = net.read(tokens, feature)
         key, value = net.attention.key_value(states, rotation)
@@ -116,8 +115,7 @@ class Chain:
         return self.commit(Cached.empty(seen, plan, output, [cache]), seen)
 
     def commit(self, state: Cached, accepted: TargetStates) -> Cached:
-        """Keys and values of the whole run, attention and MLP of its last row only: that one
-        predicts the root's children.
+        """Keys and values of the whole run; attention and MLP of its last row only.
 
         Padded entries are written behind the run, and overwritten before anything sees them.
         """

@@ -37,8 +37,7 @@ class NgramPool:
     def add(self, grams: Tensor, kept: Tensor) -> None:
         """Collect grams [B, C, n] where `kept` [B, C], the last as the newest. C is at most M.
 
-        Of equal ones the last is kept; equality is that of 64-bit hashes, and a collision loses one
-        n-gram of the pool at worst.
+        Of equal ones (by 64-bit hashes) the last is kept; a collision loses one n-gram.
         """
         keys = _hash(grams)
         order = torch.arange(keys.shape[1], device=keys.device)

@@ -182,8 +182,7 @@ class SmallLM(TrainableDrafter):
         mask: Tensor,
         only: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """One layer over the cache: keys and values of all P states, the rest for all of them or
-        for those that `only` names."""
+        """One layer over the cache: keys and values of all P states, the rest for `only`."""
         layer = cast(DecoderLayer, self.model.layers[index])
         normed = layer.input_layernorm(states)
         state.store(index, rows, slots, *layer.self_attn.key_value(normed, rotation))
@@ -212,8 +211,7 @@ class SmallLM(TrainableDrafter):
         return self.logits(state.output[:, 0])
 
     def read(self, state: State, tokens: Tensor, offset: Tensor) -> Tensor:
-        """Run tokens [B, W] as a chain, the first `offset` [B] places behind the root's successor
-        -> logits [B, W, V]; see `Reader`."""
+        """Run tokens [B, W] as a chain at `offset` [B] -> logits [B, W, V]; see `Reader`."""
         first = (state.root_position + 1 + offset)[:, None]
         places = torch.arange(tokens.shape[1], device=tokens.device)
         return self.logits(self.run(state, tokens, first + places))

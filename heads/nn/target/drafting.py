@@ -218,8 +218,7 @@ class SelfDrafter(TrainableDrafter):
 
 
 def _windowed(queries: Queries, root_position: Tensor, window: int) -> Tensor:
-    """The mask [B, P, S] without committed tokens that lie `window` positions or more back; the
-    root and drafts stay visible."""
+    """The mask [B, P, S] without committed tokens `window` positions or more back."""
     mask = queries.place.mask
     places = torch.arange(mask.shape[-1], device=mask.device)
     last_hidden = torch.minimum(queries.positions - window, root_position[:, None] - 1)

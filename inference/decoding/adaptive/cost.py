@@ -56,8 +56,7 @@ def adaptive_parts(
 def pass_seconds(
     target: TargetModel, drafter: Any, decode: DecodeConfig, rows: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of verifying, and of drafting, chains of 0, 1, ... D tokens in `rows` rows. Given
-    costs hold for both together."""
+    """Seconds of verifying and drafting chains of 0..D tokens. Given costs hold for both."""
     depth = decode.depth
     if decode.adaptive_costs:
         return list(decode.adaptive_costs), [0.0] * (depth + 1)
@@ -72,8 +71,7 @@ def pass_seconds(
 
 
 def token_seconds(verify: list[float], rows: int) -> Tensor:
-    """Seconds [M+1] of a verification of m = 0..B * (D + 1) tokens in all rows, between the
-    measured numbers of nodes per row."""
+    """Seconds [M+1] of verifying m = 0..B * (D + 1) tokens in all rows, interpolated."""
     nodes = torch.arange(rows * len(verify) + 1, dtype=torch.float64) / rows
     values = torch.tensor(verify, dtype=torch.float64)
     place = (nodes - 1).clamp(0, len(verify) - 1)

@@ -92,8 +92,8 @@ class Recorded:
 def record(
     logits: Tensor, temperature: float, accepted: Tensor, tested: Tensor, active: Tensor
 ) -> Recorded:
-    """The tested levels of one pass: logits [B, D, V'], accepted [B], tested [B] (kept levels and a
-    refused one), active [B]."""
+    """A pass's tested levels: logits [B, D, V'], accepted, tested (with the refused), active [B].
+    """
     features = level_features(logits, temperature)
     level = torch.arange(1, logits.shape[1] + 1, device=logits.device)
     used = (level <= tested[:, None]) & active[:, None]

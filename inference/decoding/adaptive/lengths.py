@@ -145,11 +145,9 @@ class Limits:
         return self.settings.mode != "none"
 
     def chance(self, proposal: Proposal) -> Tensor | None:
-        """The estimate [B, D] that a level is accepted given the one above it; None where there is
-        nothing to estimate it from.
+        """The estimate [B, D] that a level is accepted given the one above it, if there is any.
 
-        A trained head comes first, then the drafter's own confidence, then the largest probability
-        of the level's distribution.
+        A trained head comes first, then the drafter's confidence, then its best probability.
         """
         logits = None if proposal.logits is None else proposal.logits[:, :-1]
         if self.head is not None and logits is not None:
@@ -179,8 +177,7 @@ class Limits:
         return admit(chance, active, self.seconds)
 
     def apply(self, proposal: Proposal, active: Tensor, now: bool) -> Proposal:
-        """`proposal` with its limit; now: the host may read it, so the chain is cut behind the
-        longest one of active rows."""
+        """`proposal` with its limit; now: cut the chain behind the longest of active rows."""
         found = self.limit(proposal, active)
         if found is None:
             return proposal
@@ -255,8 +252,7 @@ class Lengths:
                 self.kept[level] += level <= accepted
 
     def chances(self) -> list[float]:
-        """Estimated acceptance per level given the one above it; the first one starts from 0.8,
-        with the weight of two passes."""
+        """Estimated acceptance per level given the one above; 0.8 weighs two passes at first."""
         found, before = [], 0.8
         for level in range(1, len(self.tried)):
             before = (self.kept[level] + 2 * before) / (self.tried[level] + 2)

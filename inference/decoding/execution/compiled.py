@@ -154,8 +154,7 @@ class _Marks:
 
 
 def _lift_buffers(graph: GraphModule) -> list[Tensor]:
-    """Turn every tensor that the traced step refers to, but the weights, into an input; returns
-    those tensors in their order."""
+    """Turn all tensors of the traced step but weights into inputs; returns them in order."""
     nodes, inputs = graph.graph, {}
     values: list[Tensor] = []
     anchor = nodes.call_function(torch.ops.aten.scalar_tensor.default, (0,))

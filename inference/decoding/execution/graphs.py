@@ -71,8 +71,7 @@ class StepRunner:
     def step(
         self, state: Any, longest: int, exact: bool = True, length: int | None = None
     ) -> tuple[Pending, Any]:
-        """Launch one step; returns its pending result and the drafter's state. longest, exact,
-        length: see `Decoder.step`."""
+        """Launch a step -> its pending result and the drafter's state; see `Decoder.step`."""
         if self.compiled is not None:
             return Pending(self.compiled(state, longest)), state
         if not self.on_cuda:
@@ -135,8 +134,7 @@ class StepRunner:
 
 
 def compile_layers(target: TargetModel) -> None:
-    """Compile every decoder layer of the target for verification (regional compilation: equal
-    layers share a graph), once.
+    """Compile every decoder layer for verification, once; equal layers share a graph.
 
     Prefill keeps the plain layers: its shapes change with every prompt. Taps stay outside, their
     hooks belong to the layers' calls; so does attention, which follows a plan that is new in every

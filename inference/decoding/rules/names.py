@@ -17,8 +17,7 @@ CHAINS_ONLY = ("rejection", "block")
 
 
 def promise(rule: str, temperature: float) -> str:
-    """What `rule` keeps at `temperature`: TEXT, DISTRIBUTION or LOSSY. At 0 every rule keeps the
-    text; an unknown rule promises nothing."""
+    """What `rule` keeps: TEXT (at temperature 0 all do), DISTRIBUTION or LOSSY (if unknown)."""
     if rule not in PROMISES:
         return LOSSY
     return TEXT if temperature == 0 else PROMISES[rule]
