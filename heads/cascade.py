@@ -1,5 +1,4 @@
-"""Cascades: a drafter sped up by another drafter, or several drafters in one verification. Any
-depth, still lossless.
+"""Cascades: a drafter sped up by another one, or several drafters in one verification.
 
 `speed_up` (vertical; Cascade Speculative Drafting, 2312.11462; TriForce, 2404.11912): the upper of
 two levels drafts a chain, and the lower one speculates for it just as the upper speculates for the

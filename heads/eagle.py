@@ -1,5 +1,4 @@
-"""EAGLE: one decoder layer that predicts the target's next last hidden state; the target's own LM
-head reads it.
+"""EAGLE: one decoder layer that predicts the target's next last hidden state.
 
 The feature f_t is the target's last hidden state AFTER its final norm, as in the published code and
 in serving engines: it is what the LM head reads, so the drafter has no norm and no head of its own.

@@ -1,5 +1,4 @@
-"""Hydra: heads like Medusa's, each of which also reads the tokens that were drafted before it
-(2402.05109).
+"""Hydra: heads like Medusa's that also read the tokens drafted before them (2402.05109).
 
 Head k (1-based) reads the target's post-final-norm state at position t and the embeddings of tokens
 t+1 to t+k, and predicts token t+k+1; the target's own LM head predicts t+1. Its first block maps

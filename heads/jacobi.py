@@ -1,5 +1,4 @@
-"""Jacobi decoding as a drafter: the target's own picks of the last pass are the guesses of the next
-one.
+"""Jacobi decoding as a drafter: the target's picks of one pass are the next one's guesses.
 
 Parallel decoding as a fixed-point iteration (Santilli et al., 2305.10427): a chain of guesses
 stands behind the root; every verification tells what the target picks after each of them, right or

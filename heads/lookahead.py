@@ -1,8 +1,7 @@
 """Lookahead decoding: n-grams from Jacobi trajectories are collected in a pool and verified when
 their first token comes up.
 
-After Fu et al. (2402.02057). Two branches share every verification, as parts of one tree behind the
-root:
+After Fu et al. (2402.02057). Two branches share every verification, as parts of one tree:
 
 * The window: W columns of n - 1 levels. Level 0 is a chain of guesses for the next W positions; the
   node of level l and column i follows (l - 1, i), so it sees level 0 up to its column, then its own

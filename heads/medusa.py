@@ -1,5 +1,4 @@
-"""Medusa: K independent heads on the target's last hidden state, one forward pass for the whole
-proposal.
+"""Medusa: K independent heads on the target's last hidden state, one pass for a proposal.
 
 Head i (0-based) reads the post-final-norm state at position t and predicts token t+2+i; the
 target's own LM head predicts t+1. Each head is a stack of residual blocks h + SiLU(U h + b), zero

@@ -1,5 +1,4 @@
-"""n-gram lookup (prompt lookup decoding): copy what followed the last occurrence of the newest
-tokens.
+"""n-gram lookup (prompt lookup decoding): copy what followed the newest tokens before.
 
 No weights and no target states: the drafter searches prompt and answer so far for the longest run
 of tokens, at most `max_n` and at least `min_n` long, that equals the newest tokens; among runs of

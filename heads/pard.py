@@ -1,5 +1,4 @@
-"""PARD: a small language model that drafts all its tokens in one pass, with mask tokens behind the
-text (2504.18583).
+"""PARD: a small language model that drafts all tokens in one pass, by mask tokens (2504.18583).
 
 The network is that of `distilled`, and may start from one. It reads [.. x_t, MASK x (K - 1)]: the
 output at x_t gives the first drafted token, the output at mask k the one k places further, so that

@@ -1,5 +1,4 @@
-"""Drafter checkpoints: one folder with `config.json` and `model.safetensors`, loaded completely or
-not at all.
+"""Drafter checkpoints: one folder with `config.json` and `model.safetensors`, loaded whole or not.
 
 The folder remembers the kind, its configuration and the target it was trained for; another target
 is refused. docs/formats.md describes the files.

@@ -1,8 +1,6 @@
-"""Rows of drafter states: written anew while the others go on, moved, or a part of them decoded
-alone.
+"""Rows of drafter states: written anew while others go on, moved, or decoded alone.
 
-A state is a dataclass whose tensors all have leading size B (or are shared and marked so by living
-in a non-tensor field).
+A state is a dataclass whose tensors all have leading size B, or are marked as shared.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Attention of drafters: whole packed sequences in training, a preallocated per-row cache in
-decoding.
+"""Attention of drafters: packed sequences in training, a preallocated cache in decoding.
 
 Legend: B rows, T positions, Q queries, S cache slots, N nodes, P nodes run at one tree level, R
 nodes run at all levels, h query heads, g key/value heads, D head size.

@@ -1,5 +1,4 @@
-"""Distilling the target's next-token distribution into a drafter: a weighted mix of divergences
-over many predictions.
+"""Distilling the target's next-token distribution: a weighted mix of divergences.
 
 The divergence is a setting because no single one is best everywhere (DistillSpec, 2310.08461). The
 LK losses (2602.23881) aim at the acceptance rate alpha = sum min(p, q) itself. A reference drafter

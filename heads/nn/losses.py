@@ -1,5 +1,4 @@
-"""Losses between a drafter's and the target's next-token distributions, and their sums over many
-positions.
+"""Losses between a drafter's and the target's next-token distributions, and their sums.
 
 Every loss maps logits to one value per position [M]; callers add them up. All are computed in
 float32 (float64 stays float64), under autocast too: see `full_precision`. `sum_over_rows` keeps

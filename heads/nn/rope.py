@@ -1,5 +1,4 @@
-"""Rotary position embedding in the Llama layout (the first half of a head rotates against the
-second).
+"""Rotary position embedding in the Llama layout: a head's halves turn against each other.
 
 Angles are computed in float32 whatever the model's dtype, as Hugging Face does, so that copied
 layers see the same rotations.

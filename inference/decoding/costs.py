@@ -1,5 +1,4 @@
-"""What one verification and one draft cost on this machine, as curves over nodes, rows and cached
-tokens.
+"""What verifications and drafts cost here, as curves over nodes, rows and cached tokens.
 
 `measure_costs` times real calls of the target (`verify`) and of drafters (`propose`, `commit`):
 warmed up, repeated, and interleaved in a shuffled order, so that a busy machine slows all points

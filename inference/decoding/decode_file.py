@@ -1,5 +1,4 @@
-"""`decode.yaml` in a checkpoint: the best drafts by batch size and temperature, as tuning measured
-them.
+"""`decode.yaml` in a checkpoint: the best drafts by batch size and temperature, as tuned.
 
 A file is valid for the checkpoint's weights, one revision of the target and one type of device
 (`Tuned.objection`). Decoding without a configured draft takes the nearest row (`Tuned.row`).

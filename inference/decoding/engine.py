@@ -1,12 +1,10 @@
-"""The decoder for users: prompts in, answers out, with any drafter or none, in batches whose rows
-are refilled.
+"""The decoder for users: prompts in, answers out, with any drafter or none.
 
     engine = Engine.load("meta-llama/Llama-3.1-8B-Instruct", "outputs/demo/train/eagle3/best")
     for answer in engine.generate(["Why is the sky blue?", "Write a haiku."], max_new_tokens=64):
         print(answer.text, answer.tau)
 
-`run` is the layer below: token ids with seeds and limits of their own in, completions out as they
-finish.
+`run` is the layer below: requests of token ids in, completions out as they finish.
 """
 
 from __future__ import annotations

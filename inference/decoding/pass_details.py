@@ -1,5 +1,4 @@
-"""What one verification drafted, and how likely target and drafter held it: for records that later
-trainings learn from.
+"""What a verification drafted and how likely it was, for records to learn from.
 
 Computed on the device in fixed shapes, beside what the step commits, and brought over with it.
 Probabilities are those of the models' own distributions (temperature 1, no filters; the target's

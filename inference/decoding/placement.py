@@ -8,8 +8,7 @@ it from the keys, so drafts agree with the target's picks just as on one device.
     weights = weights_on(target, torch.device("cuda:1"))
     drafter = PlacedDrafter(load_drafter(folder, target.info, weights), "cuda:1", target.device)
 
-Copies between devices wait for both when one is the CPU, so such steps are not captured as graphs
-(`capturable`).
+Copies between devices may wait for both, so such steps are not captured (`capturable`).
 
 Legend: B rows, N nodes, T positions, n taps, H hidden, V vocabulary.
 """

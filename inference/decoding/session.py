@@ -2,8 +2,8 @@
 anything else that never ends.
 
     with Session(engine, capacity=2048, on_tokens=show) as session:
-        session.add(Request(0, tokens, seed=1, max_new_tokens=64,
-        sampling=SamplingSettings(temperature=0.7))) while session.unfinished:
+        session.add(Request(0, tokens, seed=1, max_new_tokens=64, sampling=settings))
+        while session.unfinished:
             for completion in session.step():
                 ...
 

@@ -1,5 +1,4 @@
-"""One step of speculative decoding: propose, verify, accept, commit. Knows tokens and trees, and no
-kind of drafter.
+"""One step of speculative decoding: propose, verify, accept, commit. Knows no kinds.
 
 Plain decoding is the same step with a tree of one node. All tensors have fixed shapes, what lives
 from step to step is updated in place, and nothing here asks the device for a value: so a step can

@@ -1,8 +1,6 @@
-"""Which implementation of a kernel runs, and why: Triton's on a GPU, the plain-torch reference
-elsewhere.
+"""Which implementation of a kernel runs: Triton's on a GPU, the plain-torch reference elsewhere.
 
-An operation is declared once, beside its meaning, in a module of this package whose name begins
-with `reference`:
+An operation is declared once, beside its meaning, in `inference.kernels.reference`:
 
     COMPACT = Op("compact", compact, "inference.kernels.commit:compact")
 

@@ -1,5 +1,4 @@
-"""Triton kernel of the draft heads' residual blocks: product, bias, SiLU and sum for all heads in
-one launch.
+"""Triton kernel of the draft heads' residual blocks: all heads in one launch.
 
 Meaning: `reference/heads.py`. Whether it beats cuBLAS is not measured on a GPU. Estimates speak
 against large gains. Both paths read the weights once, K
@@ -10,8 +9,7 @@ bandwidth at so few rows (70-85 % of it is typical for skinny products). So nobo
 to be faster before a GPU has shown it, and the reference is the default; HEADSTART_KERNELS=triton
 chooses the kernel.
 
-Sums are float32 whatever the dtype, and the result is rounded once, where the reference rounds
-three times.
+Sums are float32, and the result is rounded once (the reference rounds three times).
 
 Legend: K heads, M rows, H hidden.
 """

@@ -1,8 +1,6 @@
-"""Loading a target from a Hub id or a folder, and describing it: every way this can go wrong ends
-in one clear sentence.
+"""Loading and describing a target: whatever goes wrong ends in one clear sentence.
 
-What cannot be a target is refused by name from its config, before any weights are read
-(`require_supported`).
+What cannot be a target is refused by its config, before weights are read.
 """
 
 from __future__ import annotations

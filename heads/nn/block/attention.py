@@ -1,5 +1,4 @@
-"""Attention of block drafters in training: many blocks of one sequence at once, each seeing its own
-past and itself.
+"""Attention of block drafters in training: many blocks of one sequence at once.
 
 A block stands behind a place t of the sequence, the last position whose true states it may see: its
 queries attend to the context up to t within t's document, and to the block's own slots. Nothing of

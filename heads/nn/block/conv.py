@@ -1,5 +1,4 @@
-"""The local convolution of DFlash 2: every slot of a block mixes in the slot before it, around each
-sublayer.
+"""The local convolution of DFlash 2: every slot mixes in the one before it.
 
 Two taps, depthwise, causal within the block; the kernel is a fixed part per channel plus a part
 that the input decides per group of channels: out[i, c] = sum over t of (base[t, c] + delta[i, t,

@@ -1,5 +1,4 @@
-"""The decoder layers of block drafters: Qwen3-like layers that also turn the target's states into
-keys and values.
+"""The decoder layers of block drafters: Qwen3's, with keys and values of the target's states.
 
 Every layer forms keys and values of the context (normalised features of the target, no norm of its
 own before them) beside those of the block's slots, with the same projections or with separate ones

@@ -1,5 +1,4 @@
-"""The parts of a cascade: built from descriptions, kept in one checkpoint, each told what it asked
-for and nothing else.
+"""The parts of a cascade: built from descriptions, kept in one checkpoint.
 
 A part is described by a mapping: {checkpoint: folder}, or {kind: name, ...settings of that kind}.
 What is stored is always the second form, so that a saved cascade needs no other folder.

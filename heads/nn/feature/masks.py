@@ -1,5 +1,4 @@
-"""Mask tokens of a parallel drafter in training: which places draft how deep, and what the masks
-see.
+"""Mask tokens of a parallel drafter in training: how deep places draft, what masks see.
 
 Mask k behind place t stands at position t + k and sees the true tokens of its document up to t, the
 masks 1..k of its own place and nothing else: exactly what it sees when it serves. Conditional drop

@@ -1,5 +1,4 @@
-"""Own modules per depth, each reading the output of the one before (DeepSeek-V3's MTP): training
-and drafting.
+"""Own modules per depth, each reading the output of the one before (DeepSeek-V3's MTP).
 
 Module k at row s joins the state h^{k-1}_s of the module before it (the target's own for k = 1)
 with the token at s+k and predicts token s+k+1; it attends to its own rows up to s. Counted by the

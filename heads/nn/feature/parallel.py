@@ -1,5 +1,4 @@
-"""Rows that stand for tokens not known yet (P-EAGLE): which are trained, what they attend to, where
-their predictions go.
+"""Rows that stand for tokens not known yet (P-EAGLE): which are trained, what they see.
 
 Behind the true row of an anchor t stand the mask rows 1, 2, ..., at positions t+1, t+2, ...; mask
 row j predicts token t+2+j. It attends to the true rows up to its anchor and to the mask rows of its

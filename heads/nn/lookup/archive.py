@@ -1,5 +1,4 @@
-"""What a drafter remembers of the answers that were decoded with it: one ring of tokens per row of
-the batch.
+"""What a drafter remembers of earlier answers: one ring of tokens per row of the batch.
 
 Every row writes its answers into its own ring, one after the other, so that answers of different
 rows do not mix; all rows search all rings. The rings belong to the drafter: they outlive the

@@ -1,5 +1,4 @@
-"""The shape of a small language model that drafts: its sizes, what it starts from, its rotary
-positions.
+"""The shape of a small language model that drafts: sizes, start, rotary positions.
 
 Legend: D head size.
 """

@@ -1,5 +1,4 @@
-"""A small language model as a drafter: network, cache, and autoregressive drafting. It sees tokens
-only.
+"""A small language model as a drafter, which sees tokens only.
 
 Kinds built on it add an objective (`heads/distilled.py`) or another way to draft (`heads/pard.py`).
 Parameter names are Hugging Face's for Llama, so that an export is an ordinary checkpoint. It is a

@@ -1,5 +1,4 @@
-"""What a small language model starts from: layers of the target, a smaller model of Hugging Face's,
-or another drafter.
+"""What a small language model starts from: target layers, a smaller model, another drafter.
 
 Folders are read with safetensors and json alone; nothing in them is executed. A folder decides the
 sizes once, when the drafter is made: its checkpoint holds them itself and no longer needs the

@@ -1,5 +1,4 @@
-"""The target's own decoder layers as parts of a drafter: self-speculation without a copy of any
-weight.
+"""The target's own decoder layers as parts of a drafter, without a copy of any weight.
 
 Layers of Llama, Mistral, Qwen2 (biases) and Qwen3 (norms of queries and keys) are read from the
 target's named tensors and computed as Hugging Face computes them, so that a layer run here gives

@@ -1,5 +1,4 @@
-"""Adaptive draft length: verify (and draft) fewer tokens where drafts are not likely to be
-accepted. Chains only.
+"""Adaptive draft length of chains: fewer tokens where acceptance is not likely.
 
 Two mechanisms. Within a step every row gets a `Proposal.limit` (`Limits`): drafted tokens behind it
 are dead, neither kept nor tested. Where the host knows everything anyway (the CPU, step by step),

@@ -11,8 +11,7 @@ become inputs of the compiled functions, the weights constants.
 How much of the cache attention reads is a constant of a graph. So there is one graph per power of
 two of slots, at most the capacity, each compiled when a row first needs it.
 
-Not part of it: prefill, whose shapes change with every prompt, and the host's reading of what a
-step committed.
+Not part of it: prefill, whose shapes change, and the host's reading of results.
 
 Legend: B rows, N nodes, D the tree's deepest level.
 """

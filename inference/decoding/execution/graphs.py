@@ -1,5 +1,4 @@
-"""How steps are run: launched operation by operation, or captured once as a CUDA graph and
-replayed.
+"""How steps are run: operation by operation, or captured as a CUDA graph and replayed.
 
 The host never waits for the step it has just launched. Each step ends with one copy of its result
 into a pinned buffer of a ring; the host reads it one or two steps later, when the copy is long

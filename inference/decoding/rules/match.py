@@ -1,5 +1,4 @@
-"""The `match` rule: a node is kept when it is what the target picks at its parent, with the
-target's own noise.
+"""The `match` rule: a node is kept when it is what the target picks at its parent.
 
 The text is then the target's picks along one path, whatever was drafted: token-identical to
 decoding without a drafter with the same seed, at any temperature.

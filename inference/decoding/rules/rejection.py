@@ -5,8 +5,7 @@ not is replaced by a draw from max(p - q, 0); behind a chain that was kept whole
 p. What is committed follows p exactly, and a draft is kept with probability 1 - TV(p, q), the most
 that any rule reaches for one draft.
 
-Certain drafts and temperature 0: `match` (see `inference.decoding.rules.weights`, also for which
-noise is used for what).
+Certain drafts and temperature 0: `match`; `inference.decoding.rules.weights` on noise.
 
 Legend: B rows, N nodes, D = N - 1 drafted tokens, V vocabulary.
 """

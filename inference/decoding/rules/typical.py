@@ -1,5 +1,4 @@
-"""Typical acceptance (Medusa, 2401.10774): LOSSY. The text does not follow the target's
-distribution.
+"""Typical acceptance (Medusa, 2401.10774): LOSSY, another distribution than the target's.
 
 A draft x is kept when the target finds it likely enough for how undecided it is: p(x) >
 min(epsilon, delta * exp(-H(p))), with H the entropy of p (temperature and filters applied). The

@@ -1,5 +1,4 @@
-"""What rules that accept by probability share: both distributions, draws from weights, weighed
-chains.
+"""What rules that accept by probability share: distributions, draws, weighed chains.
 
 With p the target's distribution at a node (temperature and filters applied) and q the one its
 children were drawn from. Drafts whose q nobody kept are certain: q is 1 at the draft. Weighing a

@@ -1,5 +1,4 @@
-"""How the target's distribution is shaped before a token is picked from it: processors,
-temperature, filters.
+"""How the target's distribution is shaped: processors, temperature, filters.
 
 The order is that of `generate` in transformers: logit bias, repetition penalty and bad words change
 the logits (`inference.decoding.sampling.processors`, at temperature 0 as well), then come

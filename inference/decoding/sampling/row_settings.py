@@ -1,5 +1,4 @@
-"""Sampling settings that belong to rows: requests of different temperature and filters in one
-batch.
+"""Sampling settings of rows: requests of different temperature and filters in one batch.
 
 A server's requests bring settings of their own. What the step needs of them lies in tensors with
 one entry per row, so that a step has the same operations whoever sits in the rows. The picks are

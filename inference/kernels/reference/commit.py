@@ -1,5 +1,4 @@
-"""What commits a verification, in plain torch: the walk along accepted nodes, and the cache's
-compaction.
+"""What commits a verification, in plain torch: the accepted walk and the cache's compaction.
 
 The walk is `inference.decoding.rules.accept.walk`. Compaction moves the accepted nodes' keys and
 values down to the slots behind the committed tokens, for all layers that share a storage in one

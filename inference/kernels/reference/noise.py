@@ -1,5 +1,4 @@
-"""The position-keyed noise and the pick with it, in plain torch. `noise_pick.py` holds the Triton
-kernels.
+"""The position-keyed noise and the pick with it in plain torch (Triton: `noise_pick.py`).
 
 The bits are the definition: every implementation produces exactly these. The Gumbel noise made of
 them may differ by rounding, at most 2 units in the last place of max(1, |g|) between the kernel and
