@@ -86,8 +86,7 @@ class Lanes:
         return self.rows.lengths.shape[0]
 
     def noise(self, seeds: Tensor, roots: Tensor, own: RowSettings | None = None) -> SharedNoise:
-        """The noise of sequences: `seeds`, `roots` (positions) [B], and their own settings if any.
-        """
+        """The noise of sequences: `seeds`, `roots` (positions) [B], and their own settings."""
         vocab, rule = self.target.info.vocab_size, self.rule
         if own is not None:
             noise: SharedNoise = RowNoise(own, seeds, vocab, rule.drafts, roots)

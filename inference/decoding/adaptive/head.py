@@ -92,8 +92,7 @@ class Recorded:
 def record(
     logits: Tensor, temperature: float, accepted: Tensor, tested: Tensor, active: Tensor
 ) -> Recorded:
-    """A pass's tested levels: logits [B, D, V'], accepted, tested (with the refused), active [B].
-    """
+    """A pass's tested levels: logits [B, D, V'], accepted, tested (with refused), active [B]."""
     features = level_features(logits, temperature)
     level = torch.arange(1, logits.shape[1] + 1, device=logits.device)
     used = (level <= tested[:, None]) & active[:, None]
