@@ -88,9 +88,8 @@ class TokenTree:
         return replace(tree, is_chain=parents == [max(i - 1, 0) for i in range(len(parents))])
 
     def to(self, device: torch.device | str) -> TokenTree:
-        parents, depth, ancestors = self.parents, self.depth, self.ancestors
-        moved = (part.to(device) for part in (parents, depth, ancestors))
-        return TokenTree(*moved, self.max_depth, self.is_chain)
+        parents, depth = self.parents.to(device), self.depth.to(device)
+        return replace(self, parents=parents, depth=depth, ancestors=self.ancestors.to(device))
 
     def levels(self) -> list[Level]:
         """A static tree level by level. Reads it on the host; call once."""

@@ -76,7 +76,7 @@ def unpacked_linears(module: Any) -> Iterator[None]:
         yield
     finally:
         for part, forward in packed:
-            part.forward = forward
+            part.__dict__["forward"] = forward
 
 
 def _eligible(module: nn.Module) -> Iterator[nn.Linear]:

@@ -77,8 +77,8 @@ def fit_temperatures(log_odds: Tensor, accepted: Tensor) -> Tensor:
         raise UserError(
             "calibration needs recorded drafts; given none. Draft for a few prompts first."
         )
-    ends = (torch.tensor(end).log10().item() for end in (COOLEST, HOTTEST))
-    tried = torch.logspace(*ends, STEPS, dtype=torch.float64)
+    first, last = (torch.tensor(end).log10().item() for end in (COOLEST, HOTTEST))
+    tried = torch.logspace(first, last, STEPS, dtype=torch.float64)
     settled = torch.ones(log_odds.shape[0], dtype=torch.float64)
     temperatures = []
     for depth in range(log_odds.shape[1]):

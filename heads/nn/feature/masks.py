@@ -51,7 +51,7 @@ class Masks:
         rows = [_sample_row(row, shares, generator) for row, generator in drawn]
         valid = [torch.ones_like(place, dtype=torch.bool) for place, _ in rows]
         parts = *zip(*rows, strict=True), valid
-        return cls(*(pad_sequence(part, True).to(batch.tokens.device) for part in parts))
+        return cls(*(pad_sequence(list(part), True).to(batch.tokens.device) for part in parts))
 
     def supervised(self, batch: TrainBatch) -> Tensor:
         """[B, E] bool: whether a mask predicts a supervised token, at place + step + 1."""

@@ -217,8 +217,8 @@ def _read_layer(
         query, key, value, output = (reader.product(f"self_attn.{name}_proj") for name in "qkvo")
         query_norm, key_norm = (reader.optional(f"self_attn.{name}_norm.weight") for name in "qk")
         norm, norms = reader.tensor("input_layernorm.weight"), (query_norm, key_norm)
-        true = (shared_linear(*reader.linear(f"self_attn.{name}_proj")) for name in "kv")
-        attention = AttentionPart(norm, *true, query, key, value, output, *norms)
+        true = [shared_linear(*reader.linear(f"self_attn.{name}_proj")) for name in "kv"]
+        attention = AttentionPart(norm, true[0], true[1], query, key, value, output, *norms)
     if kept.mlp:
         gate, up, down = (reader.product(f"mlp.{name}_proj") for name in ("gate", "up", "down"))
         mlp = MLPPart(reader.tensor("post_attention_layernorm.weight"), gate, up, down)

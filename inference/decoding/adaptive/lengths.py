@@ -191,11 +191,13 @@ class Limits:
         return self._first(proposal, length)
 
     def _first(self, proposal: Proposal, length: int) -> Proposal:
-        limit, names = proposal.limit, ("tokens", "logits", "confidence")
-        parts = {name: getattr(proposal, name) for name in names}
-        kept = {k: None if part is None else part[:, : length + 1] for k, part in parts.items()}
-        limit = None if limit is None else limit.clamp(max=length)
-        return replace(proposal, **kept, tree=self.chains[length], limit=limit)
+        kept: dict[str, Any] = {"tree": self.chains[length]}
+        for name in ("tokens", "logits", "confidence"):
+            part = getattr(proposal, name)
+            kept[name] = None if part is None else part[:, : length + 1]
+        if proposal.limit is not None:
+            kept["limit"] = proposal.limit.clamp(max=length)
+        return replace(proposal, **kept)
 
     def observe(
         self, proposal: Proposal, accepted: Tensor, refused: Tensor, active: Tensor
