@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -230,7 +230,7 @@ def furthest_behind(
     first = counts.cumsum(0) - counts
     sorted_document = document[order]
     rank = torch.arange(order.shape[0], device=order.device) - first[sorted_document]
-    return cast(Tensor, order[rank < (counts[sorted_document] * share).ceil()].sort().values)
+    return order[rank < (counts[sorted_document] * share).ceil()].sort().values
 
 
 def _documents(batch: TrainBatch, states: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def require_heads(drafter: TrainableDrafter, tree: DraftShape) -> None:
 def layer_shape(config: Any, info: TargetInfo) -> LayerShape:
     """A layer's sizes by the configuration, the target's where that says 0 or nothing."""
     names = [item.name for item in fields(LayerShape) if item.default is MISSING]
-    sizes = {name: getattr(config, name, 0) or getattr(info, name) for name in names}
+    sizes: dict[str, Any] = {n: getattr(config, n, 0) or getattr(info, n) for n in names}
     return LayerShape(**sizes, qk_norm=getattr(config, "qk_norm", False))
 
 

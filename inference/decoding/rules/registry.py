@@ -19,7 +19,7 @@ def get_rule(name: str, shape: DraftShape, **options: Any) -> Rule:
     """
     check_shape(name, shape)
     module: Any = import_module(f"inference.decoding.rules.{name}")
-    return module.make(shape, RuleOptions(**options))  # type: ignore[no-any-return]
+    return module.make(shape, RuleOptions(**options))
 
 
 def check_shape(name: str, shape: DraftShape) -> None:
