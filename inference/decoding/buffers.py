@@ -74,9 +74,10 @@ class Lanes:
         self.limits, self.lengths = adaptive_parts(target, drafter, decode, tree, rows)
         self.keeps_logits = details or (self.limits is not None and self.limits.wants_logits)
         noise = self.noise(self.rows.seeds, self.rows.lengths, self.own)
-        judging = noise, self.rule, self.processors
-        reading = self.needs, clock, eos, self.limits, details
-        decoder = Decoder(target, drafter, tree, *judging, *reading)
+        rule, processors, needs, limits = self.rule, self.processors, self.needs, self.limits
+        decoder = Decoder(
+            target, drafter, tree, noise, rule, processors, needs, clock, eos, limits, details
+        )
         self.runner = StepRunner(decoder, self.cache, self.rows, decode)
         self._narrow: dict[int, _Narrow] = {}
         self._arranged: tuple[int, ...] | None = None

@@ -136,12 +136,13 @@ class CostCurves:
             return tuple(CostPoint(**item) for item in items)
 
         try:
-            return cls(
-                *(values[name] for name in ("target", "device", "dtype", "launch", "repeats")),
-                points(values["verify"]),
-                {name: points(items) for name, items in values["draft"].items()},
-                {name: points(items) for name, items in values["commit"].items()},
+            facts = {k: values[k] for k in ("target", "device", "dtype", "launch", "repeats")}
+            draft, commit = (
+                {name: points(items) for name, items in values[what].items()}
+                for what in ("draft", "commit")
             )
+            verify = points(values["verify"])
+            return cls(**facts, verify_points=verify, draft_points=draft, commit_points=commit)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"these are no cost curves ({error!r}). Measure them: `headstart measure "

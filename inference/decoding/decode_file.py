@@ -67,7 +67,7 @@ class TunedRow:
         """From a row of the file."""
         where, draft = (int(row["batch_size"]), float(row["temperature"])), Draft.read(row["draft"])
         low, high = row["speedup_ci95"][:2]
-        numbers = {name: float(row[name]) for name in NUMBERS}
+        numbers: dict[str, float] = {name: float(row[name]) for name in NUMBERS}
         return cls(*where, draft, numbers, (float(low), float(high)))
 
 

@@ -263,7 +263,7 @@ class Engine:
             self._lanes = lanes = self.new_lanes(rows, capacity, details=self.details)
         return lanes
 
-    def new_lanes(self, rows: int, capacity: int, **more: bool) -> Lanes:
+    def new_lanes(self, rows: int, capacity: int, **more: Any) -> Lanes:
         """Buffers of `rows` x `capacity`; more: as `Lanes` takes it."""
         parts = self.target, self.drafter, self.decode, self.tree
         return Lanes(*parts, rows, capacity, self.clock, **more)

@@ -90,8 +90,8 @@ class PlacedDrafter:
             assert isinstance(given, TokenTree)
             tree = given
         else:
-            moved = map(self._back, (tree.parents, tree.depth, tree.ancestors))
-            tree = TokenTree(*moved, tree.max_depth, tree.is_chain)
+            parents, depth = self._back(tree.parents), self._back(tree.depth)
+            tree = replace(tree, parents=parents, depth=depth, ancestors=self._back(tree.ancestors))
         parts = {name: part for name, part in vars(proposal).items() if isinstance(part, Tensor)}
         return replace(proposal, tree=tree, **{k: self._back(part) for k, part in parts.items()})
 
@@ -110,9 +110,9 @@ class PlacedDrafter:
         tokens, following, positions, valid = self._over(torch.stack(small)).unbind(0)
         taps = seen.taps if self.needs.taps else None
         hidden = seen.last_hidden if self.needs.last_hidden or self.needs.logits else None
-        features = (None if part is None else self._over(part) for part in (taps, hidden))
+        taps, hidden = (None if part is None else self._over(part) for part in (taps, hidden))
         verified = None if seen.verified is None else self._verification(seen.verified)
-        return TargetStates(tokens, following, positions, valid.bool(), *features, verified)
+        return TargetStates(tokens, following, positions, valid.bool(), taps, hidden, verified)
 
     def _verification(self, verified: Verified) -> Verified:
         """A verification on the drafter's device; its tree is the drafter's and stayed there."""

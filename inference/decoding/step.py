@@ -56,7 +56,8 @@ class Rows:
 
     def first(self, count: int) -> Rows:
         """The first `count` rows, as views."""
-        return Rows(*(None if part is None else part[:count] for part in vars(self).values()))
+        parts: dict[str, Any] = vars(self)
+        return Rows(**{k: None if part is None else part[:count] for k, part in parts.items()})
 
     def move(self, source: int, target: int) -> None:
         """Copy a row over another one and deactivate the first."""

@@ -197,7 +197,7 @@ class ChainDrafter(FeatureDrafter):
         return self.chain.start(seen, self.plans.of(tree), capacity)
 
     def propose(self, state: Any, noise: Noise) -> Proposal:
-        return self.chain.propose(state, noise, self.columns)  # type: ignore[no-any-return]
+        return self.chain.propose(state, noise, self.columns)
 
     def commit(self, state: Any, accepted: TargetStates) -> Any:
         return self.chain.commit(state, accepted)
