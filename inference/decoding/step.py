@@ -56,8 +56,8 @@ class Rows:
 
     def first(self, count: int) -> Rows:
         """The first `count` rows, as views."""
-        parts: dict[str, Any] = vars(self)
-        return Rows(**{k: None if part is None else part[:count] for k, part in parts.items()})
+        kept = {k: part[:count] for k, part in vars(self).items() if part is not None}
+        return Rows(**kept)
 
     def move(self, source: int, target: int) -> None:
         """Copy a row over another one and deactivate the first."""
