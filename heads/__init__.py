@@ -1,2 +1,1 @@
-"""What a drafter is: one public module here is one kind; `heads.api` and `heads.nn` support
-them."""
+"""What a drafter is: a public module here is one kind; `heads.api` and `heads.nn` support them."""

@@ -1,5 +1,4 @@
-"""Cascades: a drafter sped up by another drafter, or several drafters in one verification. Any
-depth, still lossless.
+"""Cascades: a drafter sped up by another one, or several drafters in one verification.
 
 `speed_up` (vertical; Cascade Speculative Drafting, 2312.11462; TriForce, 2404.11912): the upper of
 two levels drafts a chain, and the lower one speculates for it just as the upper speculates for the
@@ -27,11 +26,12 @@ from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter, f
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
-from heads.api.tree import DraftShape, DynamicShape, TokenTree
+from heads.api.tree import DraftShape, TokenTree, one_path
 from heads.nn.cascade.chain import Quiet, draft_chain, fill_tree
 from heads.nn.cascade.join import join, split_shape
-from heads.nn.cascade.parts import bind_part, build_part, initialise_part, modules_of, told, union
-from heads.nn.drafting.plan import TreePlan, last_valid
+from heads.nn.cascade.parts import build_part, initialise_part, modules_of, told, union
+from heads.nn.drafting.plan import TreePlan
+from heads.nn.drafting.state import last_valid
 
 
 @config("head")
@@ -52,8 +52,7 @@ class Config:
     """speed_up: passes of the upper level per draft (>= 1). One drafts 2 to proposed + 2 tokens,
     each further one 1 to proposed + 1."""
     branches: NonEmpty[PositiveInt] = (5,)
-    """join: drafted tokens of each part after the first (>= 1); the last number also counts for
-    those without one."""
+    """join: drafted tokens of each part after the first (>= 1); the last number repeats."""
 
     def __post_init__(self) -> None:
         if len(self.parts) < 2 or (self.mode == "speed_up" and len(self.parts) != 2):
@@ -67,8 +66,7 @@ class Config:
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What each part is asked to fill. speed_up: `tree` is what the cascade fills, in at most
-    `rounds` rounds. Shared between the rows of a batch.
-    """
+    `rounds` rounds. Shared between the rows of a batch."""
 
     shapes: list[DraftShape]
     tree: TreePlan | None = None
@@ -80,8 +78,7 @@ class Plan:
 class State:
     """The parts' states; root, root_position [B] int64. drafted, passes [B] int64: live tokens that
     were drafted and passes of the upper level that this took since prefill (speed_up), for those
-    who measure what the lower level saves.
-    """
+    who measure what the lower level saves."""
 
     parts: list[Any]
     root: Tensor
@@ -110,8 +107,8 @@ class Drafter(TrainableDrafter):
 
     def _check(self, specs: list[FeatureSpec]) -> None:
         """Refuse parts that cannot do what this mode asks of them."""
-        for number, (drafter, needs) in enumerate(zip(self.drafters, specs, strict=True)):
-            if needs.verified:
+        for number, drafter in enumerate(self.drafters):
+            if drafter.needs.verified:
                 raise UserError(
                     f"head.parts[{number}] is of kind '{drafter.kind}', which learns from the "
                     "verification of its own tree alone; in a cascade it would be shown another "
@@ -143,7 +140,8 @@ class Drafter(TrainableDrafter):
     def bind(self, weights: TargetWeights) -> None:
         """Attach the target's tensors to every part."""
         for part in self._parts:
-            bind_part(part, weights)
+            if isinstance(part.drafter, TrainableDrafter):
+                part.drafter.bind(weights)
 
     def choose_vocabulary(self, counts: Tensor) -> None:
         """Fix the draft vocabularies of the parts that have no checkpoint."""
@@ -166,7 +164,6 @@ class Drafter(TrainableDrafter):
     # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol."""
         plan = self._plan_of(tree, seen.tokens.device)
         # parts are told runs of the whole tree's depth, and the lower level also what the upper one
         # chose beyond the root
@@ -184,22 +181,15 @@ class Drafter(TrainableDrafter):
     def _plan_of(self, shape: DraftShape, device: torch.device) -> Plan:
         """Remembered, because every refilled row starts with the same shape."""
         if self._plan is None or self._plan[0] is not shape:
-            self._plan = (
-                shape,
-                (self._join_plan if self.config.mode == "join" else self._speed_plan)(
-                    shape, device
-                ),
-            )
+            self._plan = shape, self._new_plan(shape, device)
         return self._plan[1]
 
-    def _join_plan(self, shape: DraftShape, device: torch.device) -> Plan:
-        more = len(self.drafters) - 1
-        branches = (*self.config.branches, *[self.config.branches[-1]] * more)[:more]
-        return Plan(split_shape(shape, branches, device))
-
-    def _speed_plan(self, shape: DraftShape, device: torch.device) -> Plan:
-        if isinstance(shape, DynamicShape):  # there is one continuation: a chain as long as fits
-            shape = TokenTree.chain(min(shape.max_depth, shape.nodes - 1), device)
+    def _new_plan(self, shape: DraftShape, device: torch.device) -> Plan:
+        if self.config.mode == "join":
+            more = len(self.drafters) - 1
+            branches = (*self.config.branches, *[self.config.branches[-1]] * more)[:more]
+            return Plan(split_shape(shape, branches, device))
+        shape = one_path(shape, device)
         # every round adds at least one token
         rounds = max(0, min(self.config.rounds, shape.max_depth - 1))
         lower = TokenTree.chain(self.config.proposed, device)
@@ -207,22 +197,13 @@ class Drafter(TrainableDrafter):
         return Plan([lower, upper], TreePlan.of(shape), rounds)
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Draft; see the protocol. speed_up gives the upper level's own chain as far as it got
-        (`Proposal.limit`)."""
+        """See the protocol. speed_up gives the upper level's own chain as far as it got."""
         if state.plan.tree is None:
             return self._joined(state, noise)
         plan, (lower, upper) = state.plan.tree, self.drafters
-        drafted = draft_chain(
-            lower,
-            state.parts[0],
-            upper,
-            state.parts[1],
-            state.root,
-            state.root_position,
-            state.plan.rounds,
-            noise,
-            keep=noise.keeps_logits or plan.max_rank > 0,
-        )
+        (below, above), at = state.parts, (state.root, state.root_position)
+        keep = noise.keeps_logits or plan.max_rank > 0
+        drafted = draft_chain(lower, below, upper, above, *at, state.plan.rounds, noise, keep)
         state.drafted.add_(drafted.live.clamp(max=plan.max_depth))
         state.passes.add_(state.plan.rounds)
         return fill_tree(plan, drafted, state.root_position, noise)
@@ -230,10 +211,8 @@ class Drafter(TrainableDrafter):
     def _joined(self, state: State, noise: Noise) -> Proposal:
         """All parts that got a share of the nodes; a single one drafts as if it were alone."""
         asked = [number for number, shape in enumerate(state.plan.shapes) if shape.num_nodes > 1]
-        told_noise = noise if len(asked) == 1 else Quiet(noise)
-        return join(
-            [self.drafters[number].propose(state.parts[number], told_noise) for number in asked]
-        )
+        heard = noise if len(asked) == 1 else Quiet(noise)
+        return join([self.drafters[i].propose(state.parts[i], heard) for i in asked])
 
     def forget(self) -> None:
         """Let the parts that remember other answers forget them."""

@@ -21,6 +21,7 @@ slots, N nodes, P nodes of one level, C carry of a dependency, g key/value heads
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -33,7 +34,7 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape
 from heads.nn import losses
-from heads.nn.attention import CachePlace, additive, cache_attention, write_cache
+from heads.nn.attention import CachePlace, additive
 from heads.nn.block import confidence as block_confidence
 from heads.nn.block.attention import Anchors, KeyValue, View, attend_blocks
 from heads.nn.block.config import Config as Config
@@ -41,29 +42,18 @@ from heads.nn.block.losses import log_probability
 from heads.nn.block.model import BlockModel
 from heads.nn.blocks import Attend
 from heads.nn.drafting.growth import fill, grow
-from heads.nn.drafting.plan import Plan, PlanCache, last_valid
+from heads.nn.drafting.plan import PlanCache
+from heads.nn.drafting.state import Cached as State
+from heads.nn.drafting.state import run_slots
+from heads.nn.feature.base import teacher_logits
 from heads.nn.rope import look_up
-
-
-@dataclass
-class State:
-    """keys, values: per layer [B, S, g, D], slot = position: of the features of committed
-    positions, behind them room for a block. root, root_position [B] int64.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    root: Tensor
-    root_position: Tensor
-    plan: Plan
 
 
 @dataclass
 class Taught:
     """What the depths of M blocks are to say. labels, parents [M, K] int64: the token at each depth
     and the one before it; states_at [M, K] int64: the flat position whose state the target draws it
-    from; mask [M, K] bool: supervised; scale [M].
-    """
+    from; mask [M, K] bool: supervised; scale [M]."""
 
     labels: Tensor
     parents: Tensor
@@ -100,12 +90,10 @@ class Drafter(BlockModel):
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """The weighted objective over blocks behind places drawn from every row, scaled to all
-        places."""
+        """The weighted objective over blocks drawn from every row, scaled to all places."""
         config: Config = self.config
-        eligible = batch.supervised(1) & batch.supervised(
-            2
-        )  # the root is part of the answer, and so is what follows
+        # the root is part of the answer, and so is what follows
+        eligible = batch.supervised(1) & batch.supervised(2)
         anchors = Anchors.sample(eligible, config.num_anchors, batch.generators(), batch.anchors)
         contexts = self._features(batch)
         chunk = self._chunk(batch, self.depths)
@@ -116,14 +104,12 @@ class Drafter(BlockModel):
             return self._sums(batch, raw, self._taught(batch, piece))
 
         starts = range(0, anchors.last.shape[1], chunk)
+        whole = len(starts) == 1
         parts: list[losses.Sums] = (
-            [part(0)]
-            if len(starts) == 1
-            else [checkpoint(part, first, use_reentrant=False) for first in starts]
+            [part(0)] if whole else [checkpoint(part, at, use_reentrant=False) for at in starts]
         )
-        total, per_depth, correct, counts, doubt = (
-            sum(values) for values in zip(*parts, strict=True)
-        )
+        sums = (sum(values) for values in zip(*parts, strict=True))
+        total, per_depth, correct, counts, doubt = sums
         metrics = losses.depth_metrics(per_depth, correct, counts)
         if self.confidence_head is not None:
             metrics["loss/confidence"] = (doubt.detach(), counts.sum().detach())
@@ -135,8 +121,7 @@ class Drafter(BlockModel):
         return self._contexts(batch.taps, self._rope.at(batch.positions, self.norm.weight.dtype))
 
     def _chunk(self, batch: TrainBatch, depths: int) -> int:
-        """Blocks per row that are run at once, so that neither logits nor attention scores grow too
-        large."""
+        """Blocks per row that are run at once, so that logits and attention scores stay small."""
         rows, length = batch.tokens.shape
         slots = self.config.block_size
         scores = self.shape.num_attention_heads * slots * (length + slots)
@@ -154,34 +139,24 @@ class Drafter(BlockModel):
         inputs = self._slots(roots, slots)
         first = batch.positions.gather(1, anchors.last).flatten()[:, None] + 1
         rotation = self._rope.at(first + torch.arange(slots, device=roots.device), inputs.dtype)
-        exact = inputs.dtype == torch.float64
-        view = View.of(
-            batch.segments, anchors.last, slots, self.causal, flex=inputs.is_cuda and not exact
-        )
+        flex = inputs.is_cuda and inputs.dtype != torch.float64
+        view = View.of(batch.segments, anchors.last, slots, self.causal, flex)
 
-        def attend_to(context: KeyValue) -> Attend:
-            def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                query, key, value = (
-                    part.unflatten(0, (rows, blocks)) for part in (query, key, value)
-                )
-                return attend_blocks(query, context, (key, value), view).flatten(0, 1)
+        def attend(context: KeyValue, *parts: Tensor) -> Tensor:
+            query, key, value = (part.unflatten(0, (rows, blocks)) for part in parts)
+            return attend_blocks(query, context, (key, value), view).flatten(0, 1)
 
-            return attend
-
-        states = self._run(inputs, rotation, [attend_to(context) for context in contexts])
-        return self._depths(states, depths)
+        attends: list[Attend] = [partial(attend, context) for context in contexts]
+        return self._depths(self._run(inputs, rotation, attends), depths)
 
     def _taught(self, batch: TrainBatch, anchors: Anchors) -> Taught:
         rows, length = batch.tokens.shape
         ahead = torch.arange(1, self.depths + 1, device=batch.tokens.device)
         row = torch.arange(rows, device=batch.tokens.device)[:, None, None]
-        states_at = (anchors.last[..., None] + ahead).clamp(
-            max=length - 1
-        )  # [B, A, K]; what is cut is not supervised
+        # [B, A, K]; what is cut is not supervised
+        states_at = (anchors.last[..., None] + ahead).clamp(max=length - 1)
         label_at = (states_at + 1).clamp(max=length - 1)
-        supervised = torch.stack(
-            [batch.supervised(k + 1) for k in range(1, self.depths + 1)], -1
-        )  # [B, T, K]
+        supervised = batch.supervised_ahead(self.depths).unflatten(0, (rows, length))  # [B, T, K]
         mask = supervised[row[..., 0], anchors.last] & anchors.valid[..., None]
         return Taught(
             batch.tokens[row, label_at].flatten(0, 1),
@@ -196,16 +171,16 @@ class Drafter(BlockModel):
         counts; the confidence's loss."""
         config: Config = self.config
         rule, (block, depth) = self.dependency, taught.mask.nonzero(as_tuple=True)  # [R] each
-        share = config.base_share_start + batch.progress * (
-            config.base_share_end - config.base_share_start
-        )
+        rise = config.base_share_end - config.base_share_start
+        share = config.base_share_start + batch.progress * rise
         normed = self.norm(raw)
         given = raw if rule.raw else normed
         carry = rule.unroll(taught.parents, given, self._embed)[block, depth]
         labels, states = taught.labels[block, depth], normed[block, depth]
-        base = self._project(states) if rule.needs_base or share > 0 else None
+        base = self.target.project(states) if rule.needs_base or share > 0 else None
         logits = self._dependent(base, given[block, depth], carry, depth + 1)
-        target_logits = self._target_word(batch, taught.states_at[block, depth])
+        states_at = taught.states_at[block, depth]
+        target_logits = teacher_logits(batch, states_at) if self.needs.logits else None
         objective = config.objective()
         values = objective(logits, labels, target_logits)
         teaches = rule.teaches(base, labels)
@@ -214,16 +189,12 @@ class Drafter(BlockModel):
         if share > 0:
             assert base is not None
             values = (1 - share) * values + share * objective(base, labels, target_logits)
-        right = torch.full(
-            taught.mask.shape, float("-inf"), dtype=values.dtype, device=values.device
-        )
+        right = values.new_full(taught.mask.shape, float("-inf"))
         right = right.index_put((block, depth), log_probability(logits, labels))
         weights = config.weighting()(right, taught.mask) * taught.scale[:, None].to(values.dtype)
         weights = weights[block, depth]
         if batch.weights is not None:
-            weights = weights * batch.weights.flatten()[taught.states_at[block, depth] + 1].to(
-                weights.dtype
-            )
+            weights = weights * batch.weights.flatten()[states_at + 1].to(weights.dtype)
         doubt = torch.zeros_like(values)
         if self.confidence_head is not None:
             assert target_logits is not None
@@ -236,41 +207,31 @@ class Drafter(BlockModel):
             return items.new_zeros(self.depths).index_add_(0, depth, items)
 
         correct = (losses.best_column(logits) == objective.aim(labels, target_logits)).long()
-        return (
-            total,
-            by_depth(values.detach()),
-            by_depth(correct),
-            taught.mask.sum(0),
-            doubt.detach().sum(),
-        )
-
-    @torch.no_grad()
-    def _target_word(self, batch: TrainBatch, states_at: Tensor) -> Tensor | None:
-        """The target's logits [R, V] at flat positions [R]; None when nothing asks for them."""
-        if not self.needs.logits:
-            return None
-        assert batch.last_hidden is not None, "the objective needs the target's last hidden state"
-        assert batch.target_logits is not None, "the objective needs the target's logits"
-        return batch.target_logits(batch.last_hidden.flatten(0, 1)[states_at])
+        counted = by_depth(values.detach()), by_depth(correct), taught.mask.sum(0)
+        return total, *counted, doubt.detach().sum()
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Logits [B, T, V] at depths 1..depth of a block behind every position, along the true
-        tokens; see the contract."""
+        """Logits [B, T, V] of depths 1..depth of a block behind each position; see the contract."""
         assert depth <= self.depths, f"{depth} depths asked of a block of {self.depths}"
         contexts, anchors = self._features(batch), Anchors.everywhere(batch.tokens)
         chunk, rule, found = self._chunk(batch, depth), self.dependency, []
         for first in range(0, batch.tokens.shape[1], chunk):
             piece = anchors.piece(first, chunk)
             raw = self._states(batch, contexts, piece, depth)
-            normed = self.norm(raw)
-            given = raw if rule.raw else normed
+            given, _, base = self._given(raw)
             parents = self._taught(batch, piece).parents[:, :depth]
             carry = rule.unroll(parents, given, self._embed)
-            base = self._project(normed) if rule.needs_base else None
             depths = torch.arange(1, depth + 1, device=raw.device).expand(raw.shape[:2])
             logits = self._dependent(base, given, carry, depths)
             found.append(logits.unflatten(0, piece.last.shape))  # [B, A, K, V]
         return list(torch.cat(found, 1).unbind(2))
+
+    def _given(self, raw: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of states before the final norm [..., H]: those that the dependency is given, the
+        normalised ones, and the base logits [..., V] if it needs them."""
+        rule, normed = self.dependency, self.norm(raw)
+        base = self.target.project(normed) if rule.needs_base else None
+        return raw if rule.raw else normed, normed, base
 
     # Drafting
 
@@ -283,36 +244,23 @@ class Drafter(BlockModel):
                 f"{tree.max_depth}. Set decode.depth to {self.depths} or less, or train with "
                 f"head.block_size={needed}."
             )
-        batch, width = seen.tokens.shape
-        plan, shape = self._plans.of(tree), self.shape
+        (batch, width), plan, shape = seen.tokens.shape, self._plans.of(tree), self.shape
         slots = max(capacity, width) + max(self.config.block_size, plan.max_depth + 1) + 1
-        cache = (batch, slots, shape.num_key_value_heads, shape.head_dim)
-        state = State(
-            keys=[self.norm.weight.new_zeros(cache) for _ in self.layers],
-            values=[self.norm.weight.new_zeros(cache) for _ in self.layers],
-            root=seen.tokens.new_zeros(batch),
-            root_position=seen.tokens.new_zeros(batch),
-            plan=plan,
-        )
+        cache = batch, slots, shape.num_key_value_heads, shape.head_dim
+        caches = [self.norm.weight.new_zeros(cache) for _ in self.layers]
+        state = State.empty(seen, plan, self.norm.weight.new_zeros(batch, 0), caches)
         return self.commit(state, seen)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Append the run's keys and values to the cache.
 
-        Padded entries are written behind the run, where a block or the next run overwrites them
-        before anything sees them.
+        Padded entries are written behind the run, and overwritten before anything sees them.
         """
         assert accepted.taps is not None, "a block drafter needs the target's taps"
-        rows, _, root, root_position = last_valid(accepted)
-        places = accepted.positions[:, :1] + torch.arange(
-            accepted.tokens.shape[1], device=root.device
-        )
-        contexts = self._contexts(accepted.taps, look_up(self._table(state), places))
-        for (key, value), keys, values in zip(contexts, state.keys, state.values, strict=True):
-            write_cache(keys, rows[:, None], places, key)
-            write_cache(values, rows[:, None], places, value)
-        state.root.copy_(root)
-        state.root_position.copy_(root_position)
+        (rows, _), slots = state.advance(accepted), run_slots(accepted)
+        contexts = self._contexts(accepted.taps, look_up(self._table(state), slots))
+        for layer, (key, value) in enumerate(contexts):
+            state.store(layer, rows, slots, key, value)
         return state
 
     def _draft(self, state: State, depth: int) -> Tensor:
@@ -327,33 +275,22 @@ class Drafter(BlockModel):
         rows = torch.arange(inputs.shape[0], device=inputs.device)[:, None]
         places = state.root_position[:, None] + torch.arange(slots, device=inputs.device)  # [B, b]
         reach = places if self.causal else places[:, -1:].expand_as(places)
-        numbers = torch.arange(state.keys[0].shape[1], device=inputs.device)
+        numbers = torch.arange(state.slots, device=inputs.device)
         mask = additive(numbers <= reach[..., None], inputs.dtype)  # [B, b, S]
 
-        def attend_in(keys: Tensor, values: Tensor) -> Attend:
-            def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                write_cache(keys, rows, places, key)
-                write_cache(values, rows, places, value)
-                return cache_attention(query, keys, values, mask)
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            state.store(layer, rows, places, key, value)
+            return state.attend(layer, query, mask)
 
-            return attend
-
-        attends = [
-            attend_in(keys, values) for keys, values in zip(state.keys, state.values, strict=True)
-        ]
+        attends: list[Attend] = [partial(attend, layer) for layer in range(len(self.layers))]
         return self._depths(self._run(inputs, look_up(self._table(state), places), attends), depth)
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """One pass, then the tree: at once where slots are independent, level by level where they
-        are not."""
-        rule, plan = self.dependency, state.plan
-        raw = self._draft(state, plan.max_depth)
-        normed = self.norm(raw)
-        given = raw if rule.raw else normed
-        base = self._project(normed) if rule.needs_base else None
+        """One pass, then the tree: at once for independent slots, else level by level."""
+        given, normed, base = self._given(self._draft(state, state.plan.max_depth))
         if self.config.dependency == "none":
             assert base is not None
-            proposal = fill(plan, state.root, state.root_position, base, noise)
+            proposal = fill(state, base, noise)
         else:
             proposal = self._grow(state, base, given, noise)
         if self.confidence_head is not None:
@@ -361,8 +298,7 @@ class Drafter(BlockModel):
         return proposal
 
     def _grow(self, state: State, base: Tensor | None, given: Tensor, noise: Noise) -> Proposal:
-        """Along every path: the carry of a node's children follows from its own token and the carry
-        before it."""
+        """Along every path: a node's children continue from its token and the carry before it."""
         rule, depth = self.dependency, 0
 
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
@@ -371,13 +307,12 @@ class Drafter(BlockModel):
             states = given[:, depth - 1 : depth].expand(-1, tokens.shape[1], -1)
             slot = None if base is None else base[:, depth - 1 : depth]
             carry = rule.read(tokens, states, carry, self._embed)
-            return self._dependent(slot, states, carry, depth).expand(
-                -1, tokens.shape[1], -1
-            ), carry
+            logits = self._dependent(slot, states, carry, depth)
+            return logits.expand(-1, tokens.shape[1], -1), carry
 
         nothing = given.new_zeros(given.shape[0], 1, rule.size)
         logits, carry = step(CachePlace.nowhere(given.device), state.root[:, None], nothing)
-        return grow(state.plan, state.root, state.root_position, logits, carry, step, noise)
+        return grow(state, logits, carry, step, noise)
 
     def _confidence(self, proposal: Proposal, normed: Tensor) -> Tensor:
         """Calibrated confidence [B, N] of every node; the root's is 1. normed [B, K, H]."""
@@ -393,8 +328,7 @@ class Drafter(BlockModel):
         """Fit the confidence's temperatures to recorded chains: log_odds [M, K] as `ConfidenceHead`
         gave them, accepted [M] drafts.
 
-        Returns the calibration error of the survival up to each depth before and after. Stored with
-        the weights.
+        Returns the calibration errors per depth before and after. Stored with the weights.
         """
         if self.confidence_head is None:
             raise UserError(
@@ -407,4 +341,4 @@ class Drafter(BlockModel):
         return before, block_confidence.calibration_errors(log_odds, accepted, fitted)
 
     def _table(self, state: State) -> Tensor:
-        return self._rope.table(state.keys[0].shape[1], state.keys[0].device, state.keys[0].dtype)
+        return self._rope.table(state.slots, state.keys[0].device, state.keys[0].dtype)

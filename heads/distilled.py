@@ -37,12 +37,10 @@ class Config(NetworkConfig, ObjectiveConfig):
 
     token_share: Fraction = 1.0
     """Share of a document's supervised tokens to train on (AdaSPEC; the paper takes 0.4): those on
-    which the drafter is furthest behind `reference`. 1: all of them.
-    """
+    which the drafter is furthest behind `reference`. 1: all of them."""
     reference: str = ""
     """Checkpoint folder of the reference drafter for `token_share` below 1: a distilled drafter of
-    the same target, best of the same size, that was trained on all tokens.
-    """
+    the same target, best of the same size, that was trained on all tokens."""
 
     def __post_init__(self) -> None:
         ObjectiveConfig.__post_init__(self)
@@ -73,8 +71,7 @@ class Drafter(SmallLM):
         self._reference: tuple[SmallLM, ...] = ()  # in a tuple: no part of this module's weights
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """The weighted objectives at every position whose next token is supervised, or at the
-        chosen share of them."""
+        """The weighted objectives at every supervised position, or the chosen share of them."""
         config: Config = self.config
         rows = batch.supervised(1).flatten().nonzero().squeeze(1)
         predictions = Predictions.next_token(self.sequence(batch), rows)
@@ -88,15 +85,13 @@ class Drafter(SmallLM):
         with torch.no_grad():
             theirs = Predictions.next_token(reference.sequence(batch), predictions.states)
         sides = (predictions, self.logits), (theirs, reference.logits)
-        return furthest_behind(
-            self.config, batch, *sides, self.config.token_share, self.info.vocab_size
-        )
+        share, columns = self.config.token_share, self.info.vocab_size
+        return furthest_behind(self.config, batch, *sides, share, columns)
 
     def _load_reference(self) -> SmallLM:
         """The reference drafter, read at the first loss: who only drafts does not need it."""
         if not self._reference:
-            assert self._target is not None, "bind was not called"
-            found = load_drafter(Path(self.config.reference), self.info, self._target)
+            found = load_drafter(Path(self.config.reference), self.info, self.target)
             if not isinstance(found, Drafter):
                 raise UserError(
                     f"head.reference: '{self.config.reference}' is of kind '{found.kind}'; a "

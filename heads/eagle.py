@@ -1,5 +1,4 @@
-"""EAGLE: one decoder layer that predicts the target's next last hidden state; the target's own LM
-head reads it.
+"""EAGLE: one decoder layer that predicts the target's next last hidden state.
 
 The feature f_t is the target's last hidden state AFTER its final norm, as in the published code and
 in serving engines: it is what the LM head reads, so the drafter has no norm and no head of its own.
@@ -29,42 +28,21 @@ from torch import Tensor, nn
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
 from heads.api.config import Fraction, NonNegativeFloat, PositiveInt, config
-from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
-from heads.api.tree import DraftShape
 from heads.nn import losses
 from heads.nn.blocks import MLP, Attention, LayerShape, RMSNorm, initialise_blocks
-from heads.nn.feature.base import (
-    FeatureDrafter,
-    layer_shape,
-    layer_weights,
-    probabilities_of,
-    teacher_logits,
-    unrolled_loss,
-)
-from heads.nn.feature.chain import Chain, State
+from heads.nn.feature import base
+from heads.nn.feature.chain import Chain, ChainDrafter
 from heads.nn.rope import Rope
 
 
 @config("head")
 @dataclass(frozen=True)
-class Config:
+class Config(base.LayerConfig):
     """Configuration of EAGLE. Sizes of 0 are taken from the target."""
 
-    num_attention_heads: int = 0
-    """Query heads."""
-    num_key_value_heads: int = 0
-    """Key/value heads; must divide the query heads."""
-    head_dim: int = 0
-    """Size of a head (even)."""
-    intermediate_size: int = 0
-    """Width of the MLP."""
-    from_target_layer: int = -1
-    """Start the layer's matrices from this layer of the target (0-based); it must be Llama-like and
-    of the same sizes. -1: random.
-    """
     align_steps: PositiveInt = 1
     """Steps trained in the drafter's own context: 1 is EAGLE, 3 or 4 is HASS (>= 1)."""
     step_decay: Fraction = 1.0
@@ -74,13 +52,11 @@ class Config:
     logit_weight: NonNegativeFloat = 0.1
     """Weight of the cross entropy against the target's distribution (>= 0)."""
     top_k_weight: NonNegativeFloat = 0.0
-    """Weight of the cross entropy over the target's `top_k` most likely tokens alone (>= 0; HASS:
-    1)."""
+    """Weight of the cross entropy over the target's `top_k` likeliest tokens (>= 0; HASS: 1)."""
     top_k: PositiveInt = 10
     """How many tokens that loss looks at (>= 1)."""
     fc_bias: bool = False
-    """A bias on the projection of token and feature, as the authors' checkpoints have it (vLLM runs
-    none)."""
+    """Bias on the projection of token and feature, as published (vLLM runs none)."""
     noise: NonNegativeFloat = 0.1
     """Features read in training get noise from U(-noise, noise) (>= 0)."""
 
@@ -94,8 +70,7 @@ class Config:
 
 
 class Layer(nn.Module):
-    """The decoder layer without a norm before its attention: its input is the fused vector
-    itself."""
+    """The decoder layer without a norm before its attention, which reads the fused vector."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -106,11 +81,10 @@ class Layer(nn.Module):
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Output projection and MLP, both residual -> [B, T, H]."""
         states = residual + self.self_attn.o_proj(attended)
-        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return out
+        return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 
 
-class Drafter(FeatureDrafter):
+class Drafter(ChainDrafter):
     """An EAGLE draft head."""
 
     kind: ClassVar[str] = "eagle"
@@ -118,7 +92,7 @@ class Drafter(FeatureDrafter):
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__(config, info)
         self.needs = FeatureSpec(last_hidden=True, logits=True)
-        shape = layer_shape(config, info)
+        shape = base.layer_shape(config, info)
         self.fc = nn.Linear(2 * info.hidden_size, info.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([Layer(shape)])
         self.chain = Chain(self, Rope(shape.head_dim, info.rope_theta))
@@ -127,8 +101,7 @@ class Drafter(FeatureDrafter):
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """A random layer, or one of the target's. The fused vector starts as the feature with a
         little of both inputs, the embedding being brought to the size of one first: embeddings are
-        many times smaller than features, and no norm stands between them here.
-        """
+        many times smaller than features, and no norm stands between them here."""
         initialise_blocks(self, generator)
         hidden = self.info.hidden_size
         size = weights.embedding.float().square().mean().sqrt().clamp(min=1e-6)
@@ -136,7 +109,7 @@ class Drafter(FeatureDrafter):
             self.fc.weight[:, :hidden].div_(size)
             self.fc.weight[:, hidden:].mul_(0.3).diagonal().add_(1.0)
         if self.config.from_target_layer >= 0:
-            wanted = layer_weights(self._layer, "self_attn", "mlp", "post_attention_layernorm")
+            wanted = base.layer_weights(self._layer, "self_attn", "mlp", "post_attention_layernorm")
             self.copy_layer(weights, self.config.from_target_layer, wanted)
 
     # The network, as `Chain` runs it
@@ -147,7 +120,6 @@ class Drafter(FeatureDrafter):
 
     @property
     def attention(self) -> Attention:
-        """The layer's attention."""
         return self._layer.self_attn
 
     def features(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
@@ -162,17 +134,11 @@ class Drafter(FeatureDrafter):
         return fused, fused
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The layer behind its attention -> [B, T, H]."""
         return self._layer.finish(residual, attended)
 
     def emit(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The output is a feature: the LM head and the next step read it as they read the
-        target's."""
+        """The output is a feature, for the LM head and for the next step."""
         return output, output
-
-    def logits(self, emitted: Tensor) -> Tensor:
-        """Drafted features [..., H] -> logits [..., V] through the target's frozen LM head."""
-        return self.target_logits(emitted)
 
     # Training
 
@@ -181,31 +147,19 @@ class Drafter(FeatureDrafter):
         t+k+1, over supervised tokens."""
         config: Config = self.config
         weights = config.step_decay ** torch.arange(config.align_steps, device=batch.tokens.device)
-        unrolled = self.chain.unroll(batch, config.align_steps, self._noisy(batch))
-        return unrolled_loss(
-            batch, unrolled, self.info.vocab_size, weights, partial(self._judge, batch)
-        )
-
-    def _noisy(self, batch: TrainBatch) -> Tensor:
-        """The features of the batch [B, T, H] with uniform noise, drawn row by row from the batch's
-        seeds."""
-        feature = self.features(None, batch.last_hidden)
-        if self.config.noise == 0:
-            return feature
-        drawn = torch.stack(
-            [torch.rand(feature.shape[1:], generator=each) for each in batch.generators()]
-        )
-        return feature + (2 * drawn - 1).mul_(self.config.noise).to(feature)
+        noisy = base.add_noise(self.features(None, batch.last_hidden), batch, config.noise)
+        unrolled = self.chain.unroll(batch, config.align_steps, noisy)
+        judge = partial(self._judge, batch)
+        return base.unrolled_loss(batch, unrolled, self.info.vocab_size, weights, judge)
 
     def _judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss and correctness [K, M] of drafted features [K, M, H] of the target's states [M]; see
-        `Judge`."""
+        """Loss and correctness [K, M] of drafted features [K, M, H] of states [M]; see `Judge`."""
         config: Config = self.config
         logits = self.logits(outputs)  # [K, M, V]
-        wanted = teacher_logits(batch, states_at)
-        probabilities = probabilities_of(wanted)
+        wanted = base.teacher_logits(batch, states_at)
+        probabilities = base.probabilities_of(wanted)
         parts = []
         if config.feature_weight > 0:
             assert batch.last_hidden is not None
@@ -218,21 +172,3 @@ class Drafter(FeatureDrafter):
             parts.append(config.top_k_weight * narrowed)
         counts = torch.ones_like(states_at, dtype=torch.bool)
         return torch.stack(parts).sum(0), counts, losses.best_column(logits) == wanted.argmax(-1)
-
-    def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Logits [B, T, V] of unrolled steps 1..depth, without noise; see the contract."""
-        return [self.logits(output) for output in self.chain.unroll(batch, depth)]
-
-    # Drafting
-
-    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol."""
-        return self.chain.start(seen, self.plans.of(tree), capacity)
-
-    def propose(self, state: State, noise: Noise) -> Proposal:
-        """Grow the tree level by level from the last committed row's output; see the protocol."""
-        return self.chain.propose(state, noise)
-
-    def commit(self, state: State, accepted: TargetStates) -> State:
-        """Read the accepted run with the target's true states; see the protocol."""
-        return self.chain.commit(state, accepted)

@@ -16,58 +16,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import Fraction, PositiveInt, UnitInterval, config
-from heads.api.drafter import Noise, Proposal, TargetStates
+from heads.api.config import Fraction, PositiveInt, config
+from heads.api.drafter import TargetStates
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn.blocks import Attention, FusingLayer
-from heads.nn.feature.base import layer_shape, layer_weights, unrolled_loss
-from heads.nn.feature.chain import Chain, State
+from heads.nn.drafting.state import Cached as State
+from heads.nn.feature.base import LayerConfig, layer_shape, layer_weights, unrolled_loss
+from heads.nn.feature.chain import Chain, ChainDrafter
 from heads.nn.feature.taps import TapConfig, TapDrafter, look_at_itself
 from heads.nn.rope import Rope
 
 
 @config("head")
 @dataclass(frozen=True)
-class Config(TapConfig):
+class Config(TapConfig, LayerConfig):
     """Configuration of EAGLE-3. Sizes of 0 are taken from the target."""
 
     post_norm_recurrence: bool = True
-    """Feed the normalised output into the next drafted step (EAGLE-3.1); otherwise the residual
-    stream."""
-    num_attention_heads: int = 0
-    """Query heads."""
-    num_key_value_heads: int = 0
-    """Key/value heads; must divide the query heads."""
-    head_dim: int = 0
-    """Size of a head (even)."""
-    intermediate_size: int = 0
-    """Width of the MLP."""
-    from_target_layer: int = -1
-    """Start the layer's matrices from this layer of the target (0-based); it must be Llama-like and
-    of the same sizes. -1: random.
-    """
-    draft_vocab_size: int = 0
-    """Tokens that can be drafted, the most frequent ones of the training data; 0: the whole
-    vocabulary."""
+    """Feed the normalised output to the next step (EAGLE-3.1), not the residual stream."""
     ttt_steps: PositiveInt = 5
-    """Steps unrolled in training, i.e. the deepest token that is trained for (7 in EAGLE-3, 4 in
-    3.1)."""
+    """Steps unrolled in training: the deepest token trained for (7 in EAGLE-3, 4 in 3.1)."""
     decay: Fraction = 0.8
     """Step k (1-based) weighs decay^(k-1) in the loss (0 < decay <= 1)."""
-    hard_label_weight: UnitInterval = 0.0
-    """Share of the loss taken against the sampled token instead of the target's distribution (0 to
-    1)."""
 
 
-class Drafter(TapDrafter):
+class Drafter(TapDrafter, ChainDrafter):
     """An EAGLE-3 draft head."""
 
     kind: ClassVar[str] = "eagle3"
@@ -82,8 +63,7 @@ class Drafter(TapDrafter):
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """See `TapDrafter`; with `from_target_layer`, the half of the attention that reads the
-        feature, the MLP and their norms come from that layer of the target.
-        """
+        feature, the MLP and their norms come from that layer of the target."""
         super().initialise(weights, generator)
         look_at_itself(self.attention)
         if self.config.from_target_layer >= 0:
@@ -98,7 +78,6 @@ class Drafter(TapDrafter):
 
     @property
     def attention(self) -> Attention:
-        """The layer's attention."""
         return self.midlayer.self_attn
 
     def features(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
@@ -109,33 +88,27 @@ class Drafter(TapDrafter):
     def read(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B, T] and features [B, T, H] -> the attention's input [B, T, 2H] and the
         residual, the feature itself."""
-        return self.midlayer.read(self.embed(tokens, feature.dtype), feature), self.residual(
-            self.midlayer, feature
-        )
+        read = self.midlayer.read(self.embed(tokens, feature.dtype), feature)
+        return read, self.residual(self.midlayer, feature)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The layer behind its attention -> [B, T, H]."""
         return self.midlayer.finish(residual, attended)
 
     def emit(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised output for the LM head; the next step reads that too (3.1) or the residual
-        stream."""
+        """The normalised output for the LM head; the next step's input by configuration."""
         normed = self.norm(output)
         return normed, normed if self.config.post_norm_recurrence else output
 
     def logits(self, emitted: Tensor) -> Tensor:
         """Normalised outputs [..., H] -> logits [..., V']."""
-        out: Tensor = self.lm_head(emitted)
-        return out
+        return cast(Tensor, self.lm_head(emitted))
 
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over steps k of decay^(k-1) times the cross entropy of token t+k+1, over supervised
-        tokens.
+        """Sum over steps k of decay^(k-1) times the cross entropy of supervised tokens t+k+1.
 
-        Positions whose most likely target token lies outside the draft vocabulary carry no loss and
-        count as wrong.
+        Positions whose best target token cannot be drafted carry no loss and count as wrong.
         """
         config: Config = self.config
         weights = config.decay ** torch.arange(config.ttt_steps, device=batch.tokens.device)
@@ -143,21 +116,6 @@ class Drafter(TapDrafter):
         columns, taught = self.lm_head.out_features, self.info.vocab_size
         return unrolled_loss(batch, unrolled, columns, weights, partial(self.judge, batch), taught)
 
-    def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Logits [B, T, V'] of unrolled steps 1..depth; see the contract."""
-        return [self.logits(output) for output in self.chain.unroll(batch, depth)]
-
-    # Drafting
-
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol."""
         self.set_columns()
-        return self.chain.start(seen, self.plans.of(tree), capacity)
-
-    def propose(self, state: State, noise: Noise) -> Proposal:
-        """Grow the tree level by level from the last committed row's output; see the protocol."""
-        return self.chain.propose(state, noise, self.columns)
-
-    def commit(self, state: State, accepted: TargetStates) -> State:
-        """Read the accepted run with the target's true taps; see the protocol."""
-        return self.chain.commit(state, accepted)
+        return super().start(seen, tree, capacity)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 from annotated_types import Ge, Lt
@@ -35,6 +35,7 @@ from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init, losses
 from heads.nn.attention import packed_mask, sequence_attention
 from heads.nn.blocks import MLP, Attention, LayerShape, RMSNorm, initialise_blocks
+from heads.nn.feature.base import layer_shape, probabilities_of, teacher_logits
 from heads.nn.rope import Rotation
 from heads.nn.target.drafting import SelfDrafter
 from heads.nn.target.layers import DraftLayer, KeptLayer
@@ -46,8 +47,7 @@ class Config:
     """Configuration of an early exit. Layers are numbered from 0."""
 
     exit_layer: NonNegativeInt = 0
-    """Keep the first so many layers; 0, when neither `layers` nor `skip_ratio` is given: half of
-    them."""
+    """Keep the first so many layers; 0 without `layers` and `skip_ratio`: half of them."""
     layers: tuple[int, ...] = ()
     """Keep exactly these layers instead (ascending); what `python -m scripts.tools.search_layers`
     finds."""
@@ -62,11 +62,9 @@ class Config:
     """Between the exit and the LM head: none, attention (Kangaroo: an attention block and norms) or
     layer (with an MLP as well). An adapter has to be trained; it needs `exit_layer`."""
     adapter_from_target_layer: int = -1
-    """Start the adapter from this layer of the target (0-based, for instance the last one; Llama or
-    Mistral); -1: random."""
+    """Start the adapter from this target layer (0-based; Llama or Mistral); -1: random."""
     hard_label_weight: UnitInterval = 0.0
-    """Share of the loss taken against the answer's token instead of the target's distribution (0 to
-    1)."""
+    """Share of the loss taken against the answer's token, not the target's distribution."""
 
     def __post_init__(self) -> None:
         if bool(self.exit_layer) + bool(self.layers) + bool(self.skip_ratio) > 1:
@@ -89,8 +87,7 @@ class Config:
 
 
 def kept_layers(config: Config, info: TargetInfo) -> tuple[KeptLayer, ...]:
-    """The layers that a configuration keeps of a target; raises `UserError` for ones that make no
-    sense."""
+    """The target's layers that a configuration keeps; raises `UserError` for senseless ones."""
     every = info.num_layers
     layers = config.layers or tuple(range(config.exit_layer or max(1, every // 2)))
     if config.skip_ratio:
@@ -131,9 +128,8 @@ class Adapter(nn.Module):
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = Attention(shape)
-        self.post_attention_layernorm = (
-            RMSNorm(shape.hidden_size, shape.rms_norm_eps) if with_mlp else None
-        )
+        norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps) if with_mlp else None
+        self.post_attention_layernorm = norm
         self.mlp = MLP(shape) if with_mlp else None
         self.cache_shape = (shape.num_key_value_heads, shape.head_dim)
 
@@ -142,9 +138,8 @@ class Adapter(nn.Module):
         return self.input_layernorm.weight.dtype
 
     def key_value(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        return self.self_attn.key_value(
-            self.input_layernorm(states.to(self.dtype)), self._cast(rotation)
-        )
+        normed = self.input_layernorm(states.to(self.dtype))
+        return self.self_attn.key_value(normed, self._cast(rotation))
 
     def project(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         normed, rotation = self.input_layernorm(states.to(self.dtype)), self._cast(rotation)
@@ -174,21 +169,12 @@ class Drafter(SelfDrafter):
         self.runs_target_layers = not self.whole
         taps = {item.layer for item in kept if item.attention}
         # Training reads the stream at the exit, whether an adapter or the target itself is trained.
-        self.needs = FeatureSpec(
-            tuple(sorted(taps | ({self.exit} if self.whole else set()))), True, True
-        )
+        taps |= {self.exit} if self.whole else set()
+        self.needs = FeatureSpec(tuple(sorted(taps)), last_hidden=True, logits=True)
         self.adapter: Adapter | None = None
         self.norm: RMSNorm | None = None
         if config.adapter != "none":
-            shape = LayerShape(
-                info.hidden_size,
-                info.num_attention_heads,
-                info.num_key_value_heads,
-                info.head_dim,
-                info.intermediate_size,
-                info.rms_norm_eps,
-            )
-            self.adapter = Adapter(shape, with_mlp=config.adapter == "layer")
+            self.adapter = Adapter(layer_shape(None, info), with_mlp=config.adapter == "layer")
             self.norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
         unset_parameters(self)
 
@@ -199,8 +185,7 @@ class Drafter(SelfDrafter):
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """A random adapter that adds little to the exit's state at first, so that training starts
-        from the plain exit; or a copy of one of the target's layers.
-        """
+        from the plain exit; or a copy of one of the target's layers."""
         initialise_blocks(self, generator)
         if self.adapter is None or self.norm is None:
             return
@@ -221,16 +206,12 @@ class Drafter(SelfDrafter):
         for name, parameter in adapter.named_parameters():
             value = weights.state.get(prefix + name)
             if value is None or value.shape != parameter.shape or extra:
-                odd = (
-                    f"the target also has {sorted(extra)[0]}"
-                    if extra
-                    else f"the target has no such {prefix}{name}"
-                )
+                odd = f"also has {sorted(extra)[0]}" if extra else f"has no such {prefix}{name}"
                 raise UserError(
                     f"head.adapter_from_target_layer={self.config.adapter_from_target_layer} does "
                     f"not fit target '{self.info.id}' ({self.info.model_type}, "
                     f"{self.info.num_layers} layers): the adapter is a Llama layer without biases "
-                    f"or head norms, and {odd}. Use -1."
+                    f"or head norms, and the target {odd}. Use -1."
                 )
             init.copy(parameter, value)
 
@@ -240,72 +221,52 @@ class Drafter(SelfDrafter):
     def _normalise(self, states: Tensor) -> Tensor:
         if self.norm is None:
             return super()._normalise(states)
-        out: Tensor = self.norm(states)
-        return out
+        return cast(Tensor, self.norm(states))
 
     # Training
 
     def _sequence(self, batch: TrainBatch) -> Tensor:
-        """What enters the LM head [B, T, H] when the first layers are whole: the entry at t
-        predicts token t+1.
+        """What enters the LM head [B, T, H] behind whole first layers, predicting t+1 at t.
 
-        Up to the exit the drafter computes what the target computes, so the tap there is its state
-        at every depth.
+        Up to the exit the drafter computes what the target does: the tap is its state.
         """
         assert batch.taps is not None, "early_exit needs the target's taps"
         states = batch.taps[:, :, -1]
         if self.adapter is not None:
-            query, key, value = self.adapter.project(
-                states, self._rope.at(batch.positions, self.adapter.dtype)
-            )
+            rotation = self._rope.at(batch.positions, self.adapter.dtype)
+            query, key, value = self.adapter.project(states, rotation)
             mask = packed_mask(batch.segments)
             states = self.adapter.finish(states, sequence_attention(query, key, value, mask))
         return self._normalise(states)
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Cross entropy of the exit's prediction against the target's, at every position whose next
-        token is supervised.
+        """Cross entropy of the exit's prediction against the target's, where supervised.
 
         Gradients reach the adapter, and the taps if they ask for them. With layers left out it is
         the first drafted token's loss: one step behind the true states.
         """
-        ahead = 1 if self.whole else 2
-        outputs = (self._sequence(batch) if self.whole else self._unroll(batch, 1)[0]).flatten(
-            0, 1
-        )  # [B*T, H]
-        wanted = batch.supervised(ahead).flatten()
-        tokens, weight = batch.tokens.flatten(), self.config.hard_label_weight
-        assert batch.last_hidden is not None, "early_exit trains against the target's distribution"
-        assert batch.target_logits is not None, (
-            "early_exit trains against the target's distribution"
-        )
-        word, last_hidden = batch.target_logits, batch.last_hidden.flatten(0, 1)
+        ahead, weight = 1 if self.whole else 2, self.config.hard_label_weight
+        outputs = self._sequence(batch) if self.whole else self._unroll(batch, 1)[0]
+        outputs, tokens = outputs.flatten(0, 1), batch.tokens.flatten()  # [B*T, H], [B*T]
 
         def part(rows: Tensor) -> losses.Sums:
             logits = self._logits(outputs.index_select(0, rows))  # [M, V]
-            with torch.no_grad():
-                target_logits = word(last_hidden.index_select(0, rows + ahead - 1))
-                wide = torch.promote_types(target_logits.dtype, torch.float32)
-                probabilities = target_logits.softmax(-1, dtype=wide)
-            values = losses.soft_cross_entropy(logits, probabilities)
+            teacher = teacher_logits(batch, rows + ahead - 1)
+            values = losses.soft_cross_entropy(logits, probabilities_of(teacher))
             if weight > 0:
-                values = torch.lerp(
-                    values, losses.cross_entropy(logits, tokens[rows + ahead]), weight
-                )
+                hard = losses.cross_entropy(logits, tokens[rows + ahead])
+                values = torch.lerp(values, hard, weight)
             values = batch.weighed(values, rows + ahead - 1)
-            hits = losses.best_column(logits) == losses.best_column(target_logits)
+            hits = losses.best_column(logits) == losses.best_column(teacher)
             return values.sum(0, keepdim=True), hits.sum(0, keepdim=True)
 
-        rows = wanted.nonzero().squeeze(1)
+        rows = batch.supervised(ahead).flatten().nonzero().squeeze(1)
         total, correct = losses.sum_over_rows(part, rows, self.info.vocab_size)
-        return LossOutput(
-            total.sum(),
-            losses.depth_metrics(total, correct, torch.full_like(correct, rows.shape[0])),
-        )
+        counts = torch.full_like(correct, rows.shape[0])
+        return LossOutput(total.sum(), losses.depth_metrics(total, correct, counts))
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Depth k at t is the exit's prediction from token t+k [B, T, V]; entries past the end mean
-        nothing."""
+        """Depth k at t is the exit's prediction from token t+k [B, T, V]; none past the end."""
         if not self.whole:
             return super().train_logits(batch, depth)
         logits = self._logits(self._sequence(batch))

@@ -1,5 +1,4 @@
-"""Hydra: heads like Medusa's, each of which also reads the tokens that were drafted before it
-(2402.05109).
+"""Hydra: heads like Medusa's that also read the tokens drafted before them (2402.05109).
 
 Head k (1-based) reads the target's post-final-norm state at position t and the embeddings of tokens
 t+1 to t+k, and predicts token t+k+1; the target's own LM head predicts t+1. Its first block maps
@@ -17,7 +16,8 @@ committed run, P nodes run at one level, S cache slots, g key/value heads, D hea
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,24 +27,18 @@ from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
 from heads.api.config import Fraction, NonNegativeFloat, PositiveInt, UnitInterval, config
 from heads.api.drafter import Noise, Proposal, TargetStates
-from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init, losses
-from heads.nn.attention import (
-    CachePlace,
-    additive,
-    cache_attention,
-    packed_mask,
-    sequence_attention,
-    write_cache,
-)
-from heads.nn.blocks import DecoderLayer, RMSNorm, initialise_blocks
+from heads.nn.attention import CachePlace, packed_mask, sequence_attention
+from heads.nn.blocks import Attend, DecoderLayer, RMSNorm, initialise_blocks
 from heads.nn.drafting.growth import grow
-from heads.nn.drafting.plan import Plan, last_valid
-from heads.nn.feature.base import FeatureDrafter, layer_shape, probabilities_of, teacher_logits
-from heads.nn.rope import Rope, look_up
+from heads.nn.drafting.state import Cached as State
+from heads.nn.drafting.state import run_slots
+from heads.nn.feature.base import FeatureDrafter, add_noise, label_loss, layer_shape, require_heads
+from heads.nn.feature.chain import attend_last
+from heads.nn.rope import Rope
 
 
 @config("head")
@@ -63,8 +57,7 @@ class Config:
     """RMSNorm the embeddings before the heads read them. They are often a hundred times smaller
     than the state beside them."""
     prefix_layer: bool = False
-    """Run the target's states through a decoder layer of one's own before the heads read them
-    (Hydra++)."""
+    """Run the target's states through an own decoder layer first (Hydra++)."""
     num_attention_heads: int = 0
     """Query heads of the prefix layer."""
     num_key_value_heads: int = 0
@@ -99,8 +92,7 @@ class FirstBlock(nn.Module):
             self.residual.weight[:, :hidden].fill_diagonal_(1.0)
 
     def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.residual(states) + F.silu(self.linear(states))
-        return out
+        return cast(Tensor, self.residual(states) + F.silu(self.linear(states)))
 
 
 class ResidualBlock(nn.Module):
@@ -145,20 +137,6 @@ class Head(nn.Module):
         return states
 
 
-@dataclass
-class State:
-    """hidden [B, H]: what the heads read of the last seen position; root, root_position [B] int64.
-    keys, values [B, S, g, D]: the prefix layer's, position t in slot t; None without one.
-    """
-
-    hidden: Tensor
-    root: Tensor
-    root_position: Tensor
-    keys: Tensor | None
-    values: Tensor | None
-    plan: Plan
-
-
 class Drafter(FeatureDrafter):
     """K heads over the target's last hidden state, each fed with the tokens before its own."""
 
@@ -179,8 +157,7 @@ class Drafter(FeatureDrafter):
         unset_parameters(self)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Every head starts as the target's own next-token prediction; the prefix layer's outputs
-        start at zero."""
+        """Every head starts as the target's own prediction, the prefix layer at zero."""
         for k in range(1, self.config.num_heads + 1):
             self._head(k).initialise(weights.lm_head)
         if self.embedding_norm is not None:
@@ -212,40 +189,30 @@ class Drafter(FeatureDrafter):
         """State and k embeddings side by side [..., (k+1)H] -> logits [..., V] of head k."""
         head = self._head(read.shape[-1] // self.info.hidden_size - 1)
         states = head(read)
-        logits: Tensor = (
-            self.target_logits(states) if head.lm_head is None else head.lm_head(states)
-        )
-        return logits
+        project = self.target.project if head.lm_head is None else head.lm_head
+        return cast(Tensor, project(states))
 
     def _read_sequence(self, batch: TrainBatch, noisy: bool) -> Tensor:
         """What the heads read of the target's states [B, T, H]."""
         assert batch.last_hidden is not None, "hydra_heads needs the target's last hidden state"
         hidden = batch.last_hidden.to(self.dtype)
-        if noisy and self.config.noise > 0:
-            drawn = torch.stack(
-                [torch.rand(hidden.shape[1:], generator=one) for one in batch.generators()]
-            )
-            hidden = hidden + (2 * drawn - 1).mul_(self.config.noise).to(hidden)
+        if noisy:
+            hidden = add_noise(hidden, batch, self.config.noise)
         if self.prefix_layer is None:
             return hidden
         mask = packed_mask(batch.segments)
         rotation = self.rope.at(batch.positions, hidden.dtype)
-        out: Tensor = self.prefix_layer(
-            hidden, rotation, lambda q, k, v: sequence_attention(q, k, v, mask)
-        )
-        return out
+        attend: Attend = partial(sequence_attention, mask=mask)
+        return cast(Tensor, self.prefix_layer(hidden, rotation, attend))
 
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over heads k of decay^k times the cross entropy of token t+k+1, over supervised
-        tokens."""
-        config: Config = self.config
-        count, tokens = config.num_heads, batch.tokens.flatten()
+        """Sum over heads k of decay^k times the cross entropy of supervised tokens t+k+1."""
+        count, tokens = self.config.num_heads, batch.tokens.flatten()
+        hard = self.config.hard_label_weight
         hidden = self._read_sequence(batch, noisy=True).flatten(0, 1)  # [B*T, H]
-        wanted = torch.stack(
-            [batch.supervised(k + 1).flatten() for k in range(1, count + 1)], dim=1
-        )  # [B*T, K]
+        wanted = batch.supervised_ahead(count)
         ahead = torch.arange(1, count + 1, device=tokens.device)
 
         def part(rows: Tensor) -> losses.Sums:
@@ -254,45 +221,23 @@ class Drafter(FeatureDrafter):
             places = (rows[:, None] + ahead).clamp(max=tokens.shape[0] - 1)  # [M, K]
             # [M, (K+1)H]
             read = torch.cat([hidden[rows], self._tokens(tokens[places]).flatten(1)], -1)
-            size = hidden.shape[-1]
-            logits = torch.stack(
-                [self._head_logits(read[:, : (k + 1) * size]) for k in range(1, count + 1)]
-            )
+            ends = range(2 * hidden.shape[-1], read.shape[-1] + 1, hidden.shape[-1])
+            logits = torch.stack([self._head_logits(read[:, :end]) for end in ends])
             labels = tokens[(places + 1).clamp(max=tokens.shape[0] - 1)].T  # [K, M]
-            values, best = self._label_loss(logits, labels, places.T, batch)
+            # Token t+k+1 is drawn from the target's distribution at state t+k.
+            values, best = label_loss(batch, logits, labels, places.T, hard)
             values = batch.weighed(values, places.T, ahead[:, None])
             hits = (losses.best_column(logits) == best) & mask
             return losses.masked_sum(values.T, mask.T), hits.sum(1), mask.sum(1)
 
         rows = wanted.any(1).nonzero().squeeze(1)
-        per_head, correct, counts = losses.sum_over_rows(part, rows, count * self.info.vocab_size)
-        weights = config.decay ** ahead.to(per_head.dtype)
-        return LossOutput(
-            (weights * per_head).sum(), losses.depth_metrics(per_head, correct, counts)
-        )
-
-    def _label_loss(
-        self, logits: Tensor, labels: Tensor, states_at: Tensor, batch: TrainBatch
-    ) -> tuple[Tensor, Tensor]:
-        """Losses [K, M] of logits [K, M, V] against the answer's tokens [K, M] and the target's
-        distributions at `states_at` [K, M], and the tokens that count as right: the target's
-        likeliest where it is asked, else the answer's.
-        """
-        flat, weight = logits.flatten(0, 1), self.config.hard_label_weight
-        if weight == 1:
-            return losses.cross_entropy(flat, labels.flatten()).view(labels.shape), labels
-        # Token t+k+1 is drawn from the target's distribution at state t+k.
-        teacher = teacher_logits(batch, states_at.flatten())
-        values = losses.soft_cross_entropy(flat, probabilities_of(teacher))
-        if weight > 0:
-            values = torch.lerp(values, losses.cross_entropy(flat, labels.flatten()), weight)
-        return values.view(labels.shape), losses.best_column(teacher).view(labels.shape)
+        sums = losses.sum_over_rows(part, rows, count * self.info.vocab_size)
+        return losses.weighted_output(self.config.decay ** ahead.to(sums[0].dtype), *sums)
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V] of heads 1..depth, without noise; see the contract."""
-        assert depth <= self.config.num_heads, (
-            f"{depth} depths asked of {self.config.num_heads} heads"
-        )
+        heads = self.config.num_heads
+        assert depth <= heads, f"{depth} depths asked of {heads} heads"
         read, found = self._read_sequence(batch, noisy=False), []
         for k in range(1, depth + 1):
             # The last rows have no token this far ahead; whatever they read means nothing.
@@ -304,77 +249,38 @@ class Drafter(FeatureDrafter):
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; raises `UserError` when the tree is deeper than there are heads."""
-        if tree.max_depth > self.config.num_heads:
-            raise UserError(
-                f"a hydra_heads drafter of {self.config.num_heads} heads cannot draft "
-                f"{tree.max_depth} tokens. Set decode.depth to {self.config.num_heads} or less, "
-                f"or train with head.num_heads={tree.max_depth}."
-            )
-        batch, width = seen.tokens.shape
-        plan, weight = self.plans.of(tree), self._head(1).first.linear.weight
-        keys = values = None
-        if self.prefix_layer is not None:
-            attention = self.prefix_layer.self_attn
-            heads = attention.k_proj.out_features // attention.head_dim
-            cache = (batch, max(capacity, width) + plan.room + 1, heads, attention.head_dim)
-            keys, values = weight.new_zeros(cache), weight.new_zeros(cache)
-        state = State(
-            hidden=weight.new_zeros(batch, self.info.hidden_size),
-            root=seen.tokens.new_zeros(batch),
-            root_position=seen.tokens.new_zeros(batch),
-            keys=keys,
-            values=values,
-            plan=plan,
-        )
-        return self.commit(state, seen)
+        require_heads(self, tree)
+        (batch, width), plan = seen.tokens.shape, self.plans.of(tree)
+        output = self._head(1).first.linear.weight.new_zeros(batch, self.info.hidden_size)
+        slots, layer = max(capacity, width) + plan.room + 1, self.prefix_layer
+        caches = [] if layer is None else [layer.self_attn.new_cache(batch, slots)]
+        return self.commit(State.empty(seen, plan, output, caches), seen)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Move to the last accepted token's true state; see the protocol."""
+        """Move to the last accepted token's true state; see the protocol. The prefix layer keeps
+        keys and values of the whole run, and gives the output of its last row.
+
+        Padded entries are written behind the run, and overwritten before anything sees them.
+        """
         assert accepted.last_hidden is not None, "hydra_heads needs the target's last hidden state"
-        rows, last, root, root_position = last_valid(accepted)
+        at, layer = state.advance(accepted), self.prefix_layer
         hidden = accepted.last_hidden.to(self.dtype)
-        state.hidden.copy_(
-            hidden[rows, last]
-            if self.prefix_layer is None
-            else self._run_prefix(state, accepted, hidden)
-        )
-        state.root.copy_(root)
-        state.root_position.copy_(root_position)
+        last = hidden[at]
+        if layer is not None:
+            normed, slots = layer.input_layernorm(hidden), run_slots(accepted)
+            table = self.rope.table(state.slots, hidden.device, hidden.dtype)
+            attended = attend_last(layer.self_attn, state, normed, slots, at, table)
+            last = layer.finish(last, attended)
+        state.output.copy_(last.squeeze(1))
         return state
 
-    def _run_prefix(self, state: State, accepted: TargetStates, hidden: Tensor) -> Tensor:
-        """The prefix layer over a committed run [B, W, H]: keys and values of all of it, the output
-        [B, H] of its last row.
-
-        Padded entries are written behind the run, where the next one overwrites them before
-        anything sees them.
-        """
-        layer = self.prefix_layer
-        assert layer is not None and state.keys is not None and state.values is not None
-        rows, last, _, root_position = last_valid(accepted)
-        row, place = rows[:, None], last[:, None]
-        slots = accepted.positions[:, :1] + torch.arange(hidden.shape[1], device=hidden.device)
-        rotation = look_up(self.rope.table(state.keys.shape[1], hidden.device, hidden.dtype), slots)
-        normed = layer.input_layernorm(hidden)
-        key, value = layer.self_attn.key_value(normed, rotation)
-        write_cache(state.keys, row, slots, key)
-        write_cache(state.values, row, slots, value)
-        query = layer.self_attn.query(
-            normed[row, place], (rotation[0][row, place], rotation[1][row, place])
-        )
-        seen = torch.arange(state.keys.shape[1], device=slots.device) < root_position[:, None, None]
-        attended = cache_attention(query, state.keys, state.values, additive(seen, query.dtype))
-        return layer.finish(hidden[row, place], attended).squeeze(1)
-
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Grow the draft level by level; what a node hands to its children is all that its own head
-        read."""
+        """Grow level by level; a node hands on all that its own head read."""
 
         def step(place: CachePlace, tokens: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
             read = torch.cat([read, self._tokens(tokens)], -1)  # [B, P, (k+1)H]
             return self._head_logits(read), read
 
-        logits, read = step(
-            CachePlace.nowhere(state.root.device), state.root[:, None], state.hidden[:, None]
-        )  # the root's children
-        return grow(state.plan, state.root, state.root_position, logits, read, step, noise)
+        nowhere = CachePlace.nowhere(state.root.device)
+        logits, read = step(nowhere, state.root[:, None], state.output[:, None])
+        return grow(state, logits, read, step, noise)

@@ -1,5 +1,4 @@
-"""Jacobi decoding as a drafter: the target's own picks of the last pass are the guesses of the next
-one.
+"""Jacobi decoding as a drafter: the target's picks of one pass are the next one's guesses.
 
 Parallel decoding as a fixed-point iteration (Santilli et al., 2305.10427): a chain of guesses
 stands behind the root; every verification tells what the target picks after each of them, right or
@@ -47,8 +46,7 @@ class Config:
 
 @dataclass
 class State:
-    """history: the row's text; guesses [B, D] int64: for the D positions behind the root; chain:
-    the tree they fill."""
+    """history: the row's text; guesses [B, D] int64 for the next positions; chain: their tree."""
 
     history: History
     guesses: Tensor
@@ -81,8 +79,7 @@ class Drafter:
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Move the picks of the last pass to the positions they were picked for; see the protocol.
 
-        A verification of another tree than the chain (or none, `verified` is None) teaches nothing:
-        all guesses are filled in.
+        A verification of no or another tree teaches nothing: all guesses are filled in.
         """
         state.history.append(accepted)
         depth, verified = state.guesses.shape[1], accepted.verified
@@ -90,22 +87,19 @@ class Drafter:
         if verified is not None and verified.tree is state.chain.tree:
             # Node i stands at depth i. Behind a accepted drafts the root stands at depth a + 1, and
             # its j-th successor was picked at node a + j.
-            node = (accepted.lengths - 1)[:, None] + torch.arange(
-                1, depth + 1, device=picked.device
-            )
+            ahead = torch.arange(1, depth + 1, device=picked.device)
+            node = (accepted.lengths - 1)[:, None] + ahead
             picked = node <= depth
             moved = verified.picks.gather(1, node.clamp(max=depth))
         self._guess(state, moved, picked)
         return state
 
     def _guess(self, state: State, moved: Tensor, picked: Tensor) -> None:
-        """Set the guesses in place: `moved` [B, D] where `picked`, the others by `Config.fill`,
-        each from the one before it."""
+        """Set the guesses: `moved` [B, D] where `picked`, others by `Config.fill` from the last
+        one."""
         history, guess = state.history, state.history.root
-        drawn = history.drawn(
-            history.last + torch.arange(1, moved.shape[1] + 1, device=moved.device)
-        )
-        guesses = []
+        ahead = torch.arange(1, moved.shape[1] + 1, device=moved.device)
+        drawn, guesses = history.drawn(history.last + ahead), []
         for place in range(moved.shape[1]):
             filled = drawn[:, place : place + 1] if self.config.fill != "repeat" else guess
             if self.config.fill == "follow":

@@ -1,8 +1,7 @@
 """Lookahead decoding: n-grams from Jacobi trajectories are collected in a pool and verified when
 their first token comes up.
 
-After Fu et al. (2402.02057). Two branches share every verification, as parts of one tree behind the
-root:
+After Fu et al. (2402.02057). Two branches share every verification, as parts of one tree:
 
 * The window: W columns of n - 1 levels. Level 0 is a chain of guesses for the next W positions; the
   node of level l and column i follows (l - 1, i), so it sees level 0 up to its column, then its own
@@ -55,8 +54,7 @@ class Config:
     """Configuration of lookahead decoding."""
 
     ngram: AtLeastTwo = 4
-    """Tokens of an n-gram, its first one included (>= 2): up to ngram - 1 tokens are accepted from
-    one."""
+    """Tokens of an n-gram (>= 2): up to ngram - 1 are accepted from one."""
     window: NonNegativeInt = 0
     """Columns of the window; 0: what fits the draft's shape."""
     guesses: NonNegativeInt = 0
@@ -64,8 +62,7 @@ class Config:
     pool: int = 1024
     """N-grams remembered per row, the oldest going first."""
     from_text: bool = True
-    """Whether n-grams of the prompt and of the answer go into the pool too, beside those of the
-    trajectories."""
+    """Whether n-grams of the text go into the pool too, beside those of trajectories."""
 
     def __post_init__(self) -> None:
         if self.pool < PROMPT_CHUNK:
@@ -74,8 +71,7 @@ class Config:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The tree and its sizes; a chain has neither columns nor n-grams of its own. Shared between
-    the rows of a batch."""
+    """The tree and its sizes, for all rows; a chain has neither columns nor n-grams."""
 
     tree: TokenTree
     columns: int
@@ -85,8 +81,7 @@ class Layout:
 
 @dataclass
 class State:
-    """history: the row's text; pool: its n-grams; window [B, L, W] int64: the trajectories (W = 0
-    for a chain)."""
+    """history: the row's text; pool: its n-grams; window [B, L, W] int64 (W = 0 for a chain)."""
 
     history: History
     pool: NgramPool
@@ -110,17 +105,15 @@ class Drafter:
         return self.config.ngram - 1
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill: the window is filled with tokens of the prompt, the pool with its
-        n-grams; see the protocol."""
+        """State after prefill: the window is filled from the prompt, the pool with its n-grams."""
         if self._layout is None or self._layout[0] is not tree:
             self._layout = tree, lay_out(self.config, tree, seen.tokens.device)
         layout = self._layout[1]
         rows, device = seen.tokens.shape[0], seen.tokens.device
         history = History.start(seen, tree.max_depth, capacity)
         pool = NgramPool.empty(rows, self.config.pool, self.config.ngram, device)
-        state = State(
-            history, pool, seen.tokens.new_zeros(rows, self.levels, layout.columns), layout
-        )
+        window = seen.tokens.new_zeros(rows, self.levels, layout.columns)
+        state = State(history, pool, window, layout)
         state.window.copy_(self._drawn(state))
         if self.config.from_text:
             ages = torch.arange(min(seen.tokens.shape[1], self.config.pool), device=device).flip(0)
@@ -136,13 +129,12 @@ class Drafter:
             return Proposal(torch.cat([root, self._joined(state)], 1), layout.tree)
         grams, found = state.pool.starting_with(root[:, 0], layout.guesses)
         grams = torch.where(found[..., None], grams, root[..., None])
-        return Proposal(
-            torch.cat([root, state.window.flatten(1), grams.flatten(1)], 1), layout.tree
-        )
+        tokens = torch.cat([root, state.window.flatten(1), grams.flatten(1)], 1)
+        return Proposal(tokens, layout.tree)
 
     def _joined(self, state: State) -> Tensor:
-        """A chain [B, D] of n-grams, each starting with the last token of the one before; without
-        one, that token repeats."""
+        """A chain [B, D] of n-grams, each starting with the last one's last token (or repeating
+        it)."""
         last, drafted = state.history.root[:, 0], []
         for _ in range(-(-state.layout.tree.max_depth // self.levels)):
             gram, found = state.pool.starting_with(last, 1)
@@ -154,18 +146,15 @@ class Drafter:
     # After a verification
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Collect n-grams from the trajectories and the text, and move the window on; see the
-        protocol."""
-        verified = accepted.verified
+        """Collect n-grams of trajectories and text, and move the window on; see the protocol."""
+        verified, columns = accepted.verified, state.layout.columns
         picks = None
         if verified is not None and verified.tree is state.layout.tree:
             picks = verified.picks
             if state.layout.tree.is_chain:
                 self._collect_chain(state, verified.tokens, picks)
             else:
-                picks = picks[:, 1 + (self.levels - 1) * state.layout.columns :][
-                    :, : state.layout.columns
-                ]  # [B, W]
+                picks = picks[:, 1 + (self.levels - 1) * columns :][:, :columns]  # [B, W]
                 grams = torch.cat([state.window.transpose(1, 2), picks[..., None]], 2)  # [B, W, n]
                 state.pool.add(grams, torch.ones_like(picks, dtype=torch.bool))
         state.history.append(accepted)
@@ -176,8 +165,7 @@ class Drafter:
         return state
 
     def _collect_chain(self, state: State, tokens: Tensor, picks: Tensor) -> None:
-        """Into the pool: behind every node the n - 1 tokens that end there and the target's pick;
-        tokens, picks [B, D + 1].
+        """Collect n-grams that end with a pick; tokens, picks [B, D + 1] of the nodes.
 
         The deepest first, which has the most wrong guesses before it: the others are then newer.
         """
@@ -187,8 +175,7 @@ class Drafter:
         state.pool.add(grams, (grams >= 0).all(-1))
 
     def _collect_text(self, state: State, places: Tensor, valid: Tensor) -> None:
-        """Into the pool: the n-grams of the text that end at `places` [B, C], where `valid` [B,
-        C]."""
+        """Collect the n-grams of the text that end at `places` [B, C], where `valid` [B, C]."""
         # [B, C, n]
         slots = places[..., None] + torch.arange(1 - self.config.ngram, 1, device=places.device)
         grams = state.history.tokens.gather(1, slots.clamp(min=0).flatten(1)).view(*slots.shape)
@@ -196,16 +183,14 @@ class Drafter:
 
     def _move(self, state: State, accepted: Tensor, picks: Tensor | None) -> None:
         """The next window, in place: every level takes the one above it, the last the picks [B, W],
-        and columns move by `accepted` [B]. What is new on the right is drawn from the text.
-        """
+        and columns move by `accepted` [B]. What is new on the right is drawn from the text."""
         fresh = self._drawn(state)
         last = fresh[:, -1] if picks is None else picks
         above = torch.cat([state.window[:, 1:], last[:, None]], 1)
         column = accepted[:, None] + torch.arange(state.layout.columns, device=last.device)
         inside = (column < state.layout.columns)[:, None]
-        moved = above.gather(
-            2, column.clamp(max=state.layout.columns - 1)[:, None].expand_as(above)
-        )
+        column = column.clamp(max=state.layout.columns - 1)[:, None]
+        moved = above.gather(2, column.expand_as(above))
         state.window.copy_(torch.where(inside, moved, fresh))
 
     def _drawn(self, state: State) -> Tensor:
@@ -217,8 +202,7 @@ class Drafter:
 
 
 def lay_out(config: Config, shape: DraftShape, device: torch.device) -> Layout:
-    """The tree for a shape, see the module. Raises `UserError` when window and n-grams do not fit
-    into it."""
+    """The tree for a shape, see the module. Raises `UserError` when the parts do not fit."""
     if config.pool < shape.num_nodes:
         raise UserError(
             f"head.pool={config.pool} cannot take the n-grams of a draft of {shape.num_nodes} "

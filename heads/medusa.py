@@ -1,5 +1,4 @@
-"""Medusa: K independent heads on the target's last hidden state, one forward pass for the whole
-proposal.
+"""Medusa: K independent heads on the target's last hidden state, one pass for a proposal.
 
 Head i (0-based) reads the post-final-norm state at position t and predicts token t+2+i; the
 target's own LM head predicts t+1. Each head is a stack of residual blocks h + SiLU(U h + b), zero
@@ -21,14 +20,14 @@ from torch import Tensor, nn
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
 from heads.api.config import Fraction, PositiveInt, config
-from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter
-from heads.api.errors import UserError
+from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import blocks, init, losses
 from heads.nn.drafting.growth import fill
-from heads.nn.drafting.plan import Plan, PlanCache, last_valid
+from heads.nn.drafting.state import Rooted, last_valid
+from heads.nn.feature.base import FeatureDrafter, label_loss, require_heads
 
 
 @config("head")
@@ -42,27 +41,21 @@ class Config:
     """Residual blocks per head, each with its own weights (>= 1)."""
     own_lm_head: bool = False
     """Give every head an LM head of its own, started from the target's (V * H weights each);
-    otherwise share the frozen one.
-    """
+    otherwise share the frozen one."""
     decay: Fraction = 0.8
     """Head k (1-based) weighs decay^k in the loss (0 < decay <= 1)."""
     soft_labels: bool = False
-    """Train on the target's distribution at the predicted position instead of the token it sampled
-    there."""
+    """Train on the target's distribution instead of the token it sampled."""
 
 
 @dataclass
-class State:
-    """hidden [B, H]: the target's state at the last seen position; root [B] and root_position [B]
-    int64."""
+class State(Rooted):
+    """hidden [B, H]: the target's state at the last seen position."""
 
     hidden: Tensor
-    root: Tensor
-    root_position: Tensor
-    plan: Plan
 
 
-class Drafter(TrainableDrafter):
+class Drafter(FeatureDrafter):
     """K residual heads over the target's last hidden state."""
 
     kind: ClassVar[str] = "medusa"
@@ -76,18 +69,9 @@ class Drafter(TrainableDrafter):
         # All heads of a layer in one tensor: both training and drafting multiply them as one batch.
         self.residual_weight = nn.Parameter(torch.empty(layers, heads, hidden, hidden))
         self.residual_bias = nn.Parameter(torch.empty(layers, heads, hidden))
-        self.lm_heads = (
-            nn.Parameter(torch.empty(heads, info.vocab_size, hidden))
-            if config.own_lm_head
-            else None
-        )
-        self._target: TargetWeights | None = None
-        self._plans = PlanCache()
+        own = torch.empty(heads, info.vocab_size, hidden) if config.own_lm_head else None
+        self.lm_heads = None if own is None else nn.Parameter(own)
         unset_parameters(self)
-
-    def bind(self, weights: TargetWeights) -> None:
-        """Remember the target's LM head."""
-        self._target = weights
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """Zero residual blocks: every head starts as the target's own next-token prediction."""
@@ -103,65 +87,38 @@ class Drafter(TrainableDrafter):
             states = self.residual_blocks(states, weight[:heads], bias[:heads])
         if self.lm_heads is not None:
             return torch.bmm(states, self.lm_heads[:heads].transpose(1, 2))
-        assert self._target is not None, "bind was not called"
-        return self._target.logits(states.to(self._target.lm_head.dtype))
+        return self.target.project(states)
 
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over heads k of decay^k times the cross entropy of token t+k+1, over supervised
-        tokens."""
+        """Sum over heads k of decay^k times the cross entropy of supervised tokens t+k+1."""
         assert batch.last_hidden is not None, "medusa needs the target's last hidden state"
-        config: Config = self.config
-        hidden, tokens = batch.last_hidden.flatten(0, 1), batch.tokens.flatten()  # [B*T, H], [B*T]
-        wanted = torch.stack(
-            [batch.supervised(k + 1).flatten() for k in range(1, config.num_heads + 1)], dim=1
-        )  # [B*T, K]
-        ahead = torch.arange(1, config.num_heads + 1, device=tokens.device)
+        count, tokens = self.config.num_heads, batch.tokens.flatten()
+        hidden, wanted = batch.last_hidden.flatten(0, 1), batch.supervised_ahead(count)
+        ahead = torch.arange(1, count + 1, device=tokens.device)
 
         def part(rows: Tensor) -> losses.Sums:
             mask = wanted[rows]  # [M, K]
             # Rows near the end of the batch wrap to the last token; the mask excludes them.
             states_at = (rows[:, None] + ahead).clamp(max=tokens.shape[0] - 1)
             labels = tokens[(states_at + 1).clamp(max=tokens.shape[0] - 1)]  # [M, K]
-            logits = self._head_logits(hidden[rows], config.num_heads).transpose(0, 1)  # [M, K, V]
-            values = self._per_head_loss(logits, labels, states_at, batch).view(mask.shape)
+            logits = self._head_logits(hidden[rows], count).transpose(0, 1)  # [M, K, V]
+            # Token t+k+1 is drawn from the target's distribution at state t+k.
+            values, _ = label_loss(batch, logits, labels, states_at, not self.config.soft_labels)
             values = batch.weighed(values, states_at, ahead)
             correct = (losses.best_column(logits) == labels) & mask
             return losses.masked_sum(values, mask), correct.sum(0), mask.sum(0)
 
         rows = wanted.any(1).nonzero().squeeze(1)
-        per_head, correct, counts = losses.sum_over_rows(
-            part, rows, config.num_heads * self.info.vocab_size
-        )
-        weights = config.decay ** ahead.to(per_head.dtype)
-        return LossOutput(
-            (weights * per_head).sum(), losses.depth_metrics(per_head, correct, counts)
-        )
-
-    def _per_head_loss(
-        self, logits: Tensor, labels: Tensor, states_at: Tensor, batch: TrainBatch
-    ) -> Tensor:
-        """[M, K, V] logits -> [M * K] losses against hard labels, or against the target's
-        distribution at `states_at` [M, K].
-        """
-        flat = logits.flatten(0, 1)
-        if not self.config.soft_labels:
-            return losses.cross_entropy(flat, labels.flatten())
-        assert batch.last_hidden is not None
-        assert batch.target_logits is not None, "soft labels need the target's logits"
-        with torch.no_grad():
-            # Token t+k+1 is drawn from the target's distribution at state t+k.
-            target = batch.target_logits(batch.last_hidden.flatten(0, 1)[states_at.flatten()])
-            probabilities = target.to(torch.promote_types(target.dtype, torch.float32)).softmax(-1)
-        return losses.soft_cross_entropy(flat, probabilities)
+        sums = losses.sum_over_rows(part, rows, count * self.info.vocab_size)
+        return losses.weighted_output(self.config.decay ** ahead.to(sums[0].dtype), *sums)
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V] of heads 1..depth; see the contract."""
         assert batch.last_hidden is not None, "medusa needs the target's last hidden state"
-        assert depth <= self.config.num_heads, (
-            f"{depth} depths asked of {self.config.num_heads} heads"
-        )
+        heads = self.config.num_heads
+        assert depth <= heads, f"{depth} depths asked of {heads} heads"
         shape = batch.tokens.shape
         return list(self._head_logits(batch.last_hidden.flatten(0, 1), depth).unflatten(1, shape))
 
@@ -169,26 +126,18 @@ class Drafter(TrainableDrafter):
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; raises `UserError` when the tree is deeper than there are heads."""
-        if tree.max_depth > self.config.num_heads:
-            raise UserError(
-                f"a medusa drafter of {self.config.num_heads} heads cannot draft {tree.max_depth} "
-                f"tokens. Set decode.depth to {self.config.num_heads} or less, or train with "
-                f"head.num_heads={tree.max_depth}."
-            )
+        require_heads(self, tree)
         rows, last, root, root_position = last_valid(seen)
         assert seen.last_hidden is not None, "medusa needs the target's last hidden state"
-        return State(seen.last_hidden[rows, last], root, root_position, self._plans.of(tree))
+        return State(root, root_position, self.plans.of(tree), seen.last_hidden[rows, last])
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """One pass of all heads; a node's token depends on its depth and rank alone."""
         logits = self._head_logits(state.hidden, state.plan.max_depth).transpose(0, 1)  # [B, D, V]
-        return fill(state.plan, state.root, state.root_position, logits, noise)
+        return fill(state, logits, noise)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Move to the last accepted token's true state; see the protocol."""
-        rows, last, root, root_position = last_valid(accepted)
         assert accepted.last_hidden is not None, "medusa needs the target's last hidden state"
-        state.hidden.copy_(accepted.last_hidden[rows, last])
-        state.root.copy_(root)
-        state.root_position.copy_(root_position)
+        state.hidden.copy_(accepted.last_hidden[state.advance(accepted)].squeeze(1))
         return state

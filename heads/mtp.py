@@ -28,53 +28,32 @@ from torch import Tensor, nn
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
 from heads.api.config import Fraction, PositiveInt, config
-from heads.api.drafter import Noise, Proposal, TargetStates
+from heads.api.drafter import TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import losses
 from heads.nn.blocks import Attend, Attention, DecoderLayer, LayerShape, RMSNorm, initialise_blocks
-from heads.nn.feature.base import (
-    FeatureDrafter,
-    layer_shape,
-    layer_weights,
-    next_tokens,
-    probabilities_of,
-    teacher_logits,
-    unrolled_loss,
-)
-from heads.nn.feature.chain import Chain
+from heads.nn.feature import base
+from heads.nn.feature.chain import Chain, ChainDrafter
 from heads.nn.feature.modules import Module, ModuleChain
 from heads.nn.rope import Rope, Rotation
 
 
 @config("head")
 @dataclass(frozen=True)
-class Config:
+class Config(base.LayerConfig):
     """Configuration of multi-token prediction. Sizes of 0 are taken from the target."""
 
     shared: bool = False
     """One block for all depths (FastMTP) instead of one per depth (DeepSeek-V3)."""
     depths: PositiveInt = 4
-    """Depths that are trained (>= 1). Own blocks draft no deeper; a shared one does, ever less
-    well."""
+    """Depths that are trained (>= 1). Own blocks draft no deeper; a shared one can."""
     beta: Fraction = 1.0
     """Depth k weighs beta^(k-1), normalised to sum to one (0 < beta <= 1)."""
     soft_labels: bool = True
     """Train on the target's distribution instead of the token it said."""
-    num_attention_heads: int = 0
-    """Query heads."""
-    num_key_value_heads: int = 0
-    """Key/value heads; must divide the query heads."""
-    head_dim: int = 0
-    """Size of a head (even)."""
-    intermediate_size: int = 0
-    """Width of the MLP."""
-    from_target_layer: int = -1
-    """Start the blocks from this layer of the target (0-based); it must be Llama-like and of the
-    same sizes. -1: random.
-    """
 
 
 class MtpBlock(nn.Module):
@@ -91,27 +70,23 @@ class MtpBlock(nn.Module):
 
     @property
     def layer(self) -> DecoderLayer:
-        """The decoder layer."""
         return cast(DecoderLayer, self.layers[0])
 
     @property
     def attention(self) -> Attention:
-        """The layer's attention."""
         return self.layer.self_attn
 
     def join(self, embedded: Tensor, state: Tensor) -> Tensor:
         """Embeddings and states [B, T, H] -> the layer's input [B, T, H]."""
         both = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(state)], -1)
-        out: Tensor = self.fc(both)
-        return out
+        return cast(Tensor, self.fc(both))
 
     def run(self, embedded: Tensor, state: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """Embeddings and states [B, T, H] -> normalised outputs [B, T, H]."""
-        out: Tensor = self.norm(self.layer(self.join(embedded, state), rotation, attend))
-        return out
+        return cast(Tensor, self.norm(self.layer(self.join(embedded, state), rotation, attend)))
 
 
-class Drafter(FeatureDrafter):
+class Drafter(ChainDrafter):
     """Multi-token prediction with own blocks or with a shared one."""
 
     kind: ClassVar[str] = "mtp"
@@ -119,42 +94,32 @@ class Drafter(FeatureDrafter):
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__(config, info)
         self.needs = FeatureSpec(last_hidden=True, logits=config.soft_labels)
-        shape = layer_shape(config, info)
-        self.mtp: nn.Module = (
-            MtpBlock(shape)
-            if config.shared
-            else nn.ModuleList([MtpBlock(shape) for _ in range(config.depths)])
-        )
+        shape = base.layer_shape(config, info)
         rope = Rope(shape.head_dim, info.rope_theta)
-        self.chain: Chain | ModuleChain = (
-            Chain(self, rope)
-            if config.shared
-            else ModuleChain(self, cast(list[Module], self.blocks), rope)
-        )
+        self.chain: Chain | ModuleChain
+        if config.shared:
+            self.mtp: nn.Module = MtpBlock(shape)
+            self.chain = Chain(self, rope)
+        else:
+            self.mtp = nn.ModuleList([MtpBlock(shape) for _ in range(config.depths)])
+            self.chain = ModuleChain(self, cast(list[Module], self.blocks), rope)
         unset_parameters(self)
 
     @property
     def blocks(self) -> list[MtpBlock]:
         """The blocks by depth; a shared one once."""
-        return (
-            [self.mtp]
-            if isinstance(self.mtp, MtpBlock)
-            else [cast(MtpBlock, block) for block in cast(nn.ModuleList, self.mtp)]
-        )
+        return cast(list[MtpBlock], [self.mtp] if self.config.shared else list(self.mtp.children()))
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Random blocks or a layer of the target; a block's input starts as the state with a little
-        of both, its final norm as the target's.
-        """
+        """Random blocks or a target layer; inputs start as the state with a little of both."""
         initialise_blocks(self, generator)
         for block in self.blocks:
             with torch.no_grad():
                 block.fc.weight.mul_(0.3)[:, self.info.hidden_size :].diagonal().add_(1.0)
             self.copy_final_norm(block.norm.weight, weights)
             if self.config.from_target_layer >= 0:
-                wanted = layer_weights(
-                    block.layer, "self_attn", "mlp", "input_layernorm", "post_attention_layernorm"
-                )
+                parts = "self_attn", "mlp", "input_layernorm", "post_attention_layernorm"
+                wanted = base.layer_weights(block.layer, *parts)
                 self.copy_layer(weights, self.config.from_target_layer, wanted)
 
     # The shared block, as `Chain` runs it
@@ -170,14 +135,12 @@ class Drafter(FeatureDrafter):
         return last_hidden.to(self.blocks[0].fc.weight.dtype)
 
     def read(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T] and states [B, T, H] -> the attention's input and the residual stream [B,
-        T, H]."""
+        """Tokens [B, T], states [B, T, H] -> attention's input and residual stream [B, T, H]."""
         block = self.blocks[0]
         joined = block.join(self.embed(tokens, feature.dtype), feature)
         return block.layer.input_layernorm(joined), joined
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The layer behind its attention -> [B, T, H]."""
         return self.blocks[0].layer.finish(residual, attended)
 
     def emit(self, output: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,41 +148,28 @@ class Drafter(FeatureDrafter):
         normed = self.blocks[0].norm(output)
         return normed, normed
 
-    def logits(self, emitted: Tensor) -> Tensor:
-        """Normalised outputs [..., H] -> logits [..., V] through the target's frozen LM head."""
-        return self.target_logits(emitted)
-
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over depths k of their share times the cross entropy of token t+k+1, over supervised
-        tokens."""
+        """Sum over depths k of their share times the cross entropy of supervised tokens t+k+1."""
         config: Config = self.config
-        weights = config.beta ** torch.arange(
-            config.depths, device=batch.tokens.device, dtype=torch.float32
-        )
+        depths = torch.arange(config.depths, device=batch.tokens.device, dtype=torch.float32)
+        weights = config.beta**depths
+        weights, judge = weights / weights.sum(), partial(self._judge, batch)
         unrolled = self.chain.unroll(batch, config.depths)
-        return unrolled_loss(
-            batch,
-            unrolled,
-            self.info.vocab_size,
-            weights / weights.sum(),
-            partial(self._judge, batch),
-        )
+        return base.unrolled_loss(batch, unrolled, self.info.vocab_size, weights, judge)
 
     def _judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Cross entropy and correctness [D, M] of outputs [D, M, H] that predict from the target's
-        states [M]; see `Judge`.
-        """
+        """Cross entropy and correctness [D, M] of outputs [D, M, H] at states [M]; see `Judge`."""
         logits = self.logits(outputs)  # [D, M, V]
         if self.config.soft_labels:
-            wanted = teacher_logits(batch, states_at)
+            wanted = base.teacher_logits(batch, states_at)
             best = wanted.argmax(-1)
-            values = losses.soft_cross_entropy(logits, probabilities_of(wanted))
+            values = losses.soft_cross_entropy(logits, base.probabilities_of(wanted))
         else:
-            best = next_tokens(batch, states_at)
+            best = base.next_tokens(batch, states_at)
             values = losses.cross_entropy(logits.flatten(0, 1), best.repeat(logits.shape[0]))
             values = values.view(logits.shape[:2])
         counts = torch.ones_like(states_at, dtype=torch.bool)
@@ -227,28 +177,18 @@ class Drafter(FeatureDrafter):
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V] of depths 1..depth; see the contract."""
-        assert self.config.shared or depth <= self.config.depths, (
-            f"{depth} asked of {self.config.depths}"
-        )
-        return [self.logits(output) for output in self.chain.unroll(batch, depth)]
+        blocks = self.config.depths
+        assert self.config.shared or depth <= blocks, f"{depth} asked of {blocks}"
+        return super().train_logits(batch, depth)
 
     # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> Any:
-        """State after prefill; raises `UserError` when the tree is deeper than there are own
-        blocks."""
+        """State after prefill; raises `UserError` for a tree deeper than the own blocks."""
         if not self.config.shared and tree.max_depth > self.config.depths:
             raise UserError(
                 f"an mtp drafter of {self.config.depths} blocks cannot draft {tree.max_depth} "
                 f"tokens. Set decode.depth to {self.config.depths} or less, or train with "
                 f"head.depths={tree.max_depth} or head.shared=true."
             )
-        return self.chain.start(seen, self.plans.of(tree), capacity)
-
-    def propose(self, state: Any, noise: Noise) -> Proposal:
-        """Grow the tree level by level; see the protocol."""
-        return self.chain.propose(state, noise)
-
-    def commit(self, state: Any, accepted: TargetStates) -> Any:
-        """Read the accepted run with the target's true states; see the protocol."""
-        return self.chain.commit(state, accepted)
+        return super().start(seen, tree, capacity)

@@ -1,5 +1,4 @@
-"""n-gram lookup (prompt lookup decoding): copy what followed the last occurrence of the newest
-tokens.
+"""n-gram lookup (prompt lookup decoding): copy what followed the newest tokens before.
 
 No weights and no target states: the drafter searches prompt and answer so far for the longest run
 of tokens, at most `max_n` and at least `min_n` long, that equals the newest tokens; among runs of
@@ -22,7 +21,7 @@ from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
-from heads.api.tree import DraftShape, DynamicShape, TokenTree
+from heads.api.tree import DraftShape, one_path
 from heads.nn.drafting.plan import TreePlan
 from heads.nn.lookup.table import History
 
@@ -65,23 +64,12 @@ class Drafter:
         self._plan: tuple[DraftShape, TreePlan] | None = None  # of the last shape asked for
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol."""
-        return State(
-            History.start(seen, tree.max_depth, capacity), self._plan_of(tree, seen.tokens.device)
-        )
-
-    def _plan_of(self, shape: DraftShape, device: torch.device) -> TreePlan:
-        """A lookup has one continuation: of a dynamic shape it fills a chain as long as fits."""
-        if self._plan is None or self._plan[0] is not shape:
-            tree = shape
-            if isinstance(tree, DynamicShape):
-                tree = TokenTree.chain(min(tree.max_depth, tree.nodes - 1), device)
-            self._plan = shape, TreePlan.of(tree)
-        return self._plan[1]
+        if self._plan is None or self._plan[0] is not tree:
+            self._plan = tree, TreePlan.of(one_path(tree, seen.tokens.device))
+        return State(History.start(seen, tree.max_depth, capacity), self._plan[1])
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Fill the rank-0 path of the tree with the continuation found; the other nodes repeat the
-        root."""
+        """Fill the rank-0 path with the continuation found; other nodes repeat the root."""
         drafted = self._continuation(state)  # [B, D + 1], the root first
         plan = state.plan
         tokens = drafted[:, plan.node_depth]
@@ -96,8 +84,7 @@ class Drafter:
 
     def _continuation(self, state: State) -> Tensor:
         """The root and the tokens that followed the best match [B, D + 1]; without a match the root
-        is repeated, which is now and then right where a repetition begins.
-        """
+        is repeated, which is now and then right where a repetition begins."""
         history, last = state.history.tokens, state.history.last
         slots = torch.arange(history.shape[1], device=history.device)
         run = slots < last  # a match must end before the newest token, so that something follows it

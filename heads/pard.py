@@ -1,5 +1,4 @@
-"""PARD: a small language model that drafts all its tokens in one pass, with mask tokens behind the
-text (2504.18583).
+"""PARD: a small language model that drafts all tokens in one pass, by mask tokens (2504.18583).
 
 The network is that of `distilled`, and may start from one. It reads [.. x_t, MASK x (K - 1)]: the
 output at x_t gives the first drafted token, the output at mask k the one k places further, so that
@@ -20,7 +19,7 @@ the drafter, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from heads.api.target_info import TargetInfo
 from heads.nn.attention import packed_mask, sequence_attention
 from heads.nn.distillation import ObjectiveConfig, Predictions, distillation_loss
 from heads.nn.drafting.growth import fill
-from heads.nn.drafting.plan import Plan, last_valid
+from heads.nn.drafting.plan import Plan
 from heads.nn.feature.masks import Masks
 from heads.nn.small_lm.config import NetworkConfig
 from heads.nn.small_lm.model import SmallLM, State
@@ -46,16 +45,13 @@ class Config(NetworkConfig, ObjectiveConfig):
     """Configuration of PARD. Sizes of 0 follow the target."""
 
     depth: AtLeastTwo = 8
-    """Tokens drafted per pass in training (K, at least 2). When it serves it may draft fewer or
-    more."""
+    """Tokens drafted per pass in training (K >= 2); serving may draft fewer or more."""
     keep: Fraction = 0.7
-    """Conditional drop: the share of places that have mask k is keep^k (0 < keep <= 1; 1 keeps all)
-    ..."""
+    """Conditional drop: the share of places with mask k is keep^k (0 < keep <= 1), ..."""
     keep_least: float = 0.2
     """... but at least this (0 to keep)."""
     pard_token: int = -1
-    """Id of the token that serves as mask; -1: the rarest token of the training data, the highest
-    id among equals."""
+    """Token that serves as mask; -1: the training data's rarest, the highest id of equals."""
 
     def __post_init__(self) -> None:
         ObjectiveConfig.__post_init__(self)
@@ -92,13 +88,11 @@ class Drafter(SmallLM):
     # Training
 
     def _outputs(self, batch: TrainBatch, masks: Masks) -> Tensor:
-        """Normalised states [B, T + E, H]: those of the sequence, which predict the next token, and
-        those of the masks."""
+        """Normalised states [B, T + E, H]: the sequence's, then the masks'."""
         length = batch.tokens.shape[1]
         tokens = torch.cat([batch.tokens, self.pard_token.expand_as(masks.place)], 1)
-        positions = torch.cat(
-            [batch.positions, batch.positions.gather(1, masks.place) + masks.step], 1
-        )
+        behind = batch.positions.gather(1, masks.place) + masks.step
+        positions = torch.cat([batch.positions, behind], 1)
         causal, visible = packed_mask(batch.segments), masks.visible(batch.segments)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -109,12 +103,10 @@ class Drafter(SmallLM):
         rotation = self._rope.at(positions, states.dtype)
         for layer in self.model.layers:
             states = layer(states, rotation, attend)
-        out: Tensor = self.model.norm(states)
-        return out
+        return cast(Tensor, self.model.norm(states))
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """The weighted objectives at every supervised next token and at every kept mask that
-        predicts a supervised one."""
+        """The weighted objectives at supervised next tokens and at kept masks."""
         config: Config = self.config
         masks = Masks.sample(batch, config.depth, config.keep, config.keep_least)
         outputs = self._outputs(batch, masks)
@@ -122,21 +114,16 @@ class Drafter(SmallLM):
         row, place = batch.supervised(1).nonzero().unbind(1)
         mask_row, number = masks.supervised(batch).nonzero().unbind(1)
         step = masks.step[mask_row, number]
-        predictions = Predictions(
-            outputs=outputs.flatten(0, 1),
-            at=torch.cat([row * width + place, mask_row * width + length + number]),
-            states=torch.cat(
-                [row * length + place, mask_row * length + masks.place[mask_row, number] + step]
-            ),
-            depth=torch.cat([torch.zeros_like(place), step]),
-            depths=config.depth,
-        )
+        at = torch.cat([row * width + place, mask_row * width + length + number])
+        behind = mask_row * length + masks.place[mask_row, number] + step
+        states, depth = (row * length + place, behind), (torch.zeros_like(place), step)
+        where = at, torch.cat(states), torch.cat(depth), config.depth
+        predictions = Predictions(outputs.flatten(0, 1), *where)
         return distillation_loss(config, batch, predictions, self.logits, self.info.vocab_size)
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Depth 1 at t is the prediction from token t+1, depth k that of mask k-1 behind it [B, T,
-        V]; entries past the end mean nothing.
-        """
+        V]; entries past the end mean nothing."""
         length = batch.tokens.shape[1]
         outputs = self._outputs(batch, Masks.everywhere(batch.tokens, depth - 1))
         text, masks = outputs[:, :length], outputs[:, length:].unflatten(1, (length, depth - 1))
@@ -150,26 +137,21 @@ class Drafter(SmallLM):
         return plan.max_depth
 
     def absorb(self, state: State, run: TargetStates, tokens: Tensor, first: Tensor) -> State:
-        """Run `tokens` [B, W] at positions first [B, 1] and on, with the masks behind each row's
-        root, in one pass.
+        """Run `tokens` [B, W] at positions first [B, 1] and on, and the masks behind the root.
 
-        Padded tokens would stand where the masks do: they are written to the last slot, which
-        nothing ever sees.
+        Padded tokens, which stand where masks do, are written to the last slot, unseen.
         """
-        _, _, root, root_position = last_valid(run)
-        batch, width = tokens.shape
-        end = root_position[:, None]
+        state.advance(run)
+        (batch, width), end = tokens.shape, state.root_position[:, None]
         slots = first + torch.arange(width, device=tokens.device)
-        slots = torch.where(slots <= end, slots, state.keys[0].shape[1] - 1)
+        slots = torch.where(slots <= end, slots, state.slots - 1)
         numbers = torch.arange(state.output.shape[1] - 1, device=tokens.device)
         all_tokens = torch.cat([tokens, self.pard_token.expand(batch, numbers.shape[0])], 1)
         wanted = torch.cat([end - first, (width + numbers).expand(batch, -1)], 1)
         all_slots = torch.cat([slots, end + 1 + numbers], 1)
         state.output.copy_(self.run(state, all_tokens, all_slots, wanted))
-        state.root.copy_(root)
-        state.root_position.copy_(root_position)
         return state
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """Fill the tree from the outputs at the root and its masks; see the protocol."""
-        return fill(state.plan, state.root, state.root_position, self.logits(state.output), noise)
+        return fill(state, self.logits(state.output), noise)

@@ -16,7 +16,7 @@ Legend: B rows, T positions, H hidden, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,7 @@ class Config:
     bits: Literal[4, 8] = 4
     """Bits of a weight: 4 (groups with scale and offset) or 8 (one scale per output)."""
     group_size: AtLeastTwo = 64
-    """Weights that share a scale at 4 bits; must divide the target's sizes. 32, 64 and 128 have
-    fast products on CPUs."""
+    """Weights that share a scale at 4 bits; must divide the target's sizes (32 to 128: fast)."""
     quantize_head: bool = True
     """Quantise the LM head as well; otherwise the target's own is used."""
     layers: tuple[int, ...] = ()
@@ -62,20 +61,15 @@ class Drafter(SelfDrafter):
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         layers = config.layers or tuple(range(info.num_layers))
-        if (
-            list(layers) != sorted(set(layers))
-            or not 0 <= layers[0] <= layers[-1] < info.num_layers
-        ):
+        ascending = list(layers) == sorted(set(layers))
+        if not ascending or not 0 <= layers[0] <= layers[-1] < info.num_layers:
             raise UserError(
                 "head.layers must name layers of the target in ascending order: it has "
                 f"{info.num_layers} layers, numbered from 0; given {list(layers)}."
             )
         super().__init__(config, info, tuple(KeptLayer(layer) for layer in layers))
-        inputs = {
-            info.hidden_size,
-            info.intermediate_size,
-            info.num_attention_heads * info.head_dim,
-        }
+        attended = info.num_attention_heads * info.head_dim
+        inputs = {info.hidden_size, info.intermediate_size, attended}
         odd = sorted(size for size in inputs if size % config.group_size)
         if config.bits == 4 and odd:
             raise UserError(
@@ -92,8 +86,7 @@ class Drafter(SelfDrafter):
         return True
 
     def bind(self, weights: TargetWeights) -> None:
-        """Quantise the target's layers, and its LM head if asked for. Takes a moment for large
-        targets."""
+        """Quantise the target's layers, and its LM head if asked for."""
         self.packed = nn.ModuleList()
         super().bind(weights)
         self._head = None
@@ -105,11 +98,8 @@ class Drafter(SelfDrafter):
 
     @torch.no_grad()
     def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        packed = (
-            Int8Linear(weight, bias)
-            if self.config.bits == 8
-            else Int4Linear(weight, bias, self.config.group_size)
-        )
+        int8, group = self.config.bits == 8, self.config.group_size
+        packed = Int8Linear(weight, bias) if int8 else Int4Linear(weight, bias, group)
         self.packed.append(packed)
         return packed
 
@@ -119,8 +109,7 @@ class Drafter(SelfDrafter):
     def _logits(self, normed: Tensor) -> Tensor:
         if self._head is None:
             return super()._logits(normed)
-        out: Tensor = self._head(normed)
-        return out
+        return cast(Tensor, self._head(normed))
 
     def loss(self, batch: TrainBatch) -> LossOutput:
         """There is none; raises `UserError`."""

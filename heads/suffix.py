@@ -51,20 +51,15 @@ class Config:
     """Tokens of earlier answers that each row of the batch keeps, the oldest going first; 0 keeps
     none. All rows search all of them at every step."""
     context: NonNegativeInt = 8
-    """Tokens before an answer that are remembered with it (>= 0), so that its beginning can be
-    found."""
+    """Tokens before an answer that are remembered too, so that its beginning can be found."""
     occurrences: PositiveInt = 64
-    """Of the longest match, how many occurrences are counted (>= 1): the row's own first, then the
-    newest of other answers."""
+    """Occurrences of the longest match that count: the row's own first, then the newest."""
     min_probability: UnitInterval = 0.1
-    """A path is drafted as long as this share of the occurrences continues along it (0 to 1); 0
-    drafts all that is known."""
+    """Least share of the occurrences that continue along a drafted path (0 to 1)."""
     per_match: NonNegativeFloat = 0.0
-    """Longest draft per matched token (>= 0): 2.0 drafts 4 tokens behind a match of 2; 0 sets no
-    such limit."""
+    """Longest draft per matched token (>= 0): 2.0 drafts 4 behind a match of 2; 0: no limit."""
     backoff: UnitInterval = 0.0
-    """Weight of an occurrence for each token that its match is shorter than the longest (0 to 1); 0
-    counts the longest alone."""
+    """Weight of an occurrence per token less than the longest match; 0: the longest alone."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_n <= self.max_n:
@@ -76,8 +71,7 @@ class Config:
 
 @dataclass
 class State:
-    """history: the row's text; writing: where its answer stands in the archive; archive: all rings,
-    None if none are kept."""
+    """history: the row's text; writing: its answer's place in the archive, if one is kept."""
 
     history: History
     writing: Writing
@@ -103,8 +97,7 @@ class Drafter:
             self._archive.forget()
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol. A batch wider than any before it gets rings of its
-        own, with what was known."""
+        """State after prefill. A batch wider than any before gets rings with what was known."""
         history = History.start(seen, tree.max_depth, capacity)
         least, given = 2 * (self.config.context + tree.max_depth + 3), self.config.history_tokens
         if 0 < given < least:
@@ -120,15 +113,12 @@ class Drafter:
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """The most frequent continuations of the longest match, with their shares as confidence."""
-        found = self._occurrences(state)
-        deepest = torch.full_like(found.longest, state.plan.max_depth)
+        tokens, weights, longest = self._occurrences(state)
+        deepest = torch.full_like(longest, state.plan.max_depth)
         if self.config.per_match:
-            deepest = torch.minimum(deepest, (found.longest * self.config.per_match).long())
-        counted = Counted.of(found.tokens, found.weights, self.config.min_probability, deepest)
-        filled = fill_counted(state.plan, state.history.root[:, 0], counted)
-        return Proposal(
-            filled.tokens, filled.tree, confidence=filled.confidence, limit=filled.limit
-        )
+            deepest = torch.minimum(deepest, (longest * self.config.per_match).long())
+        counted = Counted.of(tokens, weights, self.config.min_probability, deepest)
+        return fill_counted(state.plan, state.history.root[:, 0], counted)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Remember the accepted run in the row's text and in its ring; see the protocol."""
@@ -139,15 +129,16 @@ class Drafter:
 
     # Searching
 
-    def _occurrences(self, state: State) -> Continuations:
-        """The best K occurrences of the newest tokens: the longest matches first, then the row's
-        own, then the most recent."""
+    def _occurrences(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
+        """The best K occurrences: the longest matches first, then own ones, then recent ones.
+
+        Returns what followed them [B, K, D] int64, weights [B, K] float32, the longest match [B].
+        """
         newest = state.history.newest(self.config.max_n).flip(1)  # [B, max_n], the root first
         matched, places = self._own(state, newest), state.history.tokens.shape[1]
         if state.archive is not None:
-            matched = torch.cat(
-                [matched, self._archived(state, state.archive, newest).flatten(1)], 1
-            )
+            archived = self._archived(state, state.archive, newest)
+            matched = torch.cat([matched, archived.flatten(1)], 1)
         matched = torch.where(matched >= self.config.min_n, matched, 0)
         # Unique for every place, so that the order does not depend on how a device breaks ties.
         recency = torch.arange(places, device=newest.device)
@@ -162,13 +153,11 @@ class Drafter:
         lengths = score // matched.shape[1]
         longest = lengths[:, :1]
         weights = torch.pow(self.config.backoff, (longest - lengths).float())  # 0 ** 0 is 1
-        return Continuations(
-            self._continuations(state, place), torch.where(lengths > 0, weights, 0.0), longest[:, 0]
-        )
+        tokens = self._continuations(state, place)
+        return tokens, torch.where(lengths > 0, weights, 0.0), longest[:, 0]
 
     def _own(self, state: State, newest: Tensor) -> Tensor:
-        """How many tokens up to each slot of the row's text [B, S] equal the newest ones; 0 where
-        nothing follows."""
+        """Tokens up to each slot of the row's text [B, S] that equal the newest; 0 at the root."""
         tokens = state.history.tokens
         slots = torch.arange(tokens.shape[1], device=tokens.device)
         same, matched = slots < state.history.last, torch.zeros_like(tokens)
@@ -193,8 +182,7 @@ class Drafter:
         return matched
 
     def _continuations(self, state: State, place: Tensor) -> Tensor:
-        """What followed the places [B, K] of texts and rings, in that order [B, K, D]; -1 behind
-        the end of an answer.
+        """What followed places [B, K] of texts and rings [B, K, D]; -1 behind an answer's end.
 
         The row's own text starts over behind its newest token, which continues a repetition.
         """
@@ -206,20 +194,8 @@ class Drafter:
         tokens = history.tokens.gather(1, wanted.clamp(max=own - 1).flatten(1)).view(*wanted.shape)
         if archive is None:
             return tokens
-        ring, slot = (
-            (place - own).clamp(min=0) // archive.slots,
-            (place - own).clamp(min=0) % archive.slots,
-        )
+        behind = (place - own).clamp(min=0)
+        ring, slot = behind // archive.slots, behind % archive.slots
         follows = archive.tokens[ring[..., None], (slot[..., None] + 1 + steps) % archive.slots]
         ended = (follows < 0).to(torch.uint8).cummax(-1).values.bool()
         return torch.where((place < own)[..., None], tokens, torch.where(ended, -1, follows))
-
-
-@dataclass
-class Continuations:
-    """tokens [B, K, D] int64: what followed each occurrence; weights [B, K] float32; longest [B]
-    int64: the longest match."""
-
-    tokens: Tensor
-    weights: Tensor
-    longest: Tensor

@@ -42,22 +42,23 @@ class TrainBatch:
     anchors: Tensor | None = None
 
     def generators(self) -> list[torch.Generator]:
-        """One CPU generator per row. Called twice it gives the same streams again: a recomputed
-        loss draws the same."""
+        """One CPU generator per row. Each call gives the same streams anew."""
         seeds = range(self.tokens.shape[0]) if self.seeds is None else self.seeds.tolist()
         return [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def supervised(self, ahead: int) -> Tensor:
-        """[B, T] bool: True at t when token t+ahead exists in the same document and is
-        supervised."""
-        mask = self.loss_mask.new_zeros(self.loss_mask.shape)
-        if ahead >= self.tokens.shape[1]:
-            return mask
-        same = (self.segments[:, ahead:] == self.segments[:, : self.segments.shape[1] - ahead]) & (
-            self.segments[:, ahead:] > 0
-        )
-        mask[:, : mask.shape[1] - ahead] = self.loss_mask[:, ahead:] & same
+        """[B, T] bool: True at t when token t+ahead is in the same document and supervised."""
+        mask, rest = torch.zeros_like(self.loss_mask), self.tokens.shape[1] - ahead
+        if rest > 0:
+            later = self.segments[:, ahead:]
+            same = (later == self.segments[:, :rest]) & (later > 0)
+            mask[:, :rest] = self.loss_mask[:, ahead:] & same
         return mask
+
+    def supervised_ahead(self, count: int) -> Tensor:
+        """[B*T, K] bool: `supervised(k + 1)` for k = 1..`count`, by flat state."""
+        ahead = [self.supervised(k + 1).flatten() for k in range(1, count + 1)]
+        return torch.stack(ahead, 1)
 
     def weighed(self, values: Tensor, states: Tensor, depth: Tensor | int = 1) -> Tensor:
         """Losses `values` times the weights of what is predicted: the token behind each flat state
@@ -66,16 +67,12 @@ class TrainBatch:
 
         What lies outside is clamped and means nothing: nobody supervises it.
         """
-        last = self.tokens.numel() - 1
+        last, roots = self.tokens.numel() - 1, states - depth + 1
         if self.weights is not None:
             values = values * self.weights.flatten()[(states + 1).clamp(max=last)].to(values.dtype)
-        return self.from_anchors(values, states, depth)
-
-    def from_anchors(self, values: Tensor, states: Tensor, depth: Tensor | int) -> Tensor:
-        """`weighed` by the weights of the drafts' roots alone."""
-        if self.anchors is None:
-            return values
-        return values * self.anchors.flatten()[(states - depth + 1).clamp(min=0)].to(values.dtype)
+        if self.anchors is not None:
+            values = values * self.anchors.flatten()[roots.clamp(min=0)].to(values.dtype)
+        return values
 
 
 @dataclass

@@ -1,5 +1,4 @@
-"""Drafter checkpoints: one folder with `config.json` and `model.safetensors`, loaded completely or
-not at all.
+"""Drafter checkpoints: one folder with `config.json` and `model.safetensors`, loaded whole or not.
 
 The folder remembers the kind, its configuration and the target it was trained for; another target
 is refused. docs/formats.md describes the files.
@@ -39,10 +38,8 @@ def save_drafter(
     """
     directory.mkdir(parents=True, exist_ok=True)
     if isinstance(drafter, TrainableDrafter):
-        tensors = {
-            name: value.detach().cpu().contiguous()
-            for name, value in (state or drafter.state_dict()).items()
-        }
+        given = (state or drafter.state_dict()).items()
+        tensors = {name: value.detach().cpu().contiguous() for name, value in given}
         partial = directory / (WEIGHTS_FILE + ".partial")
         save_file(tensors, str(partial), metadata={"format": "pt"})
         os.replace(partial, directory / WEIGHTS_FILE)
@@ -59,8 +56,7 @@ def save_drafter(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint; raises `UserError` when it is absent, broken or of
-    another format."""
+    """A checkpoint's config.json; raises `UserError` when absent, broken or of another format."""
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise UserError(
@@ -82,8 +78,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def build_config(kind: str, values: dict[str, Any]) -> Any:
-    """The configuration of `kind` from stored plain values; raises `UserError` where they do not
-    fit."""
+    """A kind's configuration from stored plain values; raises `UserError` where they do not fit."""
     config_class = get_kind(kind).config_class
     try:
         return build(config_class, values, "head")
@@ -99,11 +94,9 @@ def new_drafter(
     seed: int,
     token_counts: Tensor | None = None,
 ) -> Any:
-    """A freshly initialised drafter of `kind` on the device and in the dtype of the target's
-    weights.
+    """A freshly initialised drafter, on the device and in the dtype of the target's weights.
 
-    token_counts [V]: how often each token occurs in the training data, for kinds that draft from a
-    reduced vocabulary.
+    token_counts [V]: of the training data, for kinds with a reduced draft vocabulary.
     """
     drafter = get_kind(kind).drafter_class(config, info)
     if isinstance(drafter, TrainableDrafter):
@@ -119,8 +112,7 @@ def new_drafter(
 def load_drafter(
     directory: Path, info: TargetInfo, weights: TargetWeights, *, changed_target: bool = False
 ) -> Any:
-    """Load a checkpoint for the target described by `info`, in the dtype and on the device of the
-    target's weights.
+    """Load a checkpoint for the target `info`, as its weights in dtype and device.
 
     changed_target: take a target of other weights with the same tokenizer and sizes: to see what a
     drafter is still worth there. Raises `UserError` for another target, for missing, unknown or
@@ -143,8 +135,7 @@ def load_drafter(
 
 
 def load_weights(drafter: TrainableDrafter, path: Path) -> None:
-    """Fill every persistent tensor of `drafter` from a safetensors file, completely or not at
-    all."""
+    """Fill every persistent tensor from a safetensors file, completely or not at all."""
     try:
         tensors = load_file(str(path))
     except (SafetensorError, OSError) as error:
@@ -170,8 +161,7 @@ def load_weights(drafter: TrainableDrafter, path: Path) -> None:
 
 
 def refuse_unset(drafter: TrainableDrafter) -> None:
-    """Raise `UserError` naming the first tensor with a value that is not finite (unset weights are
-    NaN)."""
+    """Raise `UserError` naming the first tensor that is not finite (unset weights are NaN)."""
     for name, value in drafter.state_dict().items():
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise UserError(

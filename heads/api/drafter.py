@@ -27,8 +27,7 @@ from heads.api.tree import DraftShape, TokenTree
 
 @dataclass
 class Verified:
-    """One verification as a whole, for drafters that learn from refused nodes too (Jacobi,
-    lookahead).
+    """A whole verification, for drafters that learn from refused nodes too.
 
     tokens [B, N] int64: the drafted nodes, root first; picks [B, N] int64: the token the target
     chose after each node (by the match rule, whatever rule decides); tree: who follows whom; path
@@ -110,21 +109,19 @@ class Noise(Protocol):
         ...
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Column of the best score [B, M] int64: `scores(...).argmax(-1)` without the
-        normalisation."""
+        """Column of the best score [B, M] int64: `scores(...).argmax(-1)`, not normalised."""
         ...
 
 
 class Drafter(Protocol):
-    """What the decode loop asks of a drafter. `State` is a dataclass of tensors with leading size
-    B, opaque to the loop."""
+    """What the decode loop asks of a drafter. A state is a dataclass of tensors with leading size
+    B."""
 
     kind: ClassVar[str]
     needs: FeatureSpec
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> Any:
-        """State after prefill. `tree` is the shape to fill, `capacity` the most positions a row can
-        ever reach."""
+        """State after prefill, to fill `tree`; capacity: most positions a row can ever reach."""
         ...
 
     def propose(self, state: Any, noise: Noise) -> Proposal:
@@ -138,12 +135,10 @@ class Drafter(Protocol):
 
 
 class Rememberer(Drafter, Protocol):
-    """A drafter that keeps something beyond a row's state, such as earlier answers
-    (`heads/suffix.py`)."""
+    """A drafter that remembers more than a row's state: earlier answers (`heads/suffix.py`)."""
 
     def forget(self) -> None:
-        """Drop all that is kept from other answers: a measurement that repeats its prompts must not
-        measure it."""
+        """Drop what is kept of other answers: repeated prompts would be measured with them."""
         ...
 
 
@@ -156,16 +151,14 @@ def forget(drafter: Any) -> None:
 
 class Reader(Drafter, Protocol):
     """A drafter that can judge drafted tokens itself: a language model of its own (or a part of the
-    target), which another drafter may speed up (`heads/cascade.py`).
-    """
+    target), which another drafter may speed up (`heads/cascade.py`)."""
 
     def root_logits(self, state: Any) -> Tensor:
         """Logits [B, V] of the token after the root."""
         ...
 
     def read(self, state: Any, tokens: Tensor, offset: Tensor) -> Tensor:
-        """Run drafted tokens [B, W] as a chain and give the logits [B, W, V] of the token after
-        each.
+        """Run drafted tokens [B, W] as a chain -> logits [B, W, V] of the token after each.
 
         Token i of row b stands at position root_position + 1 + offset[b] + i; offset [B] int64. It
         sees what is committed, the root, and what was read before at smaller offsets; reading a
@@ -177,8 +170,7 @@ class Reader(Drafter, Protocol):
 
 
 class TrainableDrafter(nn.Module):
-    """Base of the kinds with weights: adds sharing with the target, initialisation and the training
-    contract.
+    """Base of the kinds with weights: sharing with the target, initialisation, training.
 
     A kind implements the `Drafter` methods and the ones below. Parameters are created unset (NaN),
     so that a weight that was neither initialised nor loaded cannot go unnoticed.
@@ -187,32 +179,28 @@ class TrainableDrafter(nn.Module):
     kind: ClassVar[str]
     needs: FeatureSpec
     trains: ClassVar[bool] = True
-    """False for kinds that hold weights without training any (cascades: their parts are trained on
-    their own)."""
+    """False for kinds that hold weights and train none (cascades, by their parts)."""
     label_weight: ClassVar[str] = ""
     """The key of `Config` that weighs the tokens of a batch as labels, beside the target's
     distribution; empty: none does. Above 0, on-policy training is refused: the tokens may be the
-    drafter's own.
-    """
+    drafter's own."""
     runs_target_layers: bool = False
     """Whether the loss runs layers of the target itself; joint training is refused then, because
-    they would run without their updates.
-    """
+    they would run without their updates."""
     language_model: ClassVar[bool] = False
     """Whether it is a causal language model by itself that drafts token by token, with its tensors
     under Hugging Face's names for Llama and its sizes in `shape` (see
-    `heads.nn.small_lm.model.SmallLM`).
-    """
+    `heads.nn.small_lm.model.SmallLM`)."""
 
     def __init__(self, config: Any, info: TargetInfo) -> None:
         super().__init__()
         self.config = config
         self.info = info
+        self._target: TargetWeights | None = None
 
     @classmethod
     def works_untrained(cls, config: Any) -> bool:
-        """Whether a drafter of this configuration drafts without any training (it consists of the
-        target's own parts)."""
+        """Whether it drafts without any training (it consists of the target's own parts)."""
         return False
 
     @classmethod
@@ -226,13 +214,17 @@ class TrainableDrafter(nn.Module):
         return cls.kind
 
     def bind(self, weights: TargetWeights) -> None:
-        """Attach the target's frozen tensors this drafter shares (as non-persistent buffers).
-        Called before any use."""
-        raise NotImplementedError(f"{type(self).__name__} must implement bind")
+        """Remember the target's frozen tensors, which are shared. Called before any use."""
+        self._target = weights
+
+    @property
+    def target(self) -> TargetWeights:
+        """What `bind` was given."""
+        assert self._target is not None, "bind was not called"
+        return self._target
 
     def choose_vocabulary(self, counts: Tensor) -> None:
-        """Fix a reduced draft vocabulary from the training data's token counts [V]; called before
-        `initialise`.
+        """Fix a reduced draft vocabulary by token counts [V]; called before `initialise`.
 
         Kinds that draft from the whole vocabulary ignore it.
         """
@@ -251,8 +243,7 @@ class TrainableDrafter(nn.Module):
         return self.loss(batch)
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Per drafted depth k = 1..depth: logits [B, T, V'] as the loss sees them, for the parity
-        check.
+        """Logits [B, T, V'] of depths k = 1..depth as the loss sees them, for the parity check.
 
         Entry [b, t] of depth k is computed from the target's states up to t and the true tokens up
         to t+k, and predicts token t+k+1: what `propose` computes at depth k for a row whose last

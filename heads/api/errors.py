@@ -11,8 +11,7 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A problem in what was given: the message says what was wrong, what was given, what is allowed
-    and what to do."""
+    """A problem in what was given: the message says what, what is allowed and what to do."""
 
 
 def suggest(given: str, allowed: Iterable[str]) -> str:

@@ -46,11 +46,9 @@ class FeatureSpec:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Low, middle and high taps of a target of `num_layers` layers: 2, n//2, n-3, as the EAGLE-3
-    family reads them.
+    """Low, middle and high taps as the EAGLE-3 family reads them: 2, n//2, n-3.
 
-    Targets of fewer than 7 layers have no three such places; they get 1, n//2 and n-1, as far as
-    those differ.
+    Targets of fewer than 7 layers get 1, n//2 and n-1, as far as those differ.
     """
     places = (
         (2, num_layers // 2, num_layers - 3)

@@ -38,24 +38,19 @@ class Kind:
 
     def export_method(self, config: Any) -> str:
         """The method by which serving engines know a drafter of this configuration; see
-        `TrainableDrafter.export_method`. For kinds without weights: the kind's name.
-        """
+        `TrainableDrafter.export_method`. For kinds without weights: the kind's name."""
         cls = self.drafter_class
         return cls.export_method(config) if issubclass(cls, TrainableDrafter) else self.name
 
 
 def kind_names() -> list[str]:
     """Names of all kinds, sorted, without importing them."""
-    return sorted(
-        item.name
-        for item in pkgutil.iter_modules(heads.__path__)
-        if not item.ispkg and not item.name.startswith("_")
-    )
+    modules = pkgutil.iter_modules(heads.__path__)
+    return sorted(m.name for m in modules if not m.ispkg and not m.name.startswith("_"))
 
 
 def get_kind(name: str) -> Kind:
-    """Import and return a kind; raises `UserError` with suggestions when there is none of that
-    name."""
+    """Import and return a kind; raises `UserError` with suggestions when there is none."""
     if name not in kind_names():
         raise UserError(f"there is no drafter kind '{name}'.{suggest(name, kind_names())}")
     module: Any = importlib.import_module(f"heads.{name}")

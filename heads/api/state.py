@@ -1,8 +1,6 @@
-"""Rows of drafter states: written anew while the others go on, moved, or a part of them decoded
-alone.
+"""Rows of drafter states: written anew while others go on, moved, or decoded alone.
 
-A state is a dataclass whose tensors all have leading size B (or are shared and marked so by living
-in a non-tensor field).
+A state is a dataclass whose tensors all have leading size B, or are marked as shared.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from torch import Tensor
 
 
 def write_rows(state: Any, rows: Tensor, new: Any) -> None:
-    """Overwrite rows `rows` [R] int64 of every tensor in `state`, nested ones included, with the R
-    rows of `new`, in place.
+    """Overwrite rows [R] int64 of every tensor in `state`, nested or not, with those of `new`.
 
     A state may live on another device than `rows` (a drafter placed elsewhere).
     """
@@ -25,22 +22,21 @@ def write_rows(state: Any, rows: Tensor, new: Any) -> None:
         f"{type(state)} and {type(new)} are not the same dataclass"
     )
     for item in fields(state):
-        old_value, new_value = getattr(state, item.name), getattr(new, item.name)
-        if isinstance(old_value, Tensor):
-            old_value[rows.to(old_value.device)] = new_value
-        elif isinstance(old_value, (list, tuple)):
-            for old_part, new_part in zip(old_value, new_value, strict=True):
-                if isinstance(old_part, Tensor):
-                    old_part[rows.to(old_part.device)] = new_part
-                elif is_dataclass(old_part) and not getattr(old_part, "shared_between_rows", False):
-                    write_rows(old_part, rows, new_part)
-        elif is_dataclass(old_value) and not getattr(old_value, "shared_between_rows", False):
-            write_rows(old_value, rows, new_value)
+        _write(getattr(state, item.name), rows, getattr(new, item.name))
+
+
+def _write(old: Any, rows: Tensor, new: Any) -> None:
+    if isinstance(old, Tensor):
+        old[rows.to(old.device)] = new
+    elif isinstance(old, (list, tuple)):
+        for old_part, new_part in zip(old, new, strict=True):
+            _write(old_part, rows, new_part)
+    elif _has_rows(old):
+        write_rows(old, rows, new)
 
 
 def first_rows(state: Any, count: int) -> Any:
-    """The first `count` rows of a state as views: what is written in place there is written
-    here."""
+    """The first `count` rows of a state as views: what is written there is written here."""
     return _over(state, lambda tensor: tensor[:count])
 
 
@@ -52,8 +48,7 @@ def read_rows(state: Any, rows: Tensor) -> Any:
 def write_back(state: Any, part: Any, count: int) -> None:
     """Bring what a step replaced in `part`, once made by `first_rows`, into the first `count` rows
     of `state`, and make it a view again. What was written in place is there already and costs
-    nothing.
-    """
+    nothing."""
     for item in fields(state):
         whole, own = getattr(state, item.name), getattr(part, item.name)
         if isinstance(whole, Tensor):
@@ -90,8 +85,5 @@ def _over(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _has_rows(state: Any) -> bool:
     """Whether a part of a state is a dataclass with rows of its own."""
-    return (
-        is_dataclass(state)
-        and not isinstance(state, type)
-        and not getattr(state, "shared_between_rows", False)
-    )
+    shared = isinstance(state, type) or getattr(state, "shared_between_rows", False)
+    return is_dataclass(state) and not shared

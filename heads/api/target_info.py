@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from heads.api.errors import UserError
@@ -27,8 +29,7 @@ class TargetInfo:
     """Commit hash on the Hub, or `sha256:` of the weights' headers and sizes for a local folder."""
     model_type: str
     tokenizer_hash: str
-    """Hash of the vocabulary and special tokens: two targets with the same hash read the same token
-    ids."""
+    """Hash of vocabulary and special tokens: with the same hash, token ids mean the same."""
     vocab_size: int
     """Rows of the LM head (may exceed the tokenizer's length)."""
     hidden_size: int
@@ -72,8 +73,7 @@ class TargetInfo:
                 )
 
     def require_same_sizes(self, other: TargetInfo) -> None:
-        """Raise `UserError` unless a drafter made for `self` fits `other`, which may be fine-tuned
-        or quantised since."""
+        """Raise `UserError` unless sizes and tokenizer of `other` are the same."""
         for name in ("tokenizer_hash", "vocab_size", "hidden_size", "num_layers"):
             if getattr(self, name) != getattr(other, name):
                 raise UserError(
@@ -85,8 +85,7 @@ class TargetInfo:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rotary positions of a target as its own module computes them, scaling (Llama 3.1, YaRN)
-    included.
+    """A target's rotary positions as its own module computes them, scaling included.
 
     inverse_frequencies [D / 2] float32; scale: factor on cosine and sine (1 but for YaRN).
     """
@@ -97,22 +96,26 @@ class Rotary:
 
 @dataclass
 class TargetWeights:
-    """The target's frozen weights that drafters share or start from. Never saved with a drafter,
-    never trained."""
+    """The target's frozen weights that drafters share or start from; not saved with them."""
 
     embedding: Tensor  # [V, H]
     lm_head: Tensor  # [V, H]; the same tensor as `embedding` when tied
     logits: Callable[[Tensor], Tensor]
-    """Post-final-norm states [..., H] -> the target's own logits [..., V] (soft-capping, scaling
-    and bias included)."""
+    """Post-final-norm states [..., H] -> the target's own logits [..., V]."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
     """Every named tensor of the target, for drafters that copy layers out of it."""
     rotary: Rotary | None = None
-    """The target's rotary positions; None when it has none, or several (local and global
-    layers)."""
+    """Its rotary positions; None when it has none, or several (local and global layers)."""
     windows: tuple[int, ...] = ()
-    """Per layer, how many of the latest positions its attention sees, itself included; 0: all.
-    Empty: all layers see all."""
+    """Per layer, the latest positions that its attention sees; 0: all. Empty: all layers all."""
+
+    def embed(self, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The embeddings [..., H] of tokens [...], in `dtype` if given."""
+        return F.embedding(tokens, self.embedding).to(dtype or self.embedding.dtype)
+
+    def project(self, states: Tensor) -> Tensor:
+        """`logits` [..., V] of states [..., H] of any dtype."""
+        return self.logits(states.to(self.lm_head.dtype))
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

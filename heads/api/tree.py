@@ -10,7 +10,7 @@ Legend: B rows, N nodes, D deepest level.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -46,8 +46,7 @@ class TokenTree:
 
     @classmethod
     def from_parents(cls, parents: Tensor, max_depth: int) -> TokenTree:
-        """Build from parents [1|B, N] on their device without a host synchronisation; `max_depth`
-        bounds the depth."""
+        """Build from parents [1|B, N] without a host synchronisation; `max_depth` bounds it."""
         numbers = torch.arange(parents.shape[1], device=parents.device)
         ancestors = (numbers[:, None] == numbers).expand(parents.shape[0], -1, -1).clone()
         jump = parents
@@ -61,10 +60,8 @@ class TokenTree:
     def chain(cls, depth: int, device: torch.device | str = "cpu") -> TokenTree:
         """A chain of `depth` drafted tokens behind the root (depth 0: plain decoding)."""
         nodes = torch.arange(depth + 1, device=device)
-        ancestors = nodes[:, None] >= nodes[None, :]
-        return cls(
-            (nodes - 1).clamp(min=0)[None], nodes[None], ancestors[None], depth, is_chain=True
-        )
+        parents, ancestors = (nodes - 1).clamp(min=0), nodes[:, None] >= nodes
+        return cls(parents[None], nodes[None], ancestors[None], depth, is_chain=True)
 
     @classmethod
     def from_choices(
@@ -73,8 +70,7 @@ class TokenTree:
         """A static tree from paths of sibling ranks: [[0], [1], [0, 0]] is the two best first
         tokens and one second token.
 
-        Every prefix of a path must be listed as well. Raises `UserError` naming the first path
-        whose prefix is absent.
+        Every prefix of a path must be listed as well. Raises `UserError` otherwise.
         """
         paths = sorted({tuple(path) for path in choices}, key=lambda path: (len(path), path))
         index: dict[tuple[int, ...], int] = {(): 0}
@@ -89,21 +85,14 @@ class TokenTree:
             parents.append(index[path[:-1]])
         max_depth = max((len(path) for path in paths), default=0)
         tree = cls.from_parents(torch.tensor([parents], device=device), max_depth)
-        is_chain = parents == [max(i - 1, 0) for i in range(len(parents))]
-        return cls(tree.parents, tree.depth, tree.ancestors, max_depth, is_chain)
+        return replace(tree, is_chain=parents == [max(i - 1, 0) for i in range(len(parents))])
 
     def to(self, device: torch.device | str) -> TokenTree:
-        return TokenTree(
-            self.parents.to(device),
-            self.depth.to(device),
-            self.ancestors.to(device),
-            self.max_depth,
-            self.is_chain,
-        )
+        parents, depth = self.parents.to(device), self.depth.to(device)
+        return replace(self, parents=parents, depth=depth, ancestors=self.ancestors.to(device))
 
     def levels(self) -> list[Level]:
-        """The static tree level by level, for drafters that grow it one depth at a time. Host-side;
-        call once."""
+        """A static tree level by level. Reads it on the host; call once."""
         parents, depth = self.parents[0].tolist(), self.depth[0].tolist()
         found = []
         for level in range(1, self.max_depth + 1):
@@ -135,8 +124,7 @@ class Ranking(StrEnum):
 
 @dataclass(frozen=True)
 class DynamicShape:
-    """A tree whose topology is chosen anew for every row and step, within fixed sizes (EAGLE-2;
-    best-first trees).
+    """A tree whose topology is chosen anew for every row and step, within fixed sizes.
 
     nodes: the root included. max_depth: deepest level. width: nodes expanded per level, and
     children considered per node. ranking: how nodes are compared.
@@ -173,21 +161,22 @@ DraftShape = TokenTree | DynamicShape
 """What a drafter is asked to fill: a static tree, or the sizes of one that it chooses itself."""
 
 
+def one_path(shape: DraftShape, device: torch.device) -> TokenTree:
+    """What a drafter with one continuation fills: of dynamic shapes, a chain that fits."""
+    if isinstance(shape, TokenTree):
+        return shape
+    return TokenTree.chain(min(shape.max_depth, shape.nodes - 1), device)
+
+
 def ancestor_words(ancestors: Tensor) -> Tensor:
     """Bits of `ancestors` [R, N, N] bool as [R, N, W] int32, W = ceil(N / 32): bit j % 32 of word j
     // 32 stands for node j.
 
     int32 carries the pattern of an unsigned word, because torch has few operations on uint32.
     """
-    rows, nodes, _ = ancestors.shape
-    words = -(-nodes // 32)
-    padded = torch.nn.functional.pad(ancestors, (0, words * 32 - nodes)).view(
-        rows, nodes, words, 32
-    )
-    weights = torch.ones(32, dtype=torch.int64, device=ancestors.device) << torch.arange(
-        32, device=ancestors.device
-    )
-    packed = (padded * weights).sum(-1)
+    padded = torch.nn.functional.pad(ancestors, (0, -ancestors.shape[2] % 32))
+    places = torch.arange(32, device=ancestors.device)
+    packed = (padded.unflatten(2, (-1, 32)) << places).sum(-1)
     return torch.where(packed > 0x7FFFFFFF, packed - (1 << 32), packed).to(torch.int32)
 
 

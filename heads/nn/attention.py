@@ -1,5 +1,4 @@
-"""Attention of drafters: whole packed sequences in training, a preallocated per-row cache in
-decoding.
+"""Attention of drafters: packed sequences in training, a preallocated cache in decoding.
 
 Legend: B rows, T positions, Q queries, S cache slots, N nodes, P nodes run at one tree level, R
 nodes run at all levels, h query heads, g key/value heads, D head size.
@@ -7,6 +6,7 @@ nodes run at all levels, h query heads, g key/value heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,14 +18,12 @@ from heads.nn.drafting.plan import LevelPlan, TreePlan
 from heads.nn.rope import Rotation, look_up
 
 CHUNK_ELEMENTS = 1 << 26
-"""Most attention scores kept at once by `chained_attention` before the queries are split into
-recomputed chunks.
-"""
+"""Most attention scores at once before queries are split into recomputed chunks."""
 
 
 def packed_mask(segments: Tensor) -> Tensor | None:
-    """[B, 1, T, T] bool for packed documents: causal within equal segment numbers [B, T]; None when
-    plain causal is the same.
+    """[B, 1, T, T] bool: causal within equal segment numbers [B, T]; None when plain causal is the
+    same.
 
     Padding attends to padding, so that no row is empty. Asks the device once; for training only.
     """
@@ -37,12 +35,8 @@ def packed_mask(segments: Tensor) -> Tensor | None:
 
 
 def sequence_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal attention of a sequence over itself: query [B, T, h, D], key and value [B, T, g, D] ->
-    [B, T, h
-    * D].
-
-    mask [B, 1, T, T] bool replaces plain causality.
-    """
+    """Causal attention of a sequence over itself: query [B, T, h, D], key and value [B, T, g, D]
+    -> [B, T, h * D]. mask [B, 1, T, T] bool replaces plain causality."""
     groups = query.shape[2] // key.shape[2]
     key, value = (states.transpose(1, 2).repeat_interleave(groups, 1) for states in (key, value))
     out = F.scaled_dot_product_attention(
@@ -55,37 +49,27 @@ def cache_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
     """Attention over cache slots: query [B, Q, h, D], key and value [B, S, g, D], mask [B, Q, S]
     bool -> [B, Q, h * D].
 
-    The queries that share a key/value head are laid side by side, so that the cache is never copied
-    per group.
+    Queries that share a key/value head are laid side by side: the cache is never copied.
     """
     batch, queries, heads, size = query.shape
     kv_heads = key.shape[2]
     groups = heads // kv_heads
     # [B, Q, g, G, D] -> [B, g, G * Q, D]
-    grouped = (
-        query.view(batch, queries, kv_heads, groups, size)
-        .permute(0, 2, 3, 1, 4)
-        .reshape(batch, kv_heads, -1, size)
-    )
+    grouped = query.view(batch, queries, kv_heads, groups, size).permute(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(batch, kv_heads, -1, size)
     if queries > 1 and groups > 1:
         mask = mask[:, None].expand(batch, groups, queries, mask.shape[-1]).flatten(1, 2)
     out = F.scaled_dot_product_attention(
         grouped, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask[:, None]
     )
-    return (
-        out.view(batch, kv_heads, groups, queries, size)
-        .permute(0, 3, 1, 2, 4)
-        .reshape(batch, queries, -1)
-    )
+    out = out.view(batch, kv_heads, groups, queries, size).permute(0, 3, 1, 2, 4)
+    return out.reshape(batch, queries, -1)
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where allowed (bool), minus infinity elsewhere: the mask that attention would otherwise
-    derive in every layer.
-    """
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
-        ~allowed, float("-inf")
-    )
+    """0 where allowed (bool), minus infinity elsewhere: the mask that attention adds."""
+    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return zeros.masked_fill_(~allowed, float("-inf"))
 
 
 @dataclass(frozen=True)
@@ -106,12 +90,17 @@ class Memory:
 class CachePlace:
     """Where the P rows that are run at one level stand: slots [B, P] int64 in the cache, the
     rotation of their positions, and mask [B, P, S], additive: what they see. All empty for drafters
-    without a cache.
-    """
+    without a cache."""
 
     slots: Tensor
     rotation: Rotation
     mask: Tensor
+
+    def at(self, level: LevelPlan) -> CachePlace:
+        """Of the rows of `static_places`, those run at `level`."""
+        (cosine, sine), span = self.rotation, level.span
+        rotation = cosine[:, span], sine[:, span]
+        return CachePlace(self.slots[:, span], rotation, self.mask[:, span])
 
     @classmethod
     def nowhere(cls, device: torch.device) -> CachePlace:
@@ -120,73 +109,48 @@ class CachePlace:
         return cls(none, (none, none), none)
 
 
-@dataclass(frozen=True)
-class DraftFrame:
-    """Where all run rows of one static tree stand, worked out once for all its levels and layers: a
-    `CachePlace` of R rows.
-    """
-
-    place: CachePlace
-
-    @classmethod
-    def of(cls, plan: TreePlan, memory: Memory) -> DraftFrame:
-        """Frame for nodes i at depth d in slot base + i - 1 and at position base + d - 1."""
-        base = memory.base
-        slots = base[:, None] + (plan.run_nodes - 1)
-        place = torch.arange(memory.capacity, device=base.device) - base[:, None]  # [B, S]
-        if plan.tree.is_chain:
-            allowed = place[:, None] < plan.run_nodes[:, None]
-        else:
-            drafted = plan.run_visible[:, place.clamp(0, plan.run_visible.shape[1] - 1)].transpose(
-                0, 1
-            )
-            allowed = (place < 0)[:, None] | drafted  # [B, R, S]
-        rotation = look_up(memory.table, base[:, None] + (plan.run_depth - 1))
-        return cls(CachePlace(slots, rotation, additive(allowed, memory.table.dtype)))
-
-    def at(self, level: LevelPlan) -> CachePlace:
-        """The place of the rows run at `level`."""
-        cosine, sine = self.place.rotation
-        span = level.span
-        return CachePlace(
-            self.place.slots[:, span], (cosine[:, span], sine[:, span]), self.place.mask[:, span]
-        )
+def static_places(plan: TreePlan, memory: Memory) -> CachePlace:
+    """Where all R run rows of a static tree stand, for all its levels and layers: node i at depth d
+    in slot base + i - 1 and at position base + d - 1."""
+    base = memory.base[:, None]
+    place = torch.arange(memory.capacity, device=base.device) - base  # [B, S]
+    if plan.tree.is_chain:
+        allowed = place[:, None] < plan.run_nodes[:, None]
+    else:
+        nodes = place.clamp(0, plan.run_visible.shape[1] - 1)
+        allowed = (place < 0)[:, None] | plan.run_visible[:, nodes].transpose(0, 1)  # [B, R, S]
+    rotation = look_up(memory.table, base + (plan.run_depth - 1))
+    slots = base + (plan.run_nodes - 1)
+    return CachePlace(slots, rotation, additive(allowed, memory.table.dtype))
 
 
 class GrowingFrame:
     """Where the run rows of a dynamic tree stand. Every level adds P rows behind the last one's;
     row j of the level at depth d + 1 is a node at depth d in slot base + (d - 1) * P + j and at
-    position base + d - 1, and sees its own ancestors.
-    """
+    position base + d - 1, and sees its own ancestors."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory, self._level = memory, 0
-        self._place = (
-            torch.arange(memory.capacity, device=memory.base.device) - memory.base[:, None]
-        )  # [B, S]
-        self._visible = self._place.new_zeros(
-            self._place.shape[0], 1, 0, dtype=torch.bool
-        )  # [B, P, rows so far]
+        places = torch.arange(memory.capacity, device=memory.base.device)
+        self._place = places - memory.base[:, None]  # [B, S]
+        # [B, P, rows so far]
+        self._visible = self._place.new_zeros(len(self._place), 1, 0, dtype=torch.bool)
 
     def next(self, above: Tensor) -> CachePlace:
-        """The next level's place; above [B, P] int64: the last level's row that each row descends
-        from."""
+        """The next level's place; above [B, P] int64: each row's parent row in the last level."""
         memory, rows = self._memory, above.shape[1]
         inherited = self._visible.gather(1, above[..., None].expand(-1, -1, self._visible.shape[2]))
         numbers = torch.arange(rows, device=above.device)
         own = (numbers[:, None] == numbers).expand(above.shape[0], -1, -1)
         self._visible = torch.cat([inherited, own], 2)
         filled = self._visible.shape[2]
-        drafted = self._visible.gather(
-            2, self._place.clamp(0, filled - 1)[:, None].expand(-1, rows, -1)
-        )
-        allowed = (self._place < 0)[:, None] | (drafted & (self._place < filled)[:, None])
-        first = memory.base[:, None]
+        place, first = self._place[:, None], memory.base[:, None]
+        drafted = self._visible.gather(2, place.clamp(0, filled - 1).expand(-1, rows, -1))
+        allowed = (place < 0) | (drafted & (place < filled))
         rotation = look_up(memory.table, (first + self._level).expand(-1, rows))
         self._level += 1
-        return CachePlace(
-            first + (filled - rows) + numbers, rotation, additive(allowed, memory.table.dtype)
-        )
+        slots = first + (filled - rows) + numbers
+        return CachePlace(slots, rotation, additive(allowed, memory.table.dtype))
 
 
 def chained_attention(
@@ -206,26 +170,24 @@ def chained_attention(
     # [B, T, g, G, k]
     own = torch.stack([(grouped * key[:, :, :, None]).sum(-1) for key in keys[1:]], -1)
     own_values = torch.stack(values[1:], 3)  # [B, T, g, k, D]
-    rows = max(1, CHUNK_ELEMENTS // (batch * heads * length))
+    chunk = max(1, CHUNK_ELEMENTS // (batch * heads * length))
 
-    def part(first: int) -> Tensor:
-        end = min(first + rows, length)
-        allowed = None if mask is None else mask[:, :, first:end, :end]
-        return chained_rows(
-            grouped[:, first:end],
-            own[:, first:end],
-            own_values[:, first:end],
-            keys[0][:, :end],
-            values[0][:, :end],
-            allowed,
-        )
+    def part(span: slice) -> Tensor:
+        allowed = None if mask is None else mask[:, :, span, : span.stop]
+        seen = keys[0][:, : span.stop], values[0][:, : span.stop]
+        return chained_rows(grouped[:, span], own[:, span], own_values[:, span], *seen, allowed)
 
-    if rows >= length:
-        return part(0).flatten(2)
-    pieces: list[Tensor] = [
-        checkpoint(part, first, use_reentrant=False) for first in range(0, length, rows)
-    ]
-    return torch.cat(pieces, 1).flatten(2)
+    return in_chunks(part, length, chunk).flatten(2)
+
+
+def in_chunks(part: Callable[[slice], Tensor], rows: int, chunk: int) -> Tensor:
+    """part(rows) for all of `rows` rows, side by side in the second dimension; `chunk` rows at a
+    time, recomputed in the backward pass, if there are more."""
+    if rows <= chunk:
+        return part(slice(0, rows))
+    spans = [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)]
+    pieces: list[Tensor] = [checkpoint(part, span, use_reentrant=False) for span in spans]
+    return torch.cat(pieces, 1)
 
 
 def chained_rows(
@@ -237,8 +199,7 @@ def chained_rows(
     mask: Tensor | None,
 ) -> Tensor:
     """The last Q rows of a sequence of E: grouped [B, Q, g, G, D], own [B, Q, g, G, k], own_values
-    [B, Q, g, k, D], key and value [B, E, g, D], mask [B, 1, Q, E] -> [B, Q, h, D].
-    """
+    [B, Q, g, k, D], key and value [B, E, g, D], mask [B, 1, Q, E] -> [B, Q, h, D]."""
     batch, queries, kv_heads, groups, size = grouped.shape
     end = key.shape[1]
     # [B, g, Q * G, D] @ [B, g, D, E]: the heads of a group share one matrix product.
@@ -257,8 +218,3 @@ def chained_rows(
     chain = weights[..., end:] @ own_values.transpose(1, 2)  # [B, g, Q, G, D]
     out = context.view(batch, kv_heads, queries, groups, size) + chain
     return out.transpose(1, 2).flatten(2, 3)
-
-
-def write_cache(cache: Tensor, rows: Tensor, slots: Tensor, states: Tensor) -> None:
-    """cache [B, S, g, D] at rows [B, 1] and slots [B, Q] becomes states [B, Q, g, D], in place."""
-    cache[rows, slots] = states

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +22,7 @@ from heads.nn.rope import Rotation, rotate
 @dataclass(frozen=True)
 class LayerShape:
     """Sizes of a decoder layer. qk_norm: RMSNorm on every query and key head (Qwen3);
-    attention_bias: queries, keys and values have biases (Qwen2).
-    """
+    attention_bias: queries, keys and values have biases (Qwen2)."""
 
     hidden_size: int
     num_attention_heads: int
@@ -54,11 +54,8 @@ class RMSNorm(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         if states.dtype in (torch.float32, torch.float64) and not torch.is_grad_enabled():
             # Five small operations: on the CPU the library's own is taken apart into twice as many.
-            return (
-                states
-                * torch.rsqrt(states.square().mean(-1, keepdim=True).add_(self.eps))
-                * self.weight
-            )
+            mean = states.square().mean(-1, keepdim=True)
+            return states * torch.rsqrt(mean.add_(self.eps)) * self.weight
         return F.rms_norm(states, self.weight.shape, self.weight, self.eps)
 
 
@@ -68,13 +65,11 @@ class Attention(nn.Module):
     def __init__(self, shape: LayerShape, input_size: int | None = None) -> None:
         super().__init__()
         width, bias = input_size or shape.hidden_size, shape.attention_bias
-        self.head_dim = shape.head_dim
-        self.q_proj = nn.Linear(width, shape.num_attention_heads * shape.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, shape.num_key_value_heads * shape.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, shape.num_key_value_heads * shape.head_dim, bias=bias)
-        self.o_proj = nn.Linear(
-            shape.num_attention_heads * shape.head_dim, shape.hidden_size, bias=False
-        )
+        self.head_dim = size = shape.head_dim
+        self.q_proj = nn.Linear(width, shape.num_attention_heads * size, bias=bias)
+        self.k_proj = nn.Linear(width, shape.num_key_value_heads * size, bias=bias)
+        self.v_proj = nn.Linear(width, shape.num_key_value_heads * size, bias=bias)
+        self.o_proj = nn.Linear(shape.num_attention_heads * size, shape.hidden_size, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
 
@@ -86,6 +81,11 @@ class Attention(nn.Module):
         """[B, T, width] -> rotated keys and values [B, T, g, D]."""
         key = rotate(self._heads(self.k_proj(states), self.k_norm), rotation)
         return key, self._heads(self.v_proj(states), None)
+
+    def new_cache(self, rows: int, slots: int) -> Tensor:
+        """Zeros [rows, slots, g, D], for keys or values."""
+        heads, weight = self.k_proj.out_features // self.head_dim, self.k_proj.weight
+        return weight.new_zeros(rows, slots, heads, self.head_dim)
 
     def _heads(self, states: Tensor, norm: RMSNorm | None) -> Tensor:
         states = states.unflatten(-1, (-1, self.head_dim))
@@ -102,8 +102,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
-        return out
+        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states)))
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -131,13 +130,11 @@ class DecoderLayer(nn.Module):
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The layer behind its attention: output projection and MLP, both residual."""
         states = residual + self.self_attn.o_proj(attended)
-        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return out
+        return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 
 
 class FusingLayer(nn.Module):
-    """The decoder layer whose attention reads the token's embedding beside the feature: input of
-    width 2H."""
+    """The decoder layer whose attention reads embedding and feature, 2H side by side."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -148,21 +145,18 @@ class FusingLayer(nn.Module):
         self.mlp = MLP(shape)
 
     def read(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        """Embeddings and features [B, T, H] -> the attention's input [B, T, 2H], embedding
-        first."""
+        """Embeddings and features [B, T, H] -> attention's input [B, T, 2H], embedding first."""
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1)
 
     @network_part
     def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
         """Output projection and MLP, both residual to the feature -> [B, T, H]."""
         states = feature + self.self_attn.o_proj(attended)
-        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return out
+        return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 
 
 def initialise_blocks(module: nn.Module, generator: torch.Generator) -> None:
-    """Norms to one; every matrix normal with variance 1 / inputs, in the order of the module's
-    parameters; biases to zero."""
+    """Norms to one, matrices normal with variance 1 / inputs in their order, biases to zero."""
     for part in module.modules():
         if isinstance(part, RMSNorm):
             init.constant(part.weight, 1.0)
@@ -173,8 +167,7 @@ def initialise_blocks(module: nn.Module, generator: torch.Generator) -> None:
 
 
 def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x + SiLU(U x + b) for K heads with weights of their own (Medusa, Cai et al., 2401.10774,
-    section 2.1.1): [K, M, H].
+    """x + SiLU(U x + b) for K heads (Medusa, Cai et al., 2401.10774, section 2.1.1): [K, M, H].
 
     states [K, M, H] (an expanded [1, M, H] where all heads read the same), weight [K, H, H] as
     nn.Linear holds it, bias [K, H], all of one dtype.

@@ -26,8 +26,7 @@ Result = TypeVar("Result")
 
 
 class _Ways:
-    """How parts run now. Plain attributes rather than a context variable, which the compiler cannot
-    look into."""
+    """How parts run now. Plain attributes: the compiler sees no context variables."""
 
     recompute = False
     compile = False
@@ -49,14 +48,12 @@ def recomputing(on: bool = True) -> AbstractContextManager[None]:
 
 
 def compiling(on: bool = True) -> AbstractContextManager[None]:
-    """Inside the block, parts are compiled where gradients are recorded. The first call of each
-    takes its time."""
+    """Inside the block, parts are compiled, each at its first call with gradients."""
     return _set("compile", on)
 
 
 def network_part(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Mark a part. Parts within a part run as they are: each is computed at most twice, and
-    compiled as a whole."""
+    """Mark a part. Parts within a part run as they are."""
     compiled: list[Callable[..., Result]] = []
 
     def run(*args: Any, **kwargs: Any) -> Result:

@@ -1,5 +1,4 @@
-"""Distilling the target's next-token distribution into a drafter: a weighted mix of divergences
-over many predictions.
+"""Distilling the target's next-token distribution: a weighted mix of divergences.
 
 The divergence is a setting because no single one is best everywhere (DistillSpec, 2310.08461). The
 LK losses (2602.23881) aim at the acceptance rate alpha = sum min(p, q) itself. A reference drafter
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +32,7 @@ OBJECTIVES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_annealed", "ce"
 @config("head")
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What the drafter's distribution q is trained towards, p being the target's: a weighted
-    sum."""
+    """What the drafter's distribution q is trained towards, p being the target's."""
 
     forward_kl: float = 1.0
     """Weight of KL(target || drafter)."""
@@ -44,14 +43,11 @@ class ObjectiveConfig:
     jsd_beta: OpenFraction = 0.5
     """Its mixture weight of the target's distribution (0 < beta < 1)."""
     tv: float = 0.0
-    """Weight of the total variation distance. Alone it hardly moves a fresh drafter: see
-    lk_annealed."""
+    """Weight of the total variation distance. Alone it hardly moves a fresh drafter."""
     lk: float = 0.0
-    """Weight of -log(acceptance rate), the acceptance rate being sum min(p, q) (LK losses:
-    L_alpha)."""
+    """Weight of -log(acceptance rate), the rate being sum min(p, q) (LK losses: L_alpha)."""
     lk_annealed: float = 0.0
-    """Weight of w KL + (1 - w) TV with w = exp(-lk_eta x mean acceptance rate of the row) (LK
-    losses: L_lambda)."""
+    """Weight of w KL + (1 - w) TV, w = exp(-lk_eta x a row's mean acceptance) (L_lambda)."""
     lk_eta: PositiveFloat = 3.0
     """How fast lk_annealed turns from KL to TV as acceptance rises (> 0)."""
     ce: float = 0.0
@@ -95,9 +91,8 @@ class Predictions:
 
     def only(self, chosen: Tensor) -> Predictions:
         """The predictions with these numbers [M']."""
-        return Predictions(
-            self.outputs, self.at[chosen], self.states[chosen], self.depth[chosen], self.depths
-        )
+        at, states, depth = (part[chosen] for part in (self.at, self.states, self.depth))
+        return Predictions(self.outputs, at, states, depth, self.depths)
 
 
 Head = Callable[[Tensor], Tensor]
@@ -107,17 +102,15 @@ Head = Callable[[Tensor], Tensor]
 def distillation_loss(
     config: ObjectiveConfig, batch: TrainBatch, predictions: Predictions, head: Head, columns: int
 ) -> LossOutput:
-    """The weighted objectives summed over all predictions, each with its weight of `batch`, with
-    metrics per depth; columns: V."""
+    """The weighted objectives summed over all predictions, with metrics per depth; columns: V."""
     acceptance = _mean_acceptance(config, batch, predictions, head, columns)
 
     def part(rows: Tensor) -> losses.Sums:
         chosen = predictions.only(rows)
         logits, wanted, labels = _look(config, batch, chosen, head)
         alpha = None if acceptance is None else acceptance[rows]
-        values = batch.weighed(
-            objective(config, logits, wanted, labels, alpha), chosen.states, chosen.depth + 1
-        )
+        values = objective(config, logits, wanted, labels, alpha)
+        values = batch.weighed(values, chosen.states, chosen.depth + 1)
         best = labels if wanted is None else losses.best_column(wanted)
         hits = losses.best_column(logits) == best
         if predictions.depths == 1:
@@ -148,20 +141,15 @@ def objective(
     if wanted is None:
         return torch.stack(values).sum(0)
     drafted, wanted = tempered(config, logits), tempered(config, wanted)
-    if config.forward_kl > 0:
-        values.append(config.forward_kl * losses.forward_kl(drafted, wanted))
-    if config.reverse_kl > 0:
-        values.append(config.reverse_kl * losses.reverse_kl(drafted, wanted))
-    if config.jsd > 0:
-        values.append(config.jsd * losses.jensen_shannon(drafted, wanted, config.jsd_beta))
-    if config.tv > 0:
-        values.append(config.tv * losses.total_variation(drafted, wanted))
-    if config.lk > 0:
-        values.append(config.lk * losses.acceptance_nll(drafted, wanted))
-    if config.lk_annealed > 0:
-        values.append(
-            config.lk_annealed * losses.annealed_lk(drafted, wanted, config.lk_eta, alpha)
-        )
+    soft: tuple[tuple[float, Callable[..., Tensor], tuple[Any, ...]], ...] = (
+        (config.forward_kl, losses.forward_kl, ()),
+        (config.reverse_kl, losses.reverse_kl, ()),
+        (config.jsd, losses.jensen_shannon, (config.jsd_beta,)),
+        (config.tv, losses.total_variation, ()),
+        (config.lk, losses.acceptance_nll, ()),
+        (config.lk_annealed, losses.annealed_lk, (config.lk_eta, alpha)),
+    )
+    values += [weight * loss(drafted, wanted, *more) for weight, loss, more in soft if weight > 0]
     return torch.stack(values).sum(0)
 
 
@@ -173,25 +161,19 @@ def tempered(config: ObjectiveConfig, logits: Tensor) -> Tensor:
 def _look(
     config: ObjectiveConfig, batch: TrainBatch, chosen: Predictions, head: Head
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The drafter's logits, the target's (None without soft objectives) and the labels of some
-    predictions."""
+    """Drafter's logits, target's (None without soft objectives) and labels of predictions."""
     wanted = teacher_logits(batch, chosen.states) if config.soft else None
-    return (
-        head(chosen.outputs.index_select(0, chosen.at)),
-        wanted,
-        next_tokens(batch, chosen.states),
-    )
+    logits = head(chosen.outputs.index_select(0, chosen.at))
+    return logits, wanted, next_tokens(batch, chosen.states)
 
 
 @torch.no_grad()
 def _mean_acceptance(
     config: ObjectiveConfig, batch: TrainBatch, predictions: Predictions, head: Head, columns: int
 ) -> Tensor | None:
-    """[M]: the mean acceptance rate of the predictions of the same depth in the same packed row,
-    when lk_annealed needs it.
+    """[M]: the mean acceptance rate by depth and packed row, when lk_annealed needs it.
 
-    The paper means over the batch; a row is what does not depend on how rows are dealt to
-    processes.
+    The paper means over the batch, which depends on how rows are dealt to processes.
     """
     if config.lk_annealed == 0:
         return None
@@ -230,8 +212,7 @@ def furthest_behind(
     """Numbers [M'] of the predictions to train on: in every document the `share` (rounded up) with
     the largest loss of the drafter minus loss of the reference, as AdaSPEC selects them (in a
     document where the paper says batch, so that the choice does not depend on what is packed or
-    dealt together).
-    """
+    dealt together)."""
 
     def values(side: tuple[Predictions, Head]) -> Tensor:
         def one(chosen: Predictions) -> Tensor:
@@ -249,8 +230,7 @@ def furthest_behind(
     first = counts.cumsum(0) - counts
     sorted_document = document[order]
     rank = torch.arange(order.shape[0], device=order.device) - first[sorted_document]
-    kept: Tensor = order[rank < (counts[sorted_document] * share).ceil()].sort().values
-    return kept
+    return order[rank < (counts[sorted_document] * share).ceil()].sort().values
 
 
 def _documents(batch: TrainBatch, states: Tensor) -> Tensor:

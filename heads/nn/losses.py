@@ -1,5 +1,4 @@
-"""Losses between a drafter's and the target's next-token distributions, and their sums over many
-positions.
+"""Losses between a drafter's and the target's next-token distributions, and their sums.
 
 Every loss maps logits to one value per position [M]; callers add them up. All are computed in
 float32 (float64 stays float64), under autocast too: see `full_precision`. `sum_over_rows` keeps
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from heads.api.batch import TrainBatch
+from heads.api.batch import LossOutput, TrainBatch
 
 CHUNK_ELEMENTS = 1 << 25
-"""Most elements of one [positions, vocabulary] tensor (128 MiB in float32) before the positions are
-split into chunks.
-"""
+"""Most elements of a [positions, vocabulary] tensor (128 MiB in float32) in one chunk."""
 
 Given = ParamSpec("Given")
 
@@ -83,12 +80,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, probabilities, norm = ctx.saved_tensors
-        slope = (
-            (logits.to(probabilities.dtype) - norm[..., None])
-            .exp_()
-            .sub_(probabilities)
-            .mul_(grad[..., None])
-        )
+        drafted = (logits.to(probabilities.dtype) - norm[..., None]).exp_()
+        slope = drafted.sub_(probabilities).mul_(grad[..., None])
         return slope.to(logits.dtype), None, None
 
 
@@ -97,8 +90,7 @@ def soft_cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
     """-sum p log q: logits [..., V], the target's probabilities [..., V] (float32 or float64,
     summing to one, without gradient, broadcast over leading dimensions) -> [...]. Differs from KL(p
     || q) by the entropy of p."""
-    loss: Tensor = _SoftCrossEntropy.apply(logits, probabilities, None)
-    return loss
+    return cast(Tensor, _SoftCrossEntropy.apply(logits, probabilities, None))
 
 
 @full_precision
@@ -123,13 +115,11 @@ def feature_distance(drafted: Tensor, true: Tensor) -> Tensor:
 
 @full_precision
 def forward_kl(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """KL(p || q) >= 0 per position [M], without gradient for the target: covers every mode of the
-    target."""
+    """KL(p || q) >= 0 per position [M], no gradient for the target: covers all its modes."""
     log_p = _log_softmax(target_logits.detach())
     probabilities = log_p.exp()
     entropy = -torch.linalg.vecdot(probabilities, log_p)
-    loss: Tensor = _SoftCrossEntropy.apply(logits, probabilities, entropy)
-    return loss
+    return cast(Tensor, _SoftCrossEntropy.apply(logits, probabilities, entropy))
 
 
 @full_precision
@@ -156,22 +146,19 @@ def jensen_shannon(logits: Tensor, target_logits: Tensor, beta: float) -> Tensor
     log_q, log_p = _log_softmax(logits), _log_softmax(target_logits)
     weights = log_p.new_tensor([beta, 1.0 - beta]).log()
     log_m = torch.logaddexp(log_p + weights[0], log_q + weights[1])
-    return beta * (log_p.exp() * (log_p - log_m)).sum(-1) + (1.0 - beta) * (
-        log_q.exp() * (log_q - log_m)
-    ).sum(-1)
+    from_p, from_q = ((log.exp() * (log - log_m)).sum(-1) for log in (log_p, log_q))
+    return beta * from_p + (1.0 - beta) * from_q
 
 
 @full_precision
 def total_variation(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """TV(p, q) = 1 - sum min(p, q) per position [M]: one minus the acceptance rate of rejection
-    sampling."""
+    """TV(p, q) = 1 - sum min(p, q) per position [M], 1 - the acceptance rate of rejection."""
     return 0.5 * (_log_softmax(logits).exp() - _log_softmax(target_logits).exp()).abs().sum(-1)
 
 
 @full_precision
 def acceptance_rate(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """sum min(p, q) = 1 - TV(p, q) per position [M]: the chance that rejection sampling keeps one
-    draft."""
+    """sum min(p, q) = 1 - TV(p, q) per position [M]: the chance that one draft is kept."""
     log_q, log_p = _log_softmax(logits), _log_softmax(target_logits.detach())
     return torch.minimum(log_q, log_p).exp().sum(-1)
 
@@ -179,8 +166,7 @@ def acceptance_rate(logits: Tensor, target_logits: Tensor) -> Tensor:
 @full_precision
 def acceptance_nll(logits: Tensor, target_logits: Tensor) -> Tensor:
     """-log sum min(p, q) per position [M] (LK losses, 2602.23881: L_alpha). Gradients
-    do not vanish where p and q hardly overlap, as those of TV do.
-    """
+    do not vanish where p and q hardly overlap, as those of TV do."""
     smallest = torch.minimum(_log_softmax(logits), _log_softmax(target_logits.detach()))
     return -smallest.logsumexp(-1)
 
@@ -192,8 +178,7 @@ def annealed_lk(
     """w KL(p || q) + (1 - w) TV(p, q) per position [M] with w = exp(-eta alpha) (LK losses,
     2602.23881: L_lambda): KL while the drafter is poor, TV once it is good.
 
-    acceptance [M], without gradient: each position's alpha, a mean over many of them; None: the
-    mean of all positions given.
+    acceptance [M], without gradient: each position's alpha; None: the mean of all.
     """
     distance = total_variation(logits, target_logits)
     alpha = 1.0 - distance.detach().mean() if acceptance is None else acceptance
@@ -205,8 +190,7 @@ Sums = tuple[Tensor, ...]
 
 
 def sum_over_rows(part: Callable[[Tensor], Sums], rows: Tensor, columns: int) -> Sums:
-    """Add up part(rows) over chunks of `rows` [M] int64 so that no [chunk, columns] tensor exceeds
-    CHUNK_ELEMENTS.
+    """Add up part(rows) over chunks of `rows` [M] int64 of at most CHUNK_ELEMENTS / columns.
 
     part returns tensors that are sums over its rows. With more than one chunk each is recomputed in
     the backward pass instead of being kept.
@@ -223,41 +207,34 @@ def sum_over_rows(part: Callable[[Tensor], Sums], rows: Tensor, columns: int) ->
 
 
 def best_column(logits: Tensor) -> Tensor:
-    """Index of the largest logit [..., V] -> [...]. In bfloat16 torch's own argmax is ten times
-    slower on CPUs than in float32.
-    """
+    """Index of the largest logit [..., V]. In bfloat16 torch's argmax is ten times slower."""
     return widen(logits).argmax(-1)
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the first dimension of `values` [M, ...] where `mask` is True; masked entries may
-    hold anything.
-    """
-    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(
-        0
-    )
+    """Sum of `values` [M, ...] over M where `mask`; masked entries may hold anything."""
+    return torch.where(mask, values, values.new_zeros(())).sum(0)
 
 
 def depth_metrics(
     losses: Tensor, correct: Tensor, counts: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Metrics "loss/depthK" and "accuracy/depthK" as (sum, count), from sums per depth [K] each."""
-    metrics = {}
-    for index in range(counts.shape[0]):
-        count = counts[index].detach()
-        metrics[f"loss/depth{index + 1}"] = (losses[index].detach(), count)
-        metrics[f"accuracy/depth{index + 1}"] = (correct[index].detach(), count)
+    metrics, sums = {}, zip(losses.detach(), correct.detach(), counts.detach(), strict=True)
+    for depth, (loss, right, count) in enumerate(sums, start=1):
+        metrics[f"loss/depth{depth}"] = loss, count
+        metrics[f"accuracy/depth{depth}"] = right, count
     return metrics
 
 
+def weighted_output(weights: Tensor, losses: Tensor, correct: Tensor, counts: Tensor) -> LossOutput:
+    """The loss of sums per depth [K] each, with a weight per depth [K], and `depth_metrics`."""
+    total = (weights.to(losses) * losses).sum()
+    return LossOutput(total, depth_metrics(losses, correct, counts))
+
+
 def supervised_states(batch: TrainBatch, steps: int) -> Tensor:
-    """[B*T, K] bool: at flat state s and step k, whether row s-k is to predict what follows s (a
-    supervised token).
-    """
-    per_step = []
-    for step in range(1, steps + 1):
-        by_row = batch.supervised(step + 1)
-        shifted = torch.zeros_like(by_row)
-        shifted[:, step:] = by_row[:, : by_row.shape[1] - step]
-        per_step.append(shifted.flatten())
-    return torch.stack(per_step, 1)
+    """[B*T, K] bool: whether row s-k of step k predicts a supervised token behind state s."""
+    # what rolls over from the end has nothing ahead: it is not supervised
+    shifted = [batch.supervised(k + 1).roll(k, 1).flatten() for k in range(1, steps + 1)]
+    return torch.stack(shifted, 1)

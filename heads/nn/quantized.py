@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 PROBE_ROWS, PROBE_TOLERANCE = 3, 2e-2
 FAST_DTYPES = (torch.bfloat16,)
+SMALLEST = torch.finfo(torch.float16).tiny
+"""Least scale."""
 
 
 class PackedLinear(nn.Module):
-    """A quantised linear map; `fast` says whether torch multiplies with the packed weight
-    itself."""
+    """A quantised linear map; `fast`: torch multiplies with the packed weight itself."""
 
     codes: Tensor
     bias: Tensor | None
@@ -41,9 +42,8 @@ class PackedLinear(nn.Module):
         """[..., I] -> [..., O]."""
         if not self.fast:
             return F.linear(states, self.unpacked(states.dtype), self.bias)
-        out = self._multiply(states.reshape(-1, self.in_features)).view(
-            *states.shape[:-1], self.out_features
-        )
+        out = self._multiply(states.reshape(-1, self.in_features))
+        out = out.view(*states.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
@@ -55,8 +55,7 @@ class PackedLinear(nn.Module):
         raise NotImplementedError
 
     def _works(self, like: Tensor) -> bool:
-        """Whether `_multiply` is worth using in this dtype, runs on this device, and gives what the
-        unpacked weight gives."""
+        """Whether `_multiply` pays in this dtype, runs here, and agrees with the unpacked."""
         if like.dtype not in FAST_DTYPES:
             return False
         generator = torch.Generator().manual_seed(0)
@@ -78,9 +77,7 @@ class Int8Linear(PackedLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight.shape, bias)
         wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-        scale = (
-            (wide.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float16).tiny).to(weight.dtype)
-        )
+        scale = (wide.abs().amax(1) / 127).clamp(min=SMALLEST).to(weight.dtype)
         codes = (wide / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
         self.register_buffer("codes", codes, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
@@ -96,8 +93,7 @@ class Int8Linear(PackedLinear):
 class Int4Linear(PackedLinear):
     """codes: 4 bits per weight, two in a byte [O, I / 2] or as torch's own product wants them;
     scales [G, O, 2]: scale s and offset z of each group. weight = (code - 8) * s + z, code from 0
-    to 15.
-    """
+    to 15."""
 
     scales: Tensor
 
@@ -108,15 +104,10 @@ class Int4Linear(PackedLinear):
         wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
         groups = wide.view(self.out_features, -1, group_size)  # [O, G, group size]
         low, high = groups.amin(-1), groups.amax(-1)
-        scale = ((high - low) / 15).clamp(min=torch.finfo(torch.float16).tiny).to(weight.dtype)
+        scale = ((high - low) / 15).clamp(min=SMALLEST).to(weight.dtype)
         offset = (low + 8 * scale).to(weight.dtype)
-        codes = (
-            ((groups - offset[..., None]) / scale[..., None] + 8)
-            .round()
-            .clamp(0, 15)
-            .to(torch.uint8)
-            .flatten(1)
-        )
+        codes = ((groups - offset[..., None]) / scale[..., None] + 8).round().clamp(0, 15)
+        codes = codes.to(torch.uint8).flatten(1)
         scales = torch.stack([scale.T, offset.T], -1).contiguous()
         self.register_buffer("scales", scales, persistent=False)
         self.register_buffer("codes", _two_in_a_byte(codes), persistent=False)
@@ -136,8 +127,7 @@ class Int4Linear(PackedLinear):
         return (values * scale.T[..., None] + offset.T[..., None]).flatten(1)
 
     def _for_kernel(self, codes: Tensor) -> Tensor | None:
-        """codes [O, I] uint8 in the order of torch's product for this device, or None where it has
-        none."""
+        """codes [O, I] uint8 in the order of the device's product, None where it has none."""
         try:
             if codes.device.type == "cpu":
                 return torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 2)

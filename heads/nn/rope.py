@@ -1,5 +1,4 @@
-"""Rotary position embedding in the Llama layout (the first half of a head rotates against the
-second).
+"""Rotary position embedding in the Llama layout: a head's halves turn against each other.
 
 Angles are computed in float32 whatever the model's dtype, as Hugging Face does, so that copied
 layers see the same rotations.
@@ -16,8 +15,7 @@ from heads.api.target_info import Rotary
 
 Rotation = tuple[Tensor, Tensor]
 """cos and signed sin [B, T, 1, D]: the sine's first half is negated, so that rotating is one roll
-and two multiplications.
-"""
+and two multiplications."""
 
 
 class Rope:
@@ -29,11 +27,9 @@ class Rope:
         self._table = torch.empty(0, 2, head_dim)
 
     def follow(self, rotary: Rotary | None) -> None:
-        """Rotate as the target does, its scaled frequencies (Llama 3.1, YaRN) included; None: by
-        the base alone.
+        """Rotate as the target does, scaled frequencies included; None: by the base alone.
 
-        For drafters whose layers are the target's own, called in `bind`. Raises `ValueError` for
-        frequencies of another head size.
+        Raises `ValueError` for frequencies of another head size.
         """
         if rotary is not None and rotary.inverse_frequencies.shape != (self.head_dim // 2,):
             raise ValueError(
@@ -49,8 +45,7 @@ class Rope:
         return cosine[..., None, :], sine[..., None, :]
 
     def table(self, slots: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Rotations of positions 0..slots-1 as one tensor [S, 2, D] for `look_up`; kept for the
-        next call."""
+        """Rotations of positions 0..slots-1 as one tensor [S, 2, D] for `look_up`; kept."""
         kept = self._table
         if kept.shape[0] < slots or kept.device != device or kept.dtype != dtype:
             self._table = self._angles(torch.arange(slots, device=device)).to(dtype)
@@ -60,9 +55,7 @@ class Rope:
         angles = positions[..., None].float() * self._frequencies(positions.device)
         scale = 1.0 if self._given is None else self._given.scale
         cosine, sine = angles.cos() * scale, angles.sin() * scale
-        return torch.stack(
-            [cosine.repeat(*[1] * positions.dim(), 2), torch.cat([-sine, sine], -1)], -2
-        )
+        return torch.stack([torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)], -2)
 
     def _frequencies(self, device: torch.device) -> Tensor:
         """Inverse frequencies [D / 2] float32."""

@@ -1,5 +1,4 @@
-"""A reduced draft vocabulary: the tokens a target says most often, and the maps between the two
-numberings.
+"""A reduced draft vocabulary: the most frequent tokens, and maps between both numberings.
 
 The maps are stored as vLLM and SGLang read them for EAGLE-3: `d2t[i]` is the OFFSET
 target id minus draft id, `t2d[j]` says whether target token j is in the draft vocabulary; draft ids
@@ -17,8 +16,7 @@ from heads.api.errors import UserError
 
 
 def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """Target ids [V'] int64, ascending, of the `size` largest counts [V]; ties go to the lower
-    id."""
+    """Target ids [V'] int64, ascending, of the `size` largest counts [V], lower ids first."""
     if not 0 < size <= counts.shape[0]:
         raise UserError(
             "head.draft_vocab_size must lie between 1 and the target's vocabulary of "

@@ -1,5 +1,4 @@
-"""One drafter with the draft that it decodes with: what measurements, cost curves and the tuner
-compare."""
+"""One drafter with the draft that it decodes with: what measurements and tuning compare."""
 
 from __future__ import annotations
 
@@ -16,9 +15,7 @@ from inference.manifest import checkpoint_hash
 
 @dataclass(frozen=True)
 class Arm:
-    """One drafter with the draft it is measured with. `path` is its checkpoint folder, empty where
-    there is none.
-    """
+    """A drafter, its draft, and its checkpoint folder `path` (empty where there is none)."""
 
     name: str
     drafter: Any

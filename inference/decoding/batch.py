@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -19,14 +18,6 @@ from inference.decoding.pass_details import read_details
 from inference.decoding.requests import Completion, PassRecord, Request
 
 OnTokens = Callable[[Request, list[int], PassRecord | None], None]
-
-
-@dataclass
-class _Launched:
-    """A step whose result the host has not read, and the requests that its rows held then."""
-
-    pending: Pending
-    sat: list[Completion | None]
 
 
 class BatchRun:
@@ -40,13 +31,13 @@ class BatchRun:
         lag: int,
         narrow: bool = False,
     ) -> None:
-        """narrow: compute the rows in use alone, and keep those together (a batch that is seldom
-        full)."""
+        """narrow: compute the rows in use alone, and keep them together (seldom full batches)."""
         self.lanes, self.on_tokens, self.lag, self.narrow = lanes, on_tokens, lag, narrow
         self.end_ids = set(lanes.target.eos_token_ids)
         self.running: list[Completion | None] = [None] * lanes.count
         self.waiting = deque(requests)
-        self.launched: deque[_Launched] = deque()
+        # steps whose results are unread, with the requests that their rows held then
+        self.launched: deque[tuple[Pending, list[Completion | None]]] = deque()
         self.cancelled: set[int] = set()
         lanes.stop()
 
@@ -61,8 +52,7 @@ class BatchRun:
     # Cancellation
 
     def cancel(self, index: int) -> None:
-        """Stop the request of that index at the next step; its completion comes with finish
-        "cancelled"."""
+        """Stop the request of that index at the next step; it ends with finish "cancelled"."""
         self.cancelled.add(index)
 
     def drop_cancelled(self) -> list[Completion]:
@@ -85,55 +75,44 @@ class BatchRun:
     # One verification of all rows
 
     def step(self) -> list[Completion]:
-        """Launch a step where one can be needed, read the oldest result that is due; returns the
-        completions that ended."""
+        """Launch a step if needed, read the oldest result that is due; returns what ended."""
         if self._needs_another():
-            self.launched.append(_Launched(self._launch(), list(self.running)))
+            self.launched.append((self._launch(), list(self.running)))
             if len(self.launched) <= self.lag:
                 return []
-        return self._read(self.launched.popleft())
+        return self._read(*self.launched.popleft())
 
     def _needs_another(self) -> bool:
         """False when the steps under way exhaust every row's budget even at one token each."""
-        ahead = len(self.launched)
-        return any(
-            item is not None and item.request.max_new_tokens - len(item.tokens) > ahead
-            for item in self.running
-        )
+        running, ahead = [item for item in self.running if item is not None], len(self.launched)
+        return any(one.request.max_new_tokens - len(one.tokens) > ahead for one in running)
 
     def _launch(self) -> Pending:
-        """Launch a step; while results are on their way, the host knows an upper bound of the
-        longest row only."""
-        known = max(
-            len(item.request.tokens) + len(item.tokens) - 1
-            for item in self.running
-            if item is not None
-        )
+        """Launch a step; with results on their way, the longest row is only bounded."""
+        running = [item for item in self.running if item is not None]
+        known = max(len(item.request.tokens) + len(item.tokens) - 1 for item in running)
         ahead = known + len(self.launched) * (self.lanes.tree.max_depth + 1)
         longest = min(ahead, self.lanes.capacity - self.lanes.tree.num_nodes)
         if not self.narrow:
             return self.lanes.step(longest, exact=not self.launched)
-        running = [row for row, item in enumerate(self.running) if item is not None]
-        return self.lanes.step_rows(running, longest, exact=not self.launched)
+        used = [row for row, item in enumerate(self.running) if item is not None]
+        return self.lanes.step_rows(used, longest, exact=not self.launched)
 
     def close_ranks(self) -> None:
-        """Move sequences from the last rows into free rows before them, so that a step has no more
-        rows than sequences."""
+        """Move sequences into free rows before them: a step then has as many rows."""
         while True:
             used = [row for row, item in enumerate(self.running) if item is not None]
-            free = next(
-                (row for row, item in enumerate(self.running) if item is None), len(self.running)
-            )
+            free = self.running.index(None) if None in self.running else len(self.running)
             if not used or used[-1] < free:
                 return
             self.lanes.move(used[-1], free)
             self.running[free], self.running[used[-1]] = self.running[used[-1]], None
 
-    def _read(self, launched: _Launched) -> list[Completion]:
+    def _read(self, pending: Pending, sat: list[Completion | None]) -> list[Completion]:
         """Bring a step's outcome to the host and book it."""
         finished = []
-        outcome = launched.pending.read()
-        for row, completion in enumerate(launched.sat):
+        outcome = pending.read()
+        for row, completion in enumerate(sat):
             if completion is None or completion.done:
                 continue
             committed, accepted, rejected, ended, live, *tokens = outcome[row]
@@ -171,15 +150,11 @@ class BatchRun:
     # Prefill of free rows
 
     def refill(self) -> list[Completion]:
-        """Prefill waiting prompts into the free rows; returns those that already ended with their
-        first token."""
+        """Prefill waiting prompts into free rows; returns those that their first token ends."""
         free = [row for row, item in enumerate(self.running) if item is None][: len(self.waiting)]
         requests = [self.waiting.popleft() for _ in free]
-        tokens = torch.zeros(
-            len(free), max(len(request.tokens) for request in requests), dtype=torch.int64
-        )
-        for place, request in enumerate(requests):
-            tokens[place, : len(request.tokens)] = torch.tensor(request.tokens)
+        prompts = [torch.tensor(request.tokens) for request in requests]
+        tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         device = self.lanes.target.device
 
         def column(values: list[int]) -> torch.Tensor:

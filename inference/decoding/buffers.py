@@ -59,13 +59,8 @@ class Lanes:
         self.capacity, self.details = capacity, details
         self.needs = FeatureSpec() if drafter is None else drafter.needs
         self.cache = target.new_cache(rows, capacity)
-        self.rule = get_rule(
-            decode.rule,
-            tree,
-            share_noise=decode.share_noise,
-            epsilon=decode.typical_epsilon,
-            delta=decode.typical_delta,
-        )
+        typical = {"epsilon": decode.typical_epsilon, "delta": decode.typical_delta}
+        self.rule = get_rule(decode.rule, tree, share_noise=decode.share_noise, **typical)
         self.settings = decode.sampling()
         self.processors = Processors(self.settings, target.info.vocab_size, target.device)
         history = capacity + tree.max_depth + 2 if self.settings.uses_prefix else 0
@@ -74,25 +69,14 @@ class Lanes:
         eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=target.device)
         self.own: RowSettings | None = None
         if own_settings:
-            static = target.device.type == "cuda" or decode.compile
-            self.own = RowSettings(
-                rows, self.settings, target.info.vocab_size, target.device, static
-            )
+            static, vocab = target.device.type == "cuda" or decode.compile, target.info.vocab_size
+            self.own = RowSettings(rows, self.settings, vocab, target.device, static)
         self.limits, self.lengths = adaptive_parts(target, drafter, decode, tree, rows)
         self.keeps_logits = details or (self.limits is not None and self.limits.wants_logits)
         noise = self.noise(self.rows.seeds, self.rows.lengths, self.own)
+        rule, processors, needs, limits = self.rule, self.processors, self.needs, self.limits
         decoder = Decoder(
-            target,
-            drafter,
-            tree,
-            noise,
-            self.rule,
-            self.processors,
-            self.needs,
-            clock,
-            eos,
-            self.limits,
-            details,
+            target, drafter, tree, noise, rule, processors, needs, clock, eos, limits, details
         )
         self.runner = StepRunner(decoder, self.cache, self.rows, decode)
         self._narrow: dict[int, _Narrow] = {}
@@ -103,23 +87,20 @@ class Lanes:
         return self.rows.lengths.shape[0]
 
     def noise(self, seeds: Tensor, roots: Tensor, own: RowSettings | None = None) -> SharedNoise:
-        """The noise of sequences with `seeds` [B] whose roots stand at `roots` [B]; own: their
-        settings, if they have them."""
-        vocab = self.target.info.vocab_size
+        """The noise of sequences: `seeds`, `roots` (positions) [B], and their own settings."""
+        vocab, rule = self.target.info.vocab_size, self.rule
         if own is not None:
-            noise: SharedNoise = RowNoise(own, seeds, vocab, self.rule.drafts, roots)
+            noise: SharedNoise = RowNoise(own, seeds, vocab, rule.drafts, roots)
         else:
-            noise = SharedNoise(
-                self.settings, seeds, vocab, self.rule.drafts, self.rule.keeps_logits, roots
-            )
+            keeps = rule.keeps_logits
+            noise = SharedNoise(self.settings, seeds, vocab, rule.drafts, keeps, roots)
         noise.keeps_logits = noise.keeps_logits or self.keeps_logits
         return noise
 
     def step_rows(self, running: Sequence[int], longest: int, exact: bool) -> Pending:
         """`step` for a batch that is seldom full: of all rows only those up to the last of
         `running` are computed. On CUDA their number is rounded up to a power of two, so that few
-        graphs are captured.
-        """
+        graphs are captured."""
         width = max(running) + 1
         if self.runner.compiled is not None:
             width = self.count  # every width would be compiled
@@ -132,8 +113,8 @@ class Lanes:
             self._narrow[width] = self._narrowed(width)
         part = self._narrow[width]
         self._arrange(part.own, running)
-        length = () if self.lengths is None else (self.lengths.next(),)
-        pending, after = part.runner.step(part.state, longest, exact, *length)
+        length = None if self.lengths is None else self.lengths.next()
+        pending, after = part.runner.step(part.state, longest, exact, length)
         if after is not None:
             write_back(self.state, after, width)
             part.state = after
@@ -168,10 +149,8 @@ class Lanes:
 
         longest: the longest row's committed tokens; or, if not `exact`, an upper bound of it.
         """
-        if self.lengths is None:
-            pending, self.state = self.runner.step(self.state, longest, exact)
-        else:
-            pending, self.state = self.runner.step(self.state, longest, exact, self.lengths.next())
+        length = None if self.lengths is None else self.lengths.next()
+        pending, self.state = self.runner.step(self.state, longest, exact, length)
         return pending
 
     def stop(self) -> None:
@@ -209,12 +188,8 @@ class Lanes:
         first = self.noise(seeds, lengths, held).target_pick(logits, lengths[:, None])[:, 0]
         self._start_drafter(index, tokens, lengths, first, seen)
         rows = self.rows
-        rows.lengths[index], rows.root[index], rows.seeds[index], rows.budget[index] = (
-            lengths,
-            first,
-            seeds,
-            budgets,
-        )
+        rows.lengths[index], rows.root[index] = lengths, first
+        rows.seeds[index], rows.budget[index] = seeds, budgets
         if rows.history is not None:
             rows.history[index, : tokens.shape[1]] = tokens
             rows.history[index, lengths] = first
@@ -223,21 +198,14 @@ class Lanes:
     def _start_drafter(
         self, index: Tensor, tokens: Tensor, lengths: Tensor, first: Tensor, seen: Seen
     ) -> None:
-        """Tell the drafter about fresh prompts: at once for the whole batch, or into the rows that
-        were refilled."""
+        """Start the drafter on fresh prompts: the whole batch, or the rows that were refilled."""
         if self.drafter is None:
             return
         place = torch.arange(tokens.shape[1], device=tokens.device)[None]
         following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
         following = torch.where(place == lengths[:, None] - 1, first[:, None], following)
-        states = TargetStates(
-            tokens,
-            following,
-            place.expand_as(tokens),
-            place < lengths[:, None],
-            seen.taps,
-            seen.last_hidden,
-        )
+        valid, features = place < lengths[:, None], (seen.taps, seen.last_hidden)
+        states = TargetStates(tokens, following, place.expand_as(tokens), valid, *features)
         fresh = self.drafter.start(states, self.tree, self.capacity)
         if self.state is None:
             self.state = fresh
@@ -251,8 +219,7 @@ class Lanes:
 
 @dataclass
 class _Narrow:
-    """The first rows of a batch as a batch: what runs their steps, the drafter's state and settings
-    as views."""
+    """The first rows of a batch as a batch of its own, all in views."""
 
     runner: StepRunner
     state: Any

@@ -1,5 +1,4 @@
-"""How to decode: what the user sets about sampling, acceptance, the draft's shape, the batch, and
-how steps are run."""
+"""How to decode: sampling, acceptance, the draft's shape, the batch, how steps are run."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class DecodeConfig(SamplingSettings):
     typical_delta: Fraction = 0.3
     """Rule typical: keep a draft more likely than this times exp(-entropy)."""
     shape: Shape = "chain"
-    """none (plain decoding), chain, tree (static, from `choices`), or dynamic (chosen anew at every
-    step)."""
+    """none (plain decoding), chain, tree (from `choices`), or dynamic (new at every step)."""
     depth: PositiveInt = 4
     """Drafted tokens of a chain; the deepest level of a dynamic tree."""
     choices: tuple[tuple[int, ...], ...] = ()
@@ -49,15 +47,13 @@ class DecodeConfig(SamplingSettings):
     max_new_tokens: PositiveInt = 128
     """Most new tokens of an answer, the end-of-text token included."""
     share_noise: bool = True
-    """Above temperature 0, rule match: rank drafts with the target's own noise. Off only for
-    comparison."""
+    """Rule match above temperature 0: rank drafts with the target's noise. Off to compare."""
     seed: int = 0
     """Base of the per-prompt seeds."""
     prefill_chunk: PositiveInt = 2048
     """Prompt tokens read in one pass; longer prompts are read in several."""
     lag: Annotated[int, Ge(-1), Le(8)] = -1
-    """Steps under way before the host reads what came out (0 to 8); -1: 2 on CUDA, 0 elsewhere.
-    Never changes the text."""
+    """Steps under way before the host reads one (0 to 8); -1: 2 on CUDA, else 0. Lossless."""
     graph: Literal["auto", "off"] = "auto"
     """auto: capture a step as a CUDA graph where there is CUDA; off: launch every operation."""
     adaptive: Literal["none", "entropy", "confidence", "throughput"] = "none"
@@ -75,11 +71,9 @@ class DecodeConfig(SamplingSettings):
     """Draft lengths to choose the next step's from by past acceptance and cost, ascending up to
     `depth`; 0 drafts nothing for a step. Empty: always `depth`."""
     adaptive_costs: tuple[PositiveFloat, ...] = ()
-    """Cost of a pass that verifies 1, 2, ... depth + 1 nodes per row, in any unit; empty: measured
-    when a batch is set up."""
+    """Cost of passes over 1, 2, ... depth + 1 nodes per row, in any unit; empty: measured."""
     compile: bool = False
-    """Compile the target's and the drafter's passes (torch.compile): tens of seconds once, faster
-    steps after."""
+    """Compile all passes (torch.compile): tens of seconds once, faster steps after."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,9 +100,8 @@ class DecodeConfig(SamplingSettings):
 
     def sampling(self) -> SamplingSettings:
         """The target's sampling settings, which carry the same names."""
-        return SamplingSettings(
-            **{item.name: getattr(self, item.name) for item in fields(SamplingSettings)}
-        )
+        names = [item.name for item in fields(SamplingSettings)]
+        return SamplingSettings(**{name: getattr(self, name) for name in names})
 
     def tree(self, device: torch.device | str = "cpu") -> DraftShape:
         """The shape that drafters fill."""

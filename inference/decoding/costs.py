@@ -1,5 +1,4 @@
-"""What one verification and one draft cost on this machine, as curves over nodes, rows and cached
-tokens.
+"""What verifications and drafts cost here, as curves over nodes, rows and cached tokens.
 
 `measure_costs` times real calls of the target (`verify`) and of drafters (`propose`, `commit`):
 warmed up, repeated, and interleaved in a shuffled order, so that a busy machine slows all points
@@ -12,13 +11,15 @@ Legend: n nodes of a verification (the root included), b rows, L cached tokens p
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -45,8 +46,7 @@ class CostConfig:
     """Where cost curves are measured: every combination of nodes, batches and lengths."""
 
     nodes: tuple[PositiveInt, ...] = ()
-    """Nodes of a verification, the root included, for instance [1,2,4,8,16,32,64]. Empty: no cost
-    curves."""
+    """Nodes of a verification, for instance [1,2,4,8,16,32,64]. Empty: no cost curves."""
     batches: NonEmpty[PositiveInt] = (1,)
     """Rows decoded together."""
     lengths: NonEmpty[PositiveInt] = (128, 512)
@@ -103,16 +103,14 @@ class CostCurves:
     def verify(self, n: float, b: float, length: float) -> float:
         """Seconds of one verification of n nodes in b rows with L cached tokens each.
 
-        Linear between measured points, and continued with the outermost slope beyond them (never
-        below 0).
+        Linear between measured points, continued with the outermost slopes, never below 0.
         """
         return interpolate(self.verify_points, n, b, length)
 
     def draft(self, name: str, n: float, b: float, length: float = 0) -> float:
         """Seconds in which an arm drafts a chain of n nodes, the root included: 0 for n = 1, as
         nothing is drafted. length: cached tokens; 0 takes the shortest that was measured. Raises
-        `UserError` for an unknown name.
-        """
+        `UserError` for an unknown name."""
         return 0.0 if n <= 1 else interpolate(self._of(self.draft_points, name), n, b, length)
 
     def commit(self, name: str, n: float, b: float, length: float = 0) -> float:
@@ -127,20 +125,8 @@ class CostCurves:
 
     def to_dict(self) -> CurvesContent:
         """As JSON holds it: the `costs` block of report.json."""
-
-        def plain(points: Sequence[CostPoint]) -> list[dict[str, int | float]]:
-            return [asdict(point) for point in points]
-
-        return {
-            "target": self.target,
-            "device": self.device,
-            "dtype": self.dtype,
-            "launch": self.launch,
-            "repeats": self.repeats,
-            "verify": plain(self.verify_points),
-            "draft": {name: plain(points) for name, points in self.draft_points.items()},
-            "commit": {name: plain(points) for name, points in self.commit_points.items()},
-        }
+        content = json.loads(json.dumps(asdict(self)))
+        return cast(CurvesContent, {k.removesuffix("_points"): v for k, v in content.items()})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CostCurves:
@@ -150,16 +136,13 @@ class CostCurves:
             return tuple(CostPoint(**item) for item in items)
 
         try:
-            return cls(
-                target=values["target"],
-                device=values["device"],
-                dtype=values["dtype"],
-                launch=values["launch"],
-                repeats=values["repeats"],
-                verify_points=points(values["verify"]),
-                draft_points={name: points(items) for name, items in values["draft"].items()},
-                commit_points={name: points(items) for name, items in values["commit"].items()},
+            facts = {k: values[k] for k in ("target", "device", "dtype", "launch", "repeats")}
+            draft, commit = (
+                {name: points(items) for name, items in values[what].items()}
+                for what in ("draft", "commit")
             )
+            verify = points(values["verify"])
+            return cls(**facts, verify_points=verify, draft_points=draft, commit_points=commit)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"these are no cost curves ({error!r}). Measure them: `headstart measure "
@@ -168,8 +151,7 @@ class CostCurves:
 
 
 def interpolate(points: Sequence[CostPoint], n: float, b: float, length: float) -> float:
-    """Seconds at (n, b, L) from a full grid of points: linear in each, continued outside, never
-    below 0.
+    """Seconds at (n, b, L) from a full grid of points, linear in each (see `CostCurves`).
 
     length 0 stands for the shortest measured one.
     """
@@ -199,33 +181,28 @@ def _along(grid: Mapping[tuple[int, ...], float], place: tuple[float, ...]) -> f
 
 
 def stopwatch(device: torch.device) -> Callable[[Call], float]:
-    """A function that runs a call and returns its seconds: CUDA events on a GPU, the wall clock
-    elsewhere."""
-    if device.type == "cuda":
+    """A function that runs a call and returns its seconds, by CUDA events on a GPU."""
 
-        def events(call: Call) -> float:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            return float(begin.elapsed_time(end)) / 1000.0
-
-        return events
+    def events(call: Call) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000.0
 
     def wall(call: Call) -> float:
         begin = time.perf_counter()
         call()
         return time.perf_counter() - begin
 
-    return wall
+    return events if device.type == "cuda" else wall
 
 
 def interleave(
     calls: Mapping[Any, Call], device: torch.device, repeats: int, warmup: int, seed: int = 0
 ) -> dict[Any, list[float]]:
-    """Seconds of every call, `repeats` of them each, in rounds that run all calls once in a
-    shuffled order."""
+    """Seconds of every call, `repeats` each, in rounds of all calls in a shuffled order."""
     order, timer, rng = list(calls), stopwatch(device), random.Random(seed)
     for _ in range(warmup):
         for key in order:
@@ -249,19 +226,16 @@ def capture(call: Call) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    replay: Call = graph.replay
-    return replay
+    return cast(Call, graph.replay)
 
 
 @torch.no_grad()
 def measure_costs(
     config: CostConfig, target: TargetModel, arms: Sequence[Arm], text: Sequence[int], seed: int = 0
 ) -> CostCurves:
-    """Measure all points of `config`. text: token ids of real prompts, which fill the caches (they
-    are repeated as needed).
+    """Measure all points of `config`. text: token ids of real prompts, repeated as needed.
 
-    Raises `UserError` when a length does not leave room for its nodes within the target's
-    positions.
+    Raises `UserError` when a length and its nodes exceed the target's positions.
     """
     widest = max((*config.nodes, *(arm.decode.tree().max_depth + 1 for arm in arms)))
     most, limit = max(config.lengths) + widest + 1, target.info.max_position_embeddings
@@ -270,19 +244,13 @@ def measure_costs(
             f"bench.costs.lengths {list(config.lengths)} with up to {widest} nodes need {most} "
             f"positions, but target '{target.info.id}' has {limit}. Lower bench.costs.lengths."
         )
-    return measure_grid(
-        target,
-        sorted(set(config.nodes)),
-        config.batches,
-        config.lengths,
-        widest,
-        text,
-        [arm.drafter for arm in arms],
-        lambda bench: {key: call for arm in arms for key, call in bench.drafting(arm).items()},
-        config.repeats,
-        config.warmup,
-        seed,
-    )
+
+    def steps(bench: Bench) -> dict[StepKey, Call]:
+        return {key: call for arm in arms for key, call in bench.drafting(arm).items()}
+
+    grid = sorted(set(config.nodes)), config.batches, config.lengths, widest, text
+    drafters, often = [arm.drafter for arm in arms], (config.repeats, config.warmup, seed)
+    return measure_grid(target, *grid, drafters, steps, *often)
 
 
 @torch.no_grad()
@@ -321,26 +289,13 @@ def measure_grid(
                 low, middle, high = np.percentile(seconds, [25, 50, 75]).tolist()
                 point = CostPoint(count, rows, length, middle, low, high)
                 found.setdefault((name, what), []).append(point)
-    return CostCurves(
-        target=target.info.id,
-        device=target.device.type,
-        dtype=str(target.dtype).removeprefix("torch."),
-        launch=launch,
-        repeats=repeats,
-        verify_points=tuple(found["", "verify"]),
-        draft_points={
-            name: tuple(points) for (name, what), points in found.items() if what == "draft"
-        },
-        commit_points={
-            name: tuple(points) for (name, what), points in found.items() if what == "commit"
-        },
-    )
 
+    def curves(wanted: str) -> dict[str, tuple[CostPoint, ...]]:
+        return {name: tuple(points) for (name, what), points in found.items() if what == wanted}
 
-def _text(tokens: Sequence[int], length: int, device: torch.device) -> Tensor:
-    """`length` token ids [length] of real text, repeated as often as needed."""
-    assert tokens, "no text to fill the cache with"
-    return torch.tensor(list(tokens) * (length // len(tokens) + 1), device=device)[:length]
+    dtype, verify = str(target.dtype).removeprefix("torch."), curves("verify")[""]
+    facts = target.info.id, target.device.type, dtype, launch, repeats
+    return CostCurves(*facts, verify, curves("draft"), curves("commit"))
 
 
 class Bench:
@@ -353,8 +308,10 @@ class Bench:
         self, target: TargetModel, rows: int, length: int, widest: int, text: Sequence[int]
     ) -> None:
         self.target, self.rows, self.length, self.widest = target, rows, length, widest
-        device = target.device
-        self.text = _text(text, length + widest, device)
+        assert text, "no text to fill the cache with"
+        device, needed = target.device, length + widest
+        repeated = list(text) * (needed // len(text) + 1)
+        self.text = torch.tensor(repeated, device=device)[:needed]
         self.cache = target.new_cache(rows, length + widest + 1)
         self.lengths = torch.full((rows,), length, dtype=torch.int64, device=device)
         # the host knows the length where calls run eagerly; a captured graph must find it on the
@@ -363,8 +320,7 @@ class Bench:
         self._seen: dict[FeatureSpec, Seen] = {}
 
     def fill(self, needs: FeatureSpec) -> Seen:
-        """Read the text into every row, once for the same needs; returns the features [1, L, ...]
-        of one row."""
+        """Read the text into every row, once for the same needs -> a row's features [1, L, ...]."""
         if needs not in self._seen:
             prompt, one = self.text[None, : self.length], self.lengths[:1]
             rows = [torch.tensor([row], device=one.device) for row in range(self.rows)]
@@ -374,64 +330,46 @@ class Bench:
 
     def verification(self, nodes: int) -> Call:
         """One verification of a chain of `nodes` nodes in every row."""
-        self.fill(FeatureSpec())
+        needs = FeatureSpec()
+        self.fill(needs)
         tree = TokenTree.chain(nodes - 1, self.target.device)
         tokens = self.text[self.length : self.length + nodes].expand(self.rows, -1).contiguous()
-        needs = FeatureSpec()
-        return lambda: self.target.verify(
-            self.cache, tokens, tree, self.lengths, self.longest, needs
-        )
+        given = self.cache, tokens, tree, self.lengths, self.longest, needs
+        return lambda: self.target.verify(*given)
 
     def drafting(self, arm: Arm) -> dict[StepKey, Call]:
-        """Drafts of chains of 2 nodes up to the arm's own depth, and the takeover of as many
-        tokens."""
+        """Drafts of chains of 2 nodes up to the arm's depth, and takeovers of as many tokens."""
         calls: dict[StepKey, Call] = {}
         for nodes in range(2, arm.decode.tree().max_depth + 2):
             shape = TokenTree.chain(nodes - 1, self.target.device)
-            calls[arm.name, "draft", nodes], calls[arm.name, "commit", nodes] = self.step(
-                arm, shape
-            )
+            draft, commit = self.step(arm, shape)
+            calls |= {(arm.name, "draft", nodes): draft, (arm.name, "commit", nodes): commit}
         return calls
 
     def step(self, arm: Arm, shape: DraftShape) -> tuple[Call, Call]:
-        """The arm's draft of one shape, and its takeover of as many tokens as the shape is deep,
-        bonus included.
-        """
+        """The arm's draft of a shape, and its takeover of a path and bonus."""
         seen = self.fill(arm.drafter.needs)
         prompt = self._states(seen, 0, self.length)
         state = arm.drafter.start(prompt, shape, self.length + self.widest + 1)
         seeds, vocabulary = torch.zeros_like(self.lengths), self.target.info.vocab_size
         noise = SharedNoise(arm.decode.sampling(), seeds, vocabulary)
         run = self._states(seen, self.length, self.length + shape.max_depth + 1)
-        return _bind(arm.drafter.propose, state, noise), _bind(arm.drafter.commit, state, run)
+        return partial(arm.drafter.propose, state, noise), partial(arm.drafter.commit, state, run)
 
     def _states(self, seen: Seen, first: int, end: int) -> TargetStates:
-        """The text's tokens [first, end) as a committed run of every row; features of later tokens
-        are earlier ones'.
-        """
-        rows, width = self.rows, end - first
-        places = torch.arange(width, device=self.text.device)
-        tokens, following = (
-            self.text[first:end],
-            self.text[(first + 1 + places).clamp(max=len(self.text) - 1)],
-        )
-        taps = None if seen.taps is None else _rows(seen.taps[:, places % seen.taps.shape[1]], rows)
-        hidden = _rows(seen.last_hidden[:, places % seen.last_hidden.shape[1]], rows)
+        """The text's tokens [first, end) as a run of every row; late features repeat early ones."""
+        places = torch.arange(end - first, device=self.text.device)
+        following = self.text[(first + 1 + places).clamp(max=len(self.text) - 1)]
+        taps, hidden = seen.taps, seen.last_hidden
+
+        def rows(value: Tensor) -> Tensor:
+            return value.expand(self.rows, *value.shape[1:]).contiguous()
+
         return TargetStates(
-            tokens=_rows(tokens[None], rows),
-            next_tokens=_rows(following[None], rows),
-            positions=_rows((first + places)[None], rows),
-            valid=torch.ones(rows, width, dtype=torch.bool, device=self.text.device),
-            taps=taps,
-            last_hidden=hidden,
+            tokens=rows(self.text[None, first:end]),
+            next_tokens=rows(following[None]),
+            positions=rows((first + places)[None]),
+            valid=rows(torch.ones_like(places, dtype=torch.bool)[None]),
+            taps=None if taps is None else rows(taps[:, places % taps.shape[1]]),
+            last_hidden=rows(hidden[:, places % hidden.shape[1]]),
         )
-
-
-def _rows(value: Tensor, rows: int) -> Tensor:
-    """A tensor of one row, repeated."""
-    return value.expand(rows, *value.shape[1:]).contiguous()
-
-
-def _bind(function: Callable[..., Any], *arguments: Any) -> Call:
-    """The call of a function with arguments that later iterations of a loop do not change."""
-    return lambda: function(*arguments)

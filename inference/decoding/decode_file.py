@@ -1,5 +1,4 @@
-"""`decode.yaml` in a checkpoint: the best drafts by batch size and temperature, as tuning measured
-them.
+"""`decode.yaml` in a checkpoint: the best drafts by batch size and temperature, as tuned.
 
 A file is valid for the checkpoint's weights, one revision of the target and one type of device
 (`Tuned.objection`). Decoding without a configured draft takes the nearest row (`Tuned.row`).
@@ -12,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import yaml
 
@@ -33,13 +32,7 @@ Number = Literal[
     "speedup",
     "tau",
 ]
-NUMBERS: tuple[Number, ...] = (
-    "predicted_tokens_per_second",
-    "tokens_per_second",
-    "baseline_tokens_per_second",
-    "speedup",
-    "tau",
-)
+NUMBERS: tuple[Number, ...] = get_args(Number)
 """The numbers of a row, without the interval of its speedup."""
 
 
@@ -68,6 +61,14 @@ class TunedRow:
     numbers: Mapping[str, float]
     """By the names of `NUMBERS`."""
     speedup_ci95: tuple[float, float]
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> TunedRow:
+        """From a row of the file."""
+        where, draft = (int(row["batch_size"]), float(row["temperature"])), Draft.read(row["draft"])
+        low, high = row["speedup_ci95"][:2]
+        numbers: dict[str, float] = {name: float(row[name]) for name in NUMBERS}
+        return cls(*where, draft, numbers, (float(low), float(high)))
 
 
 class TunedTarget(TypedDict):
@@ -100,8 +101,7 @@ class Tuned:
         return min(close, key=lambda row: abs(math.log(row.batch_size) - math.log(batch)))
 
     def objection(self, folder: Path, revision: str, device_kind: str) -> str:
-        """Why it must not be used for the checkpoint in `folder`, this target and device; empty
-        when it may."""
+        """Why it must not be used for the checkpoint in `folder`, or empty when it may."""
         if self.target["revision"] != revision:
             return f"it was tuned on revision {self.target['revision']} of the target"
         if checkpoint_hash(folder) not in ("", self.weights_sha256):
@@ -115,8 +115,7 @@ HEADLINE = "# How to draft with this checkpoint, measured on this machine: "
 
 
 def require_tuned(folder: Path) -> None:
-    """Raise `UserError` where `folder`/decode.yaml is there but tuning did not write it; writing
-    would replace it."""
+    """Raise `UserError` where `folder`/decode.yaml is there but was not written by tuning."""
     path = folder / DECODE_FILE
     if path.is_file() and not path.read_bytes().startswith(HEADLINE.encode()):
         raise UserError(
@@ -127,8 +126,7 @@ def require_tuned(folder: Path) -> None:
 def write_tuned(
     folder: Path, target: TunedTarget, device: Device, rows: Sequence[Tuning], command: str
 ) -> Path:
-    """Write `folder`/decode.yaml atomically, in place of an earlier one of tuning's, and return its
-    path.
+    """Write `folder`/decode.yaml atomically, over an earlier one, and return its path.
 
     rows: as `inference.tune.tuner.Tuner.tune` gives them. Raises `UserError` where another file has
     that name.
@@ -158,8 +156,7 @@ def write_tuned(
 
 
 def read_tuned(folder: Path) -> Tuned | None:
-    """The content of `folder`/decode.yaml, None where there is none; raises `UserError` for a file
-    that is something else."""
+    """The content of `folder`/decode.yaml, if any; raises `UserError` for another file."""
     path = folder / DECODE_FILE
     if not path.is_file():
         return None
@@ -169,30 +166,12 @@ def read_tuned(folder: Path) -> Tuned | None:
             raise UserError(
                 f"format {content['format']!r} is not known; this version reads format {FORMAT}"
             )
-        rows = tuple(
-            TunedRow(
-                int(row["batch_size"]),
-                float(row["temperature"]),
-                Draft.read(row["draft"]),
-                {name: float(row[name]) for name in NUMBERS},
-                (float(row["speedup_ci95"][0]), float(row["speedup_ci95"][1])),
-            )
-            for row in content["rows"]
-        )
+        rows = tuple(TunedRow.read(row) for row in content["rows"])
         of, on = content["target"], content["device"]
         target: TunedTarget = {"id": str(of["id"]), "revision": str(of["revision"])}
         device: Device = {"kind": on["kind"], "name": on["name"], "threads": on["threads"]}
         return Tuned(target, device, str(content["weights_sha256"]), rows)
-    except (
-        OSError,
-        UnicodeDecodeError,
-        yaml.YAMLError,
-        KeyError,
-        TypeError,
-        ValueError,
-        IndexError,
-        UserError,
-    ) as error:
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(
             f"'{path}' is not readable ({error}). Write it again with `headstart tune`, or delete "
             "it."
@@ -223,31 +202,20 @@ def advice(
         sort = "greedy decoding" if temperature == 0 else "sampling"
         why = why or f"it has no row for {sort}"
         return Advice(None, f"{DECODE_FILE} is not used: {why} (`headstart tune` writes it anew)")
-    where = f"batch size {row.batch_size}, temperature {row.temperature:g}"
-    elsewhere = (
-        "" if tuned.device["name"] == device["name"] else f", tuned on {tuned.device['name']}"
-    )
+    where, name = f"batch size {row.batch_size}, temperature {row.temperature:g}", device["name"]
+    chosen = f"{row.draft.label}, chosen at {where} (speedup {row.numbers['speedup']:.2f})"
     if row.draft == NONE:
-        return Advice(
-            NONE, f"{DECODE_FILE}: no speculation, which was fastest at {where}{elsewhere}"
-        )
-    gain = f"speedup {row.numbers['speedup']:.2f}"
-    return Advice(
-        row.draft, f"{DECODE_FILE}: {row.draft.label}, chosen at {where} ({gain}){elsewhere}"
-    )
+        chosen = f"no speculation, which was fastest at {where}"
+    elsewhere = "" if tuned.device["name"] == name else f", tuned on {tuned.device['name']}"
+    return Advice(row.draft, f"{DECODE_FILE}: {chosen}{elsewhere}")
 
 
 def read_current(folder: Path) -> Tuned | None:
-    """As `read_tuned`, but None, with a warning, where the weights have changed since: what leaves
-    this machine must be true."""
+    """As `read_tuned`, but None, with a warning, where the weights have changed since."""
     tuned = read_tuned(folder)
     if tuned is not None and checkpoint_hash(folder) != tuned.weights_sha256:
-        path = folder / DECODE_FILE
-        logger.warning(
-            "%s is left out: the weights have changed since it was tuned (`headstart tune` "
-            "writes it anew)",
-            path,
-        )
+        why = "the weights have changed since it was tuned (`headstart tune` writes it anew)"
+        logger.warning("%s is left out: %s", folder / DECODE_FILE, why)
         return None
     return tuned
 
@@ -255,10 +223,8 @@ def read_current(folder: Path) -> Tuned | None:
 def draft_length(folder: Path) -> int:
     """Drafted tokens per step for an engine that asks for one number: the deepest level of the
     greedy row with the smallest batch that speculates; 0 where decode.yaml says none, is of other
-    weights, or is not there.
-    """
+    weights, or is not there."""
     tuned = read_current(folder)
-    rows = sorted(
-        tuned.rows if tuned else (), key=lambda row: (row.temperature > 0, row.batch_size)
-    )
-    return next((row.draft.depth for row in rows if row.draft != NONE), 0)
+    rows = [row for row in (tuned.rows if tuned else ()) if row.draft != NONE]
+    first = min(rows, key=lambda row: (row.temperature > 0, row.batch_size), default=None)
+    return 0 if first is None else first.draft.depth

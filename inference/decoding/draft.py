@@ -1,5 +1,4 @@
-"""One way to draft: a shape, its sizes and early stopping, as the tuner chooses it and decode.yaml
-keeps it."""
+"""One way to draft, as the tuner chooses it and decode.yaml keeps it."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from heads.api.tree import DraftShape
 from inference.decoding.config import DecodeConfig
 
 FAMILIES = ("none", "chain", "tree", "dynamic", "adaptive")
-"""Drafts whose steps have the same operations beside the model's: what the fixed time of a step is
-measured for."""
+"""Drafts whose steps have the same operations, and so the same fixed time."""
 
 
 class DraftSettings(TypedDict, total=False):
@@ -30,8 +28,7 @@ class DraftSettings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Draft:
-    """One way to draft: the settings of `DecodeConfig` that say so, under their names; 0 and ()
-    where they do not matter."""
+    """One way to draft, by `DecodeConfig`'s names; 0 and () where settings do not matter."""
 
     shape: str = "none"
     depth: int = 0
@@ -48,40 +45,28 @@ class Draft:
 
     @property
     def unstopped(self) -> Draft:
-        """The same draft without early stopping: what is drafted, and what can be verified at
-        most."""
+        """The same draft without early stopping: what is drafted and verified at most."""
         return replace(self, adaptive="none", adaptive_threshold=-1.0)
 
     @property
     def label(self) -> str:
         """For tables."""
-        if self.shape == "none":
-            return "none"
-        if self.shape == "chain":
-            stopped = (
-                f", {self.adaptive} {self.adaptive_threshold:g}" if self.adaptive != "none" else ""
-            )
-            return f"chain {self.depth}{stopped}"
-        return f"{self.shape} {self.size}, depth {self.depth}"
+        if self.adaptive != "none":
+            return f"chain {self.depth}, {self.adaptive} {self.adaptive_threshold:g}"
+        sized = f"{self.shape} {self.size}, depth {self.depth}"
+        return {"none": "none", "chain": f"chain {self.depth}"}.get(self.shape, sized)
 
     @property
     def size(self) -> int:
         """Nodes of a verification at most, the root included."""
-        return {"none": 1, "chain": self.depth + 1, "tree": len(self.choices) + 1}.get(
-            self.shape, self.nodes
-        )
+        sizes = {"none": 1, "chain": self.depth + 1, "tree": len(self.choices) + 1}
+        return sizes.get(self.shape, self.nodes)
 
     def on(self, decode: DecodeConfig) -> DecodeConfig:
         """`decode` with this draft in place of its own."""
-        bare = replace(
-            decode,
-            shape="none",
-            choices=(),
-            adaptive="none",
-            adaptive_lengths=(),
-            adaptive_costs=(),
-        )
-        return replace(bare, **{name: getattr(self, name) for name in self.plain()})
+        own = {name: getattr(self, name) for name in self.plain()}
+        bare = {"choices": (), "adaptive": "none", "adaptive_lengths": (), "adaptive_costs": ()}
+        return replace(decode, **{**bare, **own})
 
     def plain(self) -> DraftSettings:
         """As YAML and JSON hold it: the settings that matter for the shape."""
@@ -98,8 +83,7 @@ class Draft:
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Draft:
-        """Read back `plain`; raises `UserError` for settings that are none of a draft's, or that
-        `DecodeConfig` refuses."""
+        """Read back `plain`; raises `UserError` for unknown or refused settings."""
         known = [item.name for item in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown or "shape" not in values:
@@ -107,12 +91,9 @@ class Draft:
                 f"a draft has the settings {', '.join(known)}, shape among them; given: "
                 f"{dict(values)}."
             )
-        given = dict(values)
         try:
-            given["choices"] = tuple(
-                tuple(int(rank) for rank in path) for path in given.get("choices", ())
-            )
-            draft = cls(**given)
+            choices = tuple(tuple(map(int, path)) for path in values.get("choices", ()))
+            draft = cls(**{**values, "choices": choices})
             checked = draft.on(DecodeConfig())
         except (TypeError, ValueError, KeyError) as error:
             raise UserError(f"this is no draft: {dict(values)} ({error}).") from error

@@ -1,12 +1,10 @@
-"""The decoder for users: prompts in, answers out, with any drafter or none, in batches whose rows
-are refilled.
+"""The decoder for users: prompts in, answers out, with any drafter or none.
 
     engine = Engine.load("meta-llama/Llama-3.1-8B-Instruct", "outputs/demo/train/eagle3/best")
     for answer in engine.generate(["Why is the sky blue?", "Write a haiku."], max_new_tokens=64):
         print(answer.text, answer.tau)
 
-`run` is the layer below: token ids with seeds and limits of their own in, completions out as they
-finish.
+`run` is the layer below: requests of token ids in, completions out as they finish.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ import torch
 from heads.api.checkpoint import load_drafter, new_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
-from heads.api.features import FeatureSpec
 from heads.api.registry import get_kind, kind_names
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.batch import BatchRun, OnTokens
@@ -48,8 +46,7 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 """A user's message, token ids, or a conversation of {"role", "content"} messages."""
 SLOT_STEP = 64
-"""Capacities are rounded up to this many slots, so that runs of similar length share their
-buffers."""
+"""Capacities are rounded up to this many slots, so that similar runs share buffers."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +82,9 @@ class Engine:
     ) -> None:
         self.target, self.drafter, self.details = target, drafter, details
         self.decode = decode or DecodeConfig()
-        plain = drafter is None
-        self.tree: DraftShape = (
-            TokenTree.chain(0, target.device) if plain else self.decode.tree(target.device)
-        )
-        self.needs = FeatureSpec() if plain else drafter.needs
-        self.capacity = capacity
+        device, plain = target.device, drafter is None
+        tree: DraftShape = TokenTree.chain(0, device) if plain else self.decode.tree(device)
+        self.tree, self.capacity = tree, capacity
         self.clock = StepClock(target.device)
         self._lanes: Lanes | None = None
         self._run: BatchRun | None = None
@@ -108,11 +102,9 @@ class Engine:
         capacity: int | None = None,
         head_device: str | None = None,
     ) -> Engine:
-        """Load a target (Hub id, folder, or a config that says dtype and device) and a drafter for
-        it.
+        """Load a target (Hub id, folder, or config) and a drafter for it.
 
-        decode: None takes the draft in the checkpoint's decode.yaml, where `headstart tune` wrote
-        one for this target and device.
+        decode: None takes that of decode.yaml, if `headstart tune` wrote one for this device.
 
         head: a checkpoint folder, a kind without weights ("ngram"), or None for plain decoding.
         head_device: where the drafter lives if not beside the target; `engine.drafter.transfer`
@@ -125,20 +117,16 @@ class Engine:
         drafter = None if head is None else _load_head(head, model, head_device)
         if decode is None and drafter is not None:
             decode = _tuned(head, model)
-        return cls(
-            model,
-            None if decode is not None and decode.shape == "none" else drafter,
-            decode,
-            capacity=capacity,
-        )
+        if decode is not None and decode.shape == "none":
+            drafter = None
+        return cls(model, drafter, decode, capacity=capacity)
 
     # Text in, text out
 
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None, **changes: Any
     ) -> list[Generation]:
-        """Answer all prompts, in their order. seeds: one per prompt (default: decode.seed and the
-        prompt's place).
+        """Answer all prompts, in their order. seeds: one per prompt (default: decode.seed on).
 
         changes: decode settings for this call, such as temperature=0.7 or max_new_tokens=64.
         """
@@ -148,8 +136,7 @@ class Engine:
         return [engine._answer(done[request.index]) for request in requests]
 
     def stream(self, prompt: Prompt, seed: int | None = None, **changes: Any) -> Iterator[str]:
-        """Answer one prompt piece by piece; leaving the loop early stops decoding. changes: see
-        `generate`."""
+        """Answer a prompt piece by piece; leaving the loop stops. changes: see `generate`."""
         engine = self.with_settings(**changes)
         requests = engine._requests([prompt], None if seed is None else [seed])
         new: list[int] = []
@@ -168,37 +155,29 @@ class Engine:
             yield rest
 
     def with_settings(self, **changes: Any) -> Engine:
-        """This engine under other decode settings: itself if nothing changes, else one with the
-        same weights and new buffers."""
+        """This engine under other decode settings; buffers are new where they must be."""
         decode = replace(self.decode, **changes) if changes else self.decode
         if decode == self.decode:
             return self
-        if (
-            replace(decode, max_new_tokens=self.decode.max_new_tokens, seed=self.decode.seed)
-            == self.decode
-        ):
-            other = object.__new__(Engine)  # limits and seeds belong to requests: the buffers stay
-            other.__dict__.update(self.__dict__)
+        now = self.decode
+        if replace(decode, max_new_tokens=now.max_new_tokens, seed=now.seed) == now:
+            other = copy(self)  # limits and seeds belong to requests: the buffers stay
             other.decode = decode
             return other
-        return Engine(
-            self.target, self.drafter, decode, capacity=self.capacity, details=self.details
-        )
+        kept = {"capacity": self.capacity, "details": self.details}
+        return Engine(self.target, self.drafter, decode, **kept)  # type: ignore[arg-type]
 
     def _requests(self, prompts: Sequence[Prompt], seeds: Sequence[int] | None) -> list[Request]:
         if seeds is not None and len(seeds) != len(prompts):
             raise UserError(f"{len(prompts)} prompts need as many seeds; given: {len(seeds)}.")
-        requests = []
-        for index, prompt in enumerate(prompts):
-            seed = self.decode.seed + index if seeds is None else seeds[index]
-            requests.append(Request(index, self._tokens(prompt), seed, self.decode.max_new_tokens))
-        return requests
+        base, limit = self.decode.seed, self.decode.max_new_tokens
+        given = range(base, base + len(prompts)) if seeds is None else seeds
+        numbered = enumerate(zip(prompts, given, strict=True))
+        return [Request(i, self._tokens(prompt), seed, limit) for i, (prompt, seed) in numbered]
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tuple(
-                render_prompt(self.target.tokenizer, [{"role": "user", "content": prompt}])
-            )
+            prompt = [{"role": "user", "content": prompt}]
         if prompt and isinstance(prompt[0], Mapping):
             return tuple(render_prompt(self.target.tokenizer, prompt))  # type: ignore[arg-type]
         return tuple(int(token) for token in prompt)  # type: ignore[arg-type]
@@ -206,9 +185,8 @@ class Engine:
     def _answer(self, completion: Completion) -> Generation:
         ends = self.target.eos_token_ids
         tokens = [token for token in completion.tokens if token not in ends]
-        return Generation(
-            self.target.tokenizer.decode(tokens, skip_special_tokens=True), completion
-        )
+        text = self.target.tokenizer.decode(tokens, skip_special_tokens=True)
+        return Generation(text, completion)
 
     # Token ids in, completions out
 
@@ -220,8 +198,8 @@ class Engine:
         *,
         yield_steps: bool = False,
     ) -> Generator[Completion, None, None]:
-        """Decode all requests, yielding completions as they finish. Raises `UserError` for a
-        request that cannot fit.
+        """Decode all requests, yielding completions as they end; raises `UserError` if one cannot
+        fit.
 
         on_tokens(request, tokens, record): called with every batch of newly committed tokens and
         the record of their pass (None for the first token, which prefill gives). yield_steps: yield
@@ -230,13 +208,8 @@ class Engine:
         waiting = list(requests)
         if not waiting:
             return
-        run = BatchRun(
-            self._lanes_for(waiting),
-            waiting,
-            on_tokens,
-            self.decode.steps_behind(self.target.device),
-        )
-        self._run = run
+        lanes, lag = self._lanes_for(waiting), self.decode.steps_behind(self.target.device)
+        self._run = run = BatchRun(lanes, waiting, on_tokens, lag)
         try:
             with self.decoding():
                 while run.unfinished:
@@ -285,40 +258,30 @@ class Engine:
         lanes = self._lanes
         if lanes is None or lanes.count != rows or lanes.capacity < capacity:
             self._lanes = None  # the old buffers go before the new ones come
-            widest = min(
-                self.decode.prefill_chunk, max(len(request.tokens) for request in requests)
-            )
-            self.require_memory(rows, capacity, widest)
-            self._lanes = lanes = Lanes(
-                self.target,
-                self.drafter,
-                self.decode,
-                self.tree,
-                rows,
-                capacity,
-                self.clock,
-                details=self.details,
-            )
+            longest = max(len(request.tokens) for request in requests)
+            self.require_memory(rows, capacity, min(self.decode.prefill_chunk, longest))
+            self._lanes = lanes = self.new_lanes(rows, capacity, details=self.details)
         return lanes
+
+    def new_lanes(self, rows: int, capacity: int, **more: Any) -> Lanes:
+        """Buffers of `rows` x `capacity`; more: as `Lanes` takes it."""
+        parts = self.target, self.drafter, self.decode, self.tree
+        return Lanes(*parts, rows, capacity, self.clock, **more)
 
     def require_memory(self, rows: int, capacity: int, widest: int) -> None:
         """Refuse a batch that will not fit, before anything is allocated."""
         free = free_bytes(self.target.device)
         if free is None:
             return
-        like, info = self.target.weights.embedding, self.target.info
+        target, nodes = self.target, self.tree.num_nodes
+        like, info, dtype = target.weights.embedding, target.info, target.dtype
         state = drafter_state_bytes(self.drafter, self.tree, rows, capacity, info, like)
-        kernel = (
-            choose(TREE_ATTENTION, self.target.device, self.target.dtype).implementation == "triton"
-        )
-        plan = plan_memory(
-            info, self.target.dtype, rows, capacity, self.tree.num_nodes, state, widest, kernel
-        )
-        plan.require(free, self.target.device)
+        kernel = choose(TREE_ATTENTION, target.device, dtype).implementation == "triton"
+        plan = plan_memory(info, dtype, rows, capacity, nodes, state, widest, kernel)
+        plan.require(free, target.device)
 
     def _capacity(self, requests: list[Request]) -> int:
-        """Slots a row needs: prompt, answer and one draft. Refuses requests that the target or a
-        fixed capacity cannot hold."""
+        """Slots a row needs: prompt, answer and a draft. Refuses requests that cannot be held."""
         most, limit = 0, self.target.info.max_position_embeddings
         for request in requests:
             if request.sampling is not None:
@@ -348,11 +311,9 @@ class Engine:
         return self.capacity or -(-needed // SLOT_STEP) * SLOT_STEP
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of the target's weights, the drafter's own weights, and the target's and drafter's
-        caches of the last run.
+        """Bytes of the target's weights, the drafter's own ones, and the last run's caches.
 
-        What a drafter keeps beside its checkpoint (quantised copies of the target's weights)
-        counts; what it shares does not.
+        Copies that a drafter makes of the target's weights count; what it shares does not.
         """
         drafter = 0
         if isinstance(self.drafter, TrainableDrafter):
@@ -364,8 +325,7 @@ class Engine:
 
 
 def _tuned(head: str | Path | None, target: TargetModel) -> DecodeConfig | None:
-    """How to decode one sequence greedily with the checkpoint `head`, by its decode.yaml; None
-    where that says nothing."""
+    """How to decode greedily with the checkpoint `head` by its decode.yaml, if that says."""
 
     told = advice(Path(str(head)), target.info.revision, device_facts(target.device), 1, 0.0)
     if told is None:
@@ -375,8 +335,7 @@ def _tuned(head: str | Path | None, target: TargetModel) -> DecodeConfig | None:
 
 
 def _load_head(head: str | Path, target: TargetModel, device: str | None) -> Any:
-    """A drafter from a checkpoint folder, or a kind without weights by name; on a device of its own
-    if one is given."""
+    """A drafter from a checkpoint folder, or a kind without weights; on `device` if given."""
     weights = target.weights if device is None else weights_on(target, pick_device(device))
     if Path(head).is_dir():
         drafter = load_drafter(Path(head), target.info, weights)

@@ -1,5 +1,4 @@
-"""What one verification drafted, and how likely target and drafter held it: for records that later
-trainings learn from.
+"""What a verification drafted and how likely it was, for records to learn from.
 
 Computed on the device in fixed shapes, beside what the step commits, and brought over with it.
 Probabilities are those of the models' own distributions (temperature 1, no filters; the target's
@@ -68,15 +67,12 @@ def pass_details(proposal: Proposal, logits: Tensor, verdict: Verdict, accepted:
 
 
 def _path(proposal: Proposal, verdict: Verdict) -> Tensor:
-    """The nodes [B, D+1] of the drafted path, root first: of a tree the kept path and the first
-    child of its last node."""
+    """Nodes [B, D+1] of the drafted path: of a tree the kept one and its first child."""
     tree = proposal.tree
-    if tree.is_chain:
-        return torch.arange(tree.num_nodes, device=proposal.tokens.device).expand(
-            proposal.tokens.shape[0], -1
-        )
-    last = verdict.path.gather(1, verdict.accepted[:, None])
     node = torch.arange(tree.num_nodes, device=proposal.tokens.device)
+    if tree.is_chain:
+        return node.expand(proposal.tokens.shape[0], -1)
+    last = verdict.path.gather(1, verdict.accepted[:, None])
     child = (tree.parents == last) & (node > 0)
     first = child.to(torch.int64).argmax(1, keepdim=True)  # node 0 where there is none
     place = torch.arange(verdict.path.shape[1], device=node.device)

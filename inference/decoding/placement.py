@@ -8,8 +8,7 @@ it from the keys, so drafts agree with the target's picks just as on one device.
     weights = weights_on(target, torch.device("cuda:1"))
     drafter = PlacedDrafter(load_drafter(folder, target.info, weights), "cuda:1", target.device)
 
-Copies between devices wait for both when one is the CPU, so such steps are not captured as graphs
-(`capturable`).
+Copies between devices may wait for both, so such steps are not captured (`capturable`).
 
 Legend: B rows, N nodes, T positions, n taps, H hidden, V vocabulary.
 """
@@ -19,7 +18,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,8 +36,7 @@ from inference.target.model import TargetModel
 
 @dataclass
 class Transfer:
-    """What crossed between target and drafter: tensors and bytes each way, and the seconds that
-    copying took."""
+    """What crossed between target and drafter: tensors, bytes, and seconds of copying."""
 
     moves_in: int = 0
     bytes_in: int = 0
@@ -87,16 +85,15 @@ class PlacedDrafter:
         self._proposed = proposal.tree
         assert self._tree is not None
         given, placed = self._tree
-        tree = given if proposal.tree is placed else self._tree_back(proposal.tree)
-        assert isinstance(tree, TokenTree)
-        return Proposal(
-            self._back(proposal.tokens),
-            tree,
-            None if proposal.logits is None else self._back(proposal.logits),
-            None if proposal.token_ids is None else self._back(proposal.token_ids),
-            None if proposal.confidence is None else self._back(proposal.confidence),
-            None if proposal.limit is None else self._back(proposal.limit),
-        )
+        tree = proposal.tree
+        if tree is placed:
+            assert isinstance(given, TokenTree)
+            tree = given
+        else:
+            parents, depth = self._back(tree.parents), self._back(tree.depth)
+            tree = replace(tree, parents=parents, depth=depth, ancestors=self._back(tree.ancestors))
+        parts = {name: part for name, part in vars(proposal).items() if isinstance(part, Tensor)}
+        return replace(proposal, tree=tree, **{k: self._back(part) for k, part in parts.items()})
 
     def commit(self, state: Any, accepted: TargetStates) -> Any:
         return self.drafter.commit(state, self._states(accepted))
@@ -108,26 +105,17 @@ class PlacedDrafter:
     # Crossing over
 
     def _states(self, seen: TargetStates) -> TargetStates:
-        """The states on the drafter's device: the four small tensors in one copy, features only if
-        the drafter reads them."""
-        small = torch.stack(
-            [seen.tokens, seen.next_tokens, seen.positions, seen.valid.to(torch.int64)]
-        )
-        tokens, following, positions, valid = self._over(small).unbind(0)
-        wants_hidden = self.needs.last_hidden or self.needs.logits
-        return TargetStates(
-            tokens,
-            following,
-            positions,
-            valid.bool(),
-            self._over(seen.taps) if self.needs.taps and seen.taps is not None else None,
-            self._over(seen.last_hidden) if wants_hidden and seen.last_hidden is not None else None,
-            None if seen.verified is None else self._verification(seen.verified),
-        )
+        """The states on the drafter's device: small tensors in one copy, only features it reads."""
+        small = [seen.tokens, seen.next_tokens, seen.positions, seen.valid.to(torch.int64)]
+        tokens, following, positions, valid = self._over(torch.stack(small)).unbind(0)
+        taps = seen.taps if self.needs.taps else None
+        hidden = seen.last_hidden if self.needs.last_hidden or self.needs.logits else None
+        taps, hidden = (None if part is None else self._over(part) for part in (taps, hidden))
+        verified = None if seen.verified is None else self._verification(seen.verified)
+        return TargetStates(tokens, following, positions, valid.bool(), taps, hidden, verified)
 
     def _verification(self, verified: Verified) -> Verified:
-        """A verification on the drafter's device; its tree is the drafter's own and stayed
-        there."""
+        """A verification on the drafter's device; its tree is the drafter's and stayed there."""
         assert self._proposed is not None
         tokens, picks = self._over(torch.stack([verified.tokens, verified.picks])).unbind(0)
         return Verified(tokens, picks, self._proposed, self._over(verified.path))
@@ -139,8 +127,7 @@ class PlacedDrafter:
         return self._tree[1]
 
     def _keyed(self, noise: Noise) -> Any:
-        """The same noise on the drafter's device. Copied are the keys that drafting reads, when
-        they changed."""
+        """The same noise on the drafter's device. Only keys that changed are copied."""
         if self._noise is None or self._noise[0] is not noise:
             self._noise = noise, copy.copy(noise), {}
         _, placed, known = self._noise
@@ -154,15 +141,6 @@ class PlacedDrafter:
                     setattr(placed, name, self._over(value))
                     known[name] = value, value._version
         return placed
-
-    def _tree_back(self, tree: TokenTree) -> TokenTree:
-        return TokenTree(
-            self._back(tree.parents),
-            self._back(tree.depth),
-            self._back(tree.ancestors),
-            tree.max_depth,
-            tree.is_chain,
-        )
 
     def _over(self, value: Tensor) -> Tensor:
         self.transfer.moves_in += 1

@@ -1,5 +1,4 @@
-"""What goes into the decoder and what comes out: requests, completions, and one record per verify
-pass."""
+"""What goes into the decoder and comes out: requests, completions, a record per pass."""
 
 from __future__ import annotations
 
@@ -11,11 +10,9 @@ from inference.decoding.sampling.distribution import SamplingSettings
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to continue. `tokens` are the prompt's ids; `seed` keys its sampling noise
-    (64-bit, non-negative).
+    """One sequence to continue: the prompt's ids; `seed` keys its noise (63 bits).
 
-    sampling: settings of its own, in a session that takes them (`inference.decoding.session`);
-    None: the engine's.
+    sampling: settings of its own, in a session; None: the engine's.
     """
 
     index: int

@@ -2,8 +2,8 @@
 anything else that never ends.
 
     with Session(engine, capacity=2048, on_tokens=show) as session:
-        session.add(Request(0, tokens, seed=1, max_new_tokens=64,
-        sampling=SamplingSettings(temperature=0.7))) while session.unfinished:
+        session.add(Request(0, tokens, seed=1, max_new_tokens=64, sampling=settings))
+        while session.unfinished:
             for completion in session.step():
                 ...
 
@@ -23,7 +23,6 @@ import torch
 from heads.api.drafter import forget
 from heads.api.errors import UserError
 from inference.decoding.batch import BatchRun, OnTokens
-from inference.decoding.buffers import Lanes
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
 
@@ -58,17 +57,7 @@ class Session:
         self._stack = ExitStack()
         slots = capacity + engine.tree.num_nodes + 1
         engine.require_memory(decode.batch_size, slots, min(decode.prefill_chunk, capacity))
-        self.lanes = Lanes(
-            engine.target,
-            engine.drafter,
-            decode,
-            engine.tree,
-            decode.batch_size,
-            slots,
-            engine.clock,
-            own_settings=True,
-            details=details,
-        )
+        self.lanes = engine.new_lanes(decode.batch_size, slots, own_settings=True, details=details)
         lag = decode.steps_behind(engine.target.device)
         self._run = BatchRun(self.lanes, [], on_tokens, lag, narrow=True)
 
@@ -88,17 +77,11 @@ class Session:
         self._stack.close()
 
     def _allocate(self) -> None:
-        """Read a token into every row, so that every buffer has its full size before the first
-        request."""
+        """Read a token into every row: buffers have full size before the first request."""
         rows, device = self.lanes.count, self.engine.target.device
         ones = torch.ones(rows, dtype=torch.int64, device=device)
-        self.lanes.prefill(
-            torch.arange(rows, device=device),
-            torch.zeros_like(ones)[:, None],
-            ones,
-            ones,
-            torch.zeros_like(ones),
-        )
+        zeros, index = torch.zeros_like(ones), torch.arange(rows, device=device)
+        self.lanes.prefill(index, zeros[:, None], ones, ones, zeros)
         self.lanes.stop()
         forget(self.engine.drafter)
 
@@ -121,10 +104,8 @@ class Session:
 
     def check(self, request: Request) -> None:
         """Raise `UserError` for a request that cannot be decoded here."""
-        vocab, total = (
-            self.engine.target.info.vocab_size,
-            len(request.tokens) + request.max_new_tokens,
-        )
+        vocab = self.engine.target.info.vocab_size
+        total = len(request.tokens) + request.max_new_tokens
         if not request.tokens or request.max_new_tokens < 1:
             raise UserError("a prompt needs at least one token, and so does an answer.")
         if min(request.tokens) < 0 or max(request.tokens) >= vocab:
@@ -145,8 +126,7 @@ class Session:
         self._run.cancel(index)
 
     def step(self) -> list[Completion]:
-        """Drop what was cancelled, or read waiting prompts, or verify once; returns the completions
-        that ended."""
+        """Drop what was cancelled, or read prompts, or verify; returns what ended."""
         run = self._run
         if not run.unfinished:
             run.cancelled.clear()

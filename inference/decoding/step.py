@@ -1,5 +1,4 @@
-"""One step of speculative decoding: propose, verify, accept, commit. Knows tokens and trees, and no
-kind of drafter.
+"""One step of speculative decoding: propose, verify, accept, commit. Knows no kinds.
 
 Plain decoding is the same step with a tree of one node. All tensors have fixed shapes, what lives
 from step to step is updated in place, and nothing here asks the device for a value: so a step can
@@ -11,8 +10,8 @@ Legend: B rows, N nodes, D the tree's deepest level, S slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,31 +49,19 @@ class Rows:
     @classmethod
     def empty(cls, rows: int, device: torch.device, history_slots: int = 0) -> Rows:
         """Inactive rows. history_slots: S, or 0 for rows without a history."""
-
-        def zeros(*more: int) -> Tensor:
-            return torch.zeros(rows, *more, dtype=torch.int64, device=device)
-
-        active = torch.zeros(rows, dtype=torch.bool, device=device)
-        return cls(
-            zeros(),
-            zeros(),
-            zeros(),
-            active,
-            zeros(),
-            zeros(history_slots) if history_slots else None,
-        )
+        zeros = torch.zeros(rows, dtype=torch.int64, device=device)
+        lengths, root, budget, seeds = (zeros.clone() for _ in range(4))
+        history = lengths.new_zeros(rows, history_slots) if history_slots else None
+        return cls(lengths, root, budget, lengths > 0, seeds, history)
 
     def first(self, count: int) -> Rows:
         """The first `count` rows, as views."""
-        history = None if self.history is None else self.history[:count]
-        own = self.lengths, self.root, self.budget, self.active, self.seeds
-        lengths, root, budget, active, seeds = (part[:count] for part in own)
-        return Rows(lengths, root, budget, active, seeds, history)
+        kept = {k: part[:count] for k, part in vars(self).items() if part is not None}
+        return Rows(**kept)
 
     def move(self, source: int, target: int) -> None:
         """Copy a row over another one and deactivate the first."""
-        for item in fields(self):
-            part = getattr(self, item.name)
+        for part in vars(self).values():
             if part is not None:
                 part[target] = part[source]
         self.active[source] = False
@@ -85,9 +72,8 @@ class Rows:
         if self.history is not None:
             place = torch.arange(1, result.tokens.shape[1] + 1, device=advance.device)
             slots = (self.lengths[:, None] + place).clamp(max=self.history.shape[1] - 1)
-            self.history.scatter_(
-                1, slots, result.tokens
-            )  # what was not committed is overwritten before it is read
+            # what was not committed is overwritten before it is read
+            self.history.scatter_(1, slots, result.tokens)
         last = (advance - 1).clamp(min=0)[:, None]
         self.root.copy_(torch.where(self.active, result.tokens.gather(1, last)[:, 0], self.root))
         self.lengths.add_(advance)
@@ -115,8 +101,7 @@ class StepResult:
     details: Tensor | None = None
 
     def packed(self) -> Tensor:
-        """Everything in one int64 tensor [B, D+6], so that one copy brings it to the host; details,
-        where there are any, behind."""
+        """Everything in one int64 tensor [B, D+6] for one copy to the host, details behind."""
         flags = [self.rejected.to(torch.int64), self.ended.to(torch.int64)]
         counts = [self.committed, self.accepted, *flags, self.live]
         behind = [] if self.details is None else [self.details]
@@ -135,9 +120,7 @@ class Decoder:
     processors: Processors
     needs: FeatureSpec
     clock: StepClock
-    eos: Tensor = field(
-        default_factory=lambda: torch.empty(0, dtype=torch.int64)
-    )  # [E] end-of-text token ids
+    eos: Tensor  # [E] int64: end-of-text token ids
     limits: Limits | None = None  # adaptive length
     details: bool = False  # passes say what was drafted
 
@@ -150,8 +133,7 @@ class Decoder:
         exact: bool = True,
         length: int | None = None,
     ) -> tuple[StepResult, Any]:
-        """Advance every row by one verification; returns what was committed and the drafter's
-        state.
+        """Advance every row by one verification -> what was committed, the drafter's state.
 
         longest: the largest of `rows.lengths`, or, if not `exact`, an upper bound of it; None: only
         the device knows. length: drafted tokens of this step's chain, where it is not the whole
@@ -166,7 +148,10 @@ class Decoder:
         )
         self.clock.mark("verify")
         if self.processors.active:
-            logits = self.processors(logits, self._prefix(rows, proposal))
+            prefix = None
+            if rows.history is not None:
+                prefix = Prefix(rows.history, rows.lengths, proposal.tokens, proposal.tree)
+            logits = self.processors(logits, prefix)
         verdict = self.rule.judge(proposal, logits, positions, self.noise)
         result = self._cut(verdict, rows, proposal)
         if self.limits is not None:
@@ -193,13 +178,7 @@ class Decoder:
             return Proposal(rows.root[:, None], self.tree)
         if length is not None and self.limits is not None:
             return self.limits.propose(self.drafter, state, self.noise, length, rows.root)
-        proposal: Proposal = self.drafter.propose(state, self.noise)
-        return proposal
-
-    def _prefix(self, rows: Rows, proposal: Proposal) -> Prefix | None:
-        if rows.history is None:
-            return None
-        return Prefix(rows.history, rows.lengths, proposal.tokens, proposal.tree)
+        return cast(Proposal, self.drafter.propose(state, self.noise))
 
     def _cut(self, verdict: Verdict, rows: Rows, proposal: Proposal) -> StepResult:
         """Cut what the rule kept at end of text and at the row's budget."""
@@ -211,36 +190,21 @@ class Decoder:
         committed = torch.where(rows.active, committed, 0)
         cut = committed < full
         ended = (committed == first_end) | (committed == rows.budget)
-        return StepResult(
-            tokens,
-            committed,
-            torch.where(cut, committed, committed - 1).clamp(min=0),
-            verdict.refused & ~cut & rows.active,
-            ended & rows.active,
-            torch.full_like(full, proposal.tree.max_depth)
-            if proposal.limit is None
-            else proposal.limit,
-        )
+        accepted = torch.where(cut, committed, committed - 1).clamp(min=0)
+        rejected, live = verdict.refused & ~cut & rows.active, proposal.limit
+        live = torch.full_like(full, proposal.tree.max_depth) if live is None else live
+        return StepResult(tokens, committed, accepted, rejected, ended & rows.active, live)
 
     def _seen(
         self, proposal: Proposal, result: StepResult, path: Tensor, rows: Rows, seen: Seen
     ) -> TargetStates:
-        """What the drafter is told: the accepted run with the target's true states. Inactive rows
-        repeat their root."""
+        """What the drafter is told: the accepted run with true states; inactive rows, the root."""
         place = torch.arange(path.shape[1], device=path.device)
         valid = place < result.committed.clamp(min=1)[:, None]
+        tokens, taps, hidden = proposal.tokens, seen.taps, seen.last_hidden
+        if not proposal.tree.is_chain:
+            row = torch.arange(path.shape[0], device=path.device)[:, None]
+            tokens, hidden = tokens.gather(1, path), hidden[row, path]
+            taps = None if taps is None else taps[row, path]
         positions = rows.lengths[:, None] + place
-        if proposal.tree.is_chain:
-            return TargetStates(
-                proposal.tokens, result.tokens, positions, valid, seen.taps, seen.last_hidden
-            )
-        row = torch.arange(path.shape[0], device=path.device)[:, None]
-        taps = None if seen.taps is None else seen.taps[row, path]
-        return TargetStates(
-            proposal.tokens.gather(1, path),
-            result.tokens,
-            positions,
-            valid,
-            taps,
-            seen.last_hidden[row, path],
-        )
+        return TargetStates(tokens, result.tokens, positions, valid, taps, hidden)

@@ -1,2 +1,1 @@
-"""Fast paths of single operations, each with a plain-torch meaning beside it and a test that they
-are equal."""
+"""Fast paths of single operations, each tested against its plain-torch meaning."""

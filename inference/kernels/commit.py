@@ -25,8 +25,7 @@ MAX_TILE_COLUMNS = 64
 
 
 def accept_walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
-    """Follow the target's picks from the root; equals `inference.decoding.rules.accept.walk`,
-    siblings with the same token included.
+    """Follow the target's picks from the root; equals `inference.decoding.rules.accept.walk`.
 
     tokens, picks [B, N] int64: drafted tokens; the target's choice at each node.
     """
@@ -36,15 +35,8 @@ def accept_walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
     accepted = torch.empty(rows, dtype=torch.int64, device=tokens.device)
     has_children = torch.empty(rows, dtype=torch.bool, device=tokens.device)
     _walk_kernel[(rows,)](
-        tokens,
-        picks,
-        parents,
-        path,
-        accepted,
-        has_children,
-        nodes,
-        tree.max_depth,
-        nodes if parents.shape[0] > 1 else 0,
+        *(tokens, picks, parents, path, accepted, has_children),
+        *(nodes, tree.max_depth, nodes if parents.shape[0] > 1 else 0),
         CHAIN=tree.is_chain,
         NODES=triton.next_power_of_2(nodes),
         PLACES=triton.next_power_of_2(tree.max_depth + 1),
@@ -56,8 +48,7 @@ def accept_walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
 def compact(
     keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor | None = None
 ) -> None:
-    """See `reference.commit.compact`. Rows of keys and values must be contiguous (last stride
-    1)."""
+    """See `reference.commit.compact`. Keys and values must be contiguous (last stride 1)."""
     assert keys.stride(-1) == 1 and values.stride(-1) == 1, "each key and value must be contiguous"
     layers, rows, heads, _, key_size = keys.shape
     value_size, places = values.shape[-1], path.shape[1]
@@ -65,17 +56,9 @@ def compact(
     key_tiles = triton.cdiv(key_size, columns)
     path = path.contiguous()
     _compact_kernel[(layers * rows * heads, key_tiles + triton.cdiv(value_size, columns))](
-        keys,
-        values,
-        lengths.contiguous(),
-        path,
+        *(keys, values, lengths.contiguous(), path),
         path if accepted is None else accepted.contiguous(),
-        rows,
-        heads,
-        places,
-        key_size,
-        value_size,
-        key_tiles,
+        *(rows, heads, places, key_size, value_size, key_tiles),
         *keys.stride()[:4],
         *values.stride()[:4],
         ALL_MOVE=accepted is None,
@@ -90,23 +73,14 @@ def _warps(threads: int) -> int:
     return min(8, triton.next_power_of_2(max(1, threads // 32)))
 
 
+# fmt: off
 @triton.jit
 def _walk_kernel(  # type: ignore[no-untyped-def]
-    tokens,
-    picks,
-    parents,
-    path,
-    accepted,
-    has_children,
-    nodes,
-    depth,
-    parents_stride,
-    CHAIN: tl.constexpr,  # noqa: N803
-    NODES: tl.constexpr,  # noqa: N803
-    PLACES: tl.constexpr,  # noqa: N803
+    tokens, picks, parents, path, accepted, has_children, nodes, depth, parents_stride,
+    CHAIN: tl.constexpr, NODES: tl.constexpr, PLACES: tl.constexpr,  # noqa: N803
 ):
-    """One program per row. Every node climbs to the root at once and is reached if each token on
-    the way was picked."""
+    # fmt: on
+    """One program per row. All nodes climb to the root at once, checking picks."""
     row = tl.program_id(0)
     tokens += row * nodes
     picks += row * nodes
@@ -144,39 +118,18 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     tl.store(path + row * (depth + 1) + place, found, mask=place <= depth)
 
 
+# fmt: off
 @triton.jit
 def _compact_kernel(  # type: ignore[no-untyped-def]
-    keys,
-    values,
-    lengths,
-    path,
-    accepted,
-    rows,
-    heads,
-    places,
-    key_size,
-    value_size,
-    key_tiles,
-    key_layer,
-    key_row,
-    key_head,
-    key_slot,
-    value_layer,
-    value_row,
-    value_head,
-    value_slot,
-    ALL_MOVE: tl.constexpr,  # noqa: N803
-    PLACES: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
+    keys, values, lengths, path, accepted, rows, heads, places, key_size, value_size, key_tiles,
+    key_layer, key_row, key_head, key_slot, value_layer, value_row, value_head, value_slot,
+    ALL_MOVE: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """One program per layer, row, head and tile of columns; the tiles of the values follow those of
-    the keys."""
+    # fmt: on
+    """One program per layer, row, head and tile of columns, keys' tiles first."""
     number, tile = tl.program_id(0), tl.program_id(1)
-    head, row, layer = (
-        number % heads,
-        (number // heads) % rows,
-        (number // heads // rows).to(tl.int64),
-    )
+    head, row = (number % heads).to(tl.int64), (number // heads) % rows
+    layer, far = (number // heads // rows).to(tl.int64), row.to(tl.int64)
     place = tl.arange(0, PLACES)
     # the root stays where it is
     moves = (place > 0) & (place < places)
@@ -186,38 +139,21 @@ def _compact_kernel(  # type: ignore[no-untyped-def]
     length = tl.load(lengths + row)
     source, target = length + node, length + place
     if tile < key_tiles:
-        start = keys + layer * key_layer + row.to(tl.int64) * key_row + head.to(tl.int64) * key_head
+        start = keys + layer * key_layer + far * key_row + head * key_head
         _move(start, key_slot, source, target, moves, tile * COLUMNS, key_size, COLUMNS)
     else:
-        start = (
-            values
-            + layer * value_layer
-            + row.to(tl.int64) * value_row
-            + head.to(tl.int64) * value_head
-        )
-        _move(
-            start,
-            value_slot,
-            source,
-            target,
-            moves,
-            (tile - key_tiles) * COLUMNS,
-            value_size,
-            COLUMNS,
-        )
+        start = values + layer * value_layer + far * value_row + head * value_head
+        first = (tile - key_tiles) * COLUMNS
+        _move(start, value_slot, source, target, moves, first, value_size, COLUMNS)
 
 
+# fmt: off
 @triton.jit
 def _move(  # type: ignore[no-untyped-def]
-    start,
-    slot_stride,
-    source,
-    target,
-    moves,
-    first,
-    size,
+    start, slot_stride, source, target, moves, first, size,
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
+    # fmt: on
     """Copy slots `source` to slots `target` in columns first .. first + COLUMNS. All is loaded
     before anything is stored: the barrier keeps one warp from storing into a slot that another has
     still to load."""

@@ -1,8 +1,6 @@
-"""Which implementation of a kernel runs, and why: Triton's on a GPU, the plain-torch reference
-elsewhere.
+"""Which implementation of a kernel runs: Triton's on a GPU, the plain-torch reference elsewhere.
 
-An operation is declared once, beside its meaning, in a module of this package whose name begins
-with `reference`:
+An operation is declared once, beside its meaning, in `inference.kernels.reference`:
 
     COMPACT = Op("compact", compact, "inference.kernels.commit:compact")
 
@@ -20,7 +18,7 @@ import importlib.util
 import os
 import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -51,8 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Op:
-    """An operation with two implementations of one signature. Creating it registers it under
-    `name`.
+    """An operation with two implementations of one signature, registered under `name`.
 
     reference: plain torch, the meaning. kernel: "module:function", imported when it first runs.
     dtypes: those of the first argument that the kernel takes; empty: any. by_default: whether the
@@ -85,11 +82,9 @@ class Op:
 
 
 def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None) -> Choice:
-    """Which implementation of `op` runs on `device` for a first argument of `dtype` (None: one that
-    the kernel takes).
+    """Which implementation of `op` runs on `device` for a first argument of `dtype` (or any).
 
-    Raises `UserError` for an unknown HEADSTART_KERNELS, and where triton is demanded but cannot
-    run.
+    Raises `UserError` for an unknown HEADSTART_KERNELS, or one that cannot run.
     """
     mode = os.environ.get(VARIABLE, "auto")
     if mode not in MODES:
@@ -101,15 +96,13 @@ def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None)
     if dtype is not None and op.dtypes and dtype not in op.dtypes:
         # also when triton is demanded: a float64 audit of a model is right to be computed in
         # float64
-        return Choice(
-            "reference", f"{str(dtype).removeprefix('torch.')}: the kernel does not compute in it"
-        )
+        name = str(dtype).removeprefix("torch.")
+        return Choice("reference", f"{name}: the kernel does not compute in it")
     device = torch.device(device)
     obstacle = _obstacle(device.type, device.index, mode == "triton" and interpreted())
     if obstacle is None:
-        place = (
-            "CUDA device" if device.type == "cuda" else f"{device.type.upper()} under {INTERPRET}=1"
-        )
+        on_cuda = device.type == "cuda"
+        place = "CUDA device" if on_cuda else f"{device.type.upper()} under {INTERPRET}=1"
         return Choice("triton", f"{place} with triton {triton_version()}")
     if mode == "triton":
         raise UserError(
@@ -120,13 +113,8 @@ def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None)
 
 
 def report(device: torch.device | str) -> list[dict[str, str]]:
-    """A row per operation, in order of their names: op, implementation and why, for tensors on
-    `device`."""
-    rows = []
-    for op in all_ops():
-        choice = choose(op, device)
-        rows.append({"op": op.name, "implementation": choice.implementation, "why": choice.why})
-    return rows
+    """For every operation by name: op, implementation and why, for tensors on `device`."""
+    return [{"op": op.name, **asdict(choose(op, device))} for op in all_ops()]
 
 
 def all_ops() -> Iterator[Op]:
@@ -157,9 +145,7 @@ def triton_version() -> str | None:
 
 @cache
 def _obstacle(kind: str, index: int | None, interpret: bool) -> str | None:
-    """Why Triton kernels do not run on a device of type `kind`, or None. Cached: it is asked once
-    per layer and step.
-    """
+    """Why Triton kernels do not run on such a device, or None; asked per layer and step."""
     if triton_version() is None:
         return "no triton installed"
     if kind == "cuda":
@@ -170,9 +156,6 @@ def _obstacle(kind: str, index: int | None, interpret: bool) -> str | None:
                 return f"compute capability {found}; Triton needs {needed}"
         return None
     if kind == "cpu":
-        return (
-            None
-            if interpret
-            else f"CPU: the reference runs ({INTERPRET}=1 runs kernels here for tests)"
-        )
+        why = f"CPU: the reference runs ({INTERPRET}=1 runs kernels here for tests)"
+        return None if interpret else why
     return f"Triton has no {kind} devices"

@@ -1,5 +1,4 @@
-"""Triton kernel of the draft heads' residual blocks: product, bias, SiLU and sum for all heads in
-one launch.
+"""Triton kernel of the draft heads' residual blocks: all heads in one launch.
 
 Meaning: `reference/heads.py`. Whether it beats cuBLAS is not measured on a GPU. Estimates speak
 against large gains. Both paths read the weights once, K
@@ -10,8 +9,7 @@ bandwidth at so few rows (70-85 % of it is typical for skinny products). So nobo
 to be faster before a GPU has shown it, and the reference is the default; HEADSTART_KERNELS=triton
 chooses the kernel.
 
-Sums are float32 whatever the dtype, and the result is rounded once, where the reference rounds
-three times.
+Sums are float32, and the result is rounded once (the reference rounds three times).
 
 Legend: K heads, M rows, H hidden.
 """
@@ -27,16 +25,13 @@ from inference.kernels.dispatch import interpreted
 from inference.kernels.reference import heads as reference_heads
 
 MAX_ROWS = 16
-"""Rows of one tile of the tensor cores. More rows would read the weights again, and there cuBLAS is
-at its best."""
+"""Rows of a tensor core tile; with more, weights are read again and cuBLAS is best."""
 OUTPUTS, INPUTS = 32, 128
-"""Tile of the weights: 8 KiB in bfloat16; at K = 4 and H = 4096 that makes 512 programs of 32
-steps."""
+"""Tile of the weights: 8 KiB in bfloat16; 512 programs of 32 steps at K = 4, H = 4096."""
 
 
 def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """See `reference.heads.residual_blocks`, which also takes over for more than `MAX_ROWS`
-    rows."""
+    """See `reference.heads.residual_blocks`, which runs for more than `MAX_ROWS` rows."""
     heads, rows, hidden = states.shape
     if rows > MAX_ROWS:
         return reference_heads.residual_blocks(states, weight, bias)
@@ -45,14 +40,7 @@ def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     weight, bias = weight.contiguous(), bias.contiguous()
     out = torch.empty(heads, rows, hidden, dtype=states.dtype, device=states.device)
     _residual_kernel[(heads, triton.cdiv(hidden, OUTPUTS))](
-        states,
-        weight,
-        bias,
-        out,
-        rows,
-        hidden,
-        states.stride(0),
-        states.stride(1),
+        *(states, weight, bias, out, rows, hidden, states.stride(0), states.stride(1)),
         ROWS=MAX_ROWS,
         OUTPUTS=OUTPUTS,
         INPUTS=INPUTS,
@@ -64,21 +52,14 @@ def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return out
 
 
+# fmt: off
 @triton.jit
 def _residual_kernel(  # type: ignore[no-untyped-def]
-    states,
-    weight,
-    bias,
-    out,
-    rows,
-    hidden,
-    head_stride,
-    row_stride,
-    ROWS: tl.constexpr,  # noqa: N803
-    OUTPUTS: tl.constexpr,  # noqa: N803
-    INPUTS: tl.constexpr,  # noqa: N803
+    states, weight, bias, out, rows, hidden, head_stride, row_stride,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,  # noqa: N803
     UPCAST: tl.constexpr,  # noqa: N803
 ):
+    # fmt: on
     """One program per head and tile of outputs; every weight is read by one program, once."""
     head = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -90,23 +71,16 @@ def _residual_kernel(  # type: ignore[no-untyped-def]
     for first in range(0, hidden, INPUTS):
         given = first + tl.arange(0, INPUTS)
         real = given < hidden
-        x = tl.load(
-            states + row[:, None] * row_stride + given[None, :],
-            mask=(row < rows)[:, None] & real[None, :],
-            other=0.0,
-        )
-        w = tl.load(
-            weight + output[None, :].to(tl.int64) * hidden + given[:, None],
-            mask=wanted[None, :] & real[:, None],
-            other=0.0,
-        )
+        x_at = states + row[:, None] * row_stride + given[None, :]
+        x = tl.load(x_at, mask=(row < rows)[:, None] & real[None, :], other=0.0)
+        w_at = weight + output[None, :].to(tl.int64) * hidden + given[:, None]
+        w = tl.load(w_at, mask=wanted[None, :] & real[:, None], other=0.0)
         if UPCAST:
             x, w = x.to(tl.float32), w.to(tl.float32)
         total = tl.dot(x, w, total, input_precision="ieee")
     total += tl.load(bias + head * hidden + output, mask=wanted, other=0.0).to(tl.float32)[None, :]
     there = (row < rows)[:, None] & wanted[None, :]
-    x = tl.load(states + row[:, None] * row_stride + output[None, :], mask=there, other=0.0).to(
-        tl.float32
-    )
+    x_at = states + row[:, None] * row_stride + output[None, :]
+    x = tl.load(x_at, mask=there, other=0.0).to(tl.float32)
     result = x + total / (1.0 + tl.exp(-total))
     tl.store(out + (head * rows + row[:, None]) * hidden + output[None, :], result, mask=there)

@@ -27,8 +27,7 @@ from torch import Tensor
 BLOCK = 1024
 """Columns that one program looks at together."""
 PROGRAMS = 2048
-"""Programs that keep a large GPU busy; with more work than that, each program takes several blocks,
-at most `MAX_STEPS`."""
+"""Programs that keep a large GPU busy; with more work, each takes several blocks."""
 MAX_STEPS = 8
 
 _LOWEST = tl.constexpr(-(1 << 31))
@@ -53,25 +52,17 @@ def noise_pick(
     scores = torch.empty(rows * nodes, splits, dtype=torch.int32, device=logits.device)
     columns = torch.empty_like(scores)
     _pick_kernel[(rows * nodes, splits)](
-        logits,
-        positions.contiguous(),
+        *(logits, positions.contiguous()),
         seeds.contiguous() if seeds is not None else positions,
         positions if token_ids is None else token_ids.contiguous(),
-        scores,
-        columns,
-        nodes,
-        vocab,
-        logits.stride(0),
-        logits.stride(1),
-        float(temperature),
-        steps,
+        *(scores, columns, nodes, vocab, logits.stride(0), logits.stride(1)),
+        *(float(temperature), steps),
         NOISE=noisy,
         NAMED=token_ids is not None,
         BLOCK=BLOCK,
     )
-    _merge_kernel[(rows * nodes,)](
-        scores, columns, picks, splits, SPLITS=triton.next_power_of_2(splits)
-    )
+    padded = triton.next_power_of_2(splits)
+    _merge_kernel[(rows * nodes,)](scores, columns, picks, splits, SPLITS=padded)
     return picks
 
 
@@ -83,24 +74,14 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 def noise_and_bits(
     seeds: Tensor, positions: Tensor, token_ids: Tensor, with_bits: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The noise float32 [B, M, V] and, if wanted, the bits behind it as int32 [B, M, V]; arguments
-    as for `noise_bits`."""
+    """The noise float32 [B, M, V] and, if wanted, its bits as int32 [B, M, V]."""
     rows, places = positions.shape
     size = token_ids.shape[0]
     noise = torch.empty(rows, places, size, device=seeds.device)
-    bits = (
-        torch.empty(rows, places, size, dtype=torch.int32, device=seeds.device)
-        if with_bits
-        else None
-    )
+    bits = torch.empty_like(noise, dtype=torch.int32) if with_bits else None
     _noise_kernel[(rows * places, triton.cdiv(size, BLOCK))](
-        positions.contiguous(),
-        seeds.contiguous(),
-        token_ids.contiguous(),
-        noise,
-        noise if bits is None else bits,
-        places,
-        size,
+        *(positions.contiguous(), seeds.contiguous(), token_ids.contiguous()),
+        *(noise, noise if bits is None else bits, places, size),
         BITS=with_bits,
         BLOCK=BLOCK,
     )
@@ -176,24 +157,14 @@ def _ordered(score):  # type: ignore[no-untyped-def]
     return tl.where(score != score, _HIGHEST, bits ^ ((bits >> 31) & _HIGHEST))
 
 
+# fmt: off
 @triton.jit
 def _pick_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    positions,
-    seeds,
-    token_ids,
-    scores,
-    columns,
-    nodes,
-    vocab,
-    row_stride,
-    node_stride,
-    temperature,
-    steps,
-    NOISE: tl.constexpr,  # noqa: N803
-    NAMED: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    logits, positions, seeds, token_ids, scores, columns, nodes, vocab, row_stride, node_stride,
+    temperature, steps,
+    NOISE: tl.constexpr, NAMED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):
+    # fmt: on
     """One program per node and split: the best score, as its ordered key, and its column."""
     number, split = tl.program_id(0), tl.program_id(1)
     row, node = number // nodes, number % nodes
@@ -232,18 +203,13 @@ def _merge_kernel(scores, columns, picks, splits, SPLITS: tl.constexpr):  # type
     tl.store(picks + number, tl.min(tl.where(best == top, where, _HIGHEST), 0).to(tl.int64))
 
 
+# fmt: off
 @triton.jit
 def _noise_kernel(  # type: ignore[no-untyped-def]
-    positions,
-    seeds,
-    token_ids,
-    noise,
-    bits_out,
-    places,
-    size,
-    BITS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    positions, seeds, token_ids, noise, bits_out, places, size,
+    BITS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):
+    # fmt: on
     """One program per row, position and block of tokens."""
     number = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

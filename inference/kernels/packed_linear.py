@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,7 @@ from torch import Tensor, nn
 MAX_ROWS = 64
 """Above this many rows the plain path is as fast."""
 FEWEST_ROWS, SMALLEST_WEIGHT = 3, 1 << 19
-"""Where MKL has kernels of its own, below this many rows or elements the plain path is faster (see
-the module)."""
+"""Below so many rows or elements MKL's own kernels are faster (see the module)."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -44,24 +43,19 @@ def supported() -> bool:
 def mkl_at_home() -> bool:
     """Whether `F.linear` runs MKL on a CPU that it was written for."""
     facts = Path("/proc/cpuinfo")
-    return (
-        torch.backends.mkl.is_available()
-        and facts.is_file()
-        and "GenuineIntel" in facts.read_text()
-    )
+    intel = facts.is_file() and "GenuineIntel" in facts.read_text()
+    return intel and torch.backends.mkl.is_available()
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Give every eligible `nn.Linear` in `module` a packed fast path, for weights that never change
-    again."""
+    """Give every eligible `nn.Linear` a packed path, for weights that never change again."""
     for linear in _eligible(module):
         linear.forward = _packed_forward(linear)  # type: ignore[method-assign]
 
 
 @contextmanager
 def packed_linears(module: Any) -> Iterator[None]:
-    """Pack the linears of `module` for the duration of the block only; anything but an `nn.Module`
-    is left alone."""
+    """Pack the linears of `module` within the block; anything but a module is left alone."""
     chosen = list(_eligible(module)) if isinstance(module, nn.Module) else []
     for linear in chosen:
         linear.forward = _packed_forward(linear)  # type: ignore[method-assign]
@@ -74,40 +68,30 @@ def packed_linears(module: Any) -> Iterator[None]:
 
 @contextmanager
 def unpacked_linears(module: Any) -> Iterator[None]:
-    """Take the packed paths of `module` away for the duration of the block: what is traced then is
-    the plain operation."""
-    packed: list[tuple[nn.Module, Any]] = []
-    if isinstance(module, nn.Module):
-        linears = [part for part in module.modules() if type(part) is nn.Linear]
-        packed = [
-            (part, part.__dict__.pop("forward")) for part in linears if "forward" in part.__dict__
-        ]
+    """Take the packed paths of `module` away within the block, for tracing."""
+    parts = module.modules() if isinstance(module, nn.Module) else ()
+    linears = [p for p in parts if type(p) is nn.Linear and "forward" in p.__dict__]
+    packed = [(part, part.__dict__.pop("forward")) for part in linears]
     try:
         yield
     finally:
         for part, forward in packed:
-            part.forward = forward
+            part.__dict__["forward"] = forward
 
 
 def _eligible(module: nn.Module) -> Iterator[nn.Linear]:
     if not supported():
         return
     for part in module.modules():
-        if (
-            not isinstance(part, nn.Linear)
-            or type(part) is not nn.Linear
-            or "forward" in part.__dict__
-        ):
-            continue  # subclasses may mean something else by their forward
+        # subclasses may mean something else by their forward
+        if type(part) is not nn.Linear or "forward" in part.__dict__:
+            continue
         if type(part.weight) is not nn.Parameter:
             continue  # quantised weights and slices of a split model have a product of their own
         if part.weight.shape != (part.out_features, part.in_features):
             continue  # divided among processes: there only while it runs
-        if (
-            part.weight.dtype == torch.float32
-            and mkl_at_home()
-            and part.weight.numel() < SMALLEST_WEIGHT
-        ):
+        small = part.weight.numel() < SMALLEST_WEIGHT
+        if small and part.weight.dtype == torch.float32 and mkl_at_home():
             continue
         if part.weight.device.type == "cpu" and part.weight.dtype in _DTYPES:
             yield part
@@ -121,16 +105,9 @@ def _packed_forward(linear: nn.Linear) -> Any:
     fewest = FEWEST_ROWS if dtype == torch.float32 and mkl_at_home() else 1
 
     def forward(x: Tensor) -> Tensor:
-        rows = x.numel() // in_features
-        if (
-            rows > MAX_ROWS
-            or rows < fewest
-            or x.dtype != dtype
-            or torch.is_grad_enabled()
-            or torch.is_autocast_enabled("cpu")
-        ):
+        fits = fewest <= x.numel() // in_features <= MAX_ROWS and x.dtype == dtype
+        if not fits or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return F.linear(x, weight, bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return out
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], ""))
 
     return forward

@@ -30,8 +30,7 @@ from inference.kernels.dispatch import interpreted
 LOG2E = tl.constexpr(1.4426950408889634)
 """Exponentials are taken to the base 2, which is the instruction that GPUs have."""
 COMBINE_SPLITS = 16
-"""Splits that the combining kernel loads at once: one load for 4096 tokens at the default split
-size."""
+"""Splits that the combining kernel loads at once: 4096 tokens at the default size."""
 
 
 HOPPER_SHARED = 227 * 1024
@@ -57,8 +56,7 @@ class Launch:
 def launch_config(
     rows: int, head_dim: int, dtype: torch.dtype, shared: int = HOPPER_SHARED
 ) -> Launch:
-    """The launch for `rows` = N * G query rows per key/value head. It depends on nothing that
-    changes between steps.
+    """The launch for `rows` = N * G query rows per key/value head, equal for all steps.
 
     Chosen for H100 and H200 (132 SMs, 228 KiB of shared memory each, matrix instructions of 64 rows
     per four warps) from what the compiler reports for sm_90: 16-bit kernels with heads up to 256
@@ -80,13 +78,14 @@ def launch_config(
         # of 4.8 TB/s needs per microsecond of latency
         launch = Launch(block_m, 32, 8, 2, block_r) if wide else Launch(block_m, 64, 4, 3, block_r)
     size = triton.next_power_of_2(head_dim) * dtype.itemsize
-    while (
-        launch.block_m + 2 * launch.num_stages * launch.block_n
-    ) * size > shared and launch.block_n > 16:
-        if launch.num_stages > 2:
-            launch = replace(launch, num_stages=launch.num_stages - 1)
-        else:
-            launch = replace(launch, block_n=launch.block_n // 2)
+    while launch.block_n > 16:
+        if (launch.block_m + 2 * launch.num_stages * launch.block_n) * size <= shared:
+            break
+        fewer = launch.num_stages > 2
+        smaller = (
+            {"num_stages": launch.num_stages - 1} if fewer else {"block_n": launch.block_n // 2}
+        )
+        launch = replace(launch, **smaller)
     return launch
 
 
@@ -96,9 +95,8 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return HOPPER_SHARED
     properties = torch.cuda.get_device_properties(device)
-    return int(
-        getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
-    )  # AMD's GPUs do not say, and have 64 KiB
+    # AMD's GPUs do not say, and have 64 KiB
+    return int(getattr(properties, "shared_memory_per_block_optin", 64 * 1024))
 
 
 # fmt: off
@@ -108,8 +106,7 @@ def _seen(  # type: ignore[no-untyped-def]
     block_n: tl.constexpr, windowed: tl.constexpr,
 ):
     # fmt: on
-    """Which of the tile's slots each query row sees [M, block_n] bool: committed ones, and those of
-    its ancestors."""
+    """Which of the tile's slots query rows see [M, block_n] bool: committed and ancestors'."""
     child = slot - length  # which node a slot holds; negative for committed tokens
     inside = (child >= 0) & written
     # the bits of a tile lie in few words, since its slots follow one another
@@ -196,9 +193,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     tl.constexpr,
 ) -> None:
     # fmt: on
-    """Program (row block, row and key/value head, split): weights-and-values [M, Dv] of one split,
-    and their log-sum-exp [M].
-    """
+    """Program (row block, row and key/value head, split): values [M, Dv], log-sum-exp [M]."""
     head = tl.program_id(1)
     split = tl.program_id(2)
     b = (head // key_heads).to(tl.int64)  # offsets of whole rows outgrow 32 bits
@@ -275,9 +270,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     tl.constexpr,
 ) -> None:
     # fmt: on
-    """Program (block of R query rows, row and key/value head): the splits' results, weighted by
-    their log-sum-exp.
-    """
+    """Program (R query rows, row and key/value head): splits weighted by log-sum-exp."""
     b = tl.program_id(1) // key_heads
     h = tl.program_id(1) % key_heads
     length = tl.load(lengths + b).to(tl.int32)
@@ -340,8 +333,7 @@ def tree_attention(
     split_size: int = 256,
     launch: Launch | None = None,
 ) -> Tensor:
-    """`reference_attention.tree_attention`, which says what the arguments are, in two kernels;
-    returns [B, N, h*G, Dv].
+    """`reference.attention.tree_attention` in two kernels -> [B, N, h*G, Dv].
 
     keys and values may be strided in any way as long as their last dimension is contiguous.
     split_size: a multiple of the launch's block_n. launch: for measurements; `launch_config`

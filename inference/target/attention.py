@@ -22,19 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from heads.nn.attention import additive
 from inference.kernels.reference.attention import TREE_ATTENTION
 
 NAME = "headstart"
-
-
-@dataclass
-class TreeNodes:
-    """Tree nodes as the attention kernel takes them: lengths [B] int64, words [1|B, N, W] int32,
-    depth [1|B, N] int64."""
-
-    lengths: Tensor
-    words: Tensor
-    depth: Tensor
 
 
 @dataclass
@@ -43,39 +34,34 @@ class AttentionPlan:
 
     allowed [B|1, N, S] bool, or None when plain causality says it all (`causal`) or every key is
     visible. query_positions [B|1, N], key_positions [B|1, S] int64: for sliding windows only.
-    nodes: the queries are tree nodes over the whole cache, for the kernel; it takes the place of
-    everything else.
+    nodes: the queries are tree nodes over the whole cache, for the kernel, which takes lengths [B]
+    int64, words [1|B, N, W] int32 and depth [1|B, N] int64 in the place of everything else.
     """
 
     allowed: Tensor | None
     causal: bool
     query_positions: Tensor
     key_positions: Tensor
-    nodes: TreeNodes | None = None
+    nodes: tuple[Tensor, Tensor, Tensor] | None = None
     _bias: dict[Any, Tensor | None] = field(default_factory=dict)
 
     def bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask [B|1, 1, G*N, S] for GQA-packed queries, built once per pass and window;
-        None when not needed."""
+        """Additive mask [B|1, 1, G*N, S] for packed queries, made once; None when not needed."""
         key = (window, groups, dtype)
         if key not in self._bias:
             allowed = self.allowed_within(window)
-            if allowed is None:
-                self._bias[key] = None
-            else:
-                blocked = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-                blocked.masked_fill_(~allowed, float("-inf"))
-                self._bias[key] = blocked[:, None].repeat(1, 1, groups, 1)
+            bias = None if allowed is None else additive(allowed, dtype)
+            self._bias[key] = None if bias is None else bias[:, None].repeat(1, 1, groups, 1)
         return self._bias[key]
 
     def allowed_within(self, window: int | None) -> Tensor | None:
         """`allowed` with causality and the window made explicit where they matter."""
-        positions = self.query_positions, self.key_positions
+        queries, keys = self.query_positions[:, :, None], self.key_positions[:, None, :]
         allowed = self.allowed
         if allowed is None and (self.causal or window is not None):
-            allowed = positions[1][:, None, :] <= positions[0][:, :, None]
+            allowed = keys <= queries
         if window is not None and allowed is not None:
-            allowed = allowed & (positions[1][:, None, :] > positions[0][:, :, None] - window)
+            allowed = allowed & (keys > queries - window)
         return allowed
 
 
@@ -105,34 +91,24 @@ def planned_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [B, h*G, N, D], key and value [B, h, S, D] -> ([B,
-    N, h*G, D], None)."""
+    """As transformers calls it: query [B, h*G, N, D], key, value [B, h, S, D] -> [B, N, h*G, D]."""
     # a model that adds scores of its own: the plan does not know them
     if attention_mask is not None:
         raise RuntimeError("the model gives its attention a mask of its own")
     plan = _PLAN.get()
     batch, heads, nodes, size = query.shape
     if plan.nodes is not None:
-        tree, scale = plan.nodes, size**-0.5 if scaling is None else scaling
-        shaping = {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
-        return TREE_ATTENTION(
-            query, key, value, tree.lengths, tree.words, tree.depth, scaling=scale, **shaping
-        ), None
+        scale = size**-0.5 if scaling is None else scaling
+        limits = {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
+        return TREE_ATTENTION(query, key, value, *plan.nodes, scaling=scale, **limits), None
     key_heads = key.shape[1]
     groups = heads // key_heads
     if softcap is not None or s_aux is not None:
-        return _plain_attention(
-            plan, query, key, value, scaling, sliding_window, softcap, s_aux
-        ), None
-    whole = (
-        nodes == key.shape[2]
-    )  # a later chunk of a prompt has more keys than queries: its causality is not a square
-    if (
-        whole
-        and plan.causal
-        and plan.allowed is None
-        and (sliding_window is None or key.shape[2] <= sliding_window)
-    ):
+        shaping = (scaling, sliding_window, softcap, s_aux)
+        return _plain_attention(plan, query, key, value, *shaping), None
+    # a later chunk of a prompt has more keys than queries: its causality is not a square
+    plain = nodes == key.shape[2] and plan.causal and plan.allowed is None
+    if plain and (sliding_window is None or key.shape[2] <= sliding_window):
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
@@ -154,8 +130,7 @@ def _plain_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The same attention written out, for scores that scaled_dot_product_attention cannot shape.
-    Returns [B, N, h*G, D]."""
+    """The same written out, for scores that torch's attention cannot shape: [B, N, h*G, D]."""
     batch, heads, nodes, size = query.shape
     groups = heads // key.shape[1]
     packed = query.reshape(batch, key.shape[1], groups * nodes, size)

@@ -25,7 +25,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from jinja2.exceptions import TemplateError
 
@@ -79,8 +79,7 @@ TURNS = ("all", "first", "last")
 
 
 class TurnsDifferError(UserError):
-    """A template that writes earlier turns differently once others follow: its turns cannot be
-    supervised in one document."""
+    """A template that writes earlier turns differently once others follow."""
 
 
 def check_messages(messages: Any) -> list[Message]:
@@ -93,12 +92,8 @@ def check_messages(messages: Any) -> list[Message]:
         raise UserError("messages must be a list with at least one {role, content} entry")
     checked: list[Message] = []
     for message in messages:
-        called = isinstance(message, Mapping) and message.get("tool_calls")
-        if (
-            not isinstance(message, Mapping)
-            or "role" not in message
-            or not ("content" in message or called)
-        ):
+        given = message if isinstance(message, Mapping) else {}
+        if "role" not in given or not ("content" in given or given.get("tool_calls")):
             raise UserError("every message must be a mapping with 'role' and 'content'")
         if message["role"] not in ROLES:
             raise UserError(f"message role {message['role']!r} is not one of {', '.join(ROLES)}")
@@ -119,8 +114,7 @@ def render_prompt(
     """Token ids of a conversation that the assistant is to continue, generation prompt included.
     tools: descriptions of the tools it may call; arguments: more values for the template.
 
-    Raises `UserError` for malformed messages, a conversation that already ends with the assistant,
-    or a template's own refusal.
+    Raises `UserError` for malformed messages, or ones that end with the assistant.
     """
     checked = check_messages(messages)
     if checked[-1]["role"] == "assistant":
@@ -130,7 +124,7 @@ def render_prompt(
         )
     if not has_template(tokenizer):
         return _render_plain(tokenizer, checked, tools)[0]
-    return _apply(tokenizer, checked, _extras(tools, arguments), generation_prompt=True)
+    return _ids(tokenizer, checked, _extras(tools, arguments), prompt=True)
 
 
 def render_conversation(
@@ -171,20 +165,13 @@ def has_markers(tokenizer: Any) -> bool:
 
 def spans_of(mask: Sequence[Any]) -> list[Span]:
     """The runs [start, end) of true entries in a mask."""
-    spans: list[Span] = []
-    start = None
-    for place, inside in enumerate([*mask, False]):
-        if inside and start is None:
-            start = place
-        elif not inside and start is not None:
-            spans.append((start, place))
-            start = None
-    return spans
+    edges = [bool(inside) for inside in (False, *mask, False)]
+    turns = [place for place in range(len(mask) + 1) if edges[place] != edges[place + 1]]
+    return list(zip(turns[::2], turns[1::2], strict=True))
 
 
 def check_unicode(text: str, what: str) -> str:
-    """Return `text`; raises `UserError` for lone surrogates, which JSON lets through and tokenizers
-    choke on."""
+    """Return `text`; raises `UserError` for lone surrogates, which tokenizers choke on."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -196,26 +183,22 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return check_unicode(content, "a message")
     if isinstance(content, Sequence) and not isinstance(content, bytes):
-        texts = [
-            part["text"]
-            for part in content
-            if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-        ]
-        if len(texts) == len(content):
-            return check_unicode("".join(texts), "a message")
+        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return check_unicode("".join(map(str, texts)), "a message")
     raise UserError("message content must be text (a string or a list of text parts)")
 
 
 def _tool_parts(message: Mapping[str, Any]) -> ToolParts:
     parts: ToolParts = {}
-    if message["role"] == "assistant" and message.get("tool_calls"):
-        parts["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
-    if message["role"] == "assistant" and isinstance(message.get("reasoning_content"), str):
-        parts["reasoning_content"] = check_unicode(message["reasoning_content"], "the reasoning")
-    if message["role"] == "tool" and message.get("name"):
-        parts["name"] = str(message["name"])
-    if message["role"] == "tool" and message.get("tool_call_id"):
-        parts["tool_call_id"] = str(message["tool_call_id"])
+    if message["role"] == "assistant":
+        if message.get("tool_calls"):
+            parts["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+        if isinstance(reasoning := message.get("reasoning_content"), str):
+            parts["reasoning_content"] = check_unicode(reasoning, "the reasoning")
+    if message["role"] == "tool":
+        names: tuple[Literal["name", "tool_call_id"], ...] = ("name", "tool_call_id")
+        parts |= {name: str(message[name]) for name in names if message.get(name)}  # type: ignore[typeddict-item]
     return parts
 
 
@@ -255,42 +238,29 @@ def _template(tokenizer: Any) -> str:
         raise UserError(f"the tokenizer's chat templates have no default: {error}") from error
 
 
-def _apply(
-    tokenizer: Any,
-    messages: list[Message],
-    extras: Mapping[str, object],
-    generation_prompt: bool = False,
-) -> list[int]:
-    """Render and tokenise, in one call, so that special tokens are written by the template
-    alone."""
+def _apply(tokenizer: Any, messages: list[Message], extras: Mapping[str, object]) -> Any:
+    """Render and tokenise in one call: special tokens are written by the template alone."""
     try:
-        ids = tokenizer.apply_chat_template(
-            messages,
-            tokenize=True,
-            add_generation_prompt=generation_prompt,
-            return_dict=False,
-            chat_template=_template(tokenizer),
-            **extras,
+        return tokenizer.apply_chat_template(
+            messages, tokenize=True, chat_template=_template(tokenizer), **extras
         )
     except TemplateError as error:
         raise UserError(f"the chat template refuses this conversation: {error}") from error
-    return list(ids)
+
+
+def _ids(
+    tokenizer: Any, messages: list[Message], extras: Mapping[str, object], prompt: bool = False
+) -> list[int]:
+    """Token ids of the messages; prompt: with the generation prompt."""
+    more = {"add_generation_prompt": prompt, "return_dict": False}
+    return list(_apply(tokenizer, messages, {**extras, **more}))
 
 
 def _render_marked(
     tokenizer: Any, messages: list[Message], extras: Mapping[str, object]
 ) -> tuple[list[int], list[Span]]:
-    try:
-        rendered = tokenizer.apply_chat_template(
-            messages,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            chat_template=_template(tokenizer),
-            **extras,
-        )
-    except TemplateError as error:
-        raise UserError(f"the chat template refuses this conversation: {error}") from error
+    more = {"return_dict": True, "return_assistant_tokens_mask": True}
+    rendered = _apply(tokenizer, messages, {**extras, **more})
     spans = spans_of(rendered["assistant_masks"])
     if not spans:
         raise UserError(
@@ -302,7 +272,7 @@ def _render_marked(
 def _render_by_prefix(
     tokenizer: Any, messages: list[Message], extras: Mapping[str, object], turns: str
 ) -> tuple[list[int], list[Span]]:
-    ids = _apply(tokenizer, messages, extras)
+    ids = _ids(tokenizer, messages, extras)
     closing = closing_ids(tokenizer)
     spans = []
     assistant = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
@@ -312,8 +282,8 @@ def _render_by_prefix(
                 "the conversation starts with an assistant message, so there is no prompt that "
                 "leads to it"
             )
-        before = _apply(tokenizer, messages[:place], extras, generation_prompt=True)
-        after = _apply(tokenizer, messages[: place + 1], extras)
+        before = _ids(tokenizer, messages[:place], extras, prompt=True)
+        after = _ids(tokenizer, messages[: place + 1], extras)
         if ids[: len(before)] != before or ids[: len(after)] != after or len(after) <= len(before):
             raise TurnsDifferError(
                 "the chat template has no {% generation %} markers and renders earlier turns "
@@ -331,11 +301,9 @@ def closing_ids(tokenizer: Any) -> set[int]:
 
 
 def _end_of_turn(tokenizer: Any, ids: list[int], start: int, end: int, closing: set[int]) -> int:
-    """End of the span: after the turn's closing token, without the line break many templates put
-    behind it.
+    """End of the span: after the turn's closing token, without a line break behind it.
 
-    The target stops at the closing token, so whatever the template writes after it is never the
-    target's.
+    The target stops at the closing token: what the template writes next is not its own.
     """
     last = max((place for place in range(start, end) if ids[place] in closing), default=None)
     if last is not None and not tokenizer.decode(ids[last + 1 : end]).strip():
@@ -346,8 +314,7 @@ def _end_of_turn(tokenizer: Any, ids: list[int], start: int, end: int, closing: 
 def _render_plain(
     tokenizer: Any, messages: list[Message], tools: Any
 ) -> tuple[list[int], list[Span]]:
-    """The form for tokenizers without a template. Each text is tokenised alone, so a prompt is a
-    prefix of its conversation."""
+    """Without a template: each text is tokenised alone, so prompts are prefixes."""
     if tools or any("tool_calls" in message for message in messages):
         raise UserError(
             "the tokenizer has no chat template, so tools and tool calls cannot be written"

@@ -32,8 +32,7 @@ from inference.kernels.reference.commit import COMPACT
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer stores per slot: `heads` keys of `key_size` and values of `value_size`
-    numbers."""
+    """What a layer stores per slot: `heads` keys of `key_size`, values of `value_size`."""
 
     heads: int
     key_size: int
@@ -81,8 +80,7 @@ class Storages:
         self._shared: dict[LayerShape, Storage] = {}
 
     def place(self, number: int, shape: LayerShape) -> tuple[Tensor, Tensor]:
-        """Views [B, h, S, C] and [B, h, S, E] for layer `number`, whose first keys have shown
-        `shape`."""
+        """Views [B, h, S, C], [B, h, S, E] for layer `number`, whose first keys show `shape`."""
         if self.told[number] != shape:
             storage, position = self._new(shape, 1), 0
         else:
@@ -97,6 +95,7 @@ class Storages:
         return storage
 
 
+@dataclass
 class SlotWriter:
     """Where the running forward pass writes, shared by all layers of one cache.
 
@@ -107,20 +106,17 @@ class SlotWriter:
     layers attend to slots < `bound`.
     """
 
-    def __init__(self) -> None:
-        self.mode = "prefill"
-        self.rows: Tensor | None = None
-        self.offset = 0
-        self.slots: Tensor | None = None
-        self.row_index: Tensor | None = None
-        self.start: int | None = None
-        self.bound = 0
+    mode: str = "prefill"
+    rows: Tensor | None = None
+    offset: int = 0
+    slots: Tensor | None = None
+    row_index: Tensor | None = None
+    start: int | None = None
+    bound: int = 0
 
 
 class SlotLayer(CacheLayerMixin):
-    """Layer `number`'s keys [B, h, S, C] and values [B, h, S, E]: views of a storage, taken when
-    its first keys show their shape.
-    """
+    """Layer `number`'s keys [B, h, S, C] and values [B, h, S, E]: views of a storage."""
 
     is_sliding = False
     is_compileable = True
@@ -139,8 +135,7 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values ([R|B, h, T|N, C], [.., E]) and return those that the layer
-        attends to."""
+        """Store new keys and values ([R|B, h, T|N, C], [.., E]) -> those that are attended to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         writer = self.writer
@@ -198,14 +193,11 @@ class KVCache(Cache):
         assert shapes is None or len(shapes) == num_layers, "one shape per layer"
         self.writer = SlotWriter()
         self.rows, self.capacity = rows, capacity
-        self.storages = Storages(rows, capacity, shapes or [None] * num_layers)
-        super().__init__(
-            layers=[SlotLayer(i, self.storages, self.writer) for i in range(num_layers)]
-        )
+        self.storages = storages = Storages(rows, capacity, shapes or [None] * num_layers)
+        super().__init__(layers=[SlotLayer(i, storages, self.writer) for i in range(num_layers)])
 
     def shapes(self) -> tuple[LayerShape | None, ...]:
-        """What each layer stores, for the model's next cache; None for layers that have shown no
-        keys."""
+        """What each layer stores, for the next cache; None for layers without keys so far."""
         return tuple(layer.shape for layer in self.layers)
 
     def bytes(self) -> int:
@@ -213,8 +205,7 @@ class KVCache(Cache):
         return sum(storage.bytes() for storage in self.storages.all)
 
     def first_rows(self, count: int) -> KVCache:
-        """The first `count` rows as a cache of their own that lies in this one's buffers; once all
-        layers have seen keys."""
+        """The first `count` rows as a cache in this one's buffers, once layers have seen keys."""
         part = KVCache(len(self.layers), count, self.capacity)
         part.storages.all = [
             Storage(whole.keys[:, :count], whole.values[:, :count]) for whole in self.storages.all
@@ -233,8 +224,7 @@ class KVCache(Cache):
             storage.values[:, target] = storage.values[:, source]
 
     def compact(self, lengths: Tensor, path: Tensor, accepted: Tensor | None = None) -> None:
-        """Move the accepted nodes down: slot lengths+path[d] -> slot lengths+d, for every layer. No
-        host synchronisation.
+        """Move the accepted nodes down: slot lengths+path[d] -> slot lengths+d in every layer.
 
         lengths [B] int64 before the verification, path [B, D+1] int64 node numbers, root first.
         accepted [B] int64: entries of the path beyond it stay where they are; None: all move, those

@@ -1,8 +1,6 @@
-"""Loading a target from a Hub id or a folder, and describing it: every way this can go wrong ends
-in one clear sentence.
+"""Loading and describing a target: whatever goes wrong ends in one clear sentence.
 
-What cannot be a target is refused by name from its config, before any weights are read
-(`require_supported`).
+What cannot be a target is refused by its config, before weights are read.
 """
 
 from __future__ import annotations
@@ -22,14 +20,7 @@ import inference.target.attention as attention
 from heads.api.config import config
 from heads.api.errors import UserError, suggest
 from heads.api.target_info import Rotary, TargetInfo, TargetWeights, tokenizer_hash
-from inference.target.parallel import (
-    GatheredState,
-    Ranks,
-    gathered,
-    join_ranks,
-    require_divisible,
-    split_settings,
-)
+from inference.target import parallel
 from inference.target.quantization import dense_weight, quantization_settings
 from inference.target.revision import revision_of
 from inference.target.rope import pin_frequencies, rope_parts, trained_positions
@@ -73,8 +64,7 @@ REFUSED: dict[str, str] = {
     ),
     "doge": _BIASED,
 }
-"""Families that cannot be targets, by model_type, and why. Layers and flags of other configs:
-`_objection`."""
+"""Families that cannot be targets, by model_type, and why; see `_objection` too."""
 _LAYERS: dict[str, str] = {
     **dict.fromkeys(
         "linear_attention mamba conv recurrent hybrid hybrid_sliding".split(), _RECURRENT
@@ -85,6 +75,11 @@ _LAYERS: dict[str, str] = {
     ),
 }
 """Types of layers that cannot be part of a target."""
+
+
+WIDTHS = ("intermediate_size", "ffn_dim", "n_inner")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+"""What families call the width of the MLP and the small number in their norms."""
 
 
 @config("target")
@@ -109,13 +104,11 @@ class TargetConfig:
     """For models with two sets of rotary frequencies (longrope: Phi-3 128k): use the long set, for
     prompts of every length. Off, the short set is used and prompts end where it does."""
     tensor_parallel: bool = False
-    """Split the target over the processes that torchrun started: see
-    `inference.target.parallel`."""
+    """Split the target over torchrun's processes: see `inference.target.parallel`."""
 
 
 def pick_device(name: str) -> torch.device:
-    """The torch device for a configured name; raises `UserError` for an unknown one or for CUDA
-    where there is none."""
+    """The device of a name; raises `UserError` for none such, or CUDA that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -133,15 +126,13 @@ def pick_device(name: str) -> torch.device:
 
 _ONE_AT_A_TIME = threading.Lock()
 """transformers replaces methods of its classes while it loads. Two threads that load at once leave
-a replacement behind, and from then on no model of this process ties its embeddings.
-"""
+a replacement behind, and from then on no model of this process ties its embeddings."""
 
 
 def load_model(config: TargetConfig) -> Any:
-    """The frozen model on its device; raises `UserError` when it cannot be found, read, quantised
-    or split, or is no target."""
+    """The frozen model on its device; raises `UserError` when it cannot be had as a target."""
     described = checked_config(config)
-    ranks = join_ranks(config.device) if config.tensor_parallel else None
+    ranks = parallel.join_ranks(config.device) if config.tensor_parallel else None
     device = ranks.device if ranks else pick_device(config.device)
     own = getattr(described, "quantization_config", None)
     quantised = quantization_settings(config.quantization, own, DTYPES[config.dtype], device)
@@ -172,13 +163,18 @@ def checked_config(config: TargetConfig) -> Any:
     return described
 
 
+def _source(config: TargetConfig) -> dict[str, Any]:
+    return {
+        "pretrained_model_name_or_path": config.path,
+        "revision": config.revision,
+        "trust_remote_code": config.trust_remote_code,
+    }
+
+
 def load_config(config: TargetConfig) -> Any:
-    """The target's transformers config, without its weights; raises `UserError` when there is
-    none."""
+    """The target's transformers config; raises `UserError` when there is none."""
     try:
-        return AutoConfig.from_pretrained(
-            config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        return AutoConfig.from_pretrained(**_source(config))
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
         raise UserError(f"target '{config.path}' cannot be loaded: {_first_line(error)}") from error
 
@@ -186,41 +182,33 @@ def load_config(config: TargetConfig) -> Any:
 def _from_pretrained(config: TargetConfig, options: dict[str, Any]) -> tuple[Any, Any]:
     try:
         with _ONE_AT_A_TIME:
-            return AutoModelForCausalLM.from_pretrained(
-                config.path,
-                revision=config.revision,
-                dtype=DTYPES[config.dtype],
-                trust_remote_code=config.trust_remote_code,
-                output_loading_info=True,
-                **options,
-            )
+            options = {**_source(config), "dtype": DTYPES[config.dtype], **options}
+            return AutoModelForCausalLM.from_pretrained(output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(f"target '{config.path}' cannot be loaded: {_first_line(error)}") from error
 
 
-def _split(config: TargetConfig, described: Any, ranks: Ranks) -> dict[str, Any]:
+def _split(config: TargetConfig, described: Any, ranks: parallel.Ranks) -> dict[str, Any]:
     """How to load for tensor parallelism; refuses families that transformers has no plan for."""
     text = described.get_text_config()
-    require_divisible(text, ranks.size)
+    parallel.require_divisible(text, ranks.size)
     if not getattr(text, "base_model_tp_plan", None):
         raise UserError(
             f"a {text.model_type} target cannot be split: transformers has no tensor-parallel "
             "plan for it. Set target.tensor_parallel=false."
         )
-    return {"distributed_config": split_settings(ranks.size)}
+    return {"distributed_config": parallel.split_settings(ranks.size)}
 
 
 def prepare(model: Any, long_context: bool = False) -> Any:
-    """What every model needs before anything is computed with it: rotary frequencies that do not
-    change with the length."""
+    """Fix rotary frequencies that would change with the length, before anything is computed."""
     pin_frequencies(model, long_context)
     model.config.get_text_config().headstart_long_context = long_context
     return model
 
 
 def require_supported(name: str, config: Any) -> None:
-    """Raise `UserError` in one sentence when a model of this transformers config cannot be a
-    target."""
+    """Raise `UserError` when a model of this transformers config cannot be a target."""
     for part in (config, config.get_text_config()):
         objection = _objection(part)
         if objection is not None:
@@ -244,37 +232,27 @@ def _objection(config: Any) -> str | None:
 
 
 def usable_positions(config: Any) -> tuple[int, str]:
-    """Positions a sequence may have with a prepared text config, and a hint (may be empty) for whom
-    that is too few."""
+    """Positions that a prepared text config allows, and a hint for whom that is too few."""
     limit = int(_first(config, "max_position_embeddings", "n_positions", default=2048))
-    trained = trained_positions(config)
-    if (
-        trained is not None
-        and trained < limit
-        and not getattr(config, "headstart_long_context", False)
-    ):
-        return (
-            trained,
-            "Its short rotary frequencies end there; target.long_context=true uses the long ones.",
+    trained = (
+        None if getattr(config, "headstart_long_context", False) else trained_positions(config)
+    )
+    if trained is not None and trained < limit:
+        hint = (
+            "Its short rotary frequencies end there; target.long_context=true uses the long ones."
         )
-    chunk = getattr(config, "attention_chunk_size", None)
-    if (
-        chunk
-        and "chunked_attention" in (getattr(config, "layer_types", None) or ())
-        and chunk < limit
-    ):
-        return int(
-            chunk
-        ), "Its layers attend in chunks of that length, and only the first is supported."
+        return trained, hint
+    chunk, kinds = (getattr(config, name, None) for name in ("attention_chunk_size", "layer_types"))
+    if chunk and "chunked_attention" in (kinds or ()) and chunk < limit:
+        hint = "Its layers attend in chunks of that length, and only the first is supported."
+        return int(chunk), hint
     return limit, ""
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
     """The target's tokenizer; raises `UserError` when it has none."""
     try:
-        return AutoTokenizer.from_pretrained(
-            config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        return AutoTokenizer.from_pretrained(**_source(config))
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         raise UserError(
             f"target '{config.path}' has no readable tokenizer: {_first_line(error)}"
@@ -282,8 +260,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
 
 
 def switch_attention(model: Any) -> None:
-    """Make every layer call our attention; raises `UserError` when the architecture does not allow
-    it."""
+    """Make every layer call our attention; raises `UserError` where that is impossible."""
     try:
         model.set_attn_implementation(attention.NAME)
     except (ValueError, NotImplementedError, AttributeError) as error:
@@ -301,26 +278,24 @@ def _irreplaceable(model: Any, why: str) -> str:
 
 
 def shared_weights(model: Any) -> TargetWeights:
-    """The target's weights as drafters see them: whole and in floating point, however the model
-    keeps them."""
+    """The target's weights as drafters see them: whole and in floating point."""
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     size = _vocabulary(model), config.hidden_size
-    whole = dense_weight(gathered(embedding), *size, what="embedding")
+    whole = dense_weight(parallel.gathered(embedding), *size, what="embedding")
     tied = head is embedding
     return TargetWeights(
         embedding=whole,
-        lm_head=whole if tied else dense_weight(gathered(head), *size, what="LM head"),
+        lm_head=whole if tied else dense_weight(parallel.gathered(head), *size, what="LM head"),
         logits=head_function(model),
-        state=GatheredState(dict(model.named_parameters())),
+        state=parallel.GatheredState(dict(model.named_parameters())),
         rotary=_rotary(model),
         windows=_windows(config),
     )
 
 
 def _windows(config: Any) -> tuple[int, ...]:
-    """The sliding window of every layer of a text config, 0 where a layer has none; empty when no
-    layer has one."""
+    """The sliding window of every layer, 0 where it has none; empty when no layer has one."""
     size = _first(config, "sliding_window")
     if not size:
         return ()
@@ -346,8 +321,7 @@ def _vocabulary(model: Any) -> int:
 def head_function(
     model: Any, product: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Post-final-norm states [..., H] -> logits [..., V] as the model itself computes them, with
-    its scaling and soft-capping.
+    """Post-final-norm states [..., H] -> logits [..., V], scaled and soft-capped as its own.
 
     The head is frozen, but gradients pass through it to the states: drafters that share it train
     through it. product: the multiplication with the head's weights, default the head itself (a copy
@@ -374,8 +348,7 @@ def head_function(
 
 
 def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
-    """The facts of a loaded target; attribute names that families spell differently are settled
-    here."""
+    """The facts of a loaded target; settles attribute names that families spell differently."""
     text = model.config.get_text_config()
     hidden, heads = _first(text, "hidden_size"), _first(text, "num_attention_heads")
     if hidden is None or heads is None:
@@ -395,12 +368,8 @@ def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
         num_attention_heads=heads,
         num_key_value_heads=_first(text, "num_key_value_heads", default=heads),
         head_dim=_first(text, "head_dim", default=hidden // heads),
-        intermediate_size=_first(
-            text, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden
-        ),
-        rms_norm_eps=float(
-            _first(text, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-5)
-        ),
+        intermediate_size=_first(text, *WIDTHS, default=4 * hidden),
+        rms_norm_eps=float(_first(text, *EPSILONS, default=1e-5)),
         rope_theta=float(rope.get("rope_theta", _first(text, "rope_theta", default=10000.0))),
         max_position_embeddings=usable_positions(text)[0],
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -408,8 +377,7 @@ def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
 
 
 def _first(config: Any, *names: str, default: Any = None) -> Any:
-    """The first of these settings that a config has. Where layers differ in it (Gemma 4), the first
-    layer's."""
+    """The first of these settings that a config has; the first layer's where layers differ."""
     for name in names:
         try:
             value = getattr(config, name, None)
@@ -421,8 +389,7 @@ def _first(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def _check_path(path: str) -> None:
-    """Refuse what can only be a mistyped folder before a Hub lookup turns it into a confusing
-    message."""
+    """Refuse what can only be a mistyped folder before a Hub lookup confuses the message."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if not path.strip():
         raise UserError("target.path is empty: give a Hub id such as Qwen/Qwen3-8B, or a folder.")
@@ -443,8 +410,7 @@ def _first_line(error: Exception) -> str:
 
 
 def end_tokens(ids: int | Sequence[int] | None, tokenizer: Any) -> tuple[int, ...]:
-    """Token ids that end an answer: `ids` of a generation config, else the tokenizer's; () for
-    none."""
+    """Token ids that end an answer: a generation config's `ids`, or the tokenizer's."""
     ids = tokenizer.eos_token_id if ids is None else ids
     if ids is None:
         return ()

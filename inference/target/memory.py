@@ -30,8 +30,7 @@ HEADROOM = 0.95
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a batch of `rows` x `slots` will take on the decoding device, beside the weights
-    that are there already."""
+    """Bytes that a batch of `rows` x `slots` will take beside the weights."""
 
     rows: int
     slots: int
@@ -50,11 +49,8 @@ class MemoryPlan:
             return
         per_row = self.total // self.rows
         fits = allowed // per_row if per_row else 0
-        advice = (
-            f"decode.batch_size={fits} would fit"
-            if fits >= 1
-            else "not even one row fits: shorten the prompts or decode.max_new_tokens"
-        )
+        advice = "not even one row fits: shorten the prompts or decode.max_new_tokens"
+        advice = f"decode.batch_size={fits} would fit" if fits >= 1 else advice
         raise UserError(
             f"a batch of {self.rows} rows of {self.slots} tokens needs {gib(self.total)} on "
             f"{device} (cache {gib(self.cache)}, drafter {gib(self.drafter)}, activations "
@@ -107,14 +103,11 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _group_limit() -> int:
-    """What the control group of this process still allows (containers); a very large number where
-    there is no limit."""
+    """What this process's control group still allows (containers), huge without a limit."""
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:
-        text = limit.read_text(encoding="ascii").strip()
-        return (
-            1 << 62 if text == "max" else max(0, int(text) - int(used.read_text(encoding="ascii")))
-        )
+        text, taken = limit.read_text(encoding="ascii").strip(), used.read_text(encoding="ascii")
+        return 1 << 62 if text == "max" else max(0, int(text) - int(taken))
     except (OSError, ValueError):
         return 1 << 62
 
@@ -128,8 +121,7 @@ def gib(count: int) -> str:
 def drafter_state_bytes(
     drafter: Any, tree: DraftShape, rows: int, slots: int, target: TargetInfo, like: Tensor
 ) -> int:
-    """Bytes of the state of B rows of S slots, from what the drafter allocates for few rows of few
-    slots.
+    """Bytes of the state of B rows of S slots, from what few rows of few slots take.
 
     like: any tensor of the target's dtype on its device.
     """
@@ -137,9 +129,8 @@ def drafter_state_bytes(
         return 0
 
     def probe(count: int, capacity: int) -> int:
-        return tensor_bytes(
-            drafter.start(_blank_states(drafter, count, target, like), tree, capacity)
-        )
+        blank = _blank_states(drafter, count, target, like)
+        return tensor_bytes(drafter.start(blank, tree, capacity))
 
     few, many = PROBED_SLOTS
     small = probe(1, few)
@@ -151,15 +142,9 @@ def drafter_state_bytes(
 def _blank_states(drafter: Any, rows: int, target: TargetInfo, like: Tensor) -> TargetStates:
     """One token per row and empty states."""
     token = torch.zeros(rows, 1, dtype=torch.int64, device=like.device)
-    taps = len(drafter.needs.taps)
-    return TargetStates(
-        token,
-        token,
-        token,
-        torch.ones(rows, 1, dtype=torch.bool, device=like.device),
-        like.new_zeros(rows, 1, taps, target.hidden_size) if taps else None,
-        like.new_zeros(rows, 1, target.hidden_size),
-    )
+    hidden, taps = like.new_zeros(rows, 1, target.hidden_size), len(drafter.needs.taps)
+    tapped = hidden[:, :, None].repeat(1, 1, taps, 1) if taps else None
+    return TargetStates(token, token, token, token == 0, tapped, hidden)
 
 
 def tensor_bytes(state: Any) -> int:

@@ -24,76 +24,53 @@ from heads.api.tree import TokenTree
 from inference.kernels.dispatch import choose
 from inference.kernels.packed_linear import pack_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
-from inference.target.attention import AttentionPlan, TreeNodes, attention_plan
+from inference.target import loading
+from inference.target.attention import AttentionPlan, attention_plan
 from inference.target.kv_cache import KVCache, LayerShape
-from inference.target.loading import (
-    TargetConfig,
-    describe,
-    end_tokens,
-    load_model,
-    load_tokenizer,
-    shared_weights,
-    switch_attention,
-)
 from inference.target.taps import Taps, find_decoder, find_layers
 
 
 @dataclass
 class Seen:
-    """What one forward pass of the target left: taps [B, T, n, H] or None, last_hidden [B, T, H]
-    (post final norm)."""
+    """What a forward pass left: taps [B, T, n, H] or None, normed last_hidden [B, T, H]."""
 
     taps: Tensor | None
     last_hidden: Tensor
 
 
 class TargetModel:
-    """A loaded target. Build with `TargetModel.load(config)`; frozen, in eval mode, never
-    trained."""
+    """A loaded target, from `TargetModel.load(config)`; frozen, in eval mode."""
 
     def __init__(self, model: Any, tokenizer: Any, info: TargetInfo) -> None:
         self.model, self.tokenizer, self.info = model, tokenizer, info
         self.decoder = find_decoder(model)
         self.taps = Taps(find_layers(self.decoder, info.num_layers))
-        self.weights = shared_weights(model)
+        self.weights = loading.shared_weights(model)
         self.device, self.dtype = self.weights.embedding.device, self.weights.embedding.dtype
         generation = model.generation_config
-        self.eos_token_ids = end_tokens(generation and generation.eos_token_id, tokenizer)
+        self.eos_token_ids = loading.end_tokens(generation and generation.eos_token_id, tokenizer)
         # a warning about padding, for which some models (GPT-2) read the tokens on the host in
         # every pass
         self.decoder.warn_if_padding_and_no_attention_mask = lambda *args, **kwargs: None
-        self._cache_shapes: tuple[LayerShape | None, ...] | None = (
-            None  # of the layers, once a cache has seen their keys
-        )
+        # of the layers, once a cache has seen their keys
+        self._cache_shapes: tuple[LayerShape | None, ...] | None = None
         pack_linears(model)
 
     @classmethod
-    def load(cls, config: TargetConfig, model: Any = None) -> TargetModel:
-        """Load, switch to our attention and self-check. Raises `UserError` in one sentence when the
-        model cannot be a target.
+    def load(cls, config: loading.TargetConfig, model: Any = None) -> TargetModel:
+        """Load, switch to our attention and self-check; raises `UserError` for no target.
 
         model: one that the caller has loaded in a way of its own (train/target/sharding.py).
         """
-        model = load_model(config) if model is None else model
-        tokenizer = load_tokenizer(config)
+        model = loading.load_model(config) if model is None else model
+        tokenizer = loading.load_tokenizer(config)
         reference = _own_logits(model)
-        switch_attention(model)
-        target = cls(model, tokenizer, describe(model, tokenizer, config))
+        loading.switch_attention(model)
+        target = cls(model, tokenizer, loading.describe(model, tokenizer, config))
         target._check_against(*reference)
         return target
 
     # Forward passes
-
-    @torch.no_grad()
-    def _forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        plan: AttentionPlan,
-        cache: KVCache | None,
-        taps: tuple[int, ...],
-    ) -> Seen:
-        return self._run(tokens, positions, plan, cache, taps)
 
     def _run(
         self,
@@ -117,11 +94,9 @@ class TargetModel:
     def features(
         self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Features of packed sequences: taps [B, T, n, H] and last_hidden [B, T, H], each None
-        unless `needs` asks for it.
+        """Features of packed sequences: taps [B, T, n, H], last_hidden [B, T, H], as needed.
 
-        tokens, positions [B, T] int64, segments [B, T] int32: attention is causal within equal
-        segment numbers.
+        tokens, positions [B, T] int64, segments [B, T] int32: causal within equal numbers.
         """
         with torch.no_grad():
             return self.differentiable_features(tokens, positions, segments, needs)
@@ -129,16 +104,14 @@ class TargetModel:
     def differentiable_features(
         self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`features` with the graph behind them, for training that changes the target
-        (train/joint/objective.py)."""
+        """`features` with their graph, for training that changes the target (train/joint)."""
         if bool((segments == segments[:, :1]).all()):
             plan = AttentionPlan(None, True, positions, positions)
         else:
             length = tokens.shape[1]
             causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-            plan = AttentionPlan(
-                (segments[:, :, None] == segments[:, None, :]) & causal, False, positions, positions
-            )
+            allowed = (segments[:, :, None] == segments[:, None, :]) & causal
+            plan = AttentionPlan(allowed, False, positions, positions)
         seen = self._run(tokens, positions, plan, None, needs.taps)
         return seen.taps, (seen.last_hidden if needs.last_hidden or needs.logits else None)
 
@@ -146,6 +119,7 @@ class TargetModel:
         """An empty cache for `rows` sequences of at most `capacity` slots."""
         return KVCache(self.info.num_layers, rows, capacity, self._cache_shapes)
 
+    @torch.no_grad()
     def prefill(
         self,
         cache: KVCache,
@@ -158,30 +132,28 @@ class TargetModel:
         """Read prompts into cache rows: tokens [R, T] right-padded, lengths [R], rows [R]. Returns
         the logits [R, V] after each prompt's last token, and the features at every prompt position.
 
-        chunk: most tokens read in one pass, which bounds the memory of attention; 0 reads all at
-        once.
+        chunk: most tokens of one pass, which bounds attention's memory; 0: all at once.
         """
         total = tokens.shape[1]
         cache.writer.mode, cache.writer.rows = "prefill", rows
         parts = []
         for offset in range(0, total, chunk or total):
             part = tokens[:, offset : offset + (chunk or total)]
-            keys = torch.arange(offset + part.shape[1], device=tokens.device)[None].expand(
-                tokens.shape[0], -1
-            )
+            keys = torch.arange(offset + part.shape[1], device=tokens.device)
+            keys = keys.expand(tokens.shape[0], -1)
             positions = keys[:, offset:]
             cache.writer.offset = offset
-            parts.append(
-                self._forward(
-                    part, positions, AttentionPlan(None, True, positions, keys), cache, needs.taps
-                )
-            )
+            plan = AttentionPlan(None, True, positions, keys)
+            parts.append(self._run(part, positions, plan, cache, needs.taps))
         cache.writer.offset = 0
         self._cache_shapes = cache.shapes()
-        seen = parts[0] if len(parts) == 1 else _join(parts)
+        taps = [part.taps for part in parts if part.taps is not None]
+        hidden = torch.cat([part.last_hidden for part in parts], 1)
+        seen = Seen(torch.cat(taps, 1) if taps else None, hidden)
         last = seen.last_hidden[torch.arange(tokens.shape[0], device=tokens.device), lengths - 1]
         return self.weights.logits(last), seen
 
+    @torch.no_grad()
     def verify(
         self,
         cache: KVCache,
@@ -211,33 +183,27 @@ class TargetModel:
             writer.slots = lengths[:, None] + torch.arange(nodes, device=tokens.device)
             writer.row_index = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
             plan = self._device_plan(tree, positions, lengths, writer.bound)
-        seen = self._forward(tokens, positions, plan, cache, needs.taps)
+        seen = self._run(tokens, positions, plan, cache, needs.taps)
         return self.weights.logits(seen.last_hidden), positions, seen
 
     def _device_plan(
         self, tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int
     ) -> AttentionPlan:
-        """What the nodes may see, from lengths that only the device knows: as bits for the kernel,
-        or spelt out as a mask."""
+        """What nodes may see, from lengths on the device: bits for the kernel, or a mask."""
         if choose(TREE_ATTENTION, self.device, self.dtype).implementation == "triton":
-            nodes = TreeNodes(lengths, tree.words(), tree.depth)
+            nodes = lengths, tree.words(), tree.depth
             return AttentionPlan(None, False, positions, positions, nodes)
         return _ragged_plan(tree, positions, lengths, bound)
 
     # Self-check
 
     def _check_against(self, tokens: Tensor, expected: Tensor) -> None:
-        """Compare prefill + tree verification with the model's own logits [1, T, V] on the same
-        tokens."""
-        size = tokens.shape[1]
-        half = size // 2
-        cache = self.new_cache(1, size + 1)
-        needs = FeatureSpec()
-        lengths = torch.tensor([half], device=tokens.device)
+        """Compare prefill and verification with the model's own logits [1, T, V]."""
+        size, needs = tokens.shape[1], FeatureSpec()
+        half, cache = size // 2, self.new_cache(1, size + 1)
+        row, lengths = torch.tensor([[0], [half]], device=tokens.device)
         try:
-            first, _ = self.prefill(
-                cache, torch.tensor([0], device=tokens.device), tokens[:, :half], lengths, needs
-            )
+            first, _ = self.prefill(cache, row, tokens[:, :half], lengths, needs)
             chain = TokenTree.chain(size - half - 1, tokens.device)
             rest, _, _ = self.verify(cache, tokens[:, half:], chain, lengths, half, needs)
         except (TypeError, AttributeError, RuntimeError, IndexError, KeyError) as error:
@@ -248,11 +214,9 @@ class TargetModel:
             ) from error
         found = torch.cat([first[:, None], rest], 1).float()
         wanted = expected[:, half - 1 :].float()
-        gap = float((found - wanted).abs().max())
-        tolerance = (0.05 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3) * max(
-            float(wanted.abs().max()), 1.0
-        )
-        if not gap <= tolerance:
+        gap, largest = (float(part.abs().max()) for part in (found - wanted, wanted))
+        share = 0.05 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3
+        if not gap <= share * max(largest, 1.0):
             raise UserError(
                 f"'{self.info.id}' ({self.info.model_type}) cannot be a target: verified logits "
                 f"differ from its own by {gap:.3g} (recurrent states, ALiBi or other non-standard "
@@ -260,17 +224,8 @@ class TargetModel:
             )
 
 
-def _join(parts: list[Seen]) -> Seen:
-    """What several chunks of one prompt left, in order."""
-    taps = [part.taps for part in parts if part.taps is not None]
-    return Seen(
-        torch.cat(taps, 1) if taps else None, torch.cat([part.last_hidden for part in parts], 1)
-    )
-
-
 def _single_row_plan(tree: TokenTree, positions: Tensor, length: int) -> AttentionPlan:
-    """One row whose cache is read exactly up to its last node: only the tree's own corner needs a
-    mask, and a lone root none."""
+    """One row, read exactly up to its last node: only the tree's own corner needs a mask."""
     key_positions = torch.arange(length, device=positions.device)[None]
     key_positions = torch.cat([key_positions, positions], 1)
     if tree.num_nodes == 1:
@@ -280,16 +235,14 @@ def _single_row_plan(tree: TokenTree, positions: Tensor, length: int) -> Attenti
 
 
 def _ragged_plan(tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int) -> AttentionPlan:
-    """Rows of different lengths: slot s of row b is committed (s < length), one of the nodes, or
-    beyond the end."""
+    """Rows of different lengths: slot s is committed (s < length), a node, or beyond."""
     rows, nodes = positions.shape
     slots = torch.arange(bound, device=positions.device)
     # [B, S]: which node a slot holds; negative for committed tokens
     node = slots[None] - lengths[:, None]
     clamped = node.clamp(0, nodes - 1)
-    in_tree = tree.ancestors.expand(rows, -1, -1).gather(
-        2, clamped[:, None, :].expand(-1, nodes, -1)
-    )
+    held = clamped[:, None, :].expand(-1, nodes, -1)
+    in_tree = tree.ancestors.expand(rows, -1, -1).gather(2, held)
     in_tree = in_tree & ((node >= 0) & (node < nodes))[:, None, :]
     key_positions = torch.where(node < 0, slots[None], positions.gather(1, clamped))
     return AttentionPlan(in_tree | (node < 0)[:, None, :], False, positions, key_positions)

@@ -7,23 +7,19 @@ everywhere. Attention and cache see the local heads only and need to know nothin
 
 Every process runs the same decoding loop. They stay together without talking about it because
 nothing in a step depends on the process: sums come out of an all-reduce bit for bit equal, and the
-sampling noise is keyed. `require_agreement` is the check. Embedding and LM head are also kept whole
-in each process for the drafter, which runs everywhere on its own.
+sampling noise is keyed. Embedding and LM head are also kept whole in each process for the drafter,
+which runs everywhere on its own.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
-import hashlib
 import os
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +30,7 @@ from torch.distributed.tensor import DTensor
 from heads.api.errors import UserError
 
 JOIN_TIMEOUT = timedelta(hours=2)
-"""Longest wait for another process; loading a large target takes minutes and does not end
-everywhere at once."""
+"""Longest wait for another process, such as one that still loads a large target."""
 _HANDOVER_SECONDS = 0.1
 
 
@@ -47,15 +42,9 @@ class Ranks:
     size: int
     device: torch.device
 
-    @property
-    def is_main(self) -> bool:
-        """True in the one process that writes and prints."""
-        return self.rank == 0
-
 
 def join_ranks(wanted: str) -> Ranks:
-    """This process's place among the ranks, with the process group started (NCCL on CUDA, gloo on
-    the CPU).
+    """This process's rank, in a started process group (NCCL on CUDA, gloo on the CPU).
 
     wanted: target.device. Raises `UserError` outside a launcher, for a single process, and for
     another device type than the one that transformers splits over (CUDA wherever there is one).
@@ -89,8 +78,7 @@ def join_ranks(wanted: str) -> Ranks:
 
 
 def _leave() -> None:
-    """Leave the process group at exit. The pauses let gloo's worker threads finish with Python's
-    lock: see `train.distributed.leave_world`."""
+    """Leave the process group at exit; pauses as in `train.distributed.leave_world`."""
     gc.collect()
     time.sleep(_HANDOVER_SECONDS)
     if dist.is_initialized():
@@ -104,8 +92,7 @@ def _number(variable: str) -> int | None:
 
 
 def require_divisible(config: Any, size: int) -> None:
-    """Raise `UserError` unless the attention heads of a text config divide by the number of
-    processes."""
+    """Raise `UserError` unless a text config's heads divide by the number of processes."""
     heads = getattr(config, "num_attention_heads", None)
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     for name, count in (("attention heads", heads), ("key/value heads", key_heads)):
@@ -119,25 +106,21 @@ def require_divisible(config: Any, size: int) -> None:
 
 
 def split_settings(size: int) -> Any:
-    """What transformers' `from_pretrained` takes as distributed_config: the family's own plan over
-    `size` processes."""
+    """transformers' distributed_config: the family's own plan over `size` processes."""
     from transformers import DistributedConfig
 
     return DistributedConfig(tp_size=size, tp_plan="auto")
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a parameter: collected from all processes if it is split, else itself.
-    Collective for split ones."""
+    """A whole parameter, collected from all processes if split (a collective), else itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class GatheredState(Mapping[str, Tensor]):
-    """A target's named parameters without gradients, each collected from all processes when it is
-    asked for.
+    """A target's named parameters, each collected from all processes when asked for.
 
-    All processes must ask for the same names in the same order; drafters that copy layers do, as
-    they run the same code.
+    All processes must ask for the same names in the same order.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -151,31 +134,3 @@ class GatheredState(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._parameters)
-
-
-def require_agreement(tokens: Sequence[int], what: str) -> None:
-    """Raise `RuntimeError` unless all processes hold the same `tokens`. Collective; nothing to do
-    in a single process."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    digest = hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, digest)
-    odd = [rank for rank, value in enumerate(found) if value != found[0]]
-    if odd:
-        raise RuntimeError(
-            f"processes {odd} decoded other tokens than process 0 for {what}: their devices or "
-            "libraries compute differently, so this target cannot be split over them."
-        )
-
-
-@contextmanager
-def only_main_prints(ranks: Ranks) -> Iterator[None]:
-    """Swallow what other processes than the main one print to stdout and stderr inside the block;
-    errors still propagate."""
-    if ranks.is_main:
-        yield
-        return
-    sys.stdout.flush()
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -49,13 +50,11 @@ OWN_LIBRARIES: dict[str, Library] = {
     "aqlm": Library("aqlm", "aqlm[gpu,cpu]"),
     "fp8": _ACCELERATE,
 }
-"""Libraries of the methods that checkpoints name in their own quantization_config; what is not
-listed is left to transformers."""
+"""Libraries of the methods that checkpoints name in their own quantization_config."""
 
 
 def quantization_settings(name: str, own: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The quantisation config to load with, or None when the checkpoint's own or no quantisation
-    applies.
+    """The quantisation config to load with; None for the checkpoint's own or none.
 
     name: `target.quantization`. own: the checkpoint's quantization_config (a dict or an object) or
     None. Raises `UserError` for an unknown name, a contradiction with the checkpoint, a missing
@@ -85,35 +84,19 @@ def _method(own: Any) -> str:
     return str(getattr(method, "value", method) or "an unnamed method")
 
 
-def _bnb_4bit(dtype: torch.dtype, device: torch.device) -> Any:
-    _BITSANDBYTES.require("target.quantization=bnb-4bit")
+def _bitsandbytes(dtype: torch.dtype, device: torch.device, bits: int) -> Any:
+    _BITSANDBYTES.require(f"target.quantization=bnb-{bits}bit")
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_use_double_quant=True,
-    )
+    if bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    nf4 = {"quant_type": "nf4", "compute_dtype": dtype, "use_double_quant": True}
+    return BitsAndBytesConfig(load_in_4bit=True, **{f"bnb_4bit_{k}": v for k, v in nf4.items()})
 
 
-def _bnb_8bit(dtype: torch.dtype, device: torch.device) -> Any:
-    _BITSANDBYTES.require("target.quantization=bnb-8bit")
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(load_in_8bit=True)
-
-
-def _torchao_int8(dtype: torch.dtype, device: torch.device) -> Any:
-    _TORCHAO.require("target.quantization=torchao-int8")
-    from transformers import TorchAoConfig
-
-    return TorchAoConfig(import_module("torchao.quantization").Int8WeightOnlyConfig())
-
-
-def _torchao_int4(dtype: torch.dtype, device: torch.device) -> Any:
-    _TORCHAO.require("target.quantization=torchao-int4")
-    if device.type != "cuda" or dtype is not torch.bfloat16:
+def _torchao(dtype: torch.dtype, device: torch.device, bits: int) -> Any:
+    _TORCHAO.require(f"target.quantization=torchao-int{bits}")
+    if bits == 4 and (device.type != "cuda" or dtype is not torch.bfloat16):
         raise UserError(
             "target.quantization=torchao-int4 has kernels for bfloat16 on CUDA only; given: "
             f"{str(dtype)[6:]} on {device.type}. Set target.dtype=bfloat16 on a CUDA device, or "
@@ -121,7 +104,10 @@ def _torchao_int4(dtype: torch.dtype, device: torch.device) -> Any:
         )
     from transformers import TorchAoConfig
 
-    return TorchAoConfig(import_module("torchao.quantization").Int4WeightOnlyConfig(group_size=128))
+    library = import_module("torchao.quantization")
+    if bits == 8:
+        return TorchAoConfig(library.Int8WeightOnlyConfig())
+    return TorchAoConfig(library.Int4WeightOnlyConfig(group_size=128))
 
 
 def _fp8(dtype: torch.dtype, device: torch.device) -> Any:
@@ -136,21 +122,19 @@ def _fp8(dtype: torch.dtype, device: torch.device) -> Any:
 
 
 _METHODS: dict[str, Callable[[torch.dtype, torch.device], Any]] = {
-    "bnb-4bit": _bnb_4bit,
-    "bnb-8bit": _bnb_8bit,
-    "torchao-int8": _torchao_int8,
-    "torchao-int4": _torchao_int4,
+    "bnb-4bit": partial(_bitsandbytes, bits=4),
+    "bnb-8bit": partial(_bitsandbytes, bits=8),
+    "torchao-int8": partial(_torchao, bits=8),
+    "torchao-int4": partial(_torchao, bits=4),
     "fp8": _fp8,
 }
 NAMES = ("none", "auto", *_METHODS)
 
 
 def dense_weight(weight: Tensor, rows: int, columns: int, what: str) -> Tensor:
-    """`weight` of an embedding or LM head as floating-point numbers [rows, columns], dequantised if
-    need be; no gradients.
+    """`weight` of an embedding or LM head in floating point [rows, columns], no gradients.
 
-    Raises `UserError` when its layout cannot be undone: drafters share these two matrices of the
-    target.
+    Raises `UserError` when its layout cannot be undone: drafters share these matrices.
     """
     plain: Any = weight.detach()
     if type(plain).__module__.startswith("torchao."):
@@ -161,5 +145,4 @@ def dense_weight(weight: Tensor, rows: int, columns: int, what: str) -> Tensor:
             f"{tuple(plain.shape)}, {str(plain.dtype)[6:]}); use a checkpoint whose embedding and "
             "LM head are not quantised."
         )
-    dense: Tensor = plain
-    return dense
+    return cast(Tensor, plain)

@@ -1,5 +1,4 @@
-"""What tells a target's weights from another's: the commit of a Hub repository, or a hash of a
-folder's files."""
+"""What tells one target's weights from another's: a Hub commit, or a hash of files."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ _SAMPLE_BYTES, _SAMPLE_EVERY, _HASH_WHOLE_BELOW = 1 << 16, 1 << 24, 1 << 28
 
 
 def revision_of(path: str, revision: str | None) -> str:
-    """The Hub commit, or a hash of a local folder's weights (whole below 256 MiB a file, sampled
-    every 16 MiB above)."""
+    """The Hub commit, or a hash of a folder's weights (files above 256 MiB sampled)."""
     folder = Path(path)
     if not folder.is_dir():
         return hub_commit(path, revision) or revision or "unknown"
@@ -32,8 +30,7 @@ def revision_of(path: str, revision: str | None) -> str:
 
 
 def hub_commit(path: str, revision: str | None) -> str | None:
-    """The commit that a Hub id's config was read from, as the cache has it; None where it is not
-    there. Nothing is fetched."""
+    """The commit that a Hub id's config was read from, by the cache; None if not there."""
     try:
         found = try_to_load_from_cache(path, "config.json", revision=revision)
     except ValueError:  # no name that a repository can have

@@ -25,8 +25,7 @@ PINNED = "pinned"
 def pin_frequencies(model: nn.Module, long_context: bool) -> None:
     """Fix the frequencies of every rotary embedding in `model` that would choose them by length.
 
-    Longrope keeps its short set, or its long one if `long_context`; dynamic scaling keeps the
-    trained frequencies.
+    Longrope keeps its short set, or its long one; dynamic scaling the trained one.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -39,8 +38,7 @@ def pin_frequencies(model: nn.Module, long_context: bool) -> None:
 
 
 def trained_positions(config: Any) -> int | None:
-    """Positions that the short set of a longrope model reaches; None for models without one.
-    config: the text model's."""
+    """Positions that a longrope text model's short set reaches; None without one."""
     for part in rope_parts(config):
         if part.get("rope_type") == "longrope":
             found = part.get("original_max_position_embeddings") or getattr(

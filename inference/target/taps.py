@@ -17,8 +17,7 @@ from heads.api.errors import UserError
 
 
 class Taps:
-    """Hooks on the decoder layers of one model; `read` returns what the last forward pass left
-    there."""
+    """Hooks on a model's decoder layers; `read` gives what the last forward pass left."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self.layers = layers
@@ -50,8 +49,7 @@ class Taps:
         return self.layers[tap - 1].register_forward_hook(after)
 
     def read(self) -> Tensor | None:
-        """The taps of the last forward pass, stacked as [B, T, n, H] in ascending order; None when
-        none are wanted."""
+        """The last forward pass's taps [B, T, n, H], ascending; None when none are wanted."""
         if not self._wanted:
             return None
         stacked = torch.stack([self._caught[tap] for tap in self._wanted], dim=2)
@@ -60,8 +58,7 @@ class Taps:
 
 
 def find_decoder(model: Any) -> Any:
-    """The part of a causal LM that turns token ids into last hidden states: its text decoder,
-    without head and vision tower."""
+    """A causal LM's text decoder, without head and vision tower."""
     decoder = model.get_decoder()
     # families whose prefix names a part that the text-only class does not have (Llama 4)
     if decoder is model:
@@ -70,8 +67,7 @@ def find_decoder(model: Any) -> Any:
 
 
 def find_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The list of decoder layers inside a transformers model; raises `UserError` when there is no
-    such list."""
+    """A transformers model's list of decoder layers; raises `UserError` without one."""
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module

@@ -8,8 +8,7 @@ from typing import Any
 REPLACEMENT = "\ufffd"
 """What a tokenizer gives for bytes that are not yet a whole character."""
 WINDOW, KEPT = 48, 12
-"""Only the last tokens are decoded anew: when there are more than `WINDOW` of them, all but `KEPT`
-are left behind."""
+"""Only the last tokens are decoded anew: of more than `WINDOW` the last `KEPT`."""
 
 
 class TextPieces:

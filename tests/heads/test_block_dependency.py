@@ -27,7 +27,7 @@ def make(target: MicroTarget, name: str) -> Dependency:
     """A rule with random weights in float64."""
     rule = build_dependency(name, RANK, TOP, target.info)
     generator = torch.Generator().manual_seed(3)
-    for part in rule.modules().values():
+    for part in rule.modules.values():
         part.double()
         for parameter in part.parameters():
             parameter.data = 0.5 * torch.randn(
@@ -54,7 +54,7 @@ def expected(
     target: MicroTarget, rule: Dependency, tokens: list[int], states: Tensor, base: Tensor
 ) -> list[Tensor]:
     """Logits at every depth of one block, by the rule's formula, one token at a time."""
-    parts = dict(rule.modules())
+    parts = dict(rule.modules)
     found = []
     memory = torch.zeros(RANK, dtype=torch.float64)
     for depth, token in enumerate(tokens):
@@ -153,7 +153,7 @@ def test_every_rule_starts_as_none(target: MicroTarget, name: str) -> None:
         build_dependency(name, RANK, target.info.vocab_size, target.info),
         example(target),
     )
-    for part in rule.modules().values():
+    for part in rule.modules.values():
         part.double()
     rule.initialise(target.weights, torch.Generator().manual_seed(0))
     carry = rule.unroll(tokens, states, embed(target))
@@ -165,7 +165,7 @@ def test_the_selectors_walk_is_the_best_choice_at_every_step(target: MicroTarget
     """Walking by its logits picks, from the candidates alone, what enumerating unary plus edge
     finds."""
     rule, (_, states, base) = make(target, "selector"), example(target)
-    tables: Any = rule.modules()["candidate_selector"]
+    tables: Any = rule.modules["candidate_selector"]
     for block in range(BLOCKS):
         token, carry = 7, states.new_zeros(rule.size)
         for depth in range(DEPTHS):

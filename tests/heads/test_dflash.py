@@ -113,7 +113,7 @@ def convolve(conv: Any, rows: list[Tensor], kernels: list[Tensor], side: int) ->
 def one_block(drafter: Drafter, document: list[int], taps: Tensor, t: int) -> list[Tensor]:
     """States before the final norm of all slots of the block behind position t, one head vector at
     a time."""
-    slots, target = drafter.config.block_size, drafter._target
+    slots, target = drafter.config.block_size, drafter.target
     assert target is not None
     mask = (
         drafter.mask_embedding

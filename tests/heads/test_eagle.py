@@ -15,6 +15,7 @@ from heads.api.errors import UserError
 from heads.api.tree import TokenTree
 from heads.eagle import Config, Drafter
 from heads.nn import losses
+from heads.nn.feature.base import add_noise
 from inference.parity import check_parity
 from tests.heads.explicit import (
     DOCUMENTS,
@@ -133,9 +134,9 @@ def test_noise_is_bounded_seeded_and_only_in_training(target: MicroTarget) -> No
     drafter = make(target, noise=0.1)
     batch = packed_batch(target, drafter.needs, [[DOCUMENTS[0]], [DOCUMENTS[2]]])
     batch.seeds = torch.tensor([3, 4])
-    moved = drafter._noisy(batch) - batch.last_hidden
+    moved = add_noise(batch.last_hidden, batch, 0.1) - batch.last_hidden
     assert 0.09 < moved.abs().max() <= 0.1 and moved.mean().abs() < 0.02
-    assert torch.equal(drafter._noisy(batch) - batch.last_hidden, moved)
+    assert torch.equal(add_noise(batch.last_hidden, batch, 0.1) - batch.last_hidden, moved)
     assert not torch.equal(moved[0, :5], moved[1, :5])
     quiet = make(target, noise=0.0)
     assert drafter.loss(batch).loss_sum != quiet.loss(batch).loss_sum

@@ -23,6 +23,7 @@ from heads.nn import attention
 from heads.nn.attention import CachePlace
 from heads.nn.drafting.growth import fill, grow
 from heads.nn.drafting.plan import DynamicPlan, Plan, TreePlan
+from heads.nn.drafting.state import Rooted
 from heads.nn.rope import Rope
 from tests.heads.micro import PlainNoise
 
@@ -90,7 +91,8 @@ class TableDrafter:
 
         root = torch.full((batch,), 7)
         logits, carry = rows_of([[()] for _ in range(batch)])
-        return grow(plan, root, 10 + torch.arange(batch), logits, carry, step, noise, token_ids)
+        state = Rooted(root, 10 + torch.arange(batch), plan)
+        return grow(state, logits, carry, step, noise, token_ids)
 
 
 def gains_of(
@@ -246,7 +248,7 @@ def test_independent_depths_give_exactly_the_best_paths(
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(3, shape.max_depth, VOCAB, generator=generator, dtype=torch.float64)
     root, positions = torch.tensor([1, 2, 3]), torch.tensor([10, 11, 12])
-    proposal = fill(DynamicPlan(shape), root, positions, logits, noise)
+    proposal = fill(Rooted(root, positions, DynamicPlan(shape)), logits, noise)
     check_tree(proposal.tree, 3, shape)
     assert proposal.tokens[:, 0].tolist() == [1, 2, 3]
     assert proposal.logits is not None
@@ -270,9 +272,8 @@ def test_equal_scores_still_make_a_tree() -> None:
     noise = PlainNoise()
     for nodes in range(2, 8):
         shape = DynamicShape(nodes, 3, 2)
-        proposal = fill(
-            DynamicPlan(shape), torch.zeros(2, dtype=torch.int64), torch.zeros(2), sure, noise
-        )
+        zeros = torch.zeros(2, dtype=torch.int64)
+        proposal = fill(Rooted(zeros, zeros, DynamicPlan(shape)), sure, noise)
         check_tree(proposal.tree, 2, shape)
         deepest = min(nodes - 1, 3)
         assert (4,) * deepest in paths_of(proposal, 0)

@@ -139,7 +139,7 @@ def test_the_prefix_layer_reads_the_whole_text_and_no_refused_token(target: Micr
         for documents in (DOCUMENTS[:1], changed)
     ]
     states[1].last_hidden[0, 1:] = states[0].last_hidden[0, 1:]  # only the first state differs
-    hidden = [drafter.start(seen, tree, 32).hidden for seen in states]
+    hidden = [drafter.start(seen, tree, 32).output for seen in states]
     assert (hidden[0] - hidden[1]).abs().max() > 1e-6
     # A run of two with two entries of padding, then another: as if all had been read at once.
     whole = drafter.start(seen_states(target, drafter.needs, DOCUMENTS[:1], [(0, 10)]), tree, 32)
@@ -149,7 +149,7 @@ def test_the_prefix_layer_reads_the_whole_text_and_no_refused_token(target: Micr
         setattr(pair, field, getattr(pair, field)[:1])
     state = drafter.commit(state, pair)
     state = drafter.commit(state, seen_states(target, drafter.needs, DOCUMENTS[:1], [(8, 10)]))
-    torch.testing.assert_close(state.hidden, whole.hidden)
+    torch.testing.assert_close(state.output, whole.output)
 
 
 def test_noise_is_drawn_in_training_alone(target: MicroTarget) -> None:

@@ -156,7 +156,7 @@ def test_blocks_beyond_the_draft_are_not_run(target: MicroTarget) -> None:
     drafter = make(target)
     seen = seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 8), (0, 5)])
     state = drafter.start(seen, DynamicShape(4, 2, 2), 32)
-    assert len(state.keys) == len(state.values) == state.outputs.shape[2] == 2
+    assert len(state.keys) == len(state.values) == state.output.shape[2] == 2
     assert drafter.propose(state, PlainNoise()).tokens.shape == (2, 4)
 
 

@@ -118,9 +118,9 @@ def test_cache_attention_sees_its_mask(queries: int, kv_heads: int) -> None:
 CHOICES = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
 
 
-def frame_of(tree: TokenTree, base: Tensor) -> attention.DraftFrame:
+def frame_of(tree: TokenTree, base: Tensor) -> attention.CachePlace:
     table = Rope(8, 10000.0).table(16, base.device, torch.float64)
-    return attention.DraftFrame.of(TreePlan.of(tree), attention.Memory(base, table, 16))
+    return attention.static_places(TreePlan.of(tree), attention.Memory(base, table, 16))
 
 
 def test_drafted_nodes_see_the_past_and_their_ancestors() -> None:
@@ -143,7 +143,7 @@ def test_drafted_nodes_see_the_past_and_their_ancestors() -> None:
 def test_chain_frames_are_tree_frames() -> None:
     chain, base = TokenTree.chain(4), torch.tensor([3, 0])
     as_tree = replace(chain, is_chain=False)
-    assert torch.equal(frame_of(chain, base).place.mask, frame_of(as_tree, base).place.mask)
+    assert torch.equal(frame_of(chain, base).mask, frame_of(as_tree, base).mask)
 
 
 def test_plan_runs_only_nodes_with_children() -> None:

@@ -7,19 +7,24 @@ results>
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from heads.api.features import FeatureSpec
 from inference.decoding.config import DecodeConfig
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
-from inference.target.parallel import gathered, join_ranks, only_main_prints, require_agreement
+from inference.target.parallel import Ranks, gathered, join_ranks
 from tests.fakes import SometimesRight
 from tests.inference.decoding.test_lossless import SHAPES, answers, decode, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
@@ -72,6 +77,32 @@ def facts_of(target: TargetModel) -> dict[str, Any]:
         "key sum": float(gathered(keys).sum()),
         "logits": [value.hex() for value in logits[0].double().tolist()],
     }
+
+
+def require_agreement(tokens: Sequence[int], what: str) -> None:
+    """Raise `RuntimeError` unless all processes hold the same `tokens`. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    digest = hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, digest)
+    odd = [rank for rank, value in enumerate(found) if value != found[0]]
+    if odd:
+        raise RuntimeError(
+            f"processes {odd} decoded other tokens than process 0 for {what}: their devices or "
+            "libraries compute differently, so this target cannot be split over them."
+        )
+
+
+@contextmanager
+def only_main_prints(ranks: Ranks) -> Iterator[None]:
+    """Swallow what other processes than the main one print inside the block."""
+    if ranks.rank == 0:
+        yield
+        return
+    sys.stdout.flush()
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from heads import distilled, eagle3, medusa, ngram
 from heads.api.checkpoint import new_drafter
 from heads.api.drafter import TargetStates
 from heads.api.errors import UserError
+from heads.nn.drafting.state import Cached
 from inference.parity import ParityError, check_parity
 from tests.models import VOCAB, random_target
 
@@ -70,7 +71,7 @@ def test_drafters_without_weights_have_nothing_to_compare() -> None:
 class LateTaps(eagle3.Drafter):
     """Reads each token's taps one position late when it serves: the classic off-by-one."""
 
-    def commit(self, state: eagle3.State, accepted: TargetStates) -> eagle3.State:
+    def commit(self, state: Cached, accepted: TargetStates) -> Cached:
         accepted.taps = accepted.taps.roll(1, 1)
         return super().commit(state, accepted)
 
@@ -79,7 +80,7 @@ class StaleChain(eagle3.Drafter):
     """Feeds every drafted step the committed feature instead of its own output: wrong from depth 3
     on."""
 
-    def propose(self, state: eagle3.State, noise: Any) -> Any:
+    def propose(self, state: Cached, noise: Any) -> Any:
         advance = self.chain._advance
         committed = self.emit(state.output)[1]
         self.chain._advance = lambda *parts: advance(*parts[:-1], committed)  # type: ignore[method-assign]
@@ -92,10 +93,10 @@ class StaleChain(eagle3.Drafter):
 class WrongPositions(distilled.Drafter):
     """Counts positions from the wrong place when it serves deeper tokens."""
 
-    def _table(self, state: distilled.State) -> Any:
+    def _table(self, state: Cached) -> Any:
         return super()._table(state).roll(-1, 0) if self.deeper else super()._table(state)
 
-    def propose(self, state: distilled.State, noise: Any) -> Any:
+    def propose(self, state: Cached, noise: Any) -> Any:
         self.deeper = True
         try:
             return super().propose(state, noise)

@@ -1,5 +1,4 @@
-"""Attention of block drafters in training: many blocks of one sequence at once, each seeing its own
-past and itself.
+"""Attention of block drafters in training: many blocks of one sequence at once.
 
 A block stands behind a place t of the sequence, the last position whose true states it may see: its
 queries attend to the context up to t within t's document, and to the block's own slots. Nothing of
@@ -62,11 +61,8 @@ class Anchors:
         chosen, scales = [], []
         for number, (row, generator) in enumerate(zip(eligible.cpu(), generators, strict=True)):
             places = row.nonzero().squeeze(1)
-            heavy = (
-                None
-                if weights is None
-                else weights[number].cpu()[(places + 1).clamp(max=row.shape[0] - 1)]
-            )
+            roots = (places + 1).clamp(max=row.shape[0] - 1)
+            heavy = None if weights is None else weights[number].cpu()[roots]
             order, scale = draw(places.shape[0], most, generator, heavy)
             chosen.append(places[order])
             scales.append(scale)
@@ -84,11 +80,8 @@ class Anchors:
     def everywhere(cls, tokens: Tensor) -> Anchors:
         """A block behind every position of `tokens` [B, T]."""
         last = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return cls(
-            last,
-            torch.ones_like(last, dtype=torch.bool),
-            torch.ones(tokens.shape, device=tokens.device),
-        )
+        scale = torch.ones(tokens.shape, device=tokens.device)
+        return cls(last, torch.ones_like(last, dtype=torch.bool), scale)
 
 
 def draw(
@@ -116,8 +109,7 @@ def draw(
 
 
 def inclusion(weights: Tensor, most: int) -> Tensor:
-    """Chances [count], in proportion to the weights but at most 1, that sum to `most` (or to the
-    number of weights above 0)."""
+    """Chances [count] in proportion to the weights, at most 1, that sum to `most` (or fewer)."""
     chances = torch.zeros_like(weights)
     sure = torch.zeros_like(weights, dtype=torch.bool)
     while True:
@@ -136,8 +128,7 @@ def inclusion(weights: Tensor, most: int) -> Tensor:
 class View:
     """What the slots of some blocks see. visible [B, A, T] bool: the context; causal: whether a
     slot sees only itself and earlier slots of its block; flex: the same as a block mask of flex
-    attention, None for dense scores.
-    """
+    attention, None for dense scores."""
 
     visible: Tensor
     causal: bool
@@ -145,8 +136,7 @@ class View:
 
     @classmethod
     def of(cls, segments: Tensor, last: Tensor, slots: int, causal: bool, flex: bool) -> View:
-        """segments [B, T]: document numbers; last [B, A]; slots: b. flex: build the block mask
-        too."""
+        """segments [B, T]; last [B, A]; slots: b. flex: build the block mask too."""
         places = torch.arange(segments.shape[1], device=segments.device)
         same = segments[:, None] == segments.gather(1, last)[..., None]  # [B, A, T]
         visible = same & (places <= last[..., None])
@@ -156,16 +146,10 @@ class View:
 
 def attend_blocks(query: Tensor, context: KeyValue, own: KeyValue, view: View) -> Tensor:
     """Attention of blocks: query [B, A, b, h, D], context keys and values [B, T, g, D], the blocks'
-    own [B, A, b, g, D] -> [B, A, b, h * D].
-    """
+    own [B, A, b, g, D] -> [B, A, b, h * D]."""
+    # The context's keys are shared by all blocks of a row and never copied.
     if view.flex is not None:
         return _flex(query, context, own, view.flex)
-    return _dense(query, context, own, view)
-
-
-def _dense(query: Tensor, context: KeyValue, own: KeyValue, view: View) -> Tensor:
-    """One softmax over context and block. The context's keys are shared by all blocks of a row and
-    never copied."""
     blocks, slots, heads, size = query.shape[1:]
     kv_heads, length = context[0].shape[2], context[0].shape[1]
     groups = heads // kv_heads
@@ -181,13 +165,11 @@ def _dense(query: Tensor, context: KeyValue, own: KeyValue, view: View) -> Tenso
         later = numbers > numbers.repeat_interleave(groups)[:, None]  # [b * G, b]
         inside = inside.masked_fill(later, float("-inf"))
     scores = torch.cat([past, inside], -1)
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
-        own[1].dtype
-    )
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.softmax(-1, dtype=wide).to(own[1].dtype)
     out = weights[..., :length].flatten(2, 3) @ context[1].transpose(1, 2)  # [B, g, A * b * G, D]
-    out = out.unflatten(2, (blocks, slots * groups)) + weights[..., length:] @ own[1].permute(
-        0, 3, 1, 2, 4
-    )
+    out = out.unflatten(2, (blocks, slots * groups))
+    out = out + weights[..., length:] @ own[1].permute(0, 3, 1, 2, 4)
     return out.unflatten(3, (slots, groups)).permute(0, 2, 3, 1, 4, 5).flatten(3)
 
 
@@ -215,13 +197,10 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _flex(query: Tensor, context: KeyValue, own: KeyValue, mask: Any) -> Tensor:
-    """The same through flex attention: compiled on CUDA; elsewhere in eager mode, which has a
-    forward pass only."""
+    """The same through flex attention: compiled on CUDA, else eager (forward pass only)."""
     blocks, slots = query.shape[1:3]
-    key, value = (
-        torch.cat([past, inside.flatten(1, 2)], 1).transpose(1, 2)
-        for past, inside in zip(context, own, strict=True)
-    )
+    pairs = zip(context, own, strict=True)
+    key, value = (torch.cat([p, o.flatten(1, 2)], 1).transpose(1, 2) for p, o in pairs)
     run: Any = _compiled() if query.is_cuda else flex_attention
     rows = query.flatten(1, 2).transpose(1, 2).to(value.dtype)
     out: Tensor = run(rows, key.to(value.dtype), value, block_mask=mask, enable_gqa=True)

@@ -29,11 +29,9 @@ from heads.nn.block.layers import BlockLayer
 from heads.nn.rope import Rope, rotate
 
 SHARPNESS = 24.0
-"""Factor on the scores of heads of unit size: large enough that the seventh token before a slot
-beats the eighth."""
+"""Factor on scores: the seventh token before a slot must beat the eighth."""
 MASK_SIZE = 0.5
-"""Length of the mask embedding, as a share of the embeddings' usual length: the carried root
-outweighs it."""
+"""Length of the mask embedding as a share of the embeddings': the root outweighs it."""
 
 
 @torch.no_grad()
@@ -41,8 +39,7 @@ def start_carrying(layer: BlockLayer, mask: Tensor | None, embedding: Tensor, ro
     """Set `layer`, and the mask embedding [H] where it is learned, from the target's embeddings [V,
     H]. rope: of the layer's heads.
 
-    Assumes that `layer` holds random values of an ordinary start (its MLP's inner matrices keep
-    them).
+    Assumes that `layer` holds random values (its MLP's inner matrices keep them).
     """
     rows = embedding.detach().float()
     size = rows.square().mean(1).sqrt().median()  # per element
@@ -55,42 +52,35 @@ def start_carrying(layer: BlockLayer, mask: Tensor | None, embedding: Tensor, ro
     spread = torch.linalg.eigh(moments).eigenvectors
     quiet = F.normalize(spread[:, 0] - (spread[:, 0] @ side) * side, dim=0)
     attention = layer.self_attn
-    heads, kv_heads = (
-        p.out_features // attention.head_dim for p in (attention.q_proj, attention.k_proj)
-    )
-    constant = torch.zeros(attention.head_dim, device=rows.device)
+    size_of = attention.head_dim
+    heads, kv_heads = (p.out_features // size_of for p in (attention.q_proj, attention.k_proj))
+    constant = torch.zeros(size_of, device=rows.device)
     # Not the pairs that turn fastest: within a block their scores rise again with the distance.
-    constant[attention.head_dim // 16 : attention.head_dim // 2] = 1.0
+    constant[size_of // 16 : size_of // 2] = 1.0
     init.constant(layer.input_layernorm.weight, 1.0)
     both = side + 2.0 * quiet  # tokens and masks are on one side of this
     whole = torch.zeros_like(constant)
-    whole[: attention.head_dim // 2] = 1.0
-    turned = rotate(
-        whole[None, None, None], rope.at(torch.full((1, 1), -1, device=rows.device), whole.dtype)
-    ).flatten()
-    before = max(
-        1, kv_heads // 2
-    )  # key/value heads that look at the slot before; the others look for the root
+    whole[: size_of // 2] = 1.0
+    one_back = rope.at(torch.full((1, 1), -1, device=rows.device), whole.dtype)
+    turned = rotate(whole[None, None, None], one_back).flatten()
+    groups = heads // kv_heads
+    before = max(1, kv_heads // 2)  # heads that look at the slot before; the others for the root
     near = kv_heads - before
-    keys = torch.cat(
-        [torch.outer(constant.repeat(near), side), torch.outer(whole.repeat(before), both)]
+    for_root = torch.outer(constant.repeat(near), side)
+    init.copy(
+        attention.k_proj.weight, torch.cat([for_root, torch.outer(whole.repeat(before), both)])
     )
-    asked = torch.cat(
-        [constant.repeat(near * heads // kv_heads), turned.repeat(before * heads // kv_heads)]
-    )
-    init.copy(attention.k_proj.weight, keys)
+    asked = torch.cat([constant.repeat(near * groups), turned.repeat(before * groups)])
     init.copy(attention.q_proj.weight, torch.outer(asked, both))
     for norm in (attention.q_norm, attention.k_norm):
         assert norm is not None
         init.constant(norm.weight, SHARPNESS**0.5)
-    leading = spread.flip(1)[:, : kv_heads * attention.head_dim]  # [H, g * D]
-    held = torch.zeros(rows.shape[1], kv_heads * attention.head_dim, device=rows.device)
+    leading = spread.flip(1)[:, : kv_heads * size_of]  # [H, g * D]
+    held = torch.zeros(rows.shape[1], kv_heads * size_of, device=rows.device)
     held[:, : leading.shape[1]] = leading
     init.copy(attention.v_proj.weight, held.T)
-    groups = heads // kv_heads
-    back = (
-        held.unflatten(1, (kv_heads, 1, -1)).expand(-1, -1, groups, -1) / groups
-    )  # a group's heads share it
+    # a group's heads share it
+    back = held.unflatten(1, (kv_heads, 1, -1)).expand(-1, -1, groups, -1) / groups
     init.copy(attention.o_proj.weight, size * back.flatten(1))
     for name in "kv":
         own = getattr(attention, f"context_{name}_proj")

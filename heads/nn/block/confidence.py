@@ -12,6 +12,7 @@ Legend: M recorded chains, K depths, H hidden, r rank, `...` any.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +27,7 @@ COOLEST, HOTTEST, STEPS = 0.2, 5.0, 65
 
 
 class ConfidenceHead(nn.Module):
-    """One linear unit over [h_k; W1[x_{k-1}]], and a temperature per depth that calibration sets (1
-    before)."""
+    """A linear unit over [h_k; W1[x_{k-1}]], and a temperature per depth (1 at first)."""
 
     temperatures: Tensor
 
@@ -42,11 +42,9 @@ class ConfidenceHead(nn.Module):
         init.constant(self.proj.bias, 0.0)
 
     def forward(self, states: Tensor, hint: Tensor | None) -> Tensor:
-        """States [..., H] and hints [..., r] -> the log-odds of acceptance [...], before
-        calibration."""
+        """States [..., H], hints [..., r] -> log-odds of acceptance [...], uncalibrated."""
         both = states if hint is None else torch.cat([states, hint.to(states.dtype)], -1)
-        out: Tensor = self.proj(both)[..., 0]
-        return out
+        return cast(Tensor, self.proj(both)[..., 0])
 
     def calibrated(self, log_odds: Tensor, depth: Tensor) -> Tensor:
         """Confidence float32 [...] of drafts at `depth` [...] int64 (1-based)."""
@@ -55,16 +53,14 @@ class ConfidenceHead(nn.Module):
 
 @full_precision
 def confidence_loss(log_odds: Tensor, acceptance: Tensor) -> Tensor:
-    """Binary cross entropy [R] of log-odds [R] against chances of acceptance [R], without gradient
-    for those."""
+    """Binary cross entropy [R] of log-odds [R] against fixed chances of acceptance [R]."""
     log_odds = widen(log_odds)
     wanted = acceptance.detach().to(log_odds).clamp(0, 1)
     return F.binary_cross_entropy_with_logits(log_odds, wanted, reduction="none")
 
 
 def survival(log_odds: Tensor, temperatures: Tensor) -> Tensor:
-    """Chance [M, K] that a chain's first k drafts are all accepted, from log-odds [M, K] and
-    temperatures [K]."""
+    """Chance [M, K] that the first k drafts pass: log-odds [M, K], temperatures [K]."""
     return F.logsigmoid(log_odds.double() / temperatures.double()).cumsum(1).exp()
 
 
@@ -81,22 +77,16 @@ def fit_temperatures(log_odds: Tensor, accepted: Tensor) -> Tensor:
         raise UserError(
             "calibration needs recorded drafts; given none. Draft for a few prompts first."
         )
-    tried = torch.logspace(
-        torch.tensor(COOLEST).log10().item(),
-        torch.tensor(HOTTEST).log10().item(),
-        STEPS,
-        dtype=torch.float64,
-    )
+    first, last = (torch.tensor(end).log10().item() for end in (COOLEST, HOTTEST))
+    tried = torch.logspace(first, last, STEPS, dtype=torch.float64)
     settled = torch.ones(log_odds.shape[0], dtype=torch.float64)
     temperatures = []
     for depth in range(log_odds.shape[1]):
         outcome = (accepted.cpu() > depth).double()
         # [tried, M]
         chances = settled * (log_odds[:, depth].cpu().double() / tried[:, None]).sigmoid()
-        errors = [
-            float(F.binary_cross_entropy(chance.clamp(1e-9, 1 - 1e-9), outcome))
-            for chance in chances
-        ]
+        safe = chances.clamp(1e-9, 1 - 1e-9)
+        errors = [float(F.binary_cross_entropy(chance, outcome)) for chance in safe]
         best = min(range(STEPS), key=lambda i: (errors[i], abs(i - STEPS // 2)))
         temperatures.append(float(tried[best]))
         settled = chances[best]
@@ -118,7 +108,5 @@ def calibration_errors(
 ) -> list[float]:
     """`calibration_error` of the survival up to each depth [K]."""
     chances = survival(log_odds, torch.as_tensor(temperatures))
-    return [
-        calibration_error(chances[:, depth], (accepted > depth).double())
-        for depth in range(log_odds.shape[1])
-    ]
+    columns = enumerate(chances.unbind(1))
+    return [calibration_error(chance, (accepted > depth).double()) for depth, chance in columns]

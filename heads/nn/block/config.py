@@ -19,55 +19,40 @@ from heads.api.config import (
     config,
 )
 from heads.nn.block.losses import Objective, Weighting
+from heads.nn.feature.base import SizeConfig
 
 
 @config("head")
 @dataclass(frozen=True)
-class Config:
+class Config(SizeConfig):
     """Configuration of a block drafter. Sizes of 0 are taken from the target."""
 
     block_size: AtLeastTwo = 8
     """Slots b of a block, the root's included (>= 2)."""
     sample_from_anchor: bool = False
     """Draft from the root's slot on: slot i gives the token at depth i + 1, b in all (DSpark);
-    otherwise slot i gives the token at its own place, b - 1 in all (DFlash).
-    """
+    otherwise slot i gives the token at its own place, b - 1 in all (DFlash)."""
     in_block: Literal["bidirectional", "causal"] = "bidirectional"
-    """What slots see of their block: bidirectional (all of it) or causal (themselves and earlier
-    ones; JetSpec)."""
+    """What slots see of their block: all of it, or (causal; JetSpec) no later ones."""
     num_layers: NonNegativeInt = 0
     """Draft layers; 0: half of the target's and one, 3 to 5."""
     taps: tuple[int, ...] = ()
-    """Layers of the target that are read, ascending; empty: up to five, spread from 2 (1 in small
-    targets) to n-2."""
+    """The target's layers that are read, ascending; empty: up to five, spread from 2 to n-2."""
     layer_fusion: bool = False
-    """A mixture of the taps of its own, and separate projections of it, for every draft layer
-    (DFlare)."""
-    num_attention_heads: int = 0
-    """Query heads."""
-    num_key_value_heads: int = 0
-    """Key/value heads; must divide the query heads."""
-    head_dim: int = 0
-    """Size of a head (even)."""
-    intermediate_size: int = 0
-    """Width of the MLPs."""
+    """An own mixture of the taps, separately projected, for every draft layer (DFlare)."""
     start_from: Literal["auto", "target", "random"] = "auto"
     """Where the layers begin: target (from layers of it, refused where they do not fit), random, or
-    auto (from the target where its layers are Llama-like and of the same sizes).
-    """
+    auto (from the target where its layers are Llama-like and of the same sizes)."""
     from_target_layers: tuple[int, ...] = ()
     """The target's layers (0-based) that the draft layers start from, one each (but the carrying
-    one); empty: evenly from the first to the last.
-    """
+    one); empty: evenly from the first to the last."""
     carry_root: bool = True
-    """Start with one more layer in front that carries the root's embedding to every slot; it counts
-    among `num_layers`."""
+    """Begin with a layer (one of `num_layers`) that carries the root's embedding to all slots."""
     mask_token_id: Annotated[int, Ge(-1)] = -1
     """Token whose frozen embedding fills the slots behind the root; -1: a learned vector."""
     dependency: str = "none"
     """What slots know of the tokens drafted before them: none, markov, gated, rnn (DSpark), gru
-    (Domino), selector (DFlash 2), parent (TreeFlash).
-    """
+    (Domino), selector (DFlash 2), parent (TreeFlash)."""
     dependency_rank: int = 256
     """Rank of its tables, size of its recurrent state, width of its MLP."""
     selector_top_k: int = 16
@@ -93,8 +78,7 @@ class Config:
     annealed_lk: float = 0.0
     """Weight of the LK loss that goes from KL to total variation as acceptance rises."""
     base_share_start: UnitInterval = 0.0
-    """Share of the loss (0 to 1) that is taken on the logits before the dependency, at the
-    beginning of training."""
+    """Share of the loss on the logits before the dependency, when training begins (0 to 1)."""
     base_share_end: UnitInterval = 0.0
     """The same at its end; linear in between."""
     depth_weights: str = "exponential"

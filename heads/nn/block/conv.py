@@ -1,5 +1,4 @@
-"""The local convolution of DFlash 2: every slot of a block mixes in the slot before it, around each
-sublayer.
+"""The local convolution of DFlash 2: every slot mixes in the one before it.
 
 Two taps, depthwise, causal within the block; the kernel is a fixed part per channel plus a part
 that the input decides per group of channels: out[i, c] = sum over t of (base[t, c] + delta[i, t,
@@ -31,9 +30,8 @@ class BlockConv(nn.Module):
             )
         self.group_size = group_size
         self.base_kernel = nn.Parameter(torch.empty(2, TAPS, hidden_size))
-        self.kernel_projection = nn.Linear(
-            hidden_size, 2 * TAPS * (hidden_size // group_size), bias=False
-        )
+        kernels = 2 * TAPS * (hidden_size // group_size)
+        self.kernel_projection = nn.Linear(hidden_size, kernels, bias=False)
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -42,8 +40,7 @@ class BlockConv(nn.Module):
         self.kernel_projection.weight.zero_()
 
     def before(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The sublayer's input [N, b, H] -> (convolved input, kernel of the output side [N, b,
-        TAPS, C])."""
+        """Input [N, b, H] -> (convolved input, the output side's kernel [N, b, TAPS, C])."""
         kernels = self.kernel_projection(states).unflatten(-1, (2, TAPS, -1))
         return self._mix(states, kernels[..., 0, :, :], 0), kernels[..., 1, :, :]
 
@@ -52,9 +49,8 @@ class BlockConv(nn.Module):
         return self._mix(states, kernel, 1)
 
     def _mix(self, states: Tensor, delta: Tensor, side: int) -> Tensor:
-        previous = nn.functional.pad(
-            states[..., :-1, :], (0, 0, 1, 0)
-        )  # the slot before a block's first is zero
+        # the slot before a block's first is zero
+        previous = nn.functional.pad(states[..., :-1, :], (0, 0, 1, 0))
         out = torch.zeros_like(states)
         for tap, values in enumerate((states, previous)):
             varying = values.unflatten(-1, (-1, self.group_size)) * delta[..., tap, :, None]

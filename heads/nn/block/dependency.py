@@ -23,6 +23,7 @@ Legend: M blocks, P nodes, K depths, H hidden, V vocabulary, r rank, C size of t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -37,41 +38,38 @@ OUTSIDE = 8.0
 """How far below its base logit a token stands that is no candidate of the selector."""
 FADE = 1.0
 """A token fades out over so many logits below the worst candidate. A sharp edge would let the
-rounding of bfloat16 decide who is a candidate, and training and drafting would disagree there.
-"""
+rounding of bfloat16 decide who is a candidate, and training and drafting would disagree there."""
 
 Embed = Callable[[Tensor], Tensor]
 """Tokens [...] -> the target's embeddings [..., H]."""
 
 
 class Dependency:
-    """The interface, and the drafter without any dependency. Holds modules; the drafter registers
-    `modules()` under their names.
+    """The interface, and the drafter without any dependency.
 
-    size: C. needs_base: whether `logits` uses the base logits U_k. raw: whether the states it is
-    given come from before the final norm. first: the first depth it changes.
+    modules: the trained parts by name, which the drafter registers. size: C. needs_base: whether
+    `logits` uses the base logits U_k. raw: whether the states it is given come from before the
+    final norm. first: the first depth it changes. recurrent: whether a carry depends on the one
+    before.
     """
 
     size = 0
     needs_base = True
     raw = False
     first = 1
+    recurrent = False
 
     def __init__(self, rank: int, info: TargetInfo) -> None:
         self.rank, self.info = rank, info
+        self.modules: dict[str, nn.Module] = {}
         if rank < 1:
             raise UserError(f"head.dependency_rank must be at least 1; given {rank}.")
-
-    def modules(self) -> dict[str, nn.Module]:
-        """The trained parts, by name."""
-        return {}
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """Start as no dependency at all: the first logits are the base logits."""
 
     def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
-        """Parents x_{k-1} [...] and states h_k [..., H] behind carry [..., C] of depth k - 1 -> the
-        carry of depth k."""
+        """Parents x_{k-1} [...], states h_k [..., H], carry [..., C] of k - 1 -> that of k."""
         return carry
 
     def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
@@ -84,8 +82,7 @@ class Dependency:
         return base
 
     def teaches(self, base: Tensor | None, labels: Tensor) -> Tensor | None:
-        """Where [R] the dependency can learn of the right tokens `labels` [R], for base logits [R,
-        V]; None: everywhere."""
+        """Where [R] it can learn of `labels` [R] with base logits [R, V]; None: everywhere."""
         return None
 
     def hint(self, tokens: Tensor) -> Tensor | None:
@@ -94,17 +91,14 @@ class Dependency:
 
     def unroll(self, tokens: Tensor, states: Tensor, embed: Embed) -> Tensor:
         """Carries [M, K, C] along true parents [M, K] with states [M, K, H]."""
-        carry = states.new_zeros(*tokens.shape, self.size)
-        return self.read(tokens, states, carry, embed)
-
-
-def _unroll_by_depth(rule: Dependency, tokens: Tensor, states: Tensor, embed: Embed) -> Tensor:
-    carry = states.new_zeros(tokens.shape[0], rule.size)
-    found = []
-    for depth in range(tokens.shape[1]):
-        carry = rule.read(tokens[:, depth], states[:, depth], carry, embed).to(states.dtype)
-        found.append(carry)
-    return torch.stack(found, 1)
+        if not self.recurrent:
+            carry = states.new_zeros(*tokens.shape, self.size)
+            return self.read(tokens, states, carry, embed)
+        carry, found = states.new_zeros(tokens.shape[0], self.size), []
+        for depth in range(tokens.shape[1]):
+            carry = self.read(tokens[:, depth], states[:, depth], carry, embed).to(states.dtype)
+            found.append(carry)
+        return torch.stack(found, 1)
 
 
 class MarkovTables(nn.Module):
@@ -123,16 +117,13 @@ class Markov(Dependency):
 
     def __init__(self, rank: int, info: TargetInfo, variant: str = "markov") -> None:
         super().__init__(rank, info)
-        self.variant = variant
-        self.size = 2 * rank if variant == "rnn" else rank
+        self.recurrent = variant == "rnn"
+        self.size = 2 * rank if self.recurrent else rank
         self.tables = MarkovTables(info.vocab_size, rank, info.hidden_size, variant)
-
-    def modules(self) -> dict[str, nn.Module]:
-        return {"markov_head": self.tables}
+        self.modules = {"markov_head": self.tables}
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """W1 from the target's embeddings, so that what is learnt of one token serves those like
-        it; W2 zero."""
+        """W1 from the target's embeddings, so that like tokens learn alike; W2 zero."""
         tables = self.tables
         init.copy(tables.markov_w1.weight, project_rows(weights.embedding, self.rank, generator))
         init.constant(tables.markov_w2.weight, 0.0)
@@ -158,13 +149,7 @@ class Markov(Dependency):
         return base + self.tables.markov_w2(carry[..., -self.rank :])
 
     def hint(self, tokens: Tensor) -> Tensor | None:
-        words: Tensor = self.tables.markov_w1(tokens)
-        return words
-
-    def unroll(self, tokens: Tensor, states: Tensor, embed: Embed) -> Tensor:
-        if self.variant == "rnn":
-            return _unroll_by_depth(self, tokens, states, embed)
-        return super().unroll(tokens, states, embed)
+        return cast(Tensor, self.tables.markov_w1(tokens))
 
 
 class PrefixGRU(nn.Module):
@@ -188,6 +173,7 @@ class Gru(Dependency):
     """A GRU over the drafted prefix corrects the base logits through a low rank (Domino)."""
 
     first = 2
+    recurrent = True
 
     def __init__(self, rank: int, info: TargetInfo) -> None:
         super().__init__(rank, info)
@@ -198,9 +184,7 @@ class Gru(Dependency):
             nn.SiLU(),
             nn.Linear(rank, info.vocab_size, bias=False),
         )
-
-    def modules(self) -> dict[str, nn.Module]:
-        return {"prefix_gru": self.cell, "embed_proj": self.correct}
+        self.modules = {"prefix_gru": self.cell, "embed_proj": self.correct}
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         # Embeddings are not normalised: their own size decides how far they drive the gates.
@@ -213,15 +197,11 @@ class Gru(Dependency):
         init.constant(out.weight, 0.0)
 
     def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
-        out: Tensor = self.cell(embed(tokens), carry)
-        return out
+        return cast(Tensor, self.cell(embed(tokens), carry))
 
     def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
         assert base is not None
         return base + self.correct(torch.cat([states, carry], -1))
-
-    def unroll(self, tokens: Tensor, states: Tensor, embed: Embed) -> Tensor:
-        return _unroll_by_depth(self, tokens, states, embed)
 
 
 class CandidateSelector(nn.Module):
@@ -243,29 +223,23 @@ class Selector(Dependency):
             raise UserError(f"head.selector_top_k must be at least 1; given {top_k}.")
         self.size, self.top_k = rank, min(top_k, info.vocab_size)
         self.tables = CandidateSelector(info.vocab_size, rank, info.hidden_size)
-
-    def modules(self) -> dict[str, nn.Module]:
-        return {"candidate_selector": self.tables}
+        self.modules = {"candidate_selector": self.tables}
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         tables = self.tables
-        init.copy(
-            tables.predecessor_codebook, project_rows(weights.embedding, self.rank, generator)
-        )
+        rows = project_rows(weights.embedding, self.rank, generator)
+        init.copy(tables.predecessor_codebook, rows)
         init.constant(tables.successor_codebook, 0.0)
         init.normal(tables.hidden_projection.weight, self.info.hidden_size**-0.5, generator)
 
     def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
-        return F.embedding(
-            tokens, self.tables.predecessor_codebook
-        ) * self.tables.hidden_projection(states)
+        tables = self.tables
+        return F.embedding(tokens, tables.predecessor_codebook) * tables.hidden_projection(states)
 
     def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
         assert base is not None
-        share = self.candidates(base)
-        return (
-            base + share * F.linear(carry, self.tables.successor_codebook) - OUTSIDE * (1 - share)
-        )
+        share, scores = self.candidates(base), F.linear(carry, self.tables.successor_codebook)
+        return base + share * scores - OUTSIDE * (1 - share)
 
     def teaches(self, base: Tensor | None, labels: Tensor) -> Tensor | None:
         """Where the right token is among the candidates: elsewhere no order of them is right."""
@@ -274,8 +248,7 @@ class Selector(Dependency):
 
     def candidates(self, base: Tensor) -> Tensor:
         """Base logits [..., V] -> how far each token is a candidate, 1 for the best `top_k`, 0 for
-        the rest, in between where it is a close call.
-        """
+        the rest, in between where it is a close call."""
         worst = base.detach().topk(self.top_k, -1).values[..., -1:]
         return (1 - (worst - base.detach()) / FADE).clamp(0, 1)
 
@@ -307,9 +280,7 @@ class Parent(Dependency):
         super().__init__(rank, info)
         self.size = info.hidden_size
         self.mixer = ParentMixer(info, rank)
-
-    def modules(self) -> dict[str, nn.Module]:
-        return {"parent_mixer": self.mixer}
+        self.modules = {"parent_mixer": self.mixer}
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         mixer = self.mixer
@@ -319,8 +290,7 @@ class Parent(Dependency):
         init.constant(mixer.down_proj.weight, 0.0)
 
     def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
-        out: Tensor = self.mixer(states, embed(tokens))
-        return out
+        return cast(Tensor, self.mixer(states, embed(tokens)))
 
     def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
         return project(carry)
@@ -335,18 +305,14 @@ def build_dependency(name: str, rank: int, top_k: int, info: TargetInfo) -> Depe
         raise UserError(f"head.dependency '{name}' is unknown.{suggest(name, NAMES)}")
     if name == "none":
         return Dependency(1, info)
-    if name == "gru":
-        return Gru(rank, info)
     if name == "selector":
         return Selector(rank, info, top_k)
-    if name == "parent":
-        return Parent(rank, info)
-    return Markov(rank, info, name)
+    plain: dict[str, type[Dependency]] = {"gru": Gru, "parent": Parent}
+    return plain[name](rank, info) if name in plain else Markov(rank, info, name)
 
 
 def project_rows(rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Rows [V, H] as [V, size] float32 of unit mean square: normalised, turned at random into fewer
-    or more columns."""
+    """Rows [V, H] as [V, size] float32: normalised, turned at random."""
     normed = F.rms_norm(rows.detach().float(), rows.shape[-1:])
     turn = torch.empty(rows.shape[1], size).normal_(0.0, rows.shape[1] ** -0.5, generator=generator)
     return normed @ turn.to(normed.device)

@@ -1,5 +1,4 @@
-"""The decoder layers of block drafters: Qwen3-like layers that also turn the target's states into
-keys and values.
+"""The decoder layers of block drafters: Qwen3's, with keys and values of the target's states.
 
 Every layer forms keys and values of the context (normalised features of the target, no norm of its
 own before them) beside those of the block's slots, with the same projections or with separate ones
@@ -41,31 +40,24 @@ IGNORED = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 class BlockAttention(Attention):
-    """Attention whose query and key heads are normalised, and which can read the target's
-    features."""
+    """Attention with normalised query and key heads that can read the target's features."""
 
     def __init__(self, shape: LayerShape, own_context: bool) -> None:
         super().__init__(replace(shape, qk_norm=True))
-        width = shape.num_key_value_heads * shape.head_dim
-        self.context_k_proj = (
-            nn.Linear(shape.hidden_size, width, bias=False) if own_context else None
-        )
-        self.context_v_proj = (
-            nn.Linear(shape.hidden_size, width, bias=False) if own_context else None
-        )
+        sizes = shape.hidden_size, shape.num_key_value_heads * shape.head_dim
+        self.context_k_proj = nn.Linear(*sizes, bias=False) if own_context else None
+        self.context_v_proj = nn.Linear(*sizes, bias=False) if own_context else None
 
     def context(self, features: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """The target's features [B, T, H] -> keys and values [B, T, g, D]."""
         key = self.k_proj if self.context_k_proj is None else self.context_k_proj
         value = self.v_proj if self.context_v_proj is None else self.context_v_proj
-        return rotate(self._heads(key(features), self.k_norm), rotation), self._heads(
-            value(features), None
-        )
+        rotated = rotate(self._heads(key(features), self.k_norm), rotation)
+        return rotated, self._heads(value(features), None)
 
 
 class BlockLayer(nn.Module):
-    """Pre-norm attention and SwiGLU over the slots of blocks, optionally with DFlash 2's
-    convolution around both."""
+    """Pre-norm attention and SwiGLU over slots, optionally with DFlash 2's convolutions."""
 
     def __init__(self, shape: LayerShape, own_context: bool = False, conv_group: int = 0) -> None:
         super().__init__()
@@ -84,27 +76,22 @@ class BlockLayer(nn.Module):
             states = states + self._attend(normed, rotation, attend)
         else:
             normed, kernel = self.attention_conv.before(normed)
-            states = states + self.attention_conv.after(
-                self._attend(normed, rotation, attend), kernel
-            )
+            attended = self._attend(normed, rotation, attend)
+            states = states + self.attention_conv.after(attended, kernel)
         normed = self.post_attention_layernorm(states)
         if self.mlp_conv is None:
-            out: Tensor = states + self.mlp(normed)
-            return out
+            return cast(Tensor, states + self.mlp(normed))
         normed, kernel = self.mlp_conv.before(normed)
         return states + self.mlp_conv.after(self.mlp(normed), kernel)
 
     def _attend(self, normed: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        key, value = self.self_attn.key_value(normed, rotation)
-        out: Tensor = self.self_attn.o_proj(
-            attend(self.self_attn.query(normed, rotation), key, value)
-        )
-        return out
+        attention = self.self_attn
+        key, value = attention.key_value(normed, rotation)
+        return attention.o_proj(attend(attention.query(normed, rotation), key, value))
 
 
 class LayerFusion(nn.Module):
-    """A mixture of the taps for every draft layer (DFlare): softmax weights over
-    the normalised taps."""
+    """A mixture of the taps per draft layer (DFlare): softmax weights, normalised taps."""
 
     def __init__(self, layers: int, taps: int, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -137,8 +124,7 @@ def spread(count: int, first: int, last: int) -> tuple[int, ...]:
 
 
 def unfit_layer(state: Mapping[str, Tensor], layer: int, mine: BlockLayer, model_type: str) -> str:
-    """Why the target's layer cannot start a draft layer, as a name of what is missing or odd; empty
-    when it can.
+    """What keeps the target's layer from starting a draft layer; empty when nothing does.
 
     Biases are left out: they are small beside what training changes. Norms of other meanings
     (Gemma's 1 + w, norms behind the sublayers) do not fit.
@@ -159,8 +145,7 @@ def unfit_layer(state: Mapping[str, Tensor], layer: int, mine: BlockLayer, model
 
 @torch.no_grad()
 def start_layer(mine: BlockLayer, state: Mapping[str, Tensor], layer: int) -> None:
-    """Copy the target's layer into a draft layer, the first norm folded into the projections behind
-    it."""
+    """Copy the target's layer, the first norm folded into the projections behind it."""
     found = {part: state[f"model.layers.{layer}.{part}.weight"].float() for part in PARTS}
     first = found.pop("input_layernorm")
     own = dict(mine.named_parameters())
@@ -181,9 +166,8 @@ def start_layer(mine: BlockLayer, state: Mapping[str, Tensor], layer: int) -> No
         else:
             # The size that heads of normalised inputs have on average, so that scores keep their
             # spread.
-            init.constant(
-                mine_norm, float(found[f"self_attn.{name}_proj"].square().sum(1).mean().sqrt())
-            )
+            size = found[f"self_attn.{name}_proj"].square().sum(1).mean().sqrt()
+            init.constant(mine_norm, float(size))
 
 
 def start_layers(

@@ -30,8 +30,7 @@ WEIGHTINGS = ("exponential", "uniform", "d_pace")
 @dataclass(frozen=True)
 class Objective:
     """Weights of the losses, none below 0, one above. lk: -log of the acceptance rate; annealed_lk:
-    KL that turns into total variation as the drafter gets better.
-    """
+    KL that turns into total variation as the drafter gets better."""
 
     ce: float
     kl: float
@@ -55,17 +54,15 @@ class Objective:
 
     def aim(self, labels: Tensor, target_logits: Tensor | None) -> Tensor:
         """The tokens [R] that a drafter of this objective is to rank first: the answer's, or the
-        target's best where the target's distribution weighs more.
-        """
+        target's best where the target's distribution weighs more."""
         if target_logits is None or self.kl + self.tv + self.lk + self.annealed_lk <= self.ce:
             return labels
         return losses.best_column(target_logits)
 
     def __call__(self, logits: Tensor, labels: Tensor, target_logits: Tensor | None) -> Tensor:
         """logits [R, V], labels [R] int64, target_logits [R, V] (None unless `soft`) -> [R]."""
-        total = logits.new_zeros(
-            labels.shape, dtype=torch.promote_types(logits.dtype, torch.float32)
-        )
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        total = logits.new_zeros(labels.shape, dtype=wide)
         if self.ce > 0:
             total = total + self.ce * losses.cross_entropy(logits, labels)
         if not self.soft:
@@ -85,8 +82,7 @@ class Objective:
 @dataclass(frozen=True)
 class Weighting:
     """How much each depth weighs. gamma: of the exponential, in depths; 0: (block size + 5) / 3,
-    which gives the published 7, 5 and 4 for blocks of 16, 10 and 7.
-    """
+    which gives the published 7, 5 and 4 for blocks of 16, 10 and 7."""
 
     name: str
     gamma: float
@@ -101,8 +97,7 @@ class Weighting:
             raise UserError(f"head.gamma must not be below 0; given {self.gamma}.")
 
     def __call__(self, right: Tensor, valid: Tensor) -> Tensor:
-        """Weights [M, K] without gradient, for log-probabilities of the right tokens `right` [M, K]
-        where `valid` [M, K]."""
+        """Weights [M, K] without gradient, by `right` log-probabilities where `valid` [M, K]."""
         if self.name == "d_pace":
             return d_pace(right, valid)
         depths = torch.arange(right.shape[1], device=right.device, dtype=right.dtype)
@@ -113,8 +108,7 @@ class Weighting:
 
 
 def d_pace(right: Tensor, valid: Tensor) -> Tensor:
-    """D-PACE's weights [M, K] (2605.18810) for log c [M, K]; a depth that is not valid ends the
-    block."""
+    """D-PACE's weights [M, K] (2605.18810) for log c [M, K]; the first invalid depth ends it."""
     # prod over j <= m of c_j
     reached = right.detach().masked_fill(~valid, float("-inf")).cumsum(1).exp()
     return reached.flip(1).cumsum(1).flip(1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.api.checkpoint import unset_parameters
@@ -25,7 +24,8 @@ from heads.nn.block.confidence import ConfidenceHead
 from heads.nn.block.config import Config
 from heads.nn.block.dependency import build_dependency
 from heads.nn.block.layers import BlockLayer, LayerFusion, spread, start_layers
-from heads.nn.blocks import Attend, LayerShape, RMSNorm, initialise_blocks
+from heads.nn.blocks import Attend, RMSNorm, initialise_blocks
+from heads.nn.feature.base import layer_shape
 from heads.nn.rope import Rope, Rotation
 
 
@@ -46,14 +46,7 @@ class BlockModel(TrainableDrafter):
             )
         self.depths = config.block_size - (0 if config.sample_from_anchor else 1)
         self.causal = config.in_block == "causal"
-        self.shape = LayerShape(
-            info.hidden_size,
-            config.num_attention_heads or info.num_attention_heads,
-            config.num_key_value_heads or info.num_key_value_heads,
-            config.head_dim or info.head_dim,
-            config.intermediate_size or info.intermediate_size,
-            info.rms_norm_eps,
-        )
+        self.shape = layer_shape(config, info)
         hidden, eps, fused = info.hidden_size, info.rms_norm_eps, config.layer_fusion
         self.fc = None if fused else nn.Linear(len(taps) * hidden, hidden, bias=False)
         self.hidden_norm = None if fused else RMSNorm(hidden, eps)
@@ -61,33 +54,28 @@ class BlockModel(TrainableDrafter):
         group = config.conv_group_size if config.convolution else 0
         self.layers = nn.ModuleList([BlockLayer(self.shape, fused, group) for _ in range(layers)])
         self.norm = RMSNorm(hidden, eps)
-        self.mask_embedding = (
-            nn.Parameter(torch.empty(hidden)) if config.mask_token_id < 0 else None
-        )
+        learned = config.mask_token_id < 0
+        self.mask_embedding = nn.Parameter(torch.empty(hidden)) if learned else None
         self.dependency = build_dependency(
             config.dependency, config.dependency_rank, config.selector_top_k, info
         )
-        for name, part in self.dependency.modules().items():
+        for name, part in self.dependency.modules.items():
             self.add_module(name, part)
         hint = config.dependency_rank if config.dependency in ("markov", "gated", "rnn") else 0
-        self.confidence_head = (
-            ConfidenceHead(hidden + hint, self.depths) if config.confidence else None
-        )
+        width = hidden + hint
+        self.confidence_head = ConfidenceHead(width, self.depths) if config.confidence else None
         self._rope = Rope(self.shape.head_dim, info.rope_theta)
-        self._target: TargetWeights | None = None
         unset_parameters(self)
 
     def bind(self, weights: TargetWeights) -> None:
-        """Remember the target's embedding and LM head, which are shared and frozen, and follow its
-        rotary positions."""
-        self._target = weights
+        """See `TrainableDrafter`; rotates as the target does where heads are of its size."""
+        super().bind(weights)
         rotary = weights.rotary
         if rotary is not None and rotary.inverse_frequencies.shape == (self.shape.head_dim // 2,):
             self._rope.follow(rotary)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Layers from the target's (`start_from`), features near the highest tap, and dependencies
-        that change nothing yet."""
+        """Layers from the target's (`start_from`), and dependencies that change nothing yet."""
         config, info = self.config, self.info
         initialise_blocks(self, generator)
         layers = [cast(BlockLayer, layer) for layer in self.layers]
@@ -96,16 +84,14 @@ class BlockModel(TrainableDrafter):
         if config.start_from != "random":
             start_layers(copied, chosen, info, weights.state, config.start_from == "target")
         if self.fc is not None:
+            first = len(self.needs.taps) // 2 * info.hidden_size
             with torch.no_grad():
-                nearest = len(self.needs.taps) // 2 * info.hidden_size
-                self.fc.weight.mul_(0.1)[:, nearest : nearest + info.hidden_size].diagonal().add_(
-                    1.0
-                )
+                weight = self.fc.weight.mul_(0.1)
+                weight[:, first : first + info.hidden_size].diagonal().add_(1.0)
         if self.layer_fusion is not None:
             taps = self.needs.taps
-            self.layer_fusion.initialise(
-                [min(range(len(taps)), key=lambda i: abs(taps[i] - at)) for at in chosen]
-            )
+            nearest = [min(range(len(taps)), key=lambda i: abs(taps[i] - at)) for at in chosen]
+            self.layer_fusion.initialise(nearest)
         for layer in layers:
             for conv in (layer.attention_conv, layer.mlp_conv):
                 if conv is not None:
@@ -125,17 +111,11 @@ class BlockModel(TrainableDrafter):
     # The network
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        assert self._target is not None, "bind was not called"
-        return F.embedding(tokens, self._target.embedding).to(self.norm.weight.dtype)
-
-    def _project(self, states: Tensor) -> Tensor:
-        """Normalised states [..., H] -> the logits [..., V] of the target's LM head."""
-        assert self._target is not None, "bind was not called"
-        return self._target.logits(states.to(self._target.lm_head.dtype))
+        return self.target.embed(tokens, self.norm.weight.dtype)
 
     def _project_given(self, states: Tensor) -> Tensor:
-        """The same for states of the kind that the dependency is given."""
-        return self._project(self.norm(states) if self.dependency.raw else states)
+        """States [..., H] as the dependency is given them -> the target's logits [..., V]."""
+        return self.target.project(self.norm(states) if self.dependency.raw else states)
 
     def _contexts(self, taps: Tensor, rotation: Rotation) -> list[KeyValue]:
         """Taps [B, T, n, H] -> keys and values [B, T, g, D] of every layer."""
@@ -176,16 +156,14 @@ class BlockModel(TrainableDrafter):
         return torch.where((depth < rule.first)[..., None], base, logits)
 
     def _run(self, states: Tensor, rotation: Rotation, attends: list[Attend]) -> Tensor:
-        """Slots [M, b, H] through all layers, before the final norm -> [M, b, H]; attends[i]: what
-        layer i's slots see."""
+        """Slots [M, b, H] through all layers -> [M, b, H]; attends[i]: what layer i's slots see."""
         for layer, attend in zip(self.layers, attends, strict=True):
             states = layer(states, rotation, attend)
         return states
 
 
 def number_of_layers(config: Config, info: TargetInfo) -> int:
-    """Draft layers: as many as are started from named layers, or as given, or half of the target's;
-    and the carrying one."""
+    """Draft layers: those named or given, or half of the target's; and the carrying one."""
     extra = int(config.carry_root)
     named = len(config.from_target_layers)
     if named and config.num_layers not in (0, named + extra):
@@ -201,6 +179,5 @@ def number_of_layers(config: Config, info: TargetInfo) -> int:
 
 def default_start(count: int, num_layers: int) -> tuple[int, ...]:
     """The target's layers that `count` draft layers start from: the first, the last and what is
-    evenly between; some of them twice where there are fewer than draft layers.
-    """
+    evenly between; some of them twice where there are fewer than draft layers."""
     return tuple(round(i * (num_layers - 1) / max(1, count - 1)) for i in range(count))

@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from heads.api.drafter import Drafter, Noise, Proposal, Reader, TargetStates
@@ -33,8 +34,7 @@ from heads.nn.drafting.plan import TreePlan
 class Drafted:
     """A chain behind the root. tokens [B, C+1] int64, the root first; live [B] int64: how many
     drafted ones count (at least 1); logits [B, C, V]: row d is what the token at depth d+1 was
-    drawn from; None when nobody asked for them.
-    """
+    drawn from; None when nobody asked for them."""
 
     tokens: Tensor
     live: Tensor
@@ -47,15 +47,7 @@ class Quiet:
     keeps_logits = False
 
     def __init__(self, noise: Noise) -> None:
-        self._noise = noise
-
-    def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """See `Noise.scores`."""
-        return self._noise.scores(logits, positions, token_ids)
-
-    def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """See `Noise.pick`."""
-        return self._noise.pick(logits, positions, token_ids)
+        self.scores, self.pick = noise.scores, noise.pick
 
 
 def draft_chain(
@@ -69,34 +61,27 @@ def draft_chain(
     noise: Noise,
     keep: bool,
 ) -> Drafted:
-    """The upper's chain behind `root` [B] at `root_position` [B], by `rounds` passes of it. keep:
-    return its logits.
+    """The upper's chain behind `root` [B] at `root_position` [B], in `rounds` passes.
 
     The lower was started with a chain of W-1 tokens and room for C + 1 positions behind the root,
     the upper with a tree C deep.
     """
     logits = upper.root_logits(upper_state)[:, None]  # [B, 1, V]
-    known = noise.pick(
-        logits, root_position[:, None] + 1
-    )  # [B, 1]: the upper's choice that nobody has read yet
+    # [B, 1]: the upper's choice that nobody has read yet
+    known = noise.pick(logits, root_position[:, None] + 1)
     tokens, live = torch.cat([root[:, None], known], 1), torch.ones_like(root)
     if rounds == 0:
         return Drafted(tokens, live, logits if keep else None)
     rows = torch.arange(root.shape[0], device=root.device)[:, None]
-    drawn = [logits]
     with scratch(lower_state):
         lower.commit(lower_state, _run(root[:, None], known, root_position[:, None], live))
         for number in range(rounds):
-            window = lower.propose(
-                lower_state, Quiet(noise)
-            ).tokens  # [B, W]; the first one is the known token
+            # [B, W]; the first one is the known token
+            window = lower.propose(lower_state, Quiet(noise)).tokens
             width = window.shape[1]
             if number == 0:
-                tokens = torch.nn.functional.pad(tokens, (0, rounds * width))
-                drawn.append(
-                    logits.new_zeros(root.shape[0], rounds * width if keep else 0, logits.shape[2])
-                )
-                kept = torch.cat(drawn, 1)
+                tokens = F.pad(tokens, (0, rounds * width))
+                kept = F.pad(logits, (0, 0, 0, rounds * width if keep else 0))
             read = upper.read(upper_state, window, live - 1)  # [B, W, V]
             # of the window's tokens
             depth = live[:, None] + torch.arange(width, device=root.device)
@@ -108,16 +93,14 @@ def draft_chain(
             if keep:
                 kept[rows, depth] = read
             if number + 1 < rounds:
-                lower.commit(
-                    lower_state, _run(window, picks, root_position[:, None] + depth, agreed + 1)
-                )
+                positions = root_position[:, None] + depth
+                lower.commit(lower_state, _run(window, picks, positions, agreed + 1))
             live = live + agreed + 1
     return Drafted(tokens, live, kept if keep else None)
 
 
 def _run(tokens: Tensor, following: Tensor, positions: Tensor, lengths: Tensor) -> TargetStates:
-    """What the lower level is told: `lengths` [B] of the tokens [B, W], each with the upper's
-    choice after it."""
+    """A run for the lower level: `lengths` [B] of tokens [B, W] with the upper's choices."""
     place = torch.arange(tokens.shape[1], device=tokens.device)
     return TargetStates(tokens, following, positions, place < lengths[:, None])
 
@@ -150,8 +133,7 @@ def state_tensors(state: Any) -> Iterator[Tensor]:
 
 
 def fill_tree(plan: TreePlan, drafted: Drafted, root_position: Tensor, noise: Noise) -> Proposal:
-    """The static tree of `plan` with the chain along its best path, and beside it the upper's next
-    best choices.
+    """The tree of `plan`: the chain along its best path, beside it the upper's next choices.
 
     Nodes deeper than the chain is long are dead (`Proposal.limit`) and repeat the root; so do the
     nodes below second choices, which the upper has not read.
@@ -168,33 +150,28 @@ def fill_tree(plan: TreePlan, drafted: Drafted, root_position: Tensor, noise: No
     logits = None
     if drafted.logits is not None:
         short = max(0, depth + 1 - drafted.logits.shape[1])
-        # [B, D+1, V]
-        logits = torch.nn.functional.pad(drafted.logits[:, : depth + 1], (0, 0, 0, short))
+        logits = F.pad(drafted.logits[:, : depth + 1], (0, 0, 0, short))  # [B, D+1, V]
     if plan.tree.is_chain:
         return Proposal(chain, plan.tree, logits if noise.keeps_logits else None, limit=limit)
     tokens = chain[:, plan.node_depth]
     if plan.max_rank > 0:
         assert logits is not None, "siblings are chosen from the upper's logits"
-        tokens = torch.where(
-            plan.best_path, tokens, _siblings(plan, chain, live, logits, root_position, noise)
-        )
+        beside = _siblings(plan, chain, live, logits, root_position, noise)
+        tokens = torch.where(plan.best_path, tokens, beside)
     if not noise.keeps_logits:
         return Proposal(tokens, plan.tree, limit=limit)
     assert logits is not None
-    repeated = certain(
-        root, logits.shape[2], logits.dtype
-    )  # [B, 1, V]: what nodes that repeat the root were drawn from
+    # [B, 1, V]: what nodes that repeat the root were drawn from
+    repeated = certain(root, logits.shape[2], logits.dtype)
     here = (plan.best_path & live.roll(-1, 1)[:, plan.node_depth])[..., None]
-    return Proposal(
-        tokens, plan.tree, torch.where(here, logits[:, plan.node_depth], repeated), limit=limit
-    )
+    logits = torch.where(here, logits[:, plan.node_depth], repeated)
+    return Proposal(tokens, plan.tree, logits, limit=limit)
 
 
 def _siblings(
     plan: TreePlan, chain: Tensor, live: Tensor, logits: Tensor, root_position: Tensor, noise: Noise
 ) -> Tensor:
-    """Tokens [B, N] of the nodes beside the chain (rank 1 and on below a node of the best path);
-    elsewhere the root's."""
+    """Tokens [B, N] of the nodes beside the chain, below its nodes; elsewhere the root's."""
     depth = plan.max_depth
     levels = torch.arange(1, depth + 1, device=chain.device)
     scores = noise.scores(logits[:, :depth], root_position[:, None] + levels)
@@ -202,7 +179,7 @@ def _siblings(
     # [B, D, ranks]
     ranked = torch.cat([chain[:, 1:, None], scores.topk(plan.max_rank, dim=-1).indices], 2)
     ranked = torch.where(live[:, 1:, None], ranked, chain[:, :1, None]).flatten(1)
-    found = torch.nn.functional.pad(ranked[:, plan.by_depth_and_rank], (1, 0))
+    found = F.pad(ranked[:, plan.by_depth_and_rank], (1, 0))
     beside = plan.best_path.gather(0, plan.tree.parents[0])
     return torch.where(beside, found, chain[:, :1])
 

@@ -79,17 +79,12 @@ def join(proposals: list[Proposal]) -> Proposal:
         count += own.shape[1] - (1 - skip)
     nodes = sum(tree.num_nodes - 1 for tree in trees) + 1
     assert count == nodes
-    tree = TokenTree(
-        torch.cat(parents, 1),
-        torch.cat(depth, 1),
-        _ancestors(trees, rows, nodes),
-        max(tree.max_depth for tree in trees),
-        is_chain=False,
-    )
-    tokens = torch.cat(
-        [p.tokens if i == 0 else p.tokens[:, 1:] for i, p in enumerate(proposals)], 1
-    )
-    return Proposal(tokens, tree, confidence=_confidence(proposals))
+    deepest, ancestors = max(tree.max_depth for tree in trees), _ancestors(trees, rows, nodes)
+    tree = TokenTree(torch.cat(parents, 1), torch.cat(depth, 1), ancestors, deepest, is_chain=False)
+    tokens = _behind_one_root([proposal.tokens for proposal in proposals])
+    known = [each.confidence for each in proposals if each.confidence is not None]
+    confidence = _behind_one_root(known) if len(known) == len(proposals) else None
+    return Proposal(tokens, tree, confidence=confidence)
 
 
 def _ancestors(trees: list[TokenTree], rows: int, nodes: int) -> Tensor:
@@ -105,10 +100,6 @@ def _ancestors(trees: list[TokenTree], rows: int, nodes: int) -> Tensor:
     return found
 
 
-def _confidence(proposals: list[Proposal]) -> Tensor | None:
-    """[B, N] where every part has an estimate."""
-    found = [proposal.confidence for proposal in proposals]
-    known = [
-        value if i == 0 else value[:, 1:] for i, value in enumerate(found) if value is not None
-    ]
-    return torch.cat(known, 1) if len(known) == len(found) else None
+def _behind_one_root(values: list[Tensor]) -> Tensor:
+    """Values of every part's nodes, side by side; the root's are the first part's."""
+    return torch.cat([values[0], *(value[:, 1:] for value in values[1:])], 1)

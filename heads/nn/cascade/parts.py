@@ -1,5 +1,4 @@
-"""The parts of a cascade: built from descriptions, kept in one checkpoint, each told what it asked
-for and nothing else.
+"""The parts of a cascade: built from descriptions, kept in one checkpoint.
 
 A part is described by a mapping: {checkpoint: folder}, or {kind: name, ...settings of that kind}.
 What is stored is always the second form, so that a saved cascade needs no other folder.
@@ -27,8 +26,7 @@ from heads.api.target_info import TargetInfo, TargetWeights
 
 @dataclass
 class CascadePart:
-    """One part: the drafter, its description without references to other folders, and the folder
-    its weights come from, if any."""
+    """One part: the drafter, its whole description, and its weights' folder, if any."""
 
     drafter: Any
     described: dict[str, Any]
@@ -36,8 +34,7 @@ class CascadePart:
 
 
 def build_part(given: Mapping[str, Any], info: TargetInfo) -> CascadePart:
-    """Build the drafter of one description, its weights still unset; raises `UserError` when it
-    describes none."""
+    """Build the drafter described, weights unset; raises `UserError` for no description."""
     keys = [key for key in ("checkpoint", "kind") if key in given]
     if len(keys) != 1 or (keys == ["checkpoint"] and len(given) != 1):
         raise UserError(
@@ -51,14 +48,9 @@ def build_part(given: Mapping[str, Any], info: TargetInfo) -> CascadePart:
         TargetInfo.from_dict(content["target"]).require_same(info)
         name, settings = str(content["kind"]), dict(content["config"])
     else:
-        name, settings = (
-            str(given["kind"]),
-            {key: value for key, value in given.items() if key != "kind"},
-        )
-    kind = get_kind(name)
-    drafter = kind.drafter_class(
-        build_config(name, {k: _frozen(v) for k, v in settings.items()}), info
-    )
+        name, settings = str(given["kind"]), {k: v for k, v in given.items() if k != "kind"}
+    config = build_config(name, {key: _frozen(value) for key, value in settings.items()})
+    drafter = get_kind(name).drafter_class(config, info)
     return CascadePart(drafter, {"kind": name, **vars(drafter.config)}, folder)
 
 
@@ -69,19 +61,8 @@ def _frozen(value: Any) -> Any:
 
 def modules_of(parts: list[CascadePart]) -> nn.ModuleDict:
     """The parts that have tensors, by their number."""
-    return nn.ModuleDict(
-        {
-            str(i): part.drafter
-            for i, part in enumerate(parts)
-            if isinstance(part.drafter, nn.Module)
-        }
-    )
-
-
-def bind_part(part: CascadePart, weights: TargetWeights) -> None:
-    """`TrainableDrafter.bind`, where the part has it."""
-    if isinstance(part.drafter, TrainableDrafter):
-        part.drafter.bind(weights)
+    drafters = ((str(i), part.drafter) for i, part in enumerate(parts))
+    return nn.ModuleDict({i: each for i, each in drafters if isinstance(each, nn.Module)})
 
 
 def initialise_part(part: CascadePart, weights: TargetWeights, generator: torch.Generator) -> None:

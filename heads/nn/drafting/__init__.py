@@ -1,2 +1,1 @@
-"""From a draft's shape to the tensors that drafting steps look up, and filling the shape with
-tokens."""
+"""From a draft's shape to the tensors that steps look up, and filling it with tokens."""

@@ -22,25 +22,22 @@ from torch import Tensor
 
 from heads.api.drafter import Noise, Proposal
 from heads.api.tree import DynamicShape, Ranking, TokenTree
-from heads.nn.attention import CachePlace, DraftFrame, GrowingFrame, Memory
-from heads.nn.drafting.plan import DynamicPlan, Plan
+from heads.nn.attention import CachePlace, GrowingFrame, Memory, static_places
+from heads.nn.drafting.plan import DynamicPlan
+from heads.nn.drafting.state import Rooted
 
 Step = Callable[[CachePlace, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Runs drafted nodes: (place, tokens [B, P], carry [B, P, H] of their parents) -> their children's
-logits [B, P, V'] and carry.
-"""
+logits [B, P, V'] and carry."""
 
 Offer = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Children of a level's best nodes: (depth of the children, places of those nodes among the
 candidates of the level above [B, P], their tokens [B, P]) -> gains [B, P, k] float32 and tokens [B,
-P, k], siblings by falling rank.
-"""
+P, k], siblings by falling rank."""
 
 
 def grow(
-    plan: Plan,
-    root: Tensor,
-    root_position: Tensor,
+    state: Rooted,
     logits: Tensor,
     carry: Tensor,
     step: Step,
@@ -48,27 +45,26 @@ def grow(
     token_ids: Tensor | None = None,
     memory: Memory | None = None,
 ) -> Proposal:
-    """Draft behind `root` [B] (at `root_position` [B]) with an autoregressive drafter.
+    """Draft behind the rows' roots with an autoregressive drafter, in the shape of `state.plan`.
 
     logits [B, 1, V'] and carry [B, 1, H] are the drafter's output for the root's children; `step`
     gives the same two for deeper ones. token_ids [V'] maps columns to target ids when the draft
     vocabulary is reduced. memory: the drafter's cache, for drafters whose rows attend to each
     other.
     """
+    plan, root = state.plan, state.root[:, None]
     if isinstance(plan, DynamicPlan):
-        return _grow_dynamic(
-            plan.shape, root, root_position, logits, carry, step, noise, token_ids, memory
-        )
-    frame = None if memory is None else DraftFrame.of(plan, memory)
-    tokens, drafted, drawn = [root[:, None]], root[:, None], [logits]
+        return _grow_dynamic(plan.shape, state, logits, carry, step, noise, token_ids, memory)
+    places = None if memory is None else static_places(plan, memory)
+    tokens, drafted, drawn = [root], root, [logits]
     for level in plan.levels:
         if level.depth > 1:
             drafted = drafted if level.rows is None else drafted[:, level.rows]
             carry = carry if level.carry is None else carry[:, level.carry]
-            place = CachePlace.nowhere(root.device) if frame is None else frame.at(level)
+            place = CachePlace.nowhere(root.device) if places is None else places.at(level)
             logits, carry = step(place, drafted, carry)
             drawn.append(logits)
-        positions = (root_position + level.depth)[:, None].expand(-1, logits.shape[1])
+        positions = (state.root_position + level.depth)[:, None].expand(-1, logits.shape[1])
         columns = choose(logits, positions, level.max_rank, noise, token_ids).flatten(1)
         columns = columns if level.pick is None else columns[:, level.pick]
         drafted = columns if token_ids is None else token_ids[columns]
@@ -80,46 +76,31 @@ def grow(
 def choose(
     logits: Tensor, positions: Tensor, max_rank: int, noise: Noise, token_ids: Tensor | None = None
 ) -> Tensor:
-    """Columns of the best max_rank + 1 candidates [B, M, max_rank + 1] int64 for logits [B, M, V']
-    at `positions` [B, M].
-    """
+    """Best columns [B, M, max_rank + 1] int64 for logits [B, M, V'] at `positions` [B, M]."""
     if max_rank == 0:
         return noise.pick(logits, positions, token_ids)[..., None]
     return torch.topk(noise.scores(logits, positions, token_ids), max_rank + 1, dim=-1).indices
 
 
-def fill(
-    plan: Plan,
-    root: Tensor,
-    root_position: Tensor,
-    logits: Tensor,
-    noise: Noise,
-    token_ids: Tensor | None = None,
-) -> Proposal:
-    """Draft behind `root` [B] with logits [B, D, V'] of every depth 1..D that do not depend on the
-    tokens before; D is the plan's depth, at least 1. A node's token depends on its depth and rank
-    alone.
-    """
-    positions = root_position[:, None] + torch.arange(1, logits.shape[1] + 1, device=root.device)
+def fill(state: Rooted, logits: Tensor, noise: Noise, token_ids: Tensor | None = None) -> Proposal:
+    """Draft behind the rows' roots with logits [B, D, V'] of every depth 1..D that do not depend on
+    the tokens before; D is the plan's depth, at least 1. A node's token depends on its depth and
+    rank alone."""
+    plan, root = state.plan, state.root[:, None]
+    positions = state.root_position[:, None]
+    positions = positions + torch.arange(1, logits.shape[1] + 1, device=root.device)
     if isinstance(plan, DynamicPlan):
-        return _fill_dynamic(plan.shape, root, positions, logits, noise, token_ids)
+        return _fill_dynamic(plan.shape, state.root, positions, logits, noise, token_ids)
     # [B, D * (max_rank + 1)]
     columns = choose(logits, positions, plan.max_rank, noise, token_ids).flatten(1)
     if not plan.tree.is_chain:
         columns = columns[:, plan.by_depth_and_rank]
-    drafted = columns if token_ids is None else token_ids[columns]
-    return Proposal(
-        torch.cat([root[:, None], drafted], dim=1),
-        plan.tree,
-        _by_depth(logits, plan.tree, noise),
-        token_ids,
-    )
+    drafted = torch.cat([root, columns if token_ids is None else token_ids[columns]], 1)
+    return Proposal(drafted, plan.tree, _by_depth(logits, plan.tree, noise), token_ids)
 
 
 def _by_depth(logits: Tensor, tree: TokenTree, noise: Noise) -> Tensor | None:
-    """Logits [B, N, V'] that each node's children were drawn from, when the rule asks for them;
-    logits [B, D, V'].
-    """
+    """What each node's children were drawn from [B, N, V'] of [B, D, V'], if wanted."""
     if not noise.keeps_logits:
         return None
     depth = tree.depth.clamp(max=logits.shape[1] - 1).expand(logits.shape[0], -1)
@@ -133,8 +114,7 @@ def _by_depth(logits: Tensor, tree: TokenTree, noise: Noise) -> Tensor | None:
 class ChosenTree:
     """A tree that a search chose: tokens [B, N], tree, kept [B, N] int64: the nodes' numbers among
     all candidates, ascending; extended [B, E] int64: the candidates whose children were considered,
-    level by level, the root first; candidates: C.
-    """
+    level by level, the root first; candidates: C."""
 
     tokens: Tensor
     tree: TokenTree
@@ -144,18 +124,15 @@ class ChosenTree:
 
 
 def best_first(root: Tensor, shape: DynamicShape, beam: int, offer: Offer) -> ChosenTree:
-    """The best nodes of the tree behind `root` [B] that `offer` unfolds, extending the `beam` best
-    nodes of every level.
+    """The best nodes behind `root` [B] that `offer` unfolds; `beam` are extended per level.
 
     Candidates are numbered level by level, then by parent, then by rank, the root being 0. Of equal
     scores the lower number is kept, so that parents and better siblings come first.
     """
-    # [B, P]: the scores of the nodes to extend
-    total = torch.zeros(root.shape[0], 1, device=root.device)
-    places = number = torch.zeros_like(root)[
-        :, None
-    ]  # [B, P]: their places in their level; among all candidates
     drafted = root[:, None]
+    # of the nodes to extend [B, P]: their scores, places in their level, numbers among all
+    total = torch.zeros(root.shape[0], 1, device=root.device)
+    places = number = torch.zeros_like(drafted)
     scores, tokens, parents, extended, count = [total + torch.inf], [drafted], [number], [number], 1
     for depth in range(1, shape.max_depth + 1):
         gains, offered = offer(depth, places, drafted)
@@ -172,20 +149,17 @@ def best_first(root: Tensor, shape: DynamicShape, beam: int, offer: Offer) -> Ch
     kept = order[:, : shape.nodes].sort(dim=1).values
     is_kept = torch.zeros_like(order, dtype=torch.bool).scatter_(1, kept, True)
     node = is_kept.cumsum(1) - 1  # of every kept candidate
-    tree = TokenTree.from_parents(
-        node.gather(1, torch.cat(parents, 1).gather(1, kept)), shape.max_depth
-    )
-    return ChosenTree(
-        torch.cat(tokens, 1).gather(1, kept), tree, kept, torch.cat(extended, 1), count
-    )
+    above = node.gather(1, torch.cat(parents, 1).gather(1, kept))
+    tree = TokenTree.from_parents(above, shape.max_depth)
+    chosen = torch.cat(tokens, 1).gather(1, kept)
+    return ChosenTree(chosen, tree, kept, torch.cat(extended, 1), count)
 
 
 def candidates(
     logits: Tensor, positions: Tensor, shape: DynamicShape, noise: Noise, token_ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The best `width` continuations for logits [B, P, V'] at `positions` [B, P]: gains and target
-    ids [B, P, k], by falling score of the noise.
-    """
+    ids [B, P, k], by falling score of the noise."""
     scores = noise.scores(logits, positions, token_ids)
     best, columns = scores.topk(shape.width, dim=-1)
     if shape.ranking is Ranking.PERTURBED:
@@ -199,8 +173,7 @@ def candidates(
 
 def _grow_dynamic(
     shape: DynamicShape,
-    root: Tensor,
-    root_position: Tensor,
+    state: Rooted,
     logits: Tensor,
     carry: Tensor,
     step: Step,
@@ -208,6 +181,7 @@ def _grow_dynamic(
     token_ids: Tensor | None,
     memory: Memory | None,
 ) -> Proposal:
+    root = state.root
     rows = torch.arange(root.shape[0], device=root.device)[:, None]
     frame = None if memory is None else GrowingFrame(memory)
     drawn = [logits]
@@ -220,19 +194,17 @@ def _grow_dynamic(
             place = CachePlace.nowhere(root.device) if frame is None else frame.next(above)
             logits, carry = step(place, tokens, carry[rows, above])
             drawn.append(logits)
-        positions = (root_position + depth)[:, None].expand(-1, logits.shape[1])
+        positions = (state.root_position + depth)[:, None].expand(-1, logits.shape[1])
         return candidates(logits, positions, shape, noise, token_ids)
 
     found = best_first(root, shape, shape.width, offer)
-    if not noise.keeps_logits:
-        return Proposal(found.tokens, found.tree, None, token_ids)
-    run = torch.arange(found.extended.shape[1], device=root.device).expand_as(found.extended)
-    run_of = found.extended.new_zeros(root.shape[0], found.candidates).scatter_(
-        1, found.extended, run
-    )
-    return Proposal(
-        found.tokens, found.tree, torch.cat(drawn, 1)[rows, run_of.gather(1, found.kept)], token_ids
-    )
+    kept = None
+    if noise.keeps_logits:
+        run = torch.arange(found.extended.shape[1], device=root.device).expand_as(found.extended)
+        run_of = found.extended.new_zeros(root.shape[0], found.candidates)
+        run_of.scatter_(1, found.extended, run)
+        kept = torch.cat(drawn, 1)[rows, run_of.gather(1, found.kept)]
+    return Proposal(found.tokens, found.tree, kept, token_ids)
 
 
 def _fill_dynamic(
@@ -243,13 +215,12 @@ def _fill_dynamic(
     noise: Noise,
     token_ids: Tensor | None,
 ) -> Proposal:
-    gains, tokens = candidates(logits, positions, shape, noise, token_ids)  # [B, D, k]
+    choices = candidates(logits, positions, shape, noise, token_ids)  # [B, D, k] each
 
     def offer(depth: int, places: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
-        level = slice(depth - 1, depth)
-        return gains[:, level].expand(-1, places.shape[1], -1), tokens[:, level].expand(
-            -1, places.shape[1], -1
-        )
+        parents = places.shape[1]
+        gains, tokens = (each[:, depth - 1 : depth].expand(-1, parents, -1) for each in choices)
+        return gains, tokens
 
     # No node below the N - 1 best of its own level can be among the N - 1 best of all.
     found = best_first(root, shape, shape.nodes - 1, offer)

@@ -15,14 +15,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from heads.api.drafter import TargetStates
 from heads.api.tree import DraftShape, DynamicShape, Level, TokenTree
 
 
 @dataclass(frozen=True, eq=False)
 class LevelPlan:
-    """One depth of a static tree, as constant tensors. "Run rows" are the nodes of the level above
-    that have children.
+    """One depth of a static tree. "Run rows" are the nodes above it that have children.
 
     depth: 1 for the children of the root. max_rank: best sibling rank wanted. pick [nodes] int64:
     which of the P * (max_rank + 1) candidates becomes each node; None when that is all of them in
@@ -47,16 +45,13 @@ class TreePlan:
     levels: tuple[LevelPlan, ...]
     node_depth: Tensor  # [N] int64
     max_rank: int
-    by_depth_and_rank: (
-        Tensor  # [N - 1] int64: (depth - 1) * (max_rank + 1) + sibling rank of each drafted node
-    )
+    # [N - 1] int64: (depth - 1) * (max_rank + 1) + sibling rank of each drafted node
+    by_depth_and_rank: Tensor
     best_path: Tensor  # [N] bool: the root and its rank-0 descendants
     run_nodes: Tensor  # [R] int64: the drafted nodes that have children, level by level
     run_depth: Tensor  # [R] int64: their depths
-    run_visible: (
-        # [R, N] bool: column i says that they attend to node i+1; the last one is always False
-        Tensor
-    )
+    # [R, N] bool: column i says that they attend to node i+1; the last one is always False
+    run_visible: Tensor
     drawn_from: Tensor  # [N] int64: place of each node among the root and `run_nodes`; 0 for leaves
     shared_between_rows: ClassVar[bool] = True
 
@@ -71,8 +66,7 @@ class TreePlan:
 
     @classmethod
     def of(cls, tree: TokenTree) -> TreePlan:
-        """Plan for a static `tree` (leading size 1), on the tree's device. Reads the tree on the
-        host."""
+        """Plan for a static `tree` (leading size 1). Reads it on the host."""
         assert tree.parents.shape[0] == 1, "a drafter is given a static tree"
         device, nodes = tree.parents.device, tree.num_nodes
         levels = tree.levels()
@@ -115,8 +109,7 @@ class DynamicPlan:
 
     @property
     def room(self) -> int:
-        """Cache slots that drafted nodes take behind what is committed; a run of accepted ones fits
-        too."""
+        """Cache slots behind what is committed: for drafted nodes, or a run of accepted ones."""
         return max((self.max_depth - 1) * self.shape.width, self.max_depth + 1)
 
 
@@ -162,20 +155,9 @@ class PlanCache:
     """Remembers the plan of the last shape, since every refilled row starts with the same one."""
 
     def __init__(self) -> None:
-        self._shape: DraftShape | None = None
-        self._plan: Plan | None = None
+        self._known: tuple[DraftShape, Plan] | None = None
 
     def of(self, shape: DraftShape) -> Plan:
-        if self._plan is None or self._shape is not shape:
-            self._shape, self._plan = shape, make_plan(shape)
-        return self._plan
-
-
-def last_valid(states: TargetStates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What follows from a run of states: (rows [B], last [B], root token [B], root position [B]).
-
-    `values[rows, last]` reads each row's last valid entry.
-    """
-    last = states.lengths - 1
-    rows = torch.arange(last.shape[0], device=last.device)
-    return rows, last, states.next_tokens[rows, last], states.positions[rows, last] + 1
+        if self._known is None or self._known[0] is not shape:
+            self._known = shape, make_plan(shape)
+        return self._known[1]

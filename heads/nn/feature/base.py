@@ -8,16 +8,18 @@ Legend: B rows, T positions, M selected states, K steps, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
+from heads.api.config import config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
+from heads.api.tree import DraftShape
 from heads.nn import init, losses
 from heads.nn.blocks import LayerShape
 from heads.nn.drafting.plan import PlanCache
@@ -25,8 +27,31 @@ from heads.nn.drafting.plan import PlanCache
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(outputs [K, M, H] of the steps that predict from each state, flat states [M]) -> loss [K, M],
 whether it counts (bool, broadcast over [K, M]), and whether the drafted token is the target's (bool
-[K, M]).
-"""
+[K, M])."""
+
+
+@config("head")
+@dataclass(frozen=True)
+class SizeConfig:
+    """Sizes of a drafter's layer; those of 0 are taken from the target."""
+
+    num_attention_heads: int = 0
+    """Query heads."""
+    num_key_value_heads: int = 0
+    """Key/value heads; must divide the query heads."""
+    head_dim: int = 0
+    """Size of a head (even)."""
+    intermediate_size: int = 0
+    """Width of the MLP."""
+
+
+@config("head")
+@dataclass(frozen=True)
+class LayerConfig(SizeConfig):
+    """A layer that may start as a copy."""
+
+    from_target_layer: int = -1
+    """Start from this target layer (0-based; Llama-like, of the same sizes); -1: random."""
 
 
 class FeatureDrafter(TrainableDrafter):
@@ -34,26 +59,14 @@ class FeatureDrafter(TrainableDrafter):
 
     def __init__(self, config: Any, info: TargetInfo) -> None:
         super().__init__(config, info)
-        self.target: TargetWeights | None = None
         self.plans = PlanCache()
 
-    def bind(self, weights: TargetWeights) -> None:
-        """Remember the target's embedding and LM head, which are shared and frozen."""
-        self.target = weights
-
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """The target's embeddings [..., H] of tokens [...]."""
-        assert self.target is not None, "bind was not called"
-        return F.embedding(tokens, self.target.embedding).to(dtype)
-
-    def target_logits(self, states: Tensor) -> Tensor:
-        """The target's frozen LM head on states [..., H] -> [..., V]."""
-        assert self.target is not None, "bind was not called"
-        return self.target.logits(states.to(self.target.lm_head.dtype))
+        """Embeddings [..., H] of tokens [...]: the target's, shared and frozen."""
+        return self.target.embed(tokens, dtype)
 
     def copy_final_norm(self, weight: Tensor, weights: TargetWeights) -> None:
-        """Start a final norm from the target's, where it has one under Hugging Face's usual
-        name."""
+        """Start a final norm from the target's, where that has Hugging Face's usual name."""
         final_norm = weights.state.get("model.norm.weight")
         if final_norm is not None:
             init.copy(weight, final_norm)
@@ -61,8 +74,7 @@ class FeatureDrafter(TrainableDrafter):
     def copy_layer(self, weights: TargetWeights, layer: int, wanted: dict[str, Tensor]) -> None:
         """Fill the tensors of `wanted` (name within a decoder layer of Hugging Face's Llama -> own
         tensor) from layer `layer` (0-based) of the target; raises `UserError` when it has no such
-        layer, or one of another kind or size.
-        """
+        layer, or one of another kind or size."""
         prefix = f"model.layers.{layer}."
         for name, parameter in wanted.items():
             value = weights.state.get(f"{prefix}{name}.weight")
@@ -76,23 +88,25 @@ class FeatureDrafter(TrainableDrafter):
             init.copy(parameter, value)
 
 
+def require_heads(drafter: TrainableDrafter, tree: DraftShape) -> None:
+    """Raise `UserError` when `tree` is deeper than a drafter of one head per depth has heads."""
+    heads = drafter.config.num_heads
+    if tree.max_depth > heads:
+        raise UserError(
+            f"a {drafter.kind} drafter of {heads} heads cannot draft {tree.max_depth} tokens. Set "
+            f"decode.depth to {heads} or less, or train with head.num_heads={tree.max_depth}."
+        )
+
+
 def layer_shape(config: Any, info: TargetInfo) -> LayerShape:
-    """Sizes of a drafter's layer from a configuration whose sizes of 0 mean the target's."""
-    return LayerShape(
-        info.hidden_size,
-        config.num_attention_heads or info.num_attention_heads,
-        config.num_key_value_heads or info.num_key_value_heads,
-        config.head_dim or info.head_dim,
-        config.intermediate_size or info.intermediate_size,
-        info.rms_norm_eps,
-        qk_norm=getattr(config, "qk_norm", False),
-    )
+    """A layer's sizes by the configuration, the target's where that says 0 or nothing."""
+    names = [item.name for item in fields(LayerShape) if item.default is MISSING]
+    sizes: dict[str, Any] = {n: getattr(config, n, 0) or getattr(info, n) for n in names}
+    return LayerShape(**sizes, qk_norm=getattr(config, "qk_norm", False))
 
 
 def layer_weights(layer: nn.Module, *parts: str) -> dict[str, Tensor]:
-    """The weights of `parts` of a decoder layer by name: "self_attn" and "mlp" mean all their
-    matrices, norms one each.
-    """
+    """Weights of a decoder layer's `parts` by name: all matrices of self_attn and mlp, norms."""
     names = {
         "self_attn": [f"self_attn.{name}_proj" for name in "qkvo"],
         "mlp": [f"mlp.{name}_proj" for name in ("gate", "up", "down")],
@@ -102,17 +116,6 @@ def layer_weights(layer: nn.Module, *parts: str) -> dict[str, Tensor]:
         for part in parts
         for name in names.get(part, [part])
     }
-
-
-def step_places(outputs: int, states: int, device: torch.device) -> Tensor:
-    """[K, B*T] int64: where, among the K unrolled steps' outputs laid end to end, step k's
-    prediction from each flat state lies.
-
-    Step k at row t predicts from state t+k, so the row is k places back; states without such a row
-    are not supervised.
-    """
-    behind = torch.arange(1, outputs + 1, device=device)[:, None]
-    return (behind - 1) * states + (torch.arange(states, device=device) - behind).clamp(min=0)
 
 
 def sum_by_state(
@@ -135,8 +138,8 @@ def sum_by_state(
 
     depths = torch.arange(1, places.shape[0] + 1, device=places.device)[:, None]
     rows = wanted.any(1).nonzero().squeeze(1)
-    per_step, correct, counts = losses.sum_over_rows(part, rows, columns)
-    return per_step, correct, counts
+    total, correct, counts = losses.sum_over_rows(part, rows, columns)
+    return total, correct, counts
 
 
 def unrolled_loss(
@@ -150,18 +153,25 @@ def unrolled_loss(
     """Weighted loss of unrolled steps: outputs [B, T, H] each, step k at row t predicting token
     t+k+1; weights [K]; columns: width of the logits that `judge` makes at every step; taught: width
     of the target's logits, which it makes once for all steps (wider where the draft vocabulary is
-    reduced).
-    """
+    reduced)."""
     steps = len(unrolled)
     wanted = losses.supervised_states(batch, steps)
-    places = step_places(steps, wanted.shape[0], wanted.device)
-    flat = torch.cat([output.flatten(0, 1) for output in unrolled])
-    per_step, correct, counts = sum_by_state(
-        batch, flat, places, wanted, max(steps * columns, taught), judge
-    )
-    return LossOutput(
-        (weights.to(per_step) * per_step).sum(), losses.depth_metrics(per_step, correct, counts)
-    )
+    # Among the outputs laid end to end, where step k's prediction from each state lies: step k at
+    # row t predicts from state t+k. States without such a row are not supervised.
+    behind = torch.arange(1, steps + 1, device=wanted.device)[:, None]
+    rows = (torch.arange(wanted.shape[0], device=wanted.device) - behind).clamp(min=0)
+    places = (behind - 1) * wanted.shape[0] + rows
+    flat = torch.cat([each.flatten(0, 1) for each in unrolled])
+    sums = sum_by_state(batch, flat, places, wanted, max(steps * columns, taught), judge)
+    return losses.weighted_output(weights, *sums)
+
+
+def add_noise(states: Tensor, batch: TrainBatch, size: float) -> Tensor:
+    """States [B, T, H] with noise from U(-size, size), drawn row by row from the batch's seeds."""
+    if size == 0:
+        return states
+    drawn = [torch.rand(states.shape[1:], generator=each) for each in batch.generators()]
+    return states + (2 * torch.stack(drawn) - 1).mul_(size).to(states)
 
 
 @torch.no_grad()
@@ -172,9 +182,24 @@ def teacher_logits(batch: TrainBatch, states_at: Tensor) -> Tensor:
     return batch.target_logits(batch.last_hidden.flatten(0, 1)[states_at])
 
 
+def label_loss(
+    batch: TrainBatch, logits: Tensor, labels: Tensor, states_at: Tensor, hard: float
+) -> tuple[Tensor, Tensor]:
+    """Losses [X, Y] of logits [X, Y, V] against the answer's tokens `labels` [X, Y], whose share is
+    `hard`, and the target's distributions at flat states [X, Y]; and the tokens that count as
+    right: the target's likeliest where it is asked, else the answer's."""
+    flat = logits.flatten(0, 1)
+    if hard == 1:
+        return losses.cross_entropy(flat, labels.flatten()).view(labels.shape), labels
+    teacher = teacher_logits(batch, states_at.flatten())
+    values = losses.soft_cross_entropy(flat, probabilities_of(teacher))
+    if hard > 0:
+        values = torch.lerp(values, losses.cross_entropy(flat, labels.flatten()), hard)
+    return values.view(labels.shape), losses.best_column(teacher).view(labels.shape)
+
+
 def next_tokens(batch: TrainBatch, states_at: Tensor) -> Tensor:
-    """The token [M] behind each flat state [M]; nonsense behind the last one of all, which nobody
-    supervises."""
+    """The token [M] behind each flat state [M]; behind the last of all it means nothing."""
     tokens = batch.tokens.flatten()
     return tokens[(states_at + 1).clamp(max=tokens.shape[0] - 1)]
 

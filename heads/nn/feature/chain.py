@@ -16,27 +16,21 @@ heads, D head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from heads.api.batch import TrainBatch
 from heads.api.drafter import Noise, Proposal, TargetStates
-from heads.nn.attention import (
-    CachePlace,
-    Memory,
-    additive,
-    cache_attention,
-    chained_attention,
-    packed_mask,
-    write_cache,
-)
+from heads.api.tree import DraftShape
+from heads.nn.attention import CachePlace, Memory, additive, chained_attention, packed_mask
 from heads.nn.blocks import Attention
 from heads.nn.checkpointing import network_part
 from heads.nn.drafting.growth import grow
-from heads.nn.drafting.plan import Plan, last_valid
+from heads.nn.drafting.plan import Plan
+from heads.nn.drafting.state import Cached, run_slots
+from heads.nn.feature.base import FeatureDrafter
 from heads.nn.rope import Rope, Rotation, look_up
 
 
@@ -44,17 +38,14 @@ class Network(Protocol):
     """What a kind gives to `Chain`: its layer, cut where its rows meet."""
 
     @property
-    def attention(self) -> Attention:
-        """The layer's attention."""
-        ...
+    def attention(self) -> Attention: ...
 
     def features(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
         """The target's states -> features [B, T, H]."""
         ...
 
     def read(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T] and features [B, T, H] -> the attention's input [B, T, X] and the residual
-        stream [B, T, H]."""
+        """Tokens [B, T], features [B, T, H] -> attention's input [B, T, X], residual [B, T, H]."""
         ...
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
@@ -70,21 +61,6 @@ class Network(Protocol):
         ...
 
 
-@dataclass
-class State:
-    """keys, values [B, S, g, D]: row t in slot t, behind them room for drafted nodes. output [B, 1,
-    H]: the layer's output at the last seen row, which predicts the root's children. root,
-    root_position [B] int64.
-    """
-
-    keys: Tensor
-    values: Tensor
-    output: Tensor
-    root: Tensor
-    root_position: Tensor
-    plan: Plan
-
-
 class Chain:
     """Training and drafting of one recursed layer."""
 
@@ -92,11 +68,9 @@ class Chain:
         self.network, self.rope = network, rope
 
     def unroll(self, batch: TrainBatch, steps: int, feature: Tensor | None = None) -> list[Tensor]:
-        """What the LM head reads [B, T, H] at steps 1..`steps`; step k at row t predicts token
-        t+k+1.
+        """What the LM head reads [B, T, H] at steps k = 1..`steps` to predict token t+k+1 at t.
 
-        feature [B, T, H]: the target's features as training shows them (with noise, for instance);
-        by default as they are.
+        feature [B, T, H]: the target's features as training shows them; as they are by default.
         """
         net, mask = self.network, packed_mask(batch.segments)
         if feature is None:
@@ -109,9 +83,8 @@ class Chain:
             # and seen by nobody.
             tokens = batch.tokens.roll(-(step + 1), 1)
             rotation = self.rope.at(batch.positions + step, feature.dtype)
-            key, value, shown, feature = self._unrolled(
-                tokens, rotation, feature, tuple(keys), tuple(values), mask
-            )
+            seen = tuple(keys), tuple(values), mask
+            key, value, shown, feature = self._unrolled(tokens, rotation, feature, *seen)
             keys.append(key)
             values.append(value)
             emitted.append(shown)
@@ -127,98 +100,104 @@ class Chain:
         values: tuple[Tensor, ...],
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One step behind those that left `keys` and `values`: its own key and value, what the LM
-        head reads, the next feature."""
+        """One step behind `keys` and `values` -> its key, value, LM head's input, next feature."""
         net = self.network
         states, residual = net.read(tokens, feature)
         key, value = net.attention.key_value(states, rotation)
         query = net.attention.query(states, rotation)
         attended = chained_attention(query, [*keys, key], [*values, value], mask)
-        shown, following = net.emit(net.finish(residual, attended))
-        return key, value, shown, following
+        return key, value, *net.emit(net.finish(residual, attended))
 
-    def start(self, seen: TargetStates, plan: Plan, capacity: int) -> State:
-        """State after prefill; see the protocol."""
-        batch, width = seen.tokens.shape
-        attention = self.network.attention
-        weight = attention.o_proj.weight
-        slots = max(capacity, width) + plan.room + 1
-        cache = (
-            batch,
-            slots,
-            attention.k_proj.out_features // attention.head_dim,
-            attention.head_dim,
-        )
-        state = State(
-            keys=weight.new_zeros(cache),
-            values=weight.new_zeros(cache),
-            output=weight.new_zeros(batch, 1, attention.o_proj.out_features),
-            root=seen.tokens.new_zeros(batch),
-            root_position=seen.tokens.new_zeros(batch),
-            plan=plan,
-        )
-        return self.commit(state, seen)
+    def start(self, seen: TargetStates, plan: Plan, capacity: int) -> Cached:
+        (batch, width), attention = seen.tokens.shape, self.network.attention
+        cache = attention.new_cache(batch, max(capacity, width) + plan.room + 1)
+        output = cache.new_zeros(batch, 1, attention.o_proj.out_features)
+        return self.commit(Cached.empty(seen, plan, output, [cache]), seen)
 
-    def commit(self, state: State, accepted: TargetStates) -> State:
-        """Keys and values of the whole run, attention and MLP of its last row only: that one
-        predicts the root's children.
+    def commit(self, state: Cached, accepted: TargetStates) -> Cached:
+        """Keys and values of the whole run; attention and MLP of its last row only.
 
-        Padded entries are written behind the run, where the next one overwrites them before
-        anything sees them.
+        Padded entries are written behind the run, and overwritten before anything sees them.
         """
-        net = self.network
-        rows, last, root, root_position = last_valid(accepted)
-        states, residual = net.read(
-            accepted.next_tokens, net.features(accepted.taps, accepted.last_hidden)
-        )  # [B, W, X], [B, W, H]
-        slots = accepted.positions[:, :1] + torch.arange(states.shape[1], device=states.device)
-        rotation = look_up(self._table(state), slots)
-        key, value = net.attention.key_value(states, rotation)
-        row_index = rows[:, None]
-        write_cache(state.keys, row_index, slots, key)
-        write_cache(state.values, row_index, slots, value)
-        place = last[:, None]
-        own_rotation = (rotation[0][row_index, place], rotation[1][row_index, place])
-        query = net.attention.query(states[row_index, place], own_rotation)
-        seen = torch.arange(state.keys.shape[1], device=slots.device) < root_position[:, None, None]
-        attended = cache_attention(query, state.keys, state.values, additive(seen, query.dtype))
-        state.output.copy_(net.finish(residual[row_index, place], attended))
-        state.root.copy_(root)
-        state.root_position.copy_(root_position)
+        net, attention = self.network, self.network.attention
+        features = net.features(accepted.taps, accepted.last_hidden)
+        states, residual = net.read(accepted.next_tokens, features)  # [B, W, X], [B, W, H]
+        at, slots = state.advance(accepted), run_slots(accepted)
+        attended = attend_last(attention, state, states, slots, at, self._table(state))
+        state.output.copy_(net.finish(residual[at], attended))
         return state
 
-    def propose(self, state: State, noise: Noise, columns: Tensor | None = None) -> Proposal:
+    def propose(self, state: Cached, noise: Noise, columns: Tensor | None = None) -> Proposal:
         """Grow the draft level by level from the last committed row's output; see the protocol.
 
         columns [V'] int64: target ids of the logits' columns when the draft vocabulary is reduced.
         """
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
         # A node at depth d stands one position before its own token, at root_position + d - 1.
-        memory = Memory(state.root_position, self._table(state), state.keys.shape[1])
+        memory = Memory(state.root_position, self._table(state), state.slots)
 
         def step(place: CachePlace, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
             return self._advance(state, place, rows, tokens, feature)
 
         shown, first = self.network.emit(state.output)
-        logits = self.network.logits(shown)
-        return grow(
-            state.plan, state.root, state.root_position, logits, first, step, noise, columns, memory
-        )
+        return grow(state, self.network.logits(shown), first, step, noise, columns, memory)
 
     def _advance(
-        self, state: State, place: CachePlace, rows: Tensor, tokens: Tensor, feature: Tensor
+        self, state: Cached, place: CachePlace, rows: Tensor, tokens: Tensor, feature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run nodes [B, P] (tokens, and features [B, P, H] of their parents) -> their children's
-        logits and features."""
+        """Run nodes (tokens [B, P], parents' features [B, P, H]) -> children's logits, features."""
         net = self.network
         states, residual = net.read(tokens, feature)
-        key, value = net.attention.key_value(states, place.rotation)
-        write_cache(state.keys, rows, place.slots, key)
-        write_cache(state.values, rows, place.slots, value)
-        query = net.attention.query(states, place.rotation)
-        attended = cache_attention(query, state.keys, state.values, place.mask)
+        state.store(0, rows, place.slots, *net.attention.key_value(states, place.rotation))
+        attended = state.attend(0, net.attention.query(states, place.rotation), place.mask)
         shown, following = net.emit(net.finish(residual, attended))
         return net.logits(shown), following
 
-    def _table(self, state: State) -> Tensor:
-        return self.rope.table(state.keys.shape[1], state.keys.device, state.keys.dtype)
+    def _table(self, state: Cached) -> Tensor:
+        return self.rope.table(state.slots, state.keys[0].device, state.keys[0].dtype)
+
+
+def attend_last(
+    attention: Attention,
+    state: Cached,
+    states: Tensor,
+    slots: Tensor,
+    at: tuple[Tensor, Tensor],
+    table: Tensor,
+) -> Tensor:
+    """Store a run's keys and values in layer 0 of the cache, and attend from its last entry.
+
+    states [B, W, X]: the attention's input at `slots` [B, W]; at: rows and places [B, 1] of the
+    last entries, behind which the cache ends (`state.root_position`); table: rotations of all
+    positions. Returns [B, 1, h * D].
+    """
+    cosine, sine = rotation = look_up(table, slots)
+    state.store(0, at[0], slots, *attention.key_value(states, rotation))
+    query = attention.query(states[at], (cosine[at], sine[at]))
+    places = torch.arange(state.slots, device=slots.device)
+    seen = places < state.root_position[:, None, None]
+    return state.attend(0, query, additive(seen, query.dtype))
+
+
+class ChainDrafter(FeatureDrafter):
+    """Base of the kinds that draft with a `Chain`, or what does as one (`chain`)."""
+
+    chain: Any
+    columns: Tensor | None = None
+
+    def logits(self, emitted: Tensor) -> Tensor:
+        """What the LM head reads [..., H] -> logits [..., V'], by the target's own by default."""
+        return self.target.project(emitted)
+
+    def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
+        """Logits [B, T, V'] of unrolled steps 1..depth, without noise; see the contract."""
+        return [self.logits(output) for output in self.chain.unroll(batch, depth)]
+
+    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> Any:
+        return self.chain.start(seen, self.plans.of(tree), capacity)
+
+    def propose(self, state: Any, noise: Noise) -> Proposal:
+        return self.chain.propose(state, noise, self.columns)
+
+    def commit(self, state: Any, accepted: TargetStates) -> Any:
+        return self.chain.commit(state, accepted)

@@ -1,5 +1,4 @@
-"""Mask tokens of a parallel drafter in training: which places draft how deep, and what the masks
-see.
+"""Mask tokens of a parallel drafter in training: how deep places draft, what masks see.
 
 Mask k behind place t stands at position t + k and sees the true tokens of its document up to t, the
 masks 1..k of its own place and nothing else: exactly what it sees when it serves. Conditional drop
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from heads.api.batch import TrainBatch
 
@@ -23,8 +23,7 @@ from heads.api.batch import TrainBatch
 @dataclass(frozen=True)
 class Masks:
     """Mask tokens beside the sequences. place [B, E] int64: the last true token they see; step [B,
-    E] int64: 1 for the first mask behind it; valid [B, E] bool: False for fillers.
-    """
+    E] int64: 1 for the first mask behind it; valid [B, E] bool: False for fillers."""
 
     place: Tensor
     step: Tensor
@@ -34,47 +33,28 @@ class Masks:
     def everywhere(cls, tokens: Tensor, steps: int) -> Masks:
         """`steps` masks behind every place of `tokens` [B, T], place by place."""
         length, device = tokens.shape[1], tokens.device
-        place = (
-            torch.arange(length, device=device).repeat_interleave(steps).expand(tokens.shape[0], -1)
-        )
+        place = torch.arange(length, device=device).repeat_interleave(steps)
+        place = place.expand(tokens.shape[0], -1)
         step = torch.arange(1, steps + 1, device=device).repeat(length).expand_as(place)
         return cls(place, step, torch.ones_like(place, dtype=torch.bool))
 
     @classmethod
     def sample(cls, batch: TrainBatch, depth: int, keep: float, least: float) -> Masks:
-        """Masks for the tokens 2..depth behind the places of a training batch, drawn from its rows'
-        generators.
+        """Masks for the tokens 2..depth behind a batch's places, drawn from its generators.
 
-        A place that has nothing supervised at a depth or deeper has no mask there. Works on the
-        host.
+        A place with nothing supervised at a depth or deeper has no mask there.
         """
-        wanted = torch.stack(
-            [batch.supervised(step + 1) for step in range(1, depth)], -1
-        ).cpu()  # [B, T, K-1]
+        ahead = batch.supervised_ahead(depth - 1)
+        wanted = ahead.unflatten(0, batch.tokens.shape).cpu()  # [B, T, K-1]
         shares = [max(keep**step, least) for step in range(1, depth)]
-        rows = [
-            _sample_row(row, shares, generator)
-            for row, generator in zip(wanted, batch.generators(), strict=True)
-        ]
-        return cls._pad(rows, batch.tokens.device)
-
-    @classmethod
-    def _pad(cls, rows: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Masks:
-        width = max(place.shape[0] for place, _ in rows)
-
-        def padded(values: list[Tensor]) -> Tensor:
-            return torch.stack(
-                [torch.nn.functional.pad(value, (0, width - value.shape[0])) for value in values]
-            ).to(device)
-
+        drawn = zip(wanted, batch.generators(), strict=True)
+        rows = [_sample_row(row, shares, generator) for row, generator in drawn]
         valid = [torch.ones_like(place, dtype=torch.bool) for place, _ in rows]
-        return cls(
-            padded([place for place, _ in rows]), padded([step for _, step in rows]), padded(valid)
-        )
+        parts = *zip(*rows, strict=True), valid
+        return cls(*(pad_sequence(list(part), True).to(batch.tokens.device) for part in parts))
 
     def supervised(self, batch: TrainBatch) -> Tensor:
-        """[B, E] bool: whether what a mask predicts, the token at place + step + 1, is a supervised
-        one of its document."""
+        """[B, E] bool: whether a mask predicts a supervised token, at place + step + 1."""
         ahead = self.place + self.step + 1
         inside = ahead < batch.tokens.shape[1]
         ahead = ahead.clamp(max=batch.tokens.shape[1] - 1)
@@ -82,8 +62,7 @@ class Masks:
         return self.valid & inside & same & batch.loss_mask.gather(1, ahead)
 
     def visible(self, segments: Tensor) -> Tensor:
-        """[B, 1, E, T + E] bool: what every mask sees of the sequence and of the masks; segments
-        [B, T]."""
+        """[B, 1, E, T + E] bool: what masks see of sequence and masks; segments [B, T]."""
         places = torch.arange(segments.shape[1], device=segments.device)
         same = segments.gather(1, self.place)[..., None] == segments[:, None]  # [B, E, T]
         context = same & (places <= self.place[..., None])
@@ -95,8 +74,7 @@ class Masks:
 def _sample_row(
     wanted: Tensor, shares: Sequence[float], generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """(place [e], step [e]) of one row: wanted [T, K-1] bool, whether the prediction of each step
-    is supervised."""
+    """(place [e], step [e]) of one row: wanted [T, K-1] bool, which steps are supervised."""
     length, steps = wanted.shape
     lottery = torch.rand(length, generator=generator)
     places = wanted.any(1).nonzero().squeeze(1)

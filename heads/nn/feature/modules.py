@@ -1,5 +1,4 @@
-"""Own modules per depth, each reading the output of the one before (DeepSeek-V3's MTP): training
-and drafting.
+"""Own modules per depth, each reading the output of the one before (DeepSeek-V3's MTP).
 
 Module k at row s joins the state h^{k-1}_s of the module before it (the target's own for k = 1)
 with the token at s+k and predicts token s+k+1; it attends to its own rows up to s. Counted by the
@@ -19,7 +18,7 @@ d head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -27,18 +26,12 @@ from torch import Tensor
 
 from heads.api.batch import TrainBatch
 from heads.api.drafter import Noise, Proposal, TargetStates
-from heads.nn.attention import (
-    CachePlace,
-    Memory,
-    additive,
-    cache_attention,
-    packed_mask,
-    sequence_attention,
-    write_cache,
-)
+from heads.nn.attention import CachePlace, Memory, additive, packed_mask, sequence_attention
 from heads.nn.blocks import Attend, Attention
 from heads.nn.drafting.growth import grow
-from heads.nn.drafting.plan import Plan, last_valid
+from heads.nn.drafting.plan import Plan
+from heads.nn.drafting.state import Cached, run_slots
+from heads.nn.feature.base import FeatureDrafter
 from heads.nn.rope import Rope, Rotation, look_up
 
 
@@ -46,48 +39,21 @@ class Module(Protocol):
     """One depth: a projection of state and embedding, a decoder layer and a final norm."""
 
     @property
-    def attention(self) -> Attention:
-        """The layer's attention."""
-        ...
+    def attention(self) -> Attention: ...
 
     def run(self, embedded: Tensor, state: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """Embeddings and states [B, T, H] -> normalised outputs [B, T, H]; `attend` decides what
-        the queries see."""
+        """Embeddings and states [B, T, H] -> normalised outputs [B, T, H]."""
         ...
-
-
-class Owner(Protocol):
-    """The drafter that the modules belong to."""
-
-    def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor: ...
-
-    def target_logits(self, states: Tensor) -> Tensor: ...
-
-
-@dataclass
-class State:
-    """keys, values: per module in use [B, S, g, d], column t in slot t, behind them room for
-    drafted nodes. outputs [B, 1, E, H]: what each module gave in the last committed column. root,
-    root_position [B] int64.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    outputs: Tensor
-    root: Tensor
-    root_position: Tensor
-    plan: Plan
 
 
 class ModuleChain:
     """Training and drafting of a row of modules."""
 
-    def __init__(self, owner: Owner, modules: Sequence[Module], rope: Rope) -> None:
+    def __init__(self, owner: FeatureDrafter, modules: Sequence[Module], rope: Rope) -> None:
         self.owner, self.modules, self.rope = owner, modules, rope
 
     def unroll(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Normalised outputs [B, T, H] of modules 1..`depth`; module k at row t predicts token
-        t+k+1."""
+        """Normalised outputs [B, T, H] of modules 1..`depth`, predicting t+2, t+3, ..."""
         assert batch.last_hidden is not None, "mtp needs the target's last hidden state"
         mask = packed_mask(batch.segments)
         state = batch.last_hidden.to(self.modules[0].attention.o_proj.weight.dtype)
@@ -96,70 +62,48 @@ class ModuleChain:
         embedded = self.owner.embed(batch.tokens.roll(-1, 1), state.dtype)
         rotation = self.rope.at(batch.positions, state.dtype)
         is_first = (batch.positions == 0)[..., None]
+        attend: Attend = partial(sequence_attention, mask=mask)
         found = []
         for number, module in enumerate(self.modules[:depth]):
-            output = module.run(
-                embedded, state, rotation, lambda q, k, v: sequence_attention(q, k, v, mask)
-            )
+            output = module.run(embedded, state, rotation, attend)
             found.append(output.roll(-number, 1))
             state = output.roll(1, 1).masked_fill(is_first, 0.0)
         return found
 
-    def start(self, seen: TargetStates, plan: Plan, capacity: int) -> State:
-        """State after prefill; see the protocol."""
-        batch, width = seen.tokens.shape
-        used = self.modules[: plan.max_depth]
-        attention = self.modules[0].attention
-        weight = attention.o_proj.weight
+    def start(self, seen: TargetStates, plan: Plan, capacity: int) -> Cached:
+        """State after prefill. Its output [B, 1, E, H]: of each module in the last column."""
+        (batch, width), used = seen.tokens.shape, self.modules[: plan.max_depth]
         slots = max(capacity, width) + plan.room + 1
-        cache = (
-            batch,
-            slots,
-            attention.k_proj.out_features // attention.head_dim,
-            attention.head_dim,
-        )
-        state = State(
-            keys=[weight.new_zeros(cache) for _ in used],
-            values=[weight.new_zeros(cache) for _ in used],
-            outputs=weight.new_zeros(batch, 1, len(used), attention.o_proj.out_features),
-            root=seen.tokens.new_zeros(batch),
-            root_position=seen.tokens.new_zeros(batch),
-            plan=plan,
-        )
-        return self.commit(state, seen)
+        caches = [module.attention.new_cache(batch, slots) for module in used]
+        width = self.modules[0].attention.o_proj.out_features
+        output = caches[0].new_zeros(batch, 1, len(used), width)
+        return self.commit(Cached.empty(seen, plan, output, caches), seen)
 
-    def commit(self, state: State, accepted: TargetStates) -> State:
-        """Run all modules in use over the columns of the run, each on the true states or on the
-        output of the one before.
+    def commit(self, state: Cached, accepted: TargetStates) -> Cached:
+        """Run all modules in use over the run, on the true states or the output before them.
 
-        Padded columns are written behind the run, where later ones overwrite them before anything
-        sees them.
+        Padded columns are written behind the run, and overwritten before anything sees them.
         """
         assert accepted.last_hidden is not None, "mtp needs the target's last hidden state"
-        rows, last, root, root_position = last_valid(accepted)
-        states = accepted.last_hidden.to(state.outputs.dtype)
+        rows, last = state.advance(accepted)
+        states = accepted.last_hidden.to(state.output.dtype)
         embedded = self.owner.embed(accepted.next_tokens, states.dtype)
-        slots = accepted.positions[:, :1] + torch.arange(states.shape[1], device=states.device)
-        rotation = look_up(self._table(state), slots)
-        place = torch.arange(state.keys[0].shape[1], device=slots.device)
-        mask = additive(place <= slots[..., None], states.dtype)  # [B, W, S]
+        slots = run_slots(accepted)
+        seen = torch.arange(state.slots, device=slots.device) <= slots[..., None]
+        # [B, W, S]
+        place = CachePlace(slots, look_up(self._table(state), slots), additive(seen, states.dtype))
         at_last = []
         for index in range(len(state.keys)):
-            output = self._run(
-                state, index, embedded, states, CachePlace(slots, rotation, mask), rows[:, None]
-            )
+            output = self._run(state, index, embedded, states, place, rows)
             at_last.append(output[rows, last])
-            states = torch.cat([state.outputs[:, :, index], output[:, :-1]], 1)
-        state.outputs.copy_(torch.stack(at_last, 1)[:, None])
-        state.root.copy_(root)
-        state.root_position.copy_(root_position)
+            states = torch.cat([state.output[:, :, index], output[:, :-1]], 1)
+        state.output.copy_(torch.stack(at_last, 2))
         return state
 
-    def propose(self, state: State, noise: Noise) -> Proposal:
-        """Grow the draft level by level; nodes at depth j run modules j+1 and on. See the
-        protocol."""
+    def propose(self, state: Cached, noise: Noise, columns: Tensor | None = None) -> Proposal:
+        """Grow level by level; nodes at depth j run modules j+1 and on. See the protocol."""
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
-        memory = Memory(state.root_position, self._table(state), state.keys[0].shape[1])
+        memory = Memory(state.root_position, self._table(state), state.slots)
         depth = 0
 
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,23 +116,14 @@ class ModuleChain:
                 self._run(state, index, embedded, carry[:, :, index - depth], place, rows)
                 for index in range(depth, len(state.keys))
             ]
-            return self.owner.target_logits(outputs[0]), torch.stack(outputs, 2)
+            return self.owner.target.project(outputs[0]), torch.stack(outputs, 2)
 
-        logits = self.owner.target_logits(state.outputs[:, :, 0])
-        return grow(
-            state.plan,
-            state.root,
-            state.root_position,
-            logits,
-            state.outputs,
-            step,
-            noise,
-            memory=memory,
-        )
+        logits = self.owner.target.project(state.output[:, :, 0])
+        return grow(state, logits, state.output, step, noise, columns, memory)
 
     def _run(
         self,
-        state: State,
+        state: Cached,
         index: int,
         embedded: Tensor,
         states: Tensor,
@@ -198,11 +133,10 @@ class ModuleChain:
         """Module `index` (0-based) over its cache at `place` -> normalised outputs [B, P, H]."""
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            write_cache(state.keys[index], rows, place.slots, key)
-            write_cache(state.values[index], rows, place.slots, value)
-            return cache_attention(query, state.keys[index], state.values[index], place.mask)
+            state.store(index, rows, place.slots, key, value)
+            return state.attend(index, query, place.mask)
 
         return self.modules[index].run(embedded, states, place.rotation, attend)
 
-    def _table(self, state: State) -> Tensor:
-        return self.rope.table(state.keys[0].shape[1], state.keys[0].device, state.keys[0].dtype)
+    def _table(self, state: Cached) -> Tensor:
+        return self.rope.table(state.slots, state.keys[0].device, state.keys[0].dtype)

@@ -1,5 +1,4 @@
-"""Rows that stand for tokens not known yet (P-EAGLE): which are trained, what they attend to, where
-their predictions go.
+"""Rows that stand for tokens not known yet (P-EAGLE): which are trained, what they see.
 
 Behind the true row of an anchor t stand the mask rows 1, 2, ..., at positions t+1, t+2, ...; mask
 row j predicts token t+2+j. It attends to the true rows up to its anchor and to the mask rows of its
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from heads.api.batch import TrainBatch
 from heads.nn import attention, losses
@@ -29,8 +27,7 @@ from heads.nn import attention, losses
 class Anchors:
     """The anchors of mask rows: order [B, A] int64, positions in the row, those of deeper mask rows
     first; sizes: how many of them mask rows 1, 2, ... have, descending; kept: per depth [B, size]
-    bool, False where a row of the batch has fewer.
-    """
+    bool, False where a row of the batch has fewer."""
 
     order: Tensor
     sizes: tuple[int, ...]
@@ -46,8 +43,7 @@ class Anchors:
 
     @classmethod
     def dropped(cls, batch: TrainBatch, depths: int, keep: float, floor: float) -> Anchors:
-        """A random share max(keep^j, floor) of the useful anchors for mask row j, drawn from the
-        batch's seeds.
+        """A random share max(keep^j, floor) of the useful anchors for mask row j.
 
         Useful is an anchor with a supervised token beyond its own prediction. The numbers are
         rounded up row by row, so that they do not depend on what else is in the batch. Asks the
@@ -57,10 +53,8 @@ class Anchors:
         useful = torch.zeros_like(batch.loss_mask)
         for depth in range(2, depths + 1):
             useful |= batch.supervised(depth + 1)
-        drawn = torch.stack([torch.rand(length, generator=each) for each in batch.generators()]).to(
-            device
-        )
-        order = (drawn + 2.0 * ~useful).argsort(1)
+        drawn = torch.stack([torch.rand(length, generator=each) for each in batch.generators()])
+        order = (drawn.to(device) + 2.0 * ~useful).argsort(1)
         counts = useful.sum(1).tolist()
         sizes, kept = [], []
         for row in range(1, depths):
@@ -86,8 +80,7 @@ class Anchors:
         each depth that predicts from each flat state lies; [B*T, K] bool, which of these exist and
         are supervised.
 
-        All outputs: the true rows [B, T], then the mask rows depth by depth [B, size], each
-        flattened.
+        All outputs: true rows [B, T], then mask rows depth by depth [B, size], flattened.
         """
         rows, length = batch.tokens.shape
         device, states = batch.tokens.device, rows * length
@@ -128,15 +121,8 @@ def anchored_attention(
     values = torch.stack(own_values, 3)  # [B, M, g, j, D]
     chunk = max(1, attention.CHUNK_ELEMENTS // (batch * heads * length))
 
-    def part(first: int) -> Tensor:
-        span = slice(first, min(first + chunk, rows))
-        return attention.chained_rows(
-            grouped[:, span], own[:, span], values[:, span], key, value, visible[:, :, span]
-        )
+    def part(span: slice) -> Tensor:
+        own_parts = grouped[:, span], own[:, span], values[:, span]
+        return attention.chained_rows(*own_parts, key, value, visible[:, :, span])
 
-    if chunk >= rows:
-        return part(0).flatten(2)
-    pieces: list[Tensor] = [
-        checkpoint(part, first, use_reentrant=False) for first in range(0, rows, chunk)
-    ]
-    return torch.cat(pieces, 1).flatten(2)
+    return attention.in_chunks(part, rows, chunk).flatten(2)

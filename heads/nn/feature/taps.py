@@ -11,27 +11,26 @@ vocabulary, n taps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.api.batch import TrainBatch
-from heads.api.config import config
+from heads.api.config import UnitInterval, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec, default_taps
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init, losses, vocab
 from heads.nn.blocks import Attention, FusingLayer, RMSNorm, initialise_blocks
-from heads.nn.feature.base import FeatureDrafter, next_tokens, probabilities_of, teacher_logits
+from heads.nn.feature import base
 
 
 @torch.no_grad()
 def look_at_itself(attn: Attention) -> None:
     """Start the queries as the keys of their group, so that a fresh row attends to itself first:
-    its own token comes in through attention alone, and would otherwise be one among all.
-    """
+    its own token comes in through attention alone, and would otherwise be one among all."""
     keys = attn.k_proj.weight.unflatten(0, (-1, attn.head_dim))
     groups = attn.q_proj.out_features // attn.k_proj.out_features
     init.copy(attn.q_proj.weight, keys.repeat_interleave(groups, 0).flatten(0, 1))
@@ -39,20 +38,23 @@ def look_at_itself(attn: Attention) -> None:
 
 @config("head")
 @dataclass(frozen=True)
-class TapConfig:
-    """Which layers of the target a drafter reads, and how they are normalised."""
+class TapConfig(base.SizeConfig):
+    """What of the target a drafter reads and drafts. Sizes of 0 are taken from the target."""
 
     taps: tuple[int, ...] = ()
     """Layers of the target that are read, ascending; empty: 2, n//2 and n-3."""
     tap_norm: bool = True
     """RMSNorm each tap before they are fused (EAGLE-3.1)."""
     norm_before_fc: bool = False
-    """RMSNorm all taps as one vector before they are fused, instead of each (excludes
-    `tap_norm`)."""
+    """RMSNorm all taps as one vector before fusion, not each (excludes `tap_norm`)."""
     norm_before_residual: bool = False
     """Let the layer's residual stream begin with the normalised feature (vLLM alone runs that)."""
     qk_norm: bool = False
     """RMSNorm on every query and key head, as in Qwen3."""
+    draft_vocab_size: int = 0
+    """Tokens that can be drafted, the training data's most frequent; 0: all."""
+    hard_label_weight: UnitInterval = 0.0
+    """Share of the loss taken against the sampled token, not the target's distribution."""
 
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.tap_norm:
@@ -61,29 +63,25 @@ class TapConfig:
             )
 
 
-class TapDrafter(FeatureDrafter):
+class TapDrafter(base.FeatureDrafter):
     """Base of the kinds that fuse taps and draft through an LM head of their own.
 
-    The configuration has `taps`, `tap_norm`, `norm_before_fc`, `norm_before_residual`,
-    `draft_vocab_size`, `hard_label_weight`. A kind hands its own `layers` by name; they stand
-    between the fusion and the final norm.
+    A kind hands its own `layers` by name; they stand between the fusion and the final norm.
     """
 
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(self, config: Any, info: TargetInfo, layers: dict[str, nn.Module]) -> None:
+    def __init__(self, config: TapConfig, info: TargetInfo, layers: dict[str, nn.Module]) -> None:
         super().__init__(config, info)
-        self.needs = FeatureSpec(
-            config.taps or default_taps(info.num_layers), last_hidden=True, logits=True
-        )
+        own = config.taps or default_taps(info.num_layers)
+        self.needs = FeatureSpec(own, last_hidden=True, logits=True)
         self.needs.check(info.num_layers)
         hidden, taps = info.hidden_size, len(self.needs.taps)
         norms = [RMSNorm(hidden, info.rms_norm_eps) for _ in range(taps if config.tap_norm else 0)]
         self.fc_norm = nn.ModuleList(norms)
-        self.input_norm = (
-            RMSNorm(taps * hidden, info.rms_norm_eps) if config.norm_before_fc else None
-        )
+        joined = RMSNorm(taps * hidden, info.rms_norm_eps) if config.norm_before_fc else None
+        self.input_norm = joined
         self.fc = nn.Linear(taps * hidden, hidden, bias=False)
         for name, layer in layers.items():
             self.add_module(name, layer)
@@ -98,8 +96,7 @@ class TapDrafter(FeatureDrafter):
         self.columns: Tensor | None = None
 
     def choose_vocabulary(self, counts: Tensor) -> None:
-        """Fix the draft vocabulary from the training data's token counts [V]; nothing to do for the
-        full vocabulary.
+        """Fix a reduced draft vocabulary by token counts [V].
 
         Called once, before `initialise`.
         """
@@ -135,16 +132,13 @@ class TapDrafter(FeatureDrafter):
             scale = torch.stack([cast(RMSNorm, norm).weight for norm in self.fc_norm])
             taps = F.rms_norm(taps, taps.shape[-1:], None, self.info.rms_norm_eps) * scale
         joined = taps.flatten(2)
-        out: Tensor = self.fc(joined if self.input_norm is None else self.input_norm(joined))
-        return out
+        return cast(Tensor, self.fc(joined if self.input_norm is None else self.input_norm(joined)))
 
     def residual(self, layer: nn.Module, states: Tensor) -> Tensor:
         """What the residual stream holds behind `layer`'s first norm: the states [B, T, H],
-        normalised in a fusing layer if so configured.
-        """
+        normalised in a fusing layer if so configured."""
         if self.config.norm_before_residual and isinstance(layer, FusingLayer):
-            out: Tensor = layer.hidden_norm(states)
-            return out
+            return cast(Tensor, layer.hidden_norm(states))
         return states
 
     def set_columns(self) -> None:
@@ -154,11 +148,9 @@ class TapDrafter(FeatureDrafter):
     def judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Cross entropy [K, M] of normalised outputs [K, M, H] against the target's distribution on
-        the draft vocabulary.
+        """Cross entropy [K, M] of normalised outputs [K, M, H] against the target.
 
-        States whose most likely target token lies outside the draft vocabulary carry no loss and
-        count as wrong.
+        States whose best target token cannot be drafted carry no loss and count as wrong.
         """
         logits = self.lm_head(outputs)  # [K, M, V']
         probabilities, best, known = self._teach(batch, states_at)
@@ -172,23 +164,19 @@ class TapDrafter(FeatureDrafter):
     def _teach(self, batch: TrainBatch, states_at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The target's word at flat states [M]: probabilities [M, V'] renormalised on the draft
         vocabulary, the best draft column [M], and whether the target's own best token is in the
-        draft vocabulary [M].
-        """
-        logits = teacher_logits(batch, states_at)
+        draft vocabulary [M]."""
+        logits = base.teacher_logits(batch, states_at)
         known = torch.ones_like(states_at, dtype=torch.bool)
         if self.reduced:
             known = self.t2d[logits.argmax(-1)]
             logits = logits[:, vocab.to_target_ids(self.d2t)]
-        return probabilities_of(logits), logits.argmax(-1), known
+        return base.probabilities_of(logits), logits.argmax(-1), known
 
     def _hard_loss(self, logits: Tensor, batch: TrainBatch, states_at: Tensor) -> Tensor:
-        """Cross entropy [K, M] against the token that follows each state; 0 where the draft
-        vocabulary lacks it."""
-        labels = next_tokens(batch, states_at)
+        """Cross entropy [K, M] against the next token; 0 where the draft vocabulary lacks it."""
+        labels = base.next_tokens(batch, states_at)
         known = torch.ones_like(labels, dtype=torch.bool)
         if self.reduced:
             known, labels = self.t2d[labels], (self.t2d.cumsum(0) - 1).clamp(min=0)[labels]
-        values = losses.cross_entropy(logits.flatten(0, 1), labels.repeat(logits.shape[0])).view(
-            logits.shape[:2]
-        )
-        return torch.where(known, values, values.new_zeros(()))
+        values = losses.cross_entropy(logits.flatten(0, 1), labels.repeat(logits.shape[0]))
+        return torch.where(known, values.view(logits.shape[:2]), values.new_zeros(()))

@@ -1,5 +1,4 @@
-"""What a drafter remembers of the answers that were decoded with it: one ring of tokens per row of
-the batch.
+"""What a drafter remembers of earlier answers: one ring of tokens per row of the batch.
 
 Every row writes its answers into its own ring, one after the other, so that answers of different
 rows do not mix; all rows search all rings. The rings belong to the drafter: they outlive the
@@ -22,14 +21,12 @@ from heads.api.drafter import TargetStates
 from heads.nn.lookup.table import History
 
 BARRIER = -2
-"""Stands between answers. Not -1, which `History.newest` gives before a text's beginning: the two
-must not match."""
+"""Stands between answers. Not -1, which `History.newest` gives before a text's beginning."""
 
 
 @dataclass
 class Archive:
-    """tokens [R, A + 1] int64, the last column takes what is not kept; cursor [R] int64: the slot
-    that is written next."""
+    """tokens [R, A + 1] int64, the last column for what is not kept; cursor [R]: next slot."""
 
     tokens: Tensor
     cursor: Tensor
@@ -37,16 +34,13 @@ class Archive:
 
     @classmethod
     def of(cls, rows: int, slots: int, device: torch.device, old: Archive | None) -> Archive:
-        """Rings of `slots` tokens for `rows` rows, the first ones with what those of `old` (of
-        equal size) remember."""
+        """Rings of `slots` tokens for `rows` rows, the first as in `old` (of equal size)."""
         tokens = torch.full((rows, slots + 1), BARRIER, dtype=torch.int64, device=device)
         archive = cls(tokens, torch.zeros(rows, dtype=torch.int64, device=device))
         if old is not None:
             rings = min(rows, old.rings)
-            tokens[:rings], archive.cursor[:rings] = (
-                old.tokens[:rings].to(device),
-                old.cursor[:rings].to(device),
-            )
+            tokens[:rings] = old.tokens[:rings].to(device)
+            archive.cursor[:rings] = old.cursor[:rings].to(device)
         return archive
 
     @property
@@ -75,8 +69,7 @@ class Archive:
 @dataclass
 class Writing:
     """Where a row's present answer stands in its ring: expected [B] int64, the position of the
-    token to be written next; written [B] int64: slots taken so far, 0 before the first.
-    """
+    token to be written next; written [B] int64: slots taken so far, 0 before the first."""
 
     expected: Tensor
     written: Tensor

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from heads.api.drafter import Proposal
 from heads.api.tree import DynamicShape, TokenTree
 from heads.nn.drafting.plan import DynamicPlan, Plan, TreePlan
 
@@ -26,8 +27,7 @@ class Counted:
     """Per depth d (entry d - 1), for every occurrence: tokens [B, D, K] int64, what followed; count
     [B, D, K] float32, the weight of those that continue like it down to here; total [B], the weight
     of all; alike [B, D, K, K] bool; leads [B, D, K] bool: it is the first of those and its path is
-    probable enough to be drafted.
-    """
+    probable enough to be drafted."""
 
     tokens: Tensor
     count: Tensor
@@ -39,8 +39,7 @@ class Counted:
     def of(cls, tokens: Tensor, weights: Tensor, least: float, depth: Tensor) -> Counted:
         """tokens [B, K, D] int64, negative where nothing followed; weights [B, K] float32, 0 for
         occurrences that do not count; least: the share of the total that a path needs; depth [B]:
-        how deep at most.
-        """
+        how deep at most."""
         tokens = tokens.transpose(1, 2)
         same = (tokens[..., None] == tokens[:, :, None]) & (tokens >= 0)[..., None]  # [B, D, K, K]
         counts = (weights > 0)[:, None, :, None] & (weights > 0)[:, None, None]
@@ -56,23 +55,12 @@ class Counted:
     @property
     def confidence(self) -> Tensor:
         """The share of the parent's weight that continues like each occurrence [B, D, K]."""
-        above = torch.cat(
-            [self.total[:, None, None].expand_as(self.count[:, :1]), self.count[:, :-1]], 1
-        )
+        first = self.total[:, None, None].expand_as(self.count[:, :1])
+        above = torch.cat([first, self.count[:, :-1]], 1)
         return self.count / above.clamp(min=torch.finfo(above.dtype).tiny)
 
 
-@dataclass
-class Filled:
-    """tokens [B, N], tree, confidence [B, N] float32, limit [B] int64: see `Proposal`."""
-
-    tokens: Tensor
-    tree: TokenTree
-    confidence: Tensor
-    limit: Tensor
-
-
-def fill_counted(plan: Plan, root: Tensor, counted: Counted) -> Filled:
+def fill_counted(plan: Plan, root: Tensor, counted: Counted) -> Proposal:
     """The most frequent continuations in the plan's shape; nodes for which there are none repeat
     `root` [B] with confidence 0.
 
@@ -87,17 +75,14 @@ def fill_counted(plan: Plan, root: Tensor, counted: Counted) -> Filled:
     rows = torch.arange(root.shape[0], device=root.device)[:, None]
     tokens = torch.where(alive, counted.tokens[rows, depth - 1, chosen], root[:, None])
     confidence = torch.where(alive, counted.confidence[rows, depth - 1, chosen], 0.0)
-    return Filled(
-        torch.cat([root[:, None], tokens], 1),
-        tree,
-        torch.cat([torch.ones_like(confidence[:, :1]), confidence], 1),
-        torch.where(alive, depth, 0).amax(1),
-    )
+    tokens = torch.cat([root[:, None], tokens], 1)
+    confidence = torch.cat([torch.ones_like(confidence[:, :1]), confidence], 1)
+    limit = torch.where(alive, depth, 0).amax(1)
+    return Proposal(tokens, tree, confidence=confidence, limit=limit)
 
 
 def _by_rank(plan: TreePlan, counted: Counted) -> tuple[Tensor, Tensor, Tensor, TokenTree]:
-    """Per drafted node: its depth [1, N - 1], its occurrence [B, N - 1], whether it has one [B, N -
-    1]; and the tree."""
+    """Drafted nodes' depths [1, N - 1], occurrences [B, N - 1], whether there are; the tree."""
     rows = torch.arange(counted.tokens.shape[0], device=counted.tokens.device)[:, None]
     parents = torch.zeros_like(rows)
     lives = torch.ones_like(parents, dtype=torch.bool)
@@ -109,9 +94,8 @@ def _by_rank(plan: TreePlan, counted: Counted) -> tuple[Tensor, Tensor, Tensor, 
         free = counted.leads[:, place, None] & lives[..., None]  # [B, P, K]
         if place:
             free = free & counted.alike[rows, place - 1, parents]
-        parents, found = _best(
-            torch.where(free, counted.count[:, place, None], -1.0), level.max_rank + 1
-        )
+        score = torch.where(free, counted.count[:, place, None], -1.0)
+        parents, found = _best(score, level.max_rank + 1)
         parents, lives = parents.flatten(1), found.flatten(1)
         if level.pick is not None:
             parents, lives = parents[:, level.pick], lives[:, level.pick]
@@ -121,8 +105,7 @@ def _by_rank(plan: TreePlan, counted: Counted) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def _best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Places of the `count` best [..., count] of score [..., K], of equals the first, and whether
-    they score above 0."""
+    """Places [..., count] of the best of score [..., K], and whether they score above 0."""
     if count == 1:
         best = score.argmax(-1, keepdim=True)
         return best, score.gather(-1, best) > 0
@@ -133,8 +116,7 @@ def _best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _best_first(shape: DynamicShape, counted: Counted) -> tuple[Tensor, Tensor, Tensor, TokenTree]:
     """As `_by_rank`, for the N - 1 nodes of the greatest counts. A node never counts more than its
     parent, and candidates are ordered by depth first, so that of equals the parent comes first: any
-    such choice is a tree.
-    """
+    such choice is a tree."""
     occurrences = counted.tokens.shape[2]
     score = torch.where(counted.leads, counted.count, -1.0).flatten(1)  # [B, D * K]
     nodes = min(shape.nodes - 1, score.shape[1])
@@ -147,11 +129,5 @@ def _best_first(shape: DynamicShape, counted: Counted) -> tuple[Tensor, Tensor, 
     wanted = above * occurrences + leader[rows, above, chosen]
     parent = (wanted[..., None] == order[:, None]).to(torch.uint8).argmax(-1) + 1
     parents = torch.where(alive & (depth > 1), parent, 0)
-    return (
-        depth,
-        chosen,
-        alive,
-        TokenTree.from_parents(
-            torch.cat([torch.zeros_like(parents[:, :1]), parents], 1), shape.max_depth
-        ),
-    )
+    parents = F.pad(parents, (1, 0))
+    return depth, chosen, alive, TokenTree.from_parents(parents, shape.max_depth)

@@ -19,8 +19,7 @@ _MIX = 0x5851F42D4C957F2D  # odd: products with it tell n-grams apart by their 6
 @dataclass
 class NgramPool:
     """grams [B, M + 1, n] int64, -1 where empty, the last place takes what is not kept; keys [B, M
-    + 1] int64, a hash of each; cursor [B] int64: the place that is written next.
-    """
+    + 1] int64, a hash of each; cursor [B] int64: the place that is written next."""
 
     grams: Tensor
     keys: Tensor
@@ -36,11 +35,9 @@ class NgramPool:
         return self.grams.shape[1] - 1
 
     def add(self, grams: Tensor, kept: Tensor) -> None:
-        """Collect grams [B, C, n] where `kept` [B, C], the last one as the newest, in place. C is
-        at most M.
+        """Collect grams [B, C, n] where `kept` [B, C], the last as the newest. C is at most M.
 
-        Of equal ones the last is kept; equality is that of 64-bit hashes, and a collision loses one
-        n-gram of the pool at worst.
+        Of equal ones (by 64-bit hashes) the last is kept; a collision loses one n-gram.
         """
         keys = _hash(grams)
         order = torch.arange(keys.shape[1], device=keys.device)
@@ -58,8 +55,7 @@ class NgramPool:
 
     def starting_with(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The newest `count` n-grams that start with tokens [B], newest first: what follows in them
-        [B, G, n - 1] and whether there is one [B, G].
-        """
+        [B, G, n - 1] and whether there is one [B, G]."""
         place = torch.arange(self.size, device=tokens.device)
         recency = (place - self.cursor[:, None]) % self.size
         same = self.grams[:, : self.size, 0] == tokens[:, None]

@@ -20,8 +20,7 @@ _SPREAD = 0x9E3779B1  # odd: multiples of it fall all over the text
 
 @dataclass
 class History:
-    """tokens [B, S] int64: prompt and answer so far, the root last; length [B] int64: how many of
-    them are set.
+    """tokens [B, S] int64: prompt and answer, the root last; length [B] int64: how many.
 
     Slots behind the length hold leftovers that nobody may read.
     """
@@ -31,8 +30,7 @@ class History:
 
     @classmethod
     def start(cls, seen: TargetStates, max_depth: int, capacity: int) -> History:
-        """The history after prefill, with room for `capacity` positions and a draft of
-        `max_depth`."""
+        """The history after prefill, with room for `capacity` positions and a draft."""
         batch, width = seen.tokens.shape
         # Padded entries of a commit are written behind the length, hence the extra room.
         slots = max(capacity, width) + max_depth + 2
@@ -64,13 +62,11 @@ class History:
         return torch.where(slots >= 0, self.tokens.gather(1, slots.clamp(min=0)), -1)
 
     def drawn(self, positions: Tensor) -> Tensor:
-        """Tokens of the text [B, M] chosen as if at random, by the positions [B, M] they are wanted
-        for alone."""
+        """Tokens of the text [B, M] as if at random, by the positions [B, M] they are for."""
         return self.tokens.gather(1, positions * _SPREAD % self.length[:, None])
 
     def following(self, tokens: Tensor, otherwise: Tensor) -> Tensor:
-        """What followed the last earlier occurrence of each of `tokens` [B, M]; `otherwise` [B, M]
-        where there is none."""
+        """What followed the last occurrence of each of `tokens` [B, M], else `otherwise` [B, M]."""
         slots = torch.arange(self.tokens.shape[1], device=tokens.device)
         # [B, M, S]
         same = (self.tokens[:, None] == tokens[..., None]) & (slots < self.last)[:, None]
@@ -88,8 +84,7 @@ class Fixed:
 
 class ChainCache:
     """The longest chain within a shape, for drafters with one continuation. Remembers the last one,
-    since every refilled row starts with the same shape.
-    """
+    since every refilled row starts with the same shape."""
 
     def __init__(self) -> None:
         self._known: tuple[DraftShape, Fixed] | None = None

@@ -1,5 +1,4 @@
-"""The shape of a small language model that drafts: its sizes, what it starts from, its rotary
-positions.
+"""The shape of a small language model that drafts: sizes, start, rotary positions.
 
 Legend: D head size.
 """
@@ -7,7 +6,7 @@ Legend: D head size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +14,7 @@ from heads.api.config import PositiveInt, config
 from heads.api.errors import UserError
 from heads.api.target_info import Rotary, TargetInfo
 from heads.nn.blocks import LayerShape
+from heads.nn.feature import base
 
 QK_NORM_FAMILIES, BIAS_FAMILIES = ("qwen3",), ("qwen2",)
 """Model types whose attention has norms of queries and keys, or biases."""
@@ -32,8 +32,7 @@ class NetworkConfig:
     num_attention_heads: int = 0
     """Query heads; 0: as many as heads of the target's size fit into hidden_size."""
     num_key_value_heads: int = 0
-    """Key/value heads; 0: the target's number if it divides the query heads, else as many as query
-    heads."""
+    """Key/value heads; 0: the target's number if it divides the query heads, else those."""
     head_dim: int = 0
     """Size of a head (even)."""
     intermediate_size: int = 0
@@ -41,33 +40,25 @@ class NetworkConfig:
     rms_norm_eps: float = 0.0
     """Added to mean squares in every norm; 0: the target's."""
     rope_theta: float = 0.0
-    """Base of the rotary positions; 0: the target's. Copied layers rotate exactly as the target
-    does, scaling included."""
+    """Base of the rotary positions; 0: the target's. Copied layers rotate as the target does."""
     rope_scaling: tuple[float, ...] = ()
     """Llama 3.1's scaling of the rotary frequencies: factor, low_freq_factor, high_freq_factor and
-    original_max_position_embeddings; empty: none.
-    """
+    original_max_position_embeddings; empty: none."""
     qk_norm: bool = False
-    """RMSNorm on every query and key head, as in Qwen3; layers copied from a Qwen3 have it in any
-    case."""
+    """RMSNorm on every query and key head, as Qwen3 and layers copied from one have it."""
     attention_bias: bool = False
-    """Biases on queries, keys and values, as in Qwen2; layers copied from a Qwen2 have them in any
-    case."""
+    """Biases on queries, keys and values, as Qwen2 and layers copied from one have them."""
     from_target_layers: tuple[int, ...] = ()
     """Start from these layers of the target (ascending, 0-based) with its embedding, final norm and
-    LM head; all sizes are then the target's.
-    """
+    LM head; all sizes are then the target's."""
     from_model: str = ""
     """Start from this folder: a smaller Llama, Mistral, Qwen2 or Qwen3 in Hugging Face's format
     (safetensors), or the checkpoint of a small-model drafter. Sizes and rotary positions come from
-    there, and the vocabulary is padded or trimmed to the target's.
-    """
+    there, and the vocabulary is padded or trimmed to the target's."""
     any_tokenizer: bool = False
-    """Accept a `from_model` whose tokenizer is another one than the target's: ids then mean other
-    words at the start."""
+    """Accept a `from_model` with another tokenizer: ids then mean other words at the start."""
     share_embeddings: bool = False
-    """Use the target's frozen embedding and LM head instead of own ones (needs the target's
-    hidden_size)."""
+    """Use the target's frozen embedding and LM head (needs its hidden_size)."""
     tie_embeddings: bool = False
     """Let the own embedding serve as LM head as well."""
 
@@ -99,15 +90,11 @@ def layer_shape(config: NetworkConfig, info: TargetInfo) -> LayerShape:
     """Sizes of the drafter's layers; what is not given follows the target."""
     eps = config.rms_norm_eps or info.rms_norm_eps
     if config.from_target_layers:
-        return LayerShape(
-            info.hidden_size,
-            info.num_attention_heads,
-            info.num_key_value_heads,
-            info.head_dim,
-            info.intermediate_size,
-            eps,
-            config.qk_norm or info.model_type in QK_NORM_FAMILIES,
-            config.attention_bias or info.model_type in BIAS_FAMILIES,
+        return replace(
+            base.layer_shape(None, info),
+            rms_norm_eps=eps,
+            qk_norm=config.qk_norm or info.model_type in QK_NORM_FAMILIES,
+            attention_bias=config.attention_bias or info.model_type in BIAS_FAMILIES,
         )
     hidden = config.hidden_size or info.hidden_size
     head_dim = config.head_dim or info.head_dim
@@ -124,8 +111,7 @@ def layer_shape(config: NetworkConfig, info: TargetInfo) -> LayerShape:
 
 
 def scaled_frequencies(theta: float, head_dim: int, scaling: tuple[float, ...]) -> Rotary:
-    """Llama 3.1's rotary frequencies: long waves are slowed by `factor`, short ones kept, those
-    between interpolated."""
+    """Llama 3.1's rotary frequencies: long waves slowed by `factor`, those between partly."""
     factor, low, high, original = scaling
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float()
     frequencies = 1.0 / (theta ** (exponents / head_dim))

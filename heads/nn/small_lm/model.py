@@ -1,5 +1,4 @@
-"""A small language model as a drafter: network, cache, and autoregressive drafting. It sees tokens
-only.
+"""A small language model as a drafter, which sees tokens only.
 
 Kinds built on it add an objective (`heads/distilled.py`) or another way to draft (`heads/pard.py`).
 Parameter names are Hugging Face's for Llama, so that an export is an ordinary checkpoint. It is a
@@ -11,8 +10,8 @@ of a run, P tokens run together, Q of them whose outputs are wanted, g key/value
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,37 +24,14 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init
-from heads.nn.attention import (
-    CachePlace,
-    Memory,
-    additive,
-    cache_attention,
-    packed_mask,
-    sequence_attention,
-    write_cache,
-)
-from heads.nn.blocks import DecoderLayer, LayerShape, RMSNorm, initialise_blocks
+from heads.nn.attention import CachePlace, Memory, additive, packed_mask, sequence_attention
+from heads.nn.blocks import Attend, DecoderLayer, LayerShape, RMSNorm, initialise_blocks
 from heads.nn.drafting.growth import grow
-from heads.nn.drafting.plan import Plan, PlanCache, last_valid
+from heads.nn.drafting.plan import Plan, PlanCache
+from heads.nn.drafting.state import Cached as State
 from heads.nn.rope import Rope, Rotation, look_up
 from heads.nn.small_lm.config import NetworkConfig, layer_shape, scaled_frequencies
 from heads.nn.small_lm.source import copy_target_layers, fill_from, resolve
-
-
-@dataclass
-class State:
-    """keys, values: per layer [B, S, g, D], slot = position, the root included, behind it room for
-    drafted nodes. output [B, Q, H]: the normalised state at the root, which predicts its children,
-    and those of mask tokens behind it if the kind has some. root, root_position [B] int64.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    output: Tensor
-    root: Tensor
-    root_position: Tensor
-    plan: Plan
-    behind_root: ClassVar[tuple[str, ...]] = ("keys", "values")  # what a cascade need not put back
 
 
 class Backbone(nn.Module):
@@ -69,8 +45,7 @@ class Backbone(nn.Module):
 
 
 class SmallLM(TrainableDrafter):
-    """A Llama of its own that drafts for the target, token by token. Its configuration is a
-    `NetworkConfig`."""
+    """A Llama of its own that drafts token by token. Its configuration: `NetworkConfig`."""
 
     def __init__(self, config: Any, info: TargetInfo) -> None:
         assert isinstance(config, NetworkConfig)
@@ -85,117 +60,93 @@ class SmallLM(TrainableDrafter):
         layers = len(config.from_target_layers) or config.num_layers
         self.model = Backbone(layers, self.shape, 0 if config.share_embeddings else info.vocab_size)
         own_head = not config.share_embeddings and not config.tie_embeddings
-        self.lm_head = (
-            nn.Linear(self.shape.hidden_size, info.vocab_size, bias=False) if own_head else None
-        )
+        sizes = self.shape.hidden_size, info.vocab_size
+        self.lm_head = nn.Linear(*sizes, bias=False) if own_head else None
         self._rope = Rope(self.shape.head_dim, config.rope_theta or info.rope_theta)
         if config.rope_scaling:
             self._rope.follow(
                 scaled_frequencies(self._rope.theta, self.shape.head_dim, config.rope_scaling)
             )
-        self._target: TargetWeights | None = None
         self._plans = PlanCache()
         unset_parameters(self)
 
     def bind(self, weights: TargetWeights) -> None:
-        """Remember the target's embedding and LM head; copied layers rotate as the target's do."""
-        self._target = weights
+        """See `TrainableDrafter`; copied layers rotate as the target's do."""
+        super().bind(weights)
         if self.config.from_target_layers:
             self._rope.follow(weights.rotary)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """A random Llama, the chosen layers of the target, or the model in `from_model`; raises
-        `UserError` when there are no such weights.
-        """
+        `UserError` when there are no such weights."""
         if self.source is not None:
             fill_from(self, self.source, self.info)
-            return
-        if self.config.from_target_layers:
+        elif self.config.from_target_layers:
             copy_target_layers(self, self.config.from_target_layers, self.info, weights)
-            return
-        initialise_blocks(self, generator)
-        if self.model.embed_tokens is not None:
-            init.normal(
-                self.model.embed_tokens.weight, 1.0 if self.lm_head is not None else 0.02, generator
-            )
+        else:
+            initialise_blocks(self, generator)
+            if self.model.embed_tokens is not None:
+                std = 0.02 if self.lm_head is None else 1.0
+                init.normal(self.model.embed_tokens.weight, std, generator)
 
     # The network
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., H] of tokens [...]."""
         if self.model.embed_tokens is not None:
-            out: Tensor = self.model.embed_tokens(tokens)
-            return out
-        assert self._target is not None, "bind was not called"
-        return F.embedding(tokens, self._target.embedding).to(self.model.norm.weight.dtype)
+            return cast(Tensor, self.model.embed_tokens(tokens))
+        return self.target.embed(tokens, self.model.norm.weight.dtype)
 
     def logits(self, states: Tensor) -> Tensor:
         """Normalised states [..., H] -> logits [..., V]."""
         if self.lm_head is not None:
-            out: Tensor = self.lm_head(states)
-            return out
+            return cast(Tensor, self.lm_head(states))
         if self.model.embed_tokens is not None:
             return F.linear(states, self.model.embed_tokens.weight)
-        assert self._target is not None, "bind was not called"
-        return self._target.logits(states.to(self._target.lm_head.dtype))
+        return self.target.project(states)
 
     def sequence(self, batch: TrainBatch) -> Tensor:
         """Normalised states [B, T, H] of packed sequences; the one at t predicts token t+1."""
-        mask = packed_mask(batch.segments)
+        attend: Attend = partial(sequence_attention, mask=packed_mask(batch.segments))
         states = self.embed(batch.tokens)
         rotation = self._rope.at(batch.positions, states.dtype)
         for layer in self.model.layers:
-            states = layer(states, rotation, lambda q, k, v: sequence_attention(q, k, v, mask))
-        out: Tensor = self.model.norm(states)
-        return out
+            states = layer(states, rotation, attend)
+        return cast(Tensor, self.model.norm(states))
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Depth k at t is the prediction from token t+k [B, T, V]; entries past the end mean
-        nothing."""
+        """Depth k at t is the prediction from token t+k [B, T, V]; past the end none."""
         logits = self.logits(self.sequence(batch))
         return [logits.roll(-k, 1) for k in range(1, depth + 1)]
 
     # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol."""
-        batch, width = seen.tokens.shape
-        weight, shape, plan = self.model.norm.weight, self.shape, self._plans.of(tree)
+        (batch, width), plan = seen.tokens.shape, self._plans.of(tree)
         slots = max(capacity, width) + plan.room + 2
-        cache = (batch, slots, shape.num_key_value_heads, shape.head_dim)
-        state = State(
-            keys=[weight.new_zeros(cache) for _ in self.model.layers],
-            values=[weight.new_zeros(cache) for _ in self.model.layers],
-            output=weight.new_zeros(batch, self.outputs(plan), shape.hidden_size),
-            root=seen.tokens.new_zeros(batch),
-            root_position=seen.tokens.new_zeros(batch),
-            plan=plan,
-        )
+        layers = cast(list[DecoderLayer], list(self.model.layers))
+        caches = [layer.self_attn.new_cache(batch, slots) for layer in layers]
+        output = caches[0].new_zeros(batch, self.outputs(plan), self.shape.hidden_size)
         tokens = torch.cat([seen.tokens[:, :1], seen.next_tokens], 1)
+        state = State.empty(seen, plan, output, caches)
         return self.absorb(state, seen, tokens, seen.positions[:, :1])
 
     def outputs(self, plan: Plan) -> int:
-        """Outputs that a state keeps per row (Q): the root's alone."""
+        """Outputs [B, Q, H] that a state keeps per row: the normalised state at the root alone."""
         return 1
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Read the newly committed tokens; the last one is the new root and its output predicts the
-        root's children.
-        """
+        """Read the newly committed tokens; the last one's output predicts the root's children."""
         return self.absorb(state, accepted, accepted.next_tokens, accepted.positions[:, :1] + 1)
 
     def absorb(self, state: State, run: TargetStates, tokens: Tensor, first: Tensor) -> State:
-        """Run `tokens` [B, W] at positions first [B, 1] and on through the model, as far as the new
-        root's output needs it.
+        """Run `tokens` [B, W] at positions first [B, 1] and on, as the root's output needs it.
 
-        Padded tokens are written behind the root, where later ones overwrite them before anything
-        sees them.
+        Padded tokens are written behind the root, and overwritten before anything sees them.
         """
-        _, _, root, root_position = last_valid(run)
+        state.advance(run)
         slots = first + torch.arange(tokens.shape[1], device=tokens.device)
-        state.output.copy_(self.run(state, tokens, slots, root_position[:, None] - first))
-        state.root.copy_(root)
-        state.root_position.copy_(root_position)
+        state.output.copy_(self.run(state, tokens, slots, state.root_position[:, None] - first))
         return state
 
     def run(
@@ -203,11 +154,10 @@ class SmallLM(TrainableDrafter):
     ) -> Tensor:
         """Run tokens [B, P] at positions `slots` [B, P], where each sees everything up to itself,
         and keep their keys and values -> normalised states [B, Q, H] of the places `wanted` [B, Q]
-        among them (all: None).
-        """
+        among them (all: None)."""
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         rotation = look_up(self._table(state), slots)
-        places = torch.arange(state.keys[0].shape[1], device=tokens.device)
+        places = torch.arange(state.slots, device=tokens.device)
         states, count = self.embed(tokens), len(self.model.layers)
         only = None if wanted is None else (rows, wanted)
         if only is None or count > 1:
@@ -218,8 +168,7 @@ class SmallLM(TrainableDrafter):
         if only is not None:
             mask = additive(places <= slots[only][..., None], states.dtype)  # [B, Q, S]
             states = self._layer(state, -1, states, rotation, rows, slots, mask, only)
-        out: Tensor = self.model.norm(states)
-        return out
+        return cast(Tensor, self.model.norm(states))
 
     def _layer(
         self,
@@ -232,63 +181,39 @@ class SmallLM(TrainableDrafter):
         mask: Tensor,
         only: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """One layer over the cache: keys and values of all P states, the rest for all of them or
-        for those that `only` names.
-        """
+        """One layer over the cache: keys and values of all P states, the rest for `only`."""
         layer = cast(DecoderLayer, self.model.layers[index])
         normed = layer.input_layernorm(states)
-        key, value = layer.self_attn.key_value(normed, rotation)
-        write_cache(state.keys[index], rows, slots, key)
-        write_cache(state.values[index], rows, slots, value)
+        state.store(index, rows, slots, *layer.self_attn.key_value(normed, rotation))
         if only is not None:
-            states, normed, rotation = (
-                states[only],
-                normed[only],
-                (rotation[0][only], rotation[1][only]),
-            )
-        attended = cache_attention(
-            layer.self_attn.query(normed, rotation), state.keys[index], state.values[index], mask
-        )
-        return layer.finish(states, attended)
+            states, normed = states[only], normed[only]
+            rotation = rotation[0][only], rotation[1][only]
+        query = layer.self_attn.query(normed, rotation)
+        return layer.finish(states, state.attend(index, query, mask))
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Grow the tree level by level from the root's output; see the protocol."""
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
-        memory = Memory(state.root_position + 1, self._table(state), state.keys[0].shape[1])
+        memory = Memory(state.root_position + 1, self._table(state), state.slots)
 
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
             states = self.embed(tokens)
+            at = place.rotation, rows, place.slots, place.mask
             for index in range(len(self.model.layers)):
-                states = self._layer(
-                    state, index, states, place.rotation, rows, place.slots, place.mask
-                )
+                states = self._layer(state, index, states, *at)
             states = self.model.norm(states)
             return self.logits(states), states
 
-        logits = self.logits(state.output)
-        return grow(
-            state.plan,
-            state.root,
-            state.root_position,
-            logits,
-            state.output,
-            step,
-            noise,
-            memory=memory,
-        )
+        return grow(state, self.logits(state.output), state.output, step, noise, memory=memory)
 
     def root_logits(self, state: State) -> Tensor:
         """Logits [B, V] of the token after the root; see `Reader`."""
         return self.logits(state.output[:, 0])
 
     def read(self, state: State, tokens: Tensor, offset: Tensor) -> Tensor:
-        """Run tokens [B, W] as a chain, the first `offset` [B] places behind the root's successor
-        -> logits [B, W, V]; see `Reader`.
-        """
+        """Run tokens [B, W] as a chain at `offset` [B] -> logits [B, W, V]; see `Reader`."""
         first = (state.root_position + 1 + offset)[:, None]
-        return self.logits(
-            self.run(state, tokens, first + torch.arange(tokens.shape[1], device=tokens.device))
-        )
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.logits(self.run(state, tokens, first + places))
 
     def _table(self, state: State) -> Tensor:
-        return self._rope.table(state.keys[0].shape[1], state.keys[0].device, state.keys[0].dtype)
+        return self._rope.table(state.slots, state.keys[0].device, state.keys[0].dtype)

@@ -1,5 +1,4 @@
-"""What a small language model starts from: layers of the target, a smaller model of Hugging Face's,
-or another drafter.
+"""What a small language model starts from: target layers, a smaller model, another drafter.
 
 Folders are read with safetensors and json alone; nothing in them is executed. A folder decides the
 sizes once, when the drafter is made: its checkpoint holds them itself and no longer needs the
@@ -42,8 +41,7 @@ C = TypeVar("C", bound=NetworkConfig)
 class StartingModel:
     """A folder to start from. sizes: the fields of `NetworkConfig` that it decides. tokenizer_hash:
     of the drafter's target, if the folder is a drafter's checkpoint; None for a model, whose own
-    tokenizer is compared.
-    """
+    tokenizer is compared."""
 
     folder: Path
     sizes: Mapping[str, Any]
@@ -52,8 +50,7 @@ class StartingModel:
 
 
 def resolve(config: C, info: TargetInfo) -> tuple[StartingModel | None, C]:
-    """The folder of `from_model`, and the configuration with what that decides in the place of its
-    name."""
+    """The folder of `from_model`, and the configuration with what that decides."""
     if not config.from_model:
         return None, config
     given = [name for name in SIZES if getattr(config, name) != getattr(NetworkConfig(), name)]
@@ -67,8 +64,7 @@ def resolve(config: C, info: TargetInfo) -> tuple[StartingModel | None, C]:
 
 
 def read_source(folder: Path, any_tokenizer: bool = False) -> StartingModel:
-    """Describe the folder of a model or of a drafter; raises `UserError` for anything that cannot
-    be a start."""
+    """Describe a model's or drafter's folder; raises `UserError` if it cannot be a start."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise UserError(
@@ -95,18 +91,15 @@ def _drafter_source(folder: Path, any_tokenizer: bool) -> StartingModel:
             f"head.from_model: '{folder}' is a drafter of kind '{content['kind']}', which is not "
             "a small language model. Give one of kind distilled or pard."
         )
-    sizes = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
-    }
+    sizes = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
     return StartingModel(folder, sizes, str(content["target"]["tokenizer_hash"]), any_tokenizer)
 
 
 def _model_sizes(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `NetworkConfig` from a config.json of Hugging Face's."""
     family = values.get("model_type")
-    odd = [
-        name for name in ("attention_bias", "mlp_bias", "use_sliding_window") if values.get(name)
-    ]
+    flags = "attention_bias", "mlp_bias", "use_sliding_window"
+    odd = [name for name in flags if values.get(name)]
     odd += ["sliding_window"] if family == "mistral" and values.get("sliding_window") else []
     odd += ["hidden_act"] if values.get("hidden_act", "silu") != "silu" else []
     if family not in FAMILIES or odd:
@@ -142,12 +135,7 @@ def _model_rotary(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     theta = float(scaling.get("rope_theta") or values.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "llama3":
-        names = (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        )
+        names = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
         return {"rope_theta": theta, "rope_scaling": tuple(float(scaling[name]) for name in names)}
     if kind != "default" or float(scaling.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UserError(
@@ -173,9 +161,8 @@ def fill_from(module: nn.Module, source: StartingModel, info: TargetInfo) -> Non
     wanted = dict(module.named_parameters())
     if "lm_head.weight" not in wanted:
         tensors.pop("lm_head.weight", None)  # some files repeat a tied head
-    numbers = {
-        name for name, value in tensors.items() if not value.is_floating_point()
-    }  # facts of another kind
+    # facts of another kind
+    numbers = {name for name, value in tensors.items() if not value.is_floating_point()}
     known = {*wanted, *numbers}
     odd = sorted({*wanted} - {*tensors}) or sorted(
         name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")
@@ -219,11 +206,7 @@ def _load(folder: Path) -> dict[str, Tensor]:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         if any(Path(name).name != name for name in names):
             raise UserError(f"head.from_model: '{index}' names files outside its folder.")
-        return {
-            key: value
-            for name in sorted(names)
-            for key, value in load_file(str(folder / name)).items()
-        }
+        return dict(ChainMap(*(load_file(str(folder / name)) for name in sorted(names)[::-1])))
     except (SafetensorError, OSError, json.JSONDecodeError, KeyError) as error:
         raise UserError(
             f"head.from_model: the weights in '{folder}' cannot be read ({error}). A "
@@ -240,9 +223,8 @@ def _require_tokenizer(source: StartingModel, info: TargetInfo) -> None:
         from transformers import AutoTokenizer  # only here: importing a kind must stay quick
 
         try:
-            found = tokenizer_hash(
-                AutoTokenizer.from_pretrained(str(source.folder), local_files_only=True)
-            )
+            own = AutoTokenizer.from_pretrained(str(source.folder), local_files_only=True)
+            found = tokenizer_hash(own)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"head.from_model: '{source.folder}' has no tokenizer to compare with the "
@@ -260,8 +242,7 @@ def _require_tokenizer(source: StartingModel, info: TargetInfo) -> None:
 def copy_target_layers(
     module: nn.Module, layers: tuple[int, ...], info: TargetInfo, weights: TargetWeights
 ) -> None:
-    """Set every parameter of a small language model from the target's weight of the same Hugging
-    Face name."""
+    """Set every parameter from the target's weight of the same Hugging Face name."""
     own = {"lm_head.weight": weights.lm_head, "model.embed_tokens.weight": weights.embedding}
     # read by name: a divided target puts together what is asked for
     state = ChainMap(own, cast(Any, weights.state))

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from heads.api.batch import TrainBatch
@@ -28,59 +27,26 @@ from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
-from heads.nn.attention import (
-    CachePlace,
-    Memory,
-    additive,
-    cache_attention,
-    chained_attention,
-    packed_mask,
-    write_cache,
-)
+from heads.nn.attention import CachePlace, Memory, additive, chained_attention, packed_mask
 from heads.nn.drafting.growth import grow
-from heads.nn.drafting.plan import Plan, PlanCache, last_valid
-from heads.nn.rope import Rope, Rotation, look_up
-from heads.nn.target.layers import (
-    DraftLayer,
-    KeptLayer,
-    MakeProduct,
-    SharedLinear,
-    read_layers,
-    require_family,
-    rms_norm,
-)
-
-
-@dataclass
-class State:
-    """keys, values: per block that attends [B, S, g, D], slot = position: behind what is committed
-    come the root and room for drafted nodes. output [B, 1, H]: what enters the LM head at the root.
-    root, root_position [B] int64.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    output: Tensor
-    root: Tensor
-    root_position: Tensor
-    plan: Plan
+from heads.nn.drafting.plan import PlanCache
+from heads.nn.drafting.state import Cached as State
+from heads.nn.drafting.state import run_slots
+from heads.nn.rope import Rope, look_up
+from heads.nn.target import layers
+from heads.nn.target.layers import DraftLayer, KeptLayer, MakeProduct, shared_linear
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Where tokens that are run stand: positions [B, P], cache slots [B, P], rotation of the
-    positions, and mask [B, P, S], additive: what they see, windows aside.
-    """
+    """Where run tokens stand: positions [B, P], and place in the cache, windows aside."""
 
     positions: Tensor
-    slots: Tensor
-    rotation: Rotation
-    mask: Tensor
+    place: CachePlace
 
 
 class SelfDrafter(TrainableDrafter):
-    """Base of the kinds that draft with the target's layers; also a `Reader`
-    (heads/api/drafter.py).
+    """Base of the kinds that draft with the target's layers; also a `Reader`.
 
     A kind sets `needs` so that its taps hold every kept layer's number; it may add blocks of its
     own behind the target's (`_own_blocks`) and replace what follows them (`_normalise`, `_logits`).
@@ -88,11 +54,10 @@ class SelfDrafter(TrainableDrafter):
 
     def __init__(self, config: object, info: TargetInfo, kept: tuple[KeptLayer, ...]) -> None:
         super().__init__(config, info)
-        require_family(self.kind, info)
+        layers.require_family(self.kind, info)
         self.kept = kept
         self._rope = Rope(info.head_dim, info.rope_theta)
         self._plans = PlanCache()
-        self._target: TargetWeights | None = None
         self._final_norm = torch.empty(0)
         self._blocks: list[DraftLayer] = []
         # per block that attends: where its input stands among the taps
@@ -100,7 +65,7 @@ class SelfDrafter(TrainableDrafter):
 
     def bind(self, weights: TargetWeights) -> None:
         """Refer to the target's embedding, kept layers, final norm and LM head."""
-        self._target = weights
+        super().bind(weights)
         self._rope.follow(weights.rotary)
         final_norm = weights.state.get("model.norm.weight")
         if final_norm is None:
@@ -110,50 +75,43 @@ class SelfDrafter(TrainableDrafter):
                 "head=."
             )
         self._final_norm = final_norm.detach()
-        layers = read_layers(self.kind, self.info, weights, self.kept, self._maker(weights))
-        own = self._own_blocks()
-        self._blocks = [*layers, *(block for block, _ in own)]
+        maker, own = self._maker(weights), self._own_blocks()
+        kept = layers.read_layers(self.kind, self.info, weights, self.kept, maker)
+        self._blocks = [*kept, *(block for block, _ in own)]
         inputs = [item.layer for item in self.kept if item.attention] + [tap for _, tap in own]
         self._sources = [self.needs.taps.index(tap) for tap in inputs]
 
     def _maker(self, weights: TargetWeights) -> MakeProduct:
         """How products with the target's weights are made."""
-        return SharedLinear
+        return shared_linear
 
     def _own_blocks(self) -> Sequence[tuple[DraftLayer, int]]:
-        """Blocks of the drafter behind the target's, each with the tap that its input is for what
-        is committed; they attend."""
+        """Attending blocks behind the target's, each with the tap that is its committed input."""
         return ()
 
     # The network
 
-    def _weights(self) -> TargetWeights:
-        assert self._target is not None, "bind was not called"
-        return self._target
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self._weights().embedding)
+    @property
+    def _attending(self) -> list[DraftLayer]:
+        return [block for block in self._blocks if block.attends]
 
     def _normalise(self, states: Tensor) -> Tensor:
         """The last block's output [..., H] -> what enters the LM head."""
-        return rms_norm(states, self._final_norm, self.info.rms_norm_eps)
+        return layers.rms_norm(states, self._final_norm, self.info.rms_norm_eps)
 
     def _logits(self, normed: Tensor) -> Tensor:
         """Normalised states [..., H] -> logits [..., V]."""
-        weights = self._weights()
-        return weights.logits(normed.to(weights.lm_head.dtype))
+        return self.target.project(normed)
 
     def _unroll(self, batch: TrainBatch, steps: int) -> list[Tensor]:
         """What enters the LM head at steps 1..`steps` of a chain, [B, T, H] each: step k at row t
-        reads the true states up to t and the true tokens up to t+k, and predicts token t+k+1.
-        """
+        reads the true states up to t and the true tokens up to t+k, and predicts token t+k+1."""
         assert batch.taps is not None, f"kind '{self.kind}' needs the target's taps"
-        table_dtype = self._weights().embedding.dtype
+        table_dtype = self.target.embedding.dtype
         rotation = self._rope.at(batch.positions, table_dtype)
-        attending = [block for block in self._blocks if block.attends]
         pairs = [
             block.key_value(batch.taps[:, :, source], rotation)
-            for block, source in zip(attending, self._sources, strict=True)
+            for block, source in zip(self._attending, self._sources, strict=True)
         ]
         keys, values = [[key] for key, _ in pairs], [[value] for _, value in pairs]
         seen = packed_mask(batch.segments)
@@ -161,7 +119,7 @@ class SelfDrafter(TrainableDrafter):
         for step in range(1, steps + 1):
             # The last rows have no token this far ahead; whatever they read is supervised by
             # nobody.
-            states = self._embed(batch.tokens.roll(-step, 1))
+            states = self.target.embed(batch.tokens.roll(-step, 1))
             rotation, place = self._rope.at(batch.positions + step, table_dtype), 0
             for block in self._blocks:
                 attended = None
@@ -183,132 +141,92 @@ class SelfDrafter(TrainableDrafter):
     # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol."""
-        batch, width = seen.tokens.shape
-        plan, like = self._plans.of(tree), self._weights().embedding
-        slots = max(capacity, width) + plan.room + 2
-        attending = [block for block in self._blocks if block.attends]
+        (batch, width), plan = seen.tokens.shape, self._plans.of(tree)
+        shape, like = (batch, max(capacity, width) + plan.room + 2), self.target.embedding
         caches = [
-            [
-                like.new_zeros(batch, slots, *block.cache_shape, dtype=block.dtype)
-                for block in attending
-            ]
-            for _ in range(2)
+            like.new_zeros(*shape, *block.cache_shape, dtype=block.dtype)
+            for block in self._attending
         ]
-        state = State(
-            keys=caches[0],
-            values=caches[1],
-            output=like.new_zeros(batch, 1, self.info.hidden_size, dtype=self._blocks[-1].dtype),
-            root=seen.tokens.new_zeros(batch),
-            root_position=seen.tokens.new_zeros(batch),
-            plan=plan,
-        )
-        return self.commit(state, seen)
+        dtype = self._blocks[-1].dtype
+        output = like.new_zeros(batch, 1, self.info.hidden_size, dtype=dtype)
+        return self.commit(State.empty(seen, plan, output, caches), seen)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Keys and values of the whole run from its true states; then the new root is run, which
-        predicts its children.
+        """Keys and values of the run from its true states; then the root is run.
 
-        Padded entries are written behind the run, where the root and drafted nodes overwrite them
-        before anything sees them.
+        Padded entries are written behind the run, and overwritten before anything sees them.
         """
         assert accepted.taps is not None, f"kind '{self.kind}' needs the target's taps"
-        rows, _, root, root_position = last_valid(accepted)
-        slots = accepted.positions[:, :1] + torch.arange(
-            accepted.tokens.shape[1], device=root.device
-        )
+        (rows, _), slots = state.advance(accepted), run_slots(accepted)
         rotation = look_up(self._table(state), slots)
-        attending = (block for block in self._blocks if block.attends)
-        for index, (block, source) in enumerate(zip(attending, self._sources, strict=True)):
-            key, value = block.key_value(accepted.taps[:, :, source], rotation)
-            write_cache(state.keys[index], rows[:, None], slots, key)
-            write_cache(state.values[index], rows[:, None], slots, value)
-        state.root.copy_(root)
-        state.root_position.copy_(root_position)
-        at_root = self._chain(state, root_position[:, None])
-        state.output.copy_(self._run(state, root[:, None], at_root))
+        for index, block in enumerate(self._attending):
+            true = accepted.taps[:, :, self._sources[index]]
+            state.store(index, rows, slots, *block.key_value(true, rotation))
+        at_root = self._chain(state, state.root_position[:, None])
+        state.output.copy_(self._run(state, state.root[:, None], at_root))
         return state
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Grow the tree level by level from the root's output; see the protocol."""
-        memory = Memory(state.root_position + 1, self._table(state), state.keys[0].shape[1])
+        memory = Memory(state.root_position + 1, self._table(state), state.slots)
         level = 0
 
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal level
             level += 1
             positions = (state.root_position[:, None] + level).expand_as(place.slots)
-            output = self._run(
-                state, tokens, Queries(positions, place.slots, place.rotation, place.mask)
-            )
+            output = self._run(state, tokens, Queries(positions, place))
             return self._logits(output), output
 
-        logits = self._logits(state.output)
-        return grow(
-            state.plan,
-            state.root,
-            state.root_position,
-            logits,
-            state.output,
-            step,
-            noise,
-            memory=memory,
-        )
+        return grow(state, self._logits(state.output), state.output, step, noise, memory=memory)
 
     def root_logits(self, state: State) -> Tensor:
         """Logits [B, V] of the token after the root; see `Reader`."""
         return self._logits(state.output)[:, 0]
 
     def read(self, state: State, tokens: Tensor, offset: Tensor) -> Tensor:
-        """Run tokens [B, W] as a chain behind the root, `offset` [B] tokens after it -> logits [B,
-        W, V]; see `Reader`."""
+        """Run tokens [B, W], `offset` [B] behind the root -> logits [B, W, V]; see `Reader`."""
         first = (state.root_position + 1 + offset)[:, None]
         chain = self._chain(state, first + torch.arange(tokens.shape[1], device=tokens.device))
         return self._logits(self._run(state, tokens, chain))
 
     def _chain(self, state: State, positions: Tensor) -> Queries:
         """Tokens at positions [B, W] that see everything up to themselves."""
-        places = torch.arange(state.keys[0].shape[1], device=positions.device)
-        table = self._table(state)
+        places, table = torch.arange(state.slots, device=positions.device), self._table(state)
         mask = additive(places <= positions[..., None], table.dtype)
-        return Queries(positions, positions, look_up(table, positions), mask)
+        return Queries(positions, CachePlace(positions, look_up(table, positions), mask))
 
     def _run(self, state: State, tokens: Tensor, queries: Queries) -> Tensor:
-        """Tokens [B, P] through all blocks -> what enters the LM head [B, P, H]; their keys and
-        values stay in the cache."""
+        """Tokens [B, P] through all blocks and the cache -> what enters the LM head [B, P, H]."""
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-        states, place = self._embed(tokens), 0
-        masks = {0: queries.mask}
+        states, number, place = self.target.embed(tokens), 0, queries.place
+        masks = {0: place.mask}
         for block in self._blocks:
             attended = None
             if block.attends:
                 if block.window not in masks:
                     masks[block.window] = _windowed(queries, state.root_position, block.window)
-                query, key, value = block.project(states, queries.rotation)
-                write_cache(state.keys[place], rows, queries.slots, key)
-                write_cache(state.values[place], rows, queries.slots, value)
-                mask = masks[block.window].to(query.dtype)
-                attended = cache_attention(query, state.keys[place], state.values[place], mask)
-                place += 1
+                query, key, value = block.project(states, place.rotation)
+                state.store(number, rows, place.slots, key, value)
+                attended = state.attend(number, query, masks[block.window].to(query.dtype))
+                number += 1
             states = block.finish(states, attended)
         return self._normalise(states)
 
     def _table(self, state: State) -> Tensor:
-        like = self._weights().embedding
-        return self._rope.table(state.keys[0].shape[1], like.device, like.dtype)
+        like = self.target.embedding
+        return self._rope.table(state.slots, like.device, like.dtype)
 
 
 def _windowed(queries: Queries, root_position: Tensor, window: int) -> Tensor:
-    """The mask [B, P, S] without committed tokens that lie `window` positions or more back; the
-    root and drafts stay visible."""
-    places = torch.arange(queries.mask.shape[-1], device=queries.mask.device)
+    """The mask [B, P, S] without committed tokens `window` positions or more back."""
+    mask = queries.place.mask
+    places = torch.arange(mask.shape[-1], device=mask.device)
     last_hidden = torch.minimum(queries.positions - window, root_position[:, None] - 1)
-    return queries.mask.masked_fill(places <= last_hidden[..., None], float("-inf"))
+    return mask.masked_fill(places <= last_hidden[..., None], float("-inf"))
 
 
 def _within(seen: Tensor | None, tokens: Tensor, step: int, window: int) -> Tensor | None:
-    """What row t of step k sees of the true states, [B, 1, T, T] bool or None for plain causality:
-    `seen`, within the window."""
+    """`seen` [B, 1, T, T] bool of true states (None: causality) within a window, at `step`."""
     if not window:
         return seen
     numbers = torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,5 +1,4 @@
-"""The target's own decoder layers as parts of a drafter: self-speculation without a copy of any
-weight.
+"""The target's own decoder layers as parts of a drafter, without a copy of any weight.
 
 Layers of Llama, Mistral, Qwen2 (biases) and Qwen3 (norms of queries and keys) are read from the
 target's named tensors and computed as Hugging Face computes them, so that a layer run here gives
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -35,15 +35,9 @@ MakeProduct = Callable[[Tensor, Tensor | None], Product]
 """(weight [out, in], bias [out] or None) -> the linear map."""
 
 
-@dataclass(frozen=True)
-class SharedLinear:
-    """A linear map with the target's own tensors."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, states: Tensor) -> Tensor:
-        return F.linear(states, self.weight, self.bias)
+def shared_linear(weight: Tensor, bias: Tensor | None) -> Product:
+    """The linear map with the target's own tensors."""
+    return partial(F.linear, weight=weight, bias=bias)
 
 
 @dataclass(frozen=True)
@@ -56,8 +50,7 @@ class KeptLayer:
 
 
 class DraftLayer(Protocol):
-    """A residual layer in a drafter's stack: one of the target's, or one of the drafter's own
-    behind them.
+    """A residual layer in a drafter's stack: one of the target's, or one of its own.
 
     attends: whether it has attention, and so keys and values; window: latest positions it sees, 0
     for all. cache_shape: (g, D) of its keys and values, in `dtype`.
@@ -73,24 +66,20 @@ class DraftLayer(Protocol):
     def cache_shape(self) -> tuple[int, int]: ...
 
     def key_value(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, T, g, D] of what is committed, from the layer's true input states [B,
-        T, H]."""
+        """Keys and values [B, T, g, D] of committed tokens from true inputs [B, T, H]."""
         ...
 
     def project(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, T, h, D], keys and values [B, T, g, D] of drafted tokens, from the layer's
-        input states [B, T, H]."""
+        """Queries [B, T, h, D], keys and values [B, T, g, D] of drafted tokens from inputs."""
         ...
 
     def finish(self, states: Tensor, attended: Tensor | None) -> Tensor:
-        """The layer's output [B, T, H] from its input and what its attention gave [B, T, h * D]
-        (None if it has none)."""
+        """Output [B, T, H] from the input and what attention gave [B, T, h * D], if any."""
         ...
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm in float32 whatever the dtype, rounded before the weight: bit by bit what the
-    target's own norms do."""
+    """RMSNorm in float32, rounded before the weight: to the bit as the target's own norms."""
     wide = states.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(states.dtype)
@@ -98,8 +87,7 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """A target layer's attention: its norm, its products, and the norms of queries and keys if it
-    has them.
+    """A target layer's attention: norm, products, norms of queries and keys if any.
 
     true_key and true_value refer to the target's own weights, whatever the others do: what is
     committed has the target's keys.
@@ -152,9 +140,8 @@ class TargetLayer:
         assert part is not None
         normed = rms_norm(states, part.norm, self.eps)
         query = self._heads(part.query(normed), part.query_norm)
-        return rotate(query, rotation), *self._cached(
-            part, part.key(normed), part.value(normed), rotation
-        )
+        key_value = self._cached(part, part.key(normed), part.value(normed), rotation)
+        return rotate(query, rotation), *key_value
 
     def finish(self, states: Tensor, attended: Tensor | None) -> Tensor:
         if self.attention is not None:
@@ -191,7 +178,7 @@ def read_layers(
     info: TargetInfo,
     weights: TargetWeights,
     kept: Sequence[KeptLayer],
-    make: MakeProduct = SharedLinear,
+    make: MakeProduct = shared_linear,
 ) -> list[TargetLayer]:
     """The kept layers of the target, as aliases of its tensors where `make` does not convert them.
 
@@ -229,11 +216,9 @@ def _read_layer(
     if kept.attention:
         query, key, value, output = (reader.product(f"self_attn.{name}_proj") for name in "qkvo")
         query_norm, key_norm = (reader.optional(f"self_attn.{name}_norm.weight") for name in "qk")
-        norm = reader.tensor("input_layernorm.weight")
-        true = [SharedLinear(*reader.linear(f"self_attn.{name}_proj")) for name in "kv"]
-        attention = AttentionPart(
-            norm, true[0], true[1], query, key, value, output, query_norm, key_norm
-        )
+        norm, norms = reader.tensor("input_layernorm.weight"), (query_norm, key_norm)
+        true = [shared_linear(*reader.linear(f"self_attn.{name}_proj")) for name in "kv"]
+        attention = AttentionPart(norm, true[0], true[1], query, key, value, output, *norms)
     if kept.mlp:
         gate, up, down = (reader.product(f"mlp.{name}_proj") for name in ("gate", "up", "down"))
         mlp = MLPPart(reader.tensor("post_attention_layernorm.weight"), gate, up, down)

@@ -28,8 +28,7 @@ def adaptive_parts(
     target: TargetModel, drafter: Any, decode: DecodeConfig, tree: DraftShape, rows: int
 ) -> tuple[Limits | None, Lengths | None]:
     """The parts of a batch of `rows` rows that adapt its drafts' length, as `decode` asks; raises
-    `UserError` for drafters that must see their whole draft verified.
-    """
+    `UserError` for drafters that must see their whole draft verified."""
     settings = decode.adaptive_settings()
     if drafter is None or not settings.active:
         return None, None
@@ -57,8 +56,7 @@ def adaptive_parts(
 def pass_seconds(
     target: TargetModel, drafter: Any, decode: DecodeConfig, rows: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of verifying, and of drafting, chains of 0, 1, ... D tokens in `rows` rows. Given
-    costs hold for both together."""
+    """Seconds of verifying and drafting chains of 0..D tokens. Given costs hold for both."""
     depth = decode.depth
     if decode.adaptive_costs:
         return list(decode.adaptive_costs), [0.0] * (depth + 1)
@@ -68,15 +66,12 @@ def pass_seconds(
     arm = Arm("drafter", drafter, decode)
     text = [token % target.info.vocab_size for token in range(3, 3 + length)]
     curves = measure_costs(config, target, [arm], text)
-    nodes = range(1, depth + 2)
-    return [curves.verify(n, rows, length) for n in nodes], [
-        curves.draft("drafter", n, rows) for n in nodes
-    ]
+    verify = [curves.verify(n, rows, length) for n in config.nodes]
+    return verify, [curves.draft("drafter", n, rows) for n in config.nodes]
 
 
 def token_seconds(verify: list[float], rows: int) -> Tensor:
-    """Seconds [M+1] of a verification of m = 0..B * (D + 1) tokens in all rows, between the
-    measured numbers of nodes per row."""
+    """Seconds [M+1] of verifying m = 0..B * (D + 1) tokens in all rows, interpolated."""
     nodes = torch.arange(rows * len(verify) + 1, dtype=torch.float64) / rows
     values = torch.tensor(verify, dtype=torch.float64)
     place = (nodes - 1).clamp(0, len(verify) - 1)

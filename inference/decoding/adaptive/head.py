@@ -24,21 +24,23 @@ FORMAT = 1
 
 
 def level_features(logits: Tensor, temperature: float) -> Tensor:
-    """[B, D, F] float32 for logits [B, D, V'] that each level was drawn from (at temperature 0 as
-    they are).
+    """[B, D, F] float32 for logits [B, D, V'] that levels were drawn from (untempered at 0).
 
     log of the best probability, its distance to the second best, the entropy, the first's sum over
     the levels above, the depth.
     """
     logs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     best = logs.topk(2, dim=-1).values
-    entropy = -(logs.exp() * torch.where(logs > float("-inf"), logs, 0.0)).sum(-1)
-    above = best[..., 0].cumsum(1) - best[..., 0]
-    depth = torch.arange(logits.shape[1], device=logits.device, dtype=torch.float32).expand_as(
-        above
-    )
-    margin = (best[..., 0] - best[..., 1]).clamp(max=20.0)
-    return torch.stack([best[..., 0], margin, entropy, above.clamp(min=-20.0), depth], -1)
+    first, second = best.unbind(-1)
+    above = first.cumsum(1) - first
+    depth = torch.arange(logits.shape[1], device=logits.device, dtype=torch.float32)
+    margin, depth = (first - second).clamp(max=20.0), depth.expand_as(above)
+    return torch.stack([first, margin, entropy(logs), above.clamp(min=-20.0), depth], -1)
+
+
+def entropy(logs: Tensor) -> Tensor:
+    """Entropy in nats [...] of log-probabilities [..., V']."""
+    return -(logs.exp() * torch.where(logs > float("-inf"), logs, 0.0)).sum(-1)
 
 
 @dataclass
@@ -71,10 +73,7 @@ class AcceptanceHead:
                 raise UserError(
                     f"decode.adaptive_head: '{path}' was written by another version. Fit it again."
                 )
-            return cls(
-                torch.tensor(content["weight"], device=device),
-                torch.tensor(content["bias"], device=device),
-            )
+            return cls(*(torch.tensor(content[k], device=device) for k in ("weight", "bias")))
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise UserError(
                 f"decode.adaptive_head: '{path}' is no acceptance head ({error!r}). Fit one with "
@@ -93,8 +92,7 @@ class Recorded:
 def record(
     logits: Tensor, temperature: float, accepted: Tensor, tested: Tensor, active: Tensor
 ) -> Recorded:
-    """The tested levels of one pass: logits [B, D, V'], accepted [B], tested [B] (kept levels and a
-    refused one), active [B]."""
+    """A pass's tested levels: logits [B, D, V'], accepted, tested (with refused), active [B]."""
     features = level_features(logits, temperature)
     level = torch.arange(1, logits.shape[1] + 1, device=logits.device)
     used = (level <= tested[:, None]) & active[:, None]

@@ -1,5 +1,4 @@
-"""Adaptive draft length: verify (and draft) fewer tokens where drafts are not likely to be
-accepted. Chains only.
+"""Adaptive draft length of chains: fewer tokens where acceptance is not likely.
 
 Two mechanisms. Within a step every row gets a `Proposal.limit` (`Limits`): drafted tokens behind it
 are dead, neither kept nor tested. Where the host knows everything anyway (the CPU, step by step),
@@ -32,7 +31,7 @@ from heads.api.drafter import Proposal
 from heads.api.errors import UserError
 from heads.api.tree import TokenTree
 from heads.nn.drafting.plan import TreePlan
-from inference.decoding.adaptive.head import AcceptanceHead, Recorded, level_features, record
+from inference.decoding.adaptive import head
 
 MODES = ("none", "entropy", "confidence", "throughput")
 DEFAULT_THRESHOLDS = {"entropy": 2.0, "confidence": 0.3}
@@ -87,11 +86,8 @@ class AdaptiveSettings:
 
 
 def entropies(logits: Tensor, temperature: float) -> Tensor:
-    """Entropy in nats [B, M] of what drafts are drawn from; logits [B, M, V'], at temperature 0 as
-    they are."""
-    scaled = logits.float() / (temperature or 1.0)
-    logs = scaled.log_softmax(-1)
-    return -(logs.exp() * torch.where(logs > float("-inf"), logs, 0.0)).sum(-1)
+    """Entropy in nats [B, M] of logits [B, M, V'] that drafts are drawn from; untempered at 0."""
+    return head.entropy((logits.float() / (temperature or 1.0)).log_softmax(-1))
 
 
 def leading(good: Tensor) -> Tensor:
@@ -100,8 +96,7 @@ def leading(good: Tensor) -> Tensor:
 
 
 def admit(chance: Tensor, active: Tensor, seconds: Tensor, early_stop: bool = True) -> Tensor:
-    """DSpark's scheduler (2607.05147): the limits [B] int64 that give the most expected tokens per
-    second for the batch.
+    """DSpark's scheduler (2607.05147): limits [B] int64 of most expected tokens per second.
 
     chance [B, D]: probability that level j is accepted given that the one above it was; active [B]
     bool; seconds [M+1]: what a verification of m tokens takes, m up to B * (D + 1). Candidates
@@ -115,10 +110,8 @@ def admit(chance: Tensor, active: Tensor, seconds: Tensor, early_stop: bool = Tr
     ordered, order = survival.sort(descending=True, stable=True)
     base = active.sum()
     expected = base + torch.nn.functional.pad(ordered.cumsum(0), (1, 0))
-    tokens = (base + torch.arange(rows * depth + 1, device=chance.device)).clamp(
-        max=seconds.shape[0] - 1
-    )
-    rate = expected / seconds[tokens]
+    tokens = base + torch.arange(rows * depth + 1, device=chance.device)
+    rate = expected / seconds[tokens.clamp(max=seconds.shape[0] - 1)]
     if early_stop:
         admitted = leading((rate[1:] > rate[:-1])[None])[0]
     else:
@@ -140,8 +133,8 @@ class Limits:
         device: torch.device,
     ) -> None:
         self.settings, self.temperature, self.seconds = settings, temperature, seconds
-        self.head = AcceptanceHead.load(settings.head, device) if settings.head else None
-        self.recorder: list[Recorded] | None = None
+        self.head = head.AcceptanceHead.load(settings.head, device) if settings.head else None
+        self.recorder: list[head.Recorded] | None = None
         self.chains = [TokenTree.chain(length, device) for length in range(depth + 1)]
         self.plans = [TreePlan.of(chain) for chain in self.chains]
 
@@ -151,15 +144,13 @@ class Limits:
         return self.settings.mode != "none"
 
     def chance(self, proposal: Proposal) -> Tensor | None:
-        """The estimate [B, D] that a level is accepted given the one above it; None where there is
-        nothing to estimate it from.
+        """The estimate [B, D] that a level is accepted given the one above it, if there is any.
 
-        A trained head comes first, then the drafter's own confidence, then the largest probability
-        of the level's distribution.
+        A trained head comes first, then the drafter's confidence, then its best probability.
         """
         logits = None if proposal.logits is None else proposal.logits[:, :-1]
         if self.head is not None and logits is not None:
-            return self.head.chance(level_features(logits, self.temperature))
+            return self.head.chance(head.level_features(logits, self.temperature))
         if proposal.confidence is not None:
             return proposal.confidence[:, 1:]
         if logits is None:
@@ -174,10 +165,8 @@ class Limits:
         if mode == "entropy":
             if proposal.logits is None:
                 return None
-            return leading(
-                entropies(proposal.logits[:, :-1], self.temperature).clamp(min=0).sqrt()
-                <= threshold
-            )
+            found = entropies(proposal.logits[:, :-1], self.temperature)
+            return leading(found.clamp(min=0).sqrt() <= threshold)
         chance = self.chance(proposal)
         if chance is None:
             return None
@@ -187,8 +176,7 @@ class Limits:
         return admit(chance, active, self.seconds)
 
     def apply(self, proposal: Proposal, active: Tensor, now: bool) -> Proposal:
-        """`proposal` with its limit; now: the host may read it, so the chain is cut behind the
-        longest one of active rows."""
+        """`proposal` with its limit; now: cut the chain behind the longest of active rows."""
         found = self.limit(proposal, active)
         if found is None:
             return proposal
@@ -203,31 +191,26 @@ class Limits:
         return self._first(proposal, length)
 
     def _first(self, proposal: Proposal, length: int) -> Proposal:
-        nodes = length + 1
-        return replace(
-            proposal,
-            tokens=proposal.tokens[:, :nodes],
-            tree=self.chains[length],
-            logits=None if proposal.logits is None else proposal.logits[:, :nodes],
-            confidence=None if proposal.confidence is None else proposal.confidence[:, :nodes],
-            limit=None if proposal.limit is None else proposal.limit.clamp(max=length),
-        )
+        kept: dict[str, Any] = {"tree": self.chains[length]}
+        for name in ("tokens", "logits", "confidence"):
+            part = getattr(proposal, name)
+            kept[name] = None if part is None else part[:, : length + 1]
+        if proposal.limit is not None:
+            kept["limit"] = proposal.limit.clamp(max=length)
+        return replace(proposal, **kept)
 
     def observe(
         self, proposal: Proposal, accepted: Tensor, refused: Tensor, active: Tensor
     ) -> None:
-        """Record what was tested, for `adaptive_head.fit`. accepted [B]; refused, active [B]
-        bool."""
+        """Record what was tested, for `head.fit`: accepted [B]; refused, active [B] bool."""
         if self.recorder is not None and proposal.logits is not None:
             tested = accepted + refused.to(torch.int64)
-            self.recorder.append(
-                record(proposal.logits[:, :-1], self.temperature, accepted, tested, active)
-            )
+            logits = proposal.logits[:, :-1]
+            self.recorder.append(head.record(logits, self.temperature, accepted, tested, active))
 
     def propose(self, drafter: Any, state: Any, noise: Any, length: int, root: Tensor) -> Proposal:
         """A chain of `length` tokens behind `root` [B]. Drafters that draft level by level after a
-        `TreePlan` draft no more than that; of others the rest is cut off.
-        """
+        `TreePlan` draft no more than that; of others the rest is cut off."""
         if length == 0:
             return Proposal(root[:, None], self.chains[0])
         own = getattr(state, "plan", None)
@@ -245,8 +228,7 @@ class Limits:
 
 
 class Lengths:
-    """Chooses the next step's length by goodput: expected tokens per second, from what finished
-    steps accepted.
+    """Chooses the next step's length by expected tokens per second, from finished steps.
 
     Acceptance is counted per level, old passes fading (`decay` per pass). A level that was not
     tried for long goes back to what the level above it gives, so a length that once did not pay is
@@ -271,8 +253,7 @@ class Lengths:
                 self.kept[level] += level <= accepted
 
     def chances(self) -> list[float]:
-        """Estimated acceptance per level given the one above it; the first one starts from 0.8,
-        with the weight of two passes."""
+        """Estimated acceptance per level given the one above; 0.8 weighs two passes at first."""
         found, before = [], 0.8
         for level in range(1, len(self.tried)):
             before = (self.kept[level] + 2 * before) / (self.tried[level] + 2)

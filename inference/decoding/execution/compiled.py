@@ -11,8 +11,7 @@ become inputs of the compiled functions, the weights constants.
 How much of the cache attention reads is a constant of a graph. So there is one graph per power of
 two of slots, at most the capacity, each compiled when a row first needs it.
 
-Not part of it: prefill, whose shapes change with every prompt, and the host's reading of what a
-step committed.
+Not part of it: prefill, whose shapes change, and the host's reading of results.
 
 Legend: B rows, N nodes, D the tree's deepest level.
 """
@@ -24,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +63,8 @@ def seconds_spent() -> float:
 class CompiledStep:
     """`Decoder.step` for one set of buffers, compiled; to be called in its place.
 
-    The weights are those of the first step: a target or drafter that changes later needs a new
-    `CompiledStep`."""
+    Weights are those of the first step: after changes a new `CompiledStep` is needed.
+    """
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows) -> None:
         self._decoder, self._cache, self._rows = decoder, cache, rows
@@ -84,8 +83,7 @@ class CompiledStep:
         return min(bound, self._cache.capacity)
 
     def __call__(self, state: Any, longest: int) -> Tensor:
-        """One step; returns `StepResult.packed` [B, D+5] int64. `state`, the drafter's, is updated
-        in place.
+        """One step; returns `StepResult.packed` [B, D+6] int64. `state` is updated in place.
 
         longest: the longest row's committed tokens or an upper bound of it. The first steps of
         every bound compile: one traces, the next one compiles what was traced; that time is in
@@ -135,10 +133,8 @@ class CompiledStep:
                 graph = make_fx(step)()
         finally:
             decoder.clock = clock
-        inputs = _lift_buffers(graph)
-        return results[0], _Plan.cut(
-            graph, inputs, marks.part if decoder.drafter is not None else {}
-        )
+        part_of = {} if decoder.drafter is None else marks.part
+        return results[0], _Plan.cut(graph, _lift_buffers(graph), part_of)
 
 
 class _Marks:
@@ -157,8 +153,7 @@ class _Marks:
 
 
 def _lift_buffers(graph: GraphModule) -> list[Tensor]:
-    """Turn every tensor that the traced step refers to, but the weights, into an input; returns
-    those tensors in their order."""
+    """Turn all tensors of the traced step but weights into inputs; returns them in order."""
     nodes, inputs = graph.graph, {}
     values: list[Tensor] = []
     anchor = nodes.call_function(torch.ops.aten.scalar_tensor.default, (0,))
@@ -212,19 +207,15 @@ def _inductor(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]
     selector.add_preprocessing_fn(_prefer_own)
     try:
         with inductor_config.patch(OPTIONS), prefetching():
-            compiled: Any = compile_fx(graph, arguments)
+            return cast(Callable[..., Any], compile_fx(graph, arguments))
     finally:
         selector.preprocessing_fns.remove(_prefer_own)
-    out: Callable[..., Any] = compiled
-    return out
 
 
 def _prefer_own(choices: list[Any]) -> list[Any]:
-    """Of the ways to multiply, the generated product with packed weights where there is one, else
-    the library's.
+    """The generated product with packed weights where there is one, else the library's.
 
-    Inductor would time them, which depends on what else the machine does; with a handful of rows
-    the generated one wins.
+    Inductor would time them, which depends on the machine's load; for few rows it wins.
     """
     from torch._inductor.codegen.cpp_template_kernel import CppTemplateCaller
 
@@ -234,8 +225,7 @@ def _prefer_own(choices: list[Any]) -> list[Any]:
 
 @contextmanager
 def prefetching() -> Iterator[bool]:
-    """Let generated products fetch the weight some way ahead; yields whether this torch's generator
-    could be told to.
+    """Let generated products fetch the weight ahead; yields whether that is possible.
 
     Multiplying several rows keeps a core too busy to run ahead of its loads far enough. On one core
     of a Xeon, 5 rows through the 18 MB of an 8-layer model's weights take 2.95 ms without and 2.16
@@ -254,8 +244,7 @@ def prefetching() -> Iterator[bool]:
 
 
 class _Plan:
-    """The parts of one traced step in their order. Values are numbered: first the buffers, then
-    what the parts hand on."""
+    """A traced step's parts. Values are numbered: buffers, then what the parts hand on."""
 
     def __init__(self, parts: list[_Part], values: list[Any], result: int) -> None:
         self.parts, self.values, self.result = parts, values, result
@@ -266,12 +255,10 @@ class _Plan:
 
     @classmethod
     def cut(cls, graph: GraphModule, inputs: list[Tensor], part_of: dict[str, int]) -> _Plan:
-        """Cut `graph` into the parts that `part_of` says for each operation; {} leaves it whole, as
-        verification."""
-        whole = not part_of
+        """Cut `graph` into the parts that `part_of` names; {} leaves it whole, as verification."""
 
         def part(node: Node) -> int:
-            return 1 if whole else part_of[node.name]
+            return part_of[node.name] if part_of else 1
 
         split = split_module(graph, graph, part, keep_original_order=True)
         places: dict[Node, int] = {}
@@ -285,9 +272,8 @@ class _Plan:
                 phase = ("draft", "verify", "commit")[int(str(node.target).rsplit("_", 1)[1])]
                 module = getattr(split, str(node.target))
                 buffers = _keep_weights(module, split, list(node.args))
-                parts.append(
-                    _Part(phase, module, [places[value] for value in buffers], len(values))
-                )
+                takes = [places[value] for value in buffers]
+                parts.append(_Part(phase, module, takes, len(values)))
                 places[node] = len(values)
                 values += [None] * _outputs(module)
             elif node.op == "call_function":
@@ -299,12 +285,11 @@ class _Plan:
 
     @torch.no_grad()
     def build(self) -> Tensor:
-        """Compile the parts one after the other, each with what the parts before it gave: one step.
-        Returns its result."""
+        """Compile the parts, each with what those before it gave: one step -> its result."""
         for part in self.parts:
             part.build([self.values[place] for place in part.takes])
             self._run(part)
-        return self._result()
+        return cast(Tensor, self.values[self.result])
 
     @torch.no_grad()
     def run(self, clock: Any) -> Tensor:
@@ -312,20 +297,14 @@ class _Plan:
         for part in self.parts:
             self._run(part)
             clock.mark(part.phase)
-        return self._result()
+        return cast(Tensor, self.values[self.result])
 
     def _run(self, part: _Part) -> None:
         values = self.values
         assert part.compiled is not None
         found = part.compiled(*[values[place] for place in part.takes])
-        if isinstance(found, Tensor):
-            values[part.gives] = found
-        else:
-            values[part.gives : part.gives + len(found)] = found
-
-    def _result(self) -> Tensor:
-        out: Tensor = self.values[self.result]
-        return out
+        found = [found] if isinstance(found, Tensor) else found
+        values[part.gives : part.gives + len(found)] = found
 
 
 def _keep_weights(part: GraphModule, whole: GraphModule, arguments: list[Any]) -> list[Node]:

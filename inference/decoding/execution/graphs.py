@@ -1,5 +1,4 @@
-"""How steps are run: launched operation by operation, or captured once as a CUDA graph and
-replayed.
+"""How steps are run: operation by operation, or captured as a CUDA graph and replayed.
 
 The host never waits for the step it has just launched. Each step ends with one copy of its result
 into a pinned buffer of a ring; the host reads it one or two steps later, when the copy is long
@@ -18,7 +17,7 @@ Legend: B rows, D the tree's deepest level.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,8 +31,7 @@ from inference.target.model import TargetModel
 
 WARM_UP_STEPS = 3
 SPLIT_STEPS = 8
-"""Steps that are timed phase by phase before capturing; later steps are split in the same
-shares."""
+"""Steps that are timed by phase before capturing; later steps have the same shares."""
 
 
 @dataclass
@@ -48,8 +46,7 @@ class Pending:
         """Wait for the copy (normally long done) and give the rows as plain numbers."""
         if self.event is not None:
             self.event.synchronize()
-        rows: list[list[int]] = self.packed.tolist()
-        return rows
+        return cast(list[list[int]], self.packed.tolist())
 
 
 class StepRunner:
@@ -59,9 +56,8 @@ class StepRunner:
         self.decoder, self.cache, self.rows = decoder, cache, rows
         device = rows.lengths.device
         self.on_cuda = device.type == "cuda"
-        self.captures = (
-            self.on_cuda and decode.graph == "auto" and getattr(decoder.drafter, "capturable", True)
-        )
+        capturable = getattr(decoder.drafter, "capturable", True)
+        self.captures = self.on_cuda and decode.graph == "auto" and capturable
         self.compiled = None
         if decode.compile and self.on_cuda:
             compile_layers(decoder.target)
@@ -74,8 +70,7 @@ class StepRunner:
     def step(
         self, state: Any, longest: int, exact: bool = True, length: int | None = None
     ) -> tuple[Pending, Any]:
-        """Launch one step; returns its pending result and the drafter's state. longest, exact,
-        length: see `Decoder.step`."""
+        """Launch a step -> its pending result and the drafter's state; see `Decoder.step`."""
         if self.compiled is not None:
             return Pending(self.compiled(state, longest)), state
         if not self.on_cuda:
@@ -118,18 +113,12 @@ class StepRunner:
         return variant.ring.send(packed), after
 
     def _capture(self, state: Any, length: int | None, variant: _Variant) -> None:
-        """Capture one step. Nothing is executed meanwhile; the first replay is the next real
-        step."""
+        """Capture one step. Nothing is executed; the first replay is the next real step."""
         clock = self.decoder.clock
-        spent = {
-            phase: clock.seconds[phase] - variant.before_split[phase]
-            for phase in PHASES
-            if phase != "prefill"
-        }
+        before, phases = variant.before_split, [phase for phase in PHASES if phase != "prefill"]
+        spent = {phase: clock.seconds[phase] - before[phase] for phase in phases}
         total = sum(spent.values())
-        clock.split = (
-            {phase: value / total for phase, value in spent.items()} if total > 0 else None
-        )
+        clock.split = {phase: value / total for phase, value in spent.items()} if total else None
         clock.running_free = True
         passes = clock.passes
         torch.cuda.synchronize()
@@ -144,8 +133,7 @@ class StepRunner:
 
 
 def compile_layers(target: TargetModel) -> None:
-    """Compile every decoder layer of the target for verification (regional compilation: equal
-    layers share a graph), once.
+    """Compile every decoder layer for verification, once; equal layers share a graph.
 
     Prefill keeps the plain layers: its shapes change with every prompt. Taps stay outside, their
     hooks belong to the layers' calls; so does attention, which follows a plan that is new in every
@@ -187,8 +175,7 @@ class _PinnedRing:
         self.next = 0
 
     def send(self, packed: Tensor) -> Pending:
-        """Start the copy of `packed`; the slot is free again once every earlier result has been
-        read."""
+        """Start the copy of `packed`; earlier results must have been read."""
         place, self.next = self.next, (self.next + 1) % len(self.slots)
         slot = self.slots[place]
         if slot is None:

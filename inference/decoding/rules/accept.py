@@ -20,8 +20,7 @@ from heads.api.tree import TokenTree
 
 @dataclass
 class Walk:
-    """The accepted path of every row. Entries beyond a row's path repeat the root (node 0) and are
-    masked by `accepted`.
+    """The accepted path of every row. Entries beyond `accepted` repeat the root (node 0).
 
     path [B, D+1] int64 node numbers (root first), accepted [B] int64 drafted tokens accepted,
     has_children [B] bool whether drafted tokens were tested at the last node of the path (then one
@@ -51,9 +50,8 @@ def walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
     # duplicates among siblings: the first one wins, its subtree is the one that is walked
     last = depth.argmax(1)
     accepted = depth.gather(1, last[:, None])[:, 0]
-    on_path = tree.ancestors.expand(rows, -1, -1).gather(
-        1, last[:, None, None].expand(-1, 1, tree.num_nodes)
-    )[:, 0]
+    ancestors = tree.ancestors.expand(rows, -1, -1)
+    on_path = ancestors[torch.arange(rows, device=tokens.device), last]
     # nodes off the path fall into a trash column
     places = torch.where(on_path, tree.depth, tree.max_depth + 1)
     path = torch.zeros(rows, tree.max_depth + 2, dtype=torch.int64, device=tokens.device)

@@ -44,8 +44,7 @@ def without_dead(proposal: Proposal) -> Tensor:
 
 
 def tested(refused: Tensor, accepted: Tensor, proposal: Proposal) -> Tensor:
-    """`refused` [B] bool without the rows whose path, `accepted` [B] deep, ended where nothing was
-    left to be tested."""
+    """`refused` [B] bool without rows whose path ended where nothing was left to test."""
     return refused if proposal.limit is None else refused & (accepted < proposal.limit)
 
 
@@ -62,12 +61,10 @@ class Rule(Protocol):
     """One acceptance rule. Its module offers `make(shape, options) -> Rule`, shape being what
     drafters fill, on the decoding device; `inference.decoding.rules.names` has its promise.
 
-    lossless: whether what is committed follows the target's distribution. drafts: the noise stream
-    that drafts are drawn with (None: no noise). keeps_logits: whether it needs `Proposal.logits`.
+    drafts: the stream that drafts are drawn with, if any. keeps_logits: of `Noise`.
     """
 
     name: ClassVar[str]
-    lossless: ClassVar[bool]
     drafts: Stream | None
     keeps_logits: bool
 
@@ -75,6 +72,5 @@ class Rule(Protocol):
         self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
     ) -> Verdict:
         """Decide. logits [B, N, V] of the target (processors applied, not yet tempered), positions
-        [B, N] of the nodes: the token after node i stands at positions + 1.
-        """
+        [B, N] of the nodes: the token after node i stands at positions + 1."""
         ...

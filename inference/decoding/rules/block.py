@@ -28,39 +28,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from heads.api.drafter import Proposal
 from heads.api.tree import DraftShape
-from inference.decoding.rules.base import Rule, RuleOptions, Verdict
-from inference.decoding.rules.match import Match
-from inference.decoding.rules.weights import Chain, weighs
-from inference.decoding.sampling.noise import SharedNoise, Stream
+from inference.decoding.rules.base import Rule, RuleOptions
+from inference.decoding.rules.weights import Chain, ChainRule
 
 
-class BlockVerification:
+class BlockVerification(ChainRule):
     """See the module. Chains only."""
 
     name: ClassVar[str] = "block"
-    lossless: ClassVar[bool] = True
-    keeps_logits = True
 
-    def __init__(self) -> None:
-        self.drafts: Stream | None = Stream.DRAFT
-        self._match = Match(share=False)
-
-    def judge(
-        self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
-    ) -> Verdict:
-        """See `Rule.judge`."""
-        if not weighs(proposal, noise):
-            return self._match.judge(proposal, logits, positions, noise)
-        assert noise.roots is not None, "block verification needs noise that is keyed by the pass"
-        chain = Chain.of(proposal, logits, noise.settings)
+    def keep(self, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor | None]:
         shares = granted(chain.p_drafted, chain.q_drafted)
-        coins = noise.uniforms(positions[:, 1:], 1)[..., 0]
         passed = coins < chances(chain, shares)  # strictly: a chance of 0 never passes
         lengths = torch.arange(1, passed.shape[1] + 1, device=passed.device)
-        accepted = torch.nn.functional.pad(torch.where(passed, lengths, 0), (1, 0)).amax(1)
-        return chain.verdict(accepted, positions, noise, shares)
+        longest = torch.nn.functional.pad(torch.where(passed, lengths, 0), (1, 0)).amax(1)
+        return longest, shares
 
 
 def granted(p_drafted: Tensor, q_drafted: Tensor) -> Tensor:

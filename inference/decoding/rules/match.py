@@ -1,5 +1,4 @@
-"""The `match` rule: a node is kept when it is what the target picks at its parent, with the
-target's own noise.
+"""The `match` rule: a node is kept when it is what the target picks at its parent.
 
 The text is then the target's picks along one path, whatever was drafted: token-identical to
 decoding without a drafter with the same seed, at any temperature.
@@ -19,11 +18,9 @@ from inference.kernels.reference.commit import ACCEPT_WALK
 
 
 class Match:
-    """See the module. share: rank drafts with the target's noise as well, so that they agree with
-    it more often."""
+    """See the module. share: rank drafts with the target's noise as well."""
 
     name: ClassVar[str] = "match"
-    lossless: ClassVar[bool] = True
     keeps_logits = False
 
     def __init__(self, share: bool = True) -> None:
@@ -32,14 +29,12 @@ class Match:
     def judge(
         self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
     ) -> Verdict:
-        """See `Rule.judge`."""
         picks = noise.target_pick(logits, positions + 1)
         found = ACCEPT_WALK(without_dead(proposal), picks, proposal.tree)
         # accepted drafts ARE the picks before them
         tokens = picks if proposal.tree.is_chain else picks.gather(1, found.path)
-        return Verdict(
-            found.path, found.accepted, tested(found.has_children, found.accepted, proposal), tokens
-        )
+        refused = tested(found.has_children, found.accepted, proposal)
+        return Verdict(found.path, found.accepted, refused, tokens)
 
 
 def make(shape: DraftShape, options: RuleOptions) -> Rule:

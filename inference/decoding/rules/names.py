@@ -1,5 +1,4 @@
-"""The rules' names and what each promises about the text. Free of torch, for everything that prints
-a report."""
+"""The rules' names and promises about the text, free of torch for whoever prints a report."""
 
 from __future__ import annotations
 
@@ -11,17 +10,14 @@ PROMISES = {
     "specinfer": DISTRIBUTION,
     "typical": LOSSY,
 }
-"""Above temperature 0: the target's own text for the seed, another text of the same distribution,
-or neither."""
+"""Above temperature 0: the target's text for the seed, its distribution, or neither."""
 RULES = tuple(PROMISES)
 LOSSLESS = tuple(name for name, kept in PROMISES.items() if kept != LOSSY)
 CHAINS_ONLY = ("rejection", "block")
 
 
 def promise(rule: str, temperature: float) -> str:
-    """What `rule` keeps at `temperature`: TEXT, DISTRIBUTION or LOSSY. At 0 every rule keeps the
-    text; an unknown rule promises nothing.
-    """
+    """What `rule` keeps: TEXT (at temperature 0 all do), DISTRIBUTION or LOSSY (if unknown)."""
     if rule not in PROMISES:
         return LOSSY
     return TEXT if temperature == 0 else PROMISES[rule]

@@ -10,26 +10,16 @@ from heads.api.tree import DraftShape
 from inference.decoding.rules.base import Rule, RuleOptions
 from inference.decoding.rules.names import CHAINS_ONLY, RULES
 
-__all__ = ["CHAINS_ONLY", "RULES", "check_shape", "get_rule"]
 
+def get_rule(name: str, shape: DraftShape, **options: Any) -> Rule:
+    """The rule `name` for drafts of `shape` (on the decoding device). options: of `RuleOptions`.
 
-def get_rule(
-    name: str,
-    shape: DraftShape,
-    *,
-    share_noise: bool = True,
-    epsilon: float = 0.09,
-    delta: float = 0.3,
-) -> Rule:
-    """The rule `name` for drafts of `shape` (on the decoding device).
-
-    share_noise: `match` alone, see `Match`. epsilon, delta: `typical` alone, see `Typical`. Raises
-    `UserError` for an unknown name, with a suggestion, and for a shape that the rule cannot judge.
+    Raises `UserError` for an unknown name, with a suggestion, and for a shape that the rule cannot
+    judge.
     """
     check_shape(name, shape)
     module: Any = import_module(f"inference.decoding.rules.{name}")
-    rule: Rule = module.make(shape, RuleOptions(share_noise, epsilon, delta))
-    return rule
+    return module.make(shape, RuleOptions(**options))
 
 
 def check_shape(name: str, shape: DraftShape) -> None:

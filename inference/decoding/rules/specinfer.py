@@ -26,25 +26,16 @@ from torch import Tensor
 
 from heads.api.drafter import Proposal
 from heads.api.tree import DraftShape, TokenTree
+from inference.decoding.rules import weights
 from inference.decoding.rules.base import Rule, RuleOptions, Verdict
 from inference.decoding.rules.match import Match
-from inference.decoding.rules.weights import (
-    at_node,
-    committed,
-    draft_logits,
-    draw,
-    target_probabilities,
-    weighs,
-)
 from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 class SpecInfer:
-    """See the module. shape: what drafters are asked to fill; a static tree is read here, on the
-    host."""
+    """See the module. shape: what drafters fill; a static tree is read on the host."""
 
     name: ClassVar[str] = "specinfer"
-    lossless: ClassVar[bool] = True
 
     def __init__(self, shape: DraftShape) -> None:
         self._match = Match(share=False)
@@ -58,7 +49,7 @@ class SpecInfer:
         self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
     ) -> Verdict:
         """See `Rule.judge`. Only the nodes that the walk reaches are weighed, one per depth."""
-        if not (self._static and weighs(proposal, noise)):
+        if not (self._static and weights.weighs(proposal, noise)):
             return self._match.judge(proposal, logits, positions, noise)
         assert proposal.logits is not None and proposal.tree.num_nodes == self._children.shape[0]
         settings = noise.settings
@@ -68,7 +59,7 @@ class SpecInfer:
         path, left, behind = [node], logits.new_zeros(()), node
         # behind the deepest level nothing is tried
         for level, width in enumerate((*self._widths, 0)):
-            p = target_probabilities(at_node(logits, node), settings)
+            p = weights.target_probabilities(weights.at_node(logits, node), settings)
             rest, position = p, positions.gather(1, node[:, None]) + 1
             found, child = torch.zeros_like(walking), node
             if width:
@@ -76,12 +67,10 @@ class SpecInfer:
                 there = children > 0
                 if proposal.limit is not None:
                     there = there & (level < proposal.limit)[:, None]
-                scores = draft_logits(
-                    at_node(proposal.logits, node), settings, proposal.token_ids, p.shape[-1]
-                )
-                p_child, q_child, rest = tries(
-                    p, scores, proposal.tokens.gather(1, children), there
-                )
+                drawn_from = weights.at_node(proposal.logits, node)
+                scores = weights.draft_logits(drawn_from, settings, proposal.token_ids, p.shape[-1])
+                tokens = proposal.tokens.gather(1, children)
+                p_child, q_child, rest = tries(p, scores, tokens, there)
                 coins = noise.uniforms(position, width)[:, 0]
                 # strictly: nothing with p = 0 is kept
                 kept = walking[:, None] & (coins * q_child < p_child)
@@ -95,13 +84,11 @@ class SpecInfer:
             path.append(torch.where(found, child, 0))
         way = torch.stack(path[:-1], 1)
         accepted = (way > 0).sum(1)
-        bonus = draw(left, left, behind, noise)
-        return Verdict(
-            way,
-            accepted,
-            refused,
-            committed(proposal.tokens.gather(1, way[:, 1:]), accepted, bonus),
+        drafted, bonus = (
+            proposal.tokens.gather(1, way[:, 1:]),
+            weights.draw(left, left, behind, noise),
         )
+        return Verdict(way, accepted, refused, weights.committed(drafted, accepted, bonus))
 
 
 def tries(

@@ -1,5 +1,4 @@
-"""Typical acceptance (Medusa, 2401.10774): LOSSY. The text does not follow the target's
-distribution.
+"""Typical acceptance (Medusa, 2401.10774): LOSSY, another distribution than the target's.
 
 A draft x is kept when the target finds it likely enough for how undecided it is: p(x) >
 min(epsilon, delta * exp(-H(p))), with H the entropy of p (temperature and filters applied). The
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from heads.api.drafter import Proposal
 from heads.api.errors import UserError
-from heads.api.tree import DraftShape
+from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.rules.accept import walk
 from inference.decoding.rules.base import Rule, RuleOptions, Verdict, tested
 from inference.decoding.rules.match import Match
@@ -35,7 +34,6 @@ class Typical:
     """
 
     name: ClassVar[str] = "typical"
-    lossless: ClassVar[bool] = False
     keeps_logits = False
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
@@ -51,7 +49,6 @@ class Typical:
     def judge(
         self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
     ) -> Verdict:
-        """See `Rule.judge`."""
         if noise.settings.greedy:
             return self._match.judge(proposal, logits, positions, noise)
         tokens, tree = proposal.tokens, proposal.tree
@@ -63,21 +60,17 @@ class Typical:
         kept = likely > enough.gather(1, parents)
         if proposal.limit is not None:
             kept = kept & (tree.depth <= proposal.limit[:, None])
-        found = walk(
-            self._best_path(kept, likely, proposal).to(torch.int64), torch.ones_like(tokens), tree
-        )
+        best = self._best_path(kept, likely, tree).to(torch.int64)
+        found = walk(best, torch.ones_like(tokens), tree)
         last = found.path.gather(1, found.accepted[:, None])
         bonus = noise.target_pick(logits[row, last], positions.gather(1, last) + 1)[:, 0]
         drafted = tokens.gather(1, found.path[:, 1:])
         refused = tested(found.has_children, found.accepted, proposal)
-        return Verdict(
-            found.path, found.accepted, refused, committed(drafted, found.accepted, bonus)
-        )
+        kept_tokens = committed(drafted, found.accepted, bonus)
+        return Verdict(found.path, found.accepted, refused, kept_tokens)
 
-    def _best_path(self, kept: Tensor, likely: Tensor, proposal: Proposal) -> Tensor:
-        """The nodes [B, N] bool of the longest path of kept nodes, of equally long ones the
-        likeliest."""
-        tree = proposal.tree
+    def _best_path(self, kept: Tensor, likely: Tensor, tree: TokenTree) -> Tensor:
+        """Nodes [B, N] bool of the longest path of kept nodes, of equal ones the likeliest."""
         if tree.is_chain:
             return kept
         kept = kept.index_fill(1, kept.new_zeros(1, dtype=torch.int64), True)  # the root

@@ -1,5 +1,4 @@
-"""What rules that accept by probability share: both distributions, draws from weights, weighed
-chains.
+"""What rules that accept by probability share: distributions, draws, weighed chains.
 
 With p the target's distribution at a node (temperature and filters applied) and q the one its
 children were drawn from. Drafts whose q nobody kept are certain: q is 1 at the draft. Weighing a
@@ -25,13 +24,13 @@ from torch import Tensor
 
 from heads.api.drafter import Proposal
 from inference.decoding.rules.base import Verdict
+from inference.decoding.rules.match import Match
 from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
 from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 def weighs(proposal: Proposal, noise: SharedNoise) -> bool:
-    """Whether drafts can be weighed: above temperature 0, with the logits that they were drawn
-    from."""
+    """Whether drafts can be weighed: above temperature 0, their logits kept."""
     return proposal.logits is not None and not noise.settings.greedy
 
 
@@ -43,8 +42,7 @@ def target_probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
 def draft_logits(
     logits: Tensor, settings: SamplingSettings, token_ids: Tensor | None, vocab_size: int
 ) -> Tensor:
-    """log q up to a constant [..., V] for the drafter's logits [..., V']; -inf outside its
-    vocabulary.
+    """log q + constant [..., V] for the drafter's logits [..., V']; -inf outside of those.
 
     In float32 at least, as `SharedNoise` draws: drafts were not drawn from a q rounded to bfloat16.
     """
@@ -56,8 +54,7 @@ def draft_logits(
 
 
 def draw(weights: Tensor, instead: Tensor, positions: Tensor, noise: SharedNoise) -> Tensor:
-    """One token [B] per row from `weights` [B, V] (any sum) for `positions` [B], by the Gumbel-max
-    trick.
+    """One token [B] per row from `weights` [B, V] (any sum), by the Gumbel-max trick.
 
     instead [B, V]: drawn from where all weights are 0, which only rounding can bring about.
     """
@@ -72,8 +69,7 @@ def at_node(values: Tensor, node: Tensor) -> Tensor:
 
 
 def committed(drafted: Tensor, accepted: Tensor, bonus: Tensor) -> Tensor:
-    """`Verdict.tokens` [B, D+1]: the kept drafts `drafted` [B, D] up to `accepted` [B], then
-    `bonus` [B]."""
+    """`Verdict.tokens` [B, D+1]: `drafted` [B, D] up to `accepted` [B], then `bonus` [B]."""
     return torch.cat([drafted, bonus[:, None]], 1).scatter(1, accepted[:, None], bonus[:, None])
 
 
@@ -105,22 +101,18 @@ class Chain:
         at, limit = drafted[..., None], proposal.limit
         p_drafted, q_drafted = p[:, :-1].gather(-1, at)[..., 0], q[:, :-1].gather(-1, at)[..., 0]
         if limit is not None:
-            live = (
-                torch.arange(p.shape[1], device=p.device) < limit[:, None]
-            )  # [B, N]: a draft follows that counts
+            # [B, N]: a draft follows that counts
+            live = torch.arange(p.shape[1], device=p.device) < limit[:, None]
             q = torch.where(live[..., None], q, 0.0)
-            p_drafted, q_drafted = (
-                torch.where(live[:, :-1], p_drafted, 0.0),
-                torch.where(live[:, :-1], q_drafted, 1.0),
-            )
+            p_drafted = torch.where(live[:, :-1], p_drafted, 0.0)
+            q_drafted = torch.where(live[:, :-1], q_drafted, 1.0)
         return cls(drafted, p, q, p_drafted, q_drafted, limit)
 
     def rest(self, accepted: Tensor, shares: Tensor | None = None) -> Tensor:
         """What the token behind `accepted` [B] drafts is drawn from [B, V], any sum: max(share * p
         - q, 0).
 
-        shares [B, N]: see `inference.decoding.rules.block`; None: 1. Behind the last draft q is 0,
-        so that this is p.
+        shares [B, N]: see `inference.decoding.rules.block`; None: 1. Behind the last draft q is 0.
         """
         at = accepted[:, None]
         p, q = at_node(self.p, accepted), at_node(self.q, accepted)
@@ -129,8 +121,7 @@ class Chain:
     def verdict(
         self, accepted: Tensor, positions: Tensor, noise: SharedNoise, shares: Tensor | None = None
     ) -> Verdict:
-        """Keep `accepted` [B] drafts and draw the next token from `rest`. positions [B, N] of the
-        nodes."""
+        """Keep `accepted` [B] drafts and draw on from `rest`. positions [B, N] of the nodes."""
         at = accepted[:, None]
         rest = self.rest(accepted, shares)
         bonus = draw(rest, at_node(self.p, accepted), positions.gather(1, at)[:, 0] + 1, noise)
@@ -138,3 +129,26 @@ class Chain:
         path = torch.where(place <= at, place, 0)
         refused = accepted < (self.drafted.shape[1] if self.limit is None else self.limit)
         return Verdict(path, accepted, refused, committed(self.drafted, accepted, bonus))
+
+
+class ChainRule:
+    """Base of the rules that weigh the drafts of a chain; certain drafts and temperature 0 are left
+    to `match`. A rule says in `keep` how many drafts are kept."""
+
+    keeps_logits = True
+    drafts: Stream | None = Stream.DRAFT
+
+    def judge(
+        self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
+    ) -> Verdict:
+        if not weighs(proposal, noise):
+            return Match(share=False).judge(proposal, logits, positions, noise)
+        assert noise.roots is not None, "weighing drafts needs noise that is keyed by the pass"
+        chain = Chain.of(proposal, logits, noise.settings)
+        coins = noise.uniforms(positions[:, 1:], 1)[..., 0]
+        accepted, shares = self.keep(chain, coins)
+        return chain.verdict(accepted, positions, noise, shares)
+
+    def keep(self, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Drafts [B] to keep by `coins` [B, D] in (0, 1), and the shares of `Chain.rest`."""
+        raise NotImplementedError

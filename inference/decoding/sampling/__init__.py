@@ -1,2 +1,1 @@
-"""From logits to tokens: processors, temperature, filters, and the noise that target and drafter
-share."""
+"""From logits to tokens: processors, temperature, filters, and the shared noise."""

@@ -1,5 +1,4 @@
-"""How the target's distribution is shaped before a token is picked from it: processors,
-temperature, filters.
+"""How the target's distribution is shaped: processors, temperature, filters.
 
 The order is that of `generate` in transformers: logit bias, repetition penalty and bad words change
 the logits (`inference.decoding.sampling.processors`, at temperature 0 as well), then come
@@ -23,8 +22,7 @@ from heads.api.errors import UserError
 @config("decode")
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the target's distribution is shaped. Nothing here acts on drafts, which are ranked by
-    their own."""
+    """How the target's distribution is shaped; drafts are ranked by their own."""
 
     temperature: NonNegativeFloat = 0.0
     """0 picks the most likely token; 1 samples the model's own distribution."""
@@ -35,8 +33,7 @@ class SamplingSettings:
     min_p: UnitInterval = 0.0
     """Keep tokens at least this share as likely as the most likely one; 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Tokens of the text so far: a positive logit is divided by this, a negative one multiplied; 1
-    is off."""
+    """Tokens of the text: a positive logit is divided by this, a negative multiplied; 1: off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit) pairs, each token at most once."""
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -84,11 +81,9 @@ class SamplingSettings:
 
 
 def shape_logits(logits: Tensor, settings: SamplingSettings) -> Tensor:
-    """Filtered, tempered logits [..., V] (at least float32; removed tokens are -inf); temperature
-    above 0.
+    """Filtered, tempered logits [..., V] (at least float32; removed: -inf), temperature > 0.
 
-    Order as in common engines: temperature first, then top-k, top-p and min-p on the tempered
-    distribution.
+    Order as in common engines: temperature, then top-k, top-p and min-p.
     """
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / settings.temperature
     if settings.top_k and settings.top_k < scaled.shape[-1]:
@@ -97,12 +92,10 @@ def shape_logits(logits: Tensor, settings: SamplingSettings) -> Tensor:
     if settings.top_p < 1:
         ordered, index = scaled.sort(dim=-1, descending=True)
         probabilities = ordered.softmax(-1)
-        before = (
-            probabilities.cumsum(-1) - probabilities
-        )  # mass of the strictly better tokens: the first token always stays
-        removed = torch.zeros_like(scaled, dtype=torch.bool).scatter(
-            -1, index, before >= settings.top_p
-        )
+        # mass of the strictly better tokens: the first token always stays
+        before = probabilities.cumsum(-1) - probabilities
+        kept = torch.zeros_like(scaled, dtype=torch.bool)
+        removed = kept.scatter(-1, index, before >= settings.top_p)
         scaled = scaled.masked_fill(removed, float("-inf"))
     if settings.min_p > 0:
         floor = scaled.amax(-1, keepdim=True) + math.log(settings.min_p)

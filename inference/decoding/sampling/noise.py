@@ -20,6 +20,7 @@ Legend: B rows, M positions per row, V vocabulary (V' its drafted part), C colum
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -34,8 +35,7 @@ _ROOT_STEP = 0x1E3779B97F4A7C15  # odd: different passes get different seeds
 
 
 class Stream(IntEnum):
-    """What a draw is for. TARGET is the noise that plain decoding samples with; the others never
-    touch it."""
+    """What a draw is for. TARGET is plain decoding's noise; the others never touch it."""
 
     TARGET = 0
     DRAFT = 1
@@ -84,8 +84,7 @@ class SharedNoise:
 
     @property
     def mode(self) -> int:
-        """Which operations a step has, where that changes
-        (`inference.decoding.sampling.row_settings`)."""
+        """Which operations a step has (`inference.decoding.sampling.row_settings`)."""
         return 0
 
     def stream(self, stream: Stream) -> Tensor:
@@ -98,45 +97,33 @@ class SharedNoise:
         """Gumbel noise float32 [B, M, V'] of a stream at `positions` [B, M]; token_ids [V'],
         default all tokens."""
         ids = self._all_tokens if token_ids is None else token_ids
-        noise: Tensor = GUMBEL_NOISE(self.stream(stream), positions, ids)
-        return noise
+        return cast(Tensor, GUMBEL_NOISE(self.stream(stream), positions, ids))
 
     def uniforms(self, positions: Tensor, columns: int, stream: Stream = Stream.COIN) -> Tensor:
-        """Independent uniform numbers float64 [B, M, C] strictly between 0 and 1, keyed like the
-        noise."""
-        bits = noise_bits(
-            self.stream(stream), positions, self._all_tokens.new_ones(columns).cumsum(0)
-        )
+        """Independent uniform float64 [B, M, C] strictly between 0 and 1, keyed like the noise."""
+        numbers = self._all_tokens.new_ones(columns).cumsum(0)
+        bits = noise_bits(self.stream(stream), positions, numbers)
         return ((bits.to(torch.int64) & _MASK32).double() + 0.5) * 2.0**-32
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """See `heads.api.drafter.Noise.scores`."""
         if self.settings.greedy:
             return logits.float().log_softmax(-1)
         ranked = (logits.float() / self.settings.temperature).log_softmax(-1)
-        return (
-            ranked
-            if self.drafts is None
-            else ranked + self.gumbel(positions, token_ids, self.drafts)
-        )
+        if self.drafts is None:
+            return ranked
+        return ranked + self.gumbel(positions, token_ids, self.drafts)
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """See `heads.api.drafter.Noise.pick`."""
         if self.drafts is None:
             return logits.argmax(-1)
-        picked: Tensor = NOISE_PICK(
-            logits, positions, self.stream(self.drafts), self.settings.temperature, token_ids
-        )
-        return picked
+        seeds, temperature = self.stream(self.drafts), self.settings.temperature
+        return cast(Tensor, NOISE_PICK(logits, positions, seeds, temperature, token_ids))
 
     def target_pick(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """The target's choice [B, N] at nodes whose next token stands at `positions` [B, N]; logits
-        [B, N, V]."""
+        """The target's choice [B, N] by logits [B, N, V] of tokens at `positions` [B, N]."""
         if self.settings.greedy:
             return logits.argmax(-1)
+        temperature = self.settings.temperature
         if self.settings.filters:
             logits, temperature = shape_logits(logits, self.settings), 1.0
-        else:
-            temperature = self.settings.temperature
-        picked: Tensor = NOISE_PICK(logits, positions, self.seeds, temperature)
-        return picked
+        return cast(Tensor, NOISE_PICK(logits, positions, self.seeds, temperature))

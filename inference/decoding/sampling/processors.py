@@ -42,11 +42,9 @@ class Prefix:
 
 
 class Processors:
-    """The processors of `settings` for logits with `vocab_size` columns. Build once, call in every
-    step.
+    """The processors of `settings` for `vocab_size` columns. Build once, call in every step.
 
-    active: whether calling does anything. Raises `UserError` for token ids that the vocabulary does
-    not have.
+    active: whether calling does anything. Raises `UserError` for unknown token ids.
     """
 
     def __init__(
@@ -54,9 +52,8 @@ class Processors:
     ) -> None:
         self.settings, self.active = settings, settings.changes_logits
         _check_ids("logit_bias", [token for token, _ in settings.logit_bias], vocab_size)
-        _check_ids(
-            "bad_words", [token for word in settings.bad_words for token in word], vocab_size
-        )
+        words = [token for word in settings.bad_words for token in word]
+        _check_ids("bad_words", words, vocab_size)
         self._bias: Tensor | None = None  # [V] float32, as in transformers
         if settings.logit_bias:
             bias = torch.zeros(vocab_size)
@@ -66,8 +63,7 @@ class Processors:
         self._words = _BadWords(settings.bad_words, device) if settings.bad_words else None
 
     def __call__(self, logits: Tensor, prefix: Prefix | None) -> Tensor:
-        """The target's logits [B, N, V] after the processors, at least float32; untouched if there
-        are none.
+        """The target's logits [B, N, V] after the processors, at least float32 if any.
 
         prefix may be None when `settings.uses_prefix` is False.
         """
@@ -83,19 +79,15 @@ class Processors:
 
 
 def process(logits: Tensor, settings: SamplingSettings, prefix: Prefix | None) -> Tensor:
-    """The target's logits [B, N, V] after the processors of `settings`: `Processors` in one
-    call."""
+    """Logits [B, N, V] after the processors of `settings`: `Processors` in one call."""
     return _processors(settings, logits.shape[-1], str(logits.device))(logits, prefix)
 
 
-@lru_cache(maxsize=16)
-def _processors(settings: SamplingSettings, vocab_size: int, device: str) -> Processors:
-    return Processors(settings, vocab_size, device)
+_processors = lru_cache(maxsize=16)(Processors)
 
 
 def penalise(logits: Tensor, penalty: float, prefix: Prefix) -> Tensor:
-    """Logits [B, N, V]; those of tokens in a node's text are divided (positive) or multiplied
-    (negative).
+    """Logits [B, N, V]; in a node's text positive ones are divided, negative multiplied.
 
     Keskar et al., 1909.05858, section 4.1, with the sign rule of transformers; a token counts once
     however often it occurs.
@@ -106,9 +98,8 @@ def penalise(logits: Tensor, penalty: float, prefix: Prefix) -> Tensor:
     root = prefix.tokens[:, :1]
     place = torch.arange(prefix.history.shape[1], device=logits.device)
     committed = torch.where(place < prefix.lengths[:, None], prefix.history, root)
-    seen = torch.zeros(rows, vocab, dtype=torch.bool, device=logits.device).scatter(
-        1, committed, True
-    )
+    seen = torch.zeros(rows, vocab, dtype=torch.bool, device=logits.device)
+    seen = seen.scatter(1, committed, True)
     penalised = torch.where(seen[:, None], changed, logits)
     # [B, N, N]
     path = torch.where(prefix.tree.ancestors, prefix.tokens[:, None, :], root[:, :, None])
@@ -139,14 +130,12 @@ class _BadWords:
         self.longest = max(len(word) for word in words) - 1
         ends = sorted({word[-1] for word in words})
         starts = [(*[-1] * (self.longest - len(word) + 1), *word[:-1]) for word in words]
-        self.starts = torch.tensor(starts, dtype=torch.int64, device=device).view(
-            len(words), self.longest
-        )  # [W, K]
+        found = torch.tensor(starts, dtype=torch.int64, device=device)
+        self.starts = found.view(len(words), self.longest)  # [W, K]
         self.any_token = self.starts < 0  # shorter words do not look that far back
         self.ends = torch.tensor(ends, device=device)  # [U]
-        self.ends_with = torch.tensor(
-            [[word[-1] == end for end in ends] for word in words], device=device
-        )  # [W, U]
+        ends_with = [[word[-1] == end for end in ends] for word in words]
+        self.ends_with = torch.tensor(ends_with, device=device)  # [W, U]
 
     def __call__(self, logits: Tensor, prefix: Prefix | None) -> Tensor:
         if prefix is None or self.longest == 0:

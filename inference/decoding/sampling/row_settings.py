@@ -1,5 +1,4 @@
-"""Sampling settings that belong to rows: requests of different temperature and filters in one
-batch.
+"""Sampling settings of rows: requests of different temperature and filters in one batch.
 
 A server's requests bring settings of their own. What the step needs of them lies in tensors with
 one entry per row, so that a step has the same operations whoever sits in the rows. The picks are
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -29,19 +28,10 @@ from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.kernels.reference.noise import NOISE_PICK
 
 GREEDY, SAMPLED, FILTERED = 0, 1, 2
-"""What a batch needs: the best token, the best with noise, or that of a filtered distribution. Each
-includes those before it."""
+"""What a batch needs: the best token, with noise, or filtered; each includes the last."""
 OWN = ("temperature", "top_k", "top_p", "min_p")
 """The settings that a request may bring; all others are the engine's."""
 COLUMNS = 5
-
-
-@dataclass
-class Subset:
-    """Rows [R] int64 that need something, or None for all rows (those that do not are masked)."""
-
-    sampled: Tensor | None = None
-    filtered: Tensor | None = None
 
 
 class RowSettings:
@@ -64,22 +54,20 @@ class RowSettings:
         self.values = torch.zeros(rows, COLUMNS, dtype=torch.float64, device=device)
         self.held: list[SamplingSettings] = [engine] * rows
         self.mode = GREEDY
-        self.subset = Subset()
+        # rows [R] int64 that sample, or have filters; None: all rows (others are masked)
+        self.samples: Tensor | None = None
+        self.filters: Tensor | None = None
         self.put(list(range(rows)), self.held)
         self.arrange(range(rows))
 
     def put(self, rows: Sequence[int], settings: Sequence[SamplingSettings]) -> None:
-        """Give `rows` their settings; raises `UserError` for settings that only an engine can
-        have."""
+        """Give `rows` their settings; raises `UserError` for those that only engines have."""
         for row, item in zip(rows, settings, strict=True):
             check_own(item, self.engine)
             self.held[row] = item
-        numbers = torch.tensor(
-            [_numbers(item, self.vocab_size) for item in settings], dtype=torch.float64
-        )
-        self.values[torch.tensor(list(rows), device=self.values.device)] = numbers.to(
-            self.values.device
-        )
+        rows_of = [_numbers(item, self.vocab_size) for item in settings]
+        numbers, device = torch.tensor(rows_of, dtype=torch.float64), self.values.device
+        self.values[torch.tensor(list(rows), device=device)] = numbers.to(device)
 
     def move(self, source: int, target: int) -> None:
         """Copy a row's settings to another row."""
@@ -94,19 +82,15 @@ class RowSettings:
         if self.static:
             return
         everyone = len(rows) == (max(rows) + 1 if rows else 0)
-        device = self.values.device
-        self.subset = Subset(
-            None
-            if everyone and len(sampled) == len(rows)
-            else torch.tensor(sampled, device=device),
-            None
-            if everyone and len(filtered) == len(rows)
-            else torch.tensor(filtered, device=device),
-        )
+
+        def subset(some: list[int]) -> Tensor | None:
+            whole = everyone and len(some) == len(rows)
+            return None if whole else torch.tensor(some, device=self.values.device)
+
+        self.samples, self.filters = subset(sampled), subset(filtered)
 
     def first(self, count: int) -> RowSettings:
-        """The first `count` rows, as views: what is put here is seen there. `arrange` each on its
-        own."""
+        """The first `count` rows as views: what is put here is seen there. `arrange` it anew."""
         return self._part(self.values[:count], self.held)
 
     def at(self, rows: Sequence[int]) -> RowSettings:
@@ -117,16 +101,14 @@ class RowSettings:
         return part
 
     def _part(self, values: Tensor, held: list[SamplingSettings]) -> RowSettings:
-        part = object.__new__(RowSettings)
-        part.engine, part.vocab_size, part.static = self.engine, self.vocab_size, self.static
-        part.values, part.held, part.mode, part.subset = values, held, self.mode, Subset()
+        part = copy(self)
+        part.values, part.held, part.samples, part.filters = values, held, None, None
         return part
 
     # What a step computes
 
     def tempered(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
-        """logits [R, M, V] / temperature, at least float32. rows [R] int64: whose logits they are;
-        None: all rows'."""
+        """logits [R, M, V] / temperature, at least float32. rows [R] int64: whose; None: all."""
         scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return scaled / self._column(0, rows, scaled)
 
@@ -178,8 +160,7 @@ def _numbers(item: SamplingSettings, vocab_size: int) -> tuple[float, ...]:
 
 
 class RowNoise(SharedNoise):
-    """`SharedNoise` for rows with settings of their own. For rule `match`, which needs nothing but
-    picks."""
+    """`SharedNoise` for rows with settings of their own; for rule `match`, which only picks."""
 
     def __init__(
         self,
@@ -194,39 +175,31 @@ class RowNoise(SharedNoise):
 
     @property
     def mode(self) -> int:
-        """See `RowSettings.mode`."""
         return self.rows.mode
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """See `heads.api.drafter.Noise.scores`."""
         if self.mode == GREEDY:
             return logits.float().log_softmax(-1)
         ranked = self.rows.tempered(logits.float()).log_softmax(-1)
         if self.drafts is None:
             return ranked
-        return ranked + torch.where(
-            self.rows.sampled(), self.gumbel(positions, token_ids, self.drafts), 0.0
-        )
+        noise = self.gumbel(positions, token_ids, self.drafts)
+        return ranked + torch.where(self.rows.sampled(), noise, 0.0)
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """See `heads.api.drafter.Noise.pick`."""
         if self.drafts is None or self.mode == GREEDY:
             return logits.argmax(-1)
         return self._noisy(logits, positions, self.stream(self.drafts), token_ids)
 
     def target_pick(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """See `SharedNoise.target_pick`."""
         if self.mode == GREEDY:
             return logits.argmax(-1)
         if self.mode == SAMPLED:
             return self._noisy(logits, positions, self.seeds)
-        subset = self.rows.subset.filtered
+        subset = self.rows.filters
         if subset is None:
             filtered = self.rows.filtered(self.rows.tempered(logits))
-            picked: Tensor = NOISE_PICK(filtered, positions, self.seeds, 1.0)
-            if not self.rows.static:
-                return picked
-            return torch.where(self.rows.sampled()[..., 0], picked, logits.argmax(-1))
+            return self._or_best(NOISE_PICK(filtered, positions, self.seeds, 1.0), logits)
         picks = self._noisy(logits, positions, self.seeds)
         part = self.rows.filtered(self.rows.tempered(logits[subset], subset), subset)
         picks[subset] = NOISE_PICK(part, positions[subset], self.seeds[subset], 1.0)
@@ -236,13 +209,17 @@ class RowNoise(SharedNoise):
         self, logits: Tensor, positions: Tensor, seeds: Tensor, token_ids: Tensor | None = None
     ) -> Tensor:
         """Picks [B, M] with noise in the rows that sample, without filters."""
-        subset = self.rows.subset.sampled
+        subset = self.rows.samples
         if subset is None:
-            noisy: Tensor = NOISE_PICK(self.rows.tempered(logits), positions, seeds, 1.0, token_ids)
-            if not self.rows.static:
-                return noisy
-            return torch.where(self.rows.sampled()[..., 0], noisy, logits.argmax(-1))
+            noisy = NOISE_PICK(self.rows.tempered(logits), positions, seeds, 1.0, token_ids)
+            return self._or_best(noisy, logits)
         picks = logits.argmax(-1)
         part = self.rows.tempered(logits[subset], subset)
         picks[subset] = NOISE_PICK(part, positions[subset], seeds[subset], 1.0, token_ids)
         return picks
+
+    def _or_best(self, picks: Tensor, logits: Tensor) -> Tensor:
+        """Picks [B, M] of rows that sample, else the best where who samples may change."""
+        if not self.rows.static:
+            return picks
+        return torch.where(self.rows.sampled()[..., 0], picks, logits.argmax(-1))

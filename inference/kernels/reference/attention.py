@@ -31,8 +31,7 @@ def tree_attention(
     sinks: Tensor | None = None,
     split_size: int = 256,
 ) -> Tensor:
-    """Attention of tree nodes over a slot-addressed cache; returns [B, N, h*G, Dv] in the dtype of
-    `query`.
+    """Attention of tree nodes over a slot-addressed cache -> [B, N, h*G, Dv] as `query`.
 
     query [B, h*G, N, D]; keys [B, h, S, D] and values [B, h, S, Dv] of the same dtype, the nodes'
     own entries already written. lengths [B] int64 committed tokens; words [1|B, N, W] int32
@@ -74,16 +73,13 @@ def tree_attention(
 def visible(
     lengths: Tensor, words: Tensor, depth: Tensor, slots: int, window: int | None
 ) -> Tensor:
-    """Which slots each node sees, [B, N, S] bool; arguments as those of `tree_attention`, `slots`
-    the number of slots.
-    """
+    """Which of S = `slots` each node sees, [B, N, S] bool; see `tree_attention`."""
     nodes = depth.shape[1]
     slot = torch.arange(slots, device=lengths.device)
     node = slot - lengths[:, None]  # [B, S]: which node a slot holds; negative for committed tokens
     known = node.clamp(0, nodes - 1)
-    bits = words.expand(node.shape[0], -1, -1).gather(
-        2, (known // 32)[:, None].expand(-1, nodes, -1)
-    )
+    word = (known // 32)[:, None].expand(-1, nodes, -1)
+    bits = words.expand(node.shape[0], -1, -1).gather(2, word)
     ancestor = (bits >> (known % 32)[:, None].to(torch.int32)) & 1 == 1
     committed = (node < 0)[:, None]
     seen = committed | (ancestor & (node < nodes)[:, None])
@@ -97,8 +93,7 @@ def visible(
 def workspace_bytes(
     rows: int, heads: int, nodes: int, value_dim: int, capacity: int, split_size: int = 256
 ) -> int:
-    """Bytes of float32 scratch that one call of the kernel takes; the layers of a step take
-    turns."""
+    """Bytes of float32 scratch of one call of the kernel; layers take turns."""
     return rows * heads * nodes * -(-capacity // split_size) * (value_dim + 1) * 4
 
 

@@ -1,5 +1,4 @@
-"""What commits a verification, in plain torch: the walk along accepted nodes, and the cache's
-compaction.
+"""What commits a verification, in plain torch: the accepted walk and the cache's compaction.
 
 The walk is `inference.decoding.rules.accept.walk`. Compaction moves the accepted nodes' keys and
 values down to the slots behind the committed tokens, for all layers that share a storage in one
@@ -21,8 +20,7 @@ from inference.kernels.dispatch import Op
 def compact(
     keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor | None = None
 ) -> None:
-    """Move slot lengths+path[:, d] to slot lengths+d, for d = 0..D, in every layer and head, in
-    place.
+    """Move slot lengths+path[:, d] to slot lengths+d, d = 0..D, in every layer and head.
 
     keys [L, B, h, S, C], values [L, B, h, S, E] any dtype; lengths [B] int64, committed tokens
     before the verification; path [B, D+1] int64 node numbers, root first; accepted [B] int64:

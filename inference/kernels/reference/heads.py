@@ -24,9 +24,7 @@ RESIDUAL_BLOCKS = Op(
 
 @contextmanager
 def decoding_kernels(drafter: Any) -> Iterator[None]:
-    """Let a drafter with residual blocks use the kernels' interface for the duration of the block:
-    while it decodes, not while it trains.
-    """
+    """Let a drafter with residual blocks use the kernels' interface within the block."""
     if not hasattr(drafter, "residual_blocks"):
         yield
         return

@@ -1,5 +1,4 @@
-"""The position-keyed noise and the pick with it, in plain torch. `noise_pick.py` holds the Triton
-kernels.
+"""The position-keyed noise and the pick with it in plain torch (Triton: `noise_pick.py`).
 
 The bits are the definition: every implementation produces exactly these. The Gumbel noise made of
 them may differ by rounding, at most 2 units in the last place of max(1, |g|) between the kernel and
@@ -19,8 +18,7 @@ _MASK32 = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijective 32-bit mixer on int32 tensors (two multiply-xorshift rounds); wraps like unsigned
-    arithmetic."""
+    """A bijective 32-bit mixer on int32 (two multiply-xorshift rounds), wrapping as unsigned."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x21F0AAAD
     x = x ^ ((x >> 15) & 0x1FFFF)
@@ -50,8 +48,7 @@ def noise_bits(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise float32 [B, M, V'] from `noise_bits`: g = -log(-log(1 - v)) with v
-    uniform in (0, 1).
+    """Gumbel noise float32 [B, M, V'] from `noise_bits`: -log(-log(1 - v)), v in (0, 1).
 
     Winners are large g, that is small v, where float32 keeps full relative precision; v is capped
     below 1 so that g is finite.
@@ -68,8 +65,7 @@ def noise_pick(
     temperature: float,
     token_ids: Tensor | None = None,
 ) -> Tensor:
-    """The column of the best logits / temperature + g, [B, N] int64; without noise (T = 0 or no
-    seeds) of the best logit.
+    """Columns [B, N] int64 of the best logits / temperature + g; g = 0 if T = 0 or no seeds.
 
     logits [B, N, V] any float dtype, computed in float32 (float64 in float64); positions [B, N]
     int64 of the tokens being picked; seeds [B] int64; token_ids [V] int64: the tokens that the

@@ -41,7 +41,7 @@ def replayed(engine: Engine, step: Callable[[], Tensor]) -> None:
     assert lanes is not None
 
     @torch.no_grad()
-    def replay(state: Any, longest: int, exact: bool = True) -> tuple[Pending, Any]:
+    def replay(state: Any, longest: int, exact: bool, length: object) -> tuple[Pending, Any]:
         return Pending(step()), state
 
     lanes.runner.step = replay  # type: ignore[method-assign]

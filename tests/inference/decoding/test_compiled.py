@@ -43,7 +43,7 @@ def compile_steps(lanes: Lanes) -> CompiledStep:
     runner = lanes.runner
     step = CompiledStep(runner.decoder, lanes.cache, lanes.rows)
 
-    def run(state: Any, longest: int, exact: bool = True) -> tuple[Pending, Any]:
+    def run(state: Any, longest: int, exact: bool, length: object) -> tuple[Pending, Any]:
         return Pending(step(state, longest)), state
 
     runner.step = run  # type: ignore[method-assign]

@@ -20,6 +20,7 @@ from heads.api.drafter import Proposal
 from heads.api.tree import DraftShape, TokenTree
 from heads.nn.drafting.growth import grow
 from heads.nn.drafting.plan import make_plan
+from heads.nn.drafting.state import Rooted
 from inference.decoding.rules.base import Rule, Verdict
 from inference.decoding.rules.weights import Chain
 from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
@@ -63,16 +64,8 @@ class Toy:
             return self.drafter[tokens], carry.expand(-1, tokens.shape[1], -1)
 
         carry = torch.zeros(root.shape[0], 1, 1)
-        return grow(
-            plan,
-            root,
-            root_position,
-            self.drafter[root][:, None],
-            carry,
-            step,
-            noise,
-            self.token_ids,
-        )
+        state, logits = Rooted(root, root_position, plan), self.drafter[root][:, None]
+        return grow(state, logits, carry, step, noise, self.token_ids)
 
     def law(self, settings: SamplingSettings, tokens: int) -> Tensor:
         """Probability of every text of n tokens behind token 0, float64 [V ** n]."""
