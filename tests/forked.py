@@ -4,7 +4,8 @@ A new Python spends four seconds of processor time on these imports. Where a tes
 but not its start, it takes one from here: `start("scripts.cli", "train", ...)` runs a module as
 `python -m` does, with an environment and a working directory of its own, in a process that can be
 waited for, killed and read from. Each worker of pytest has one server, started when the first test
-asks for it; it ends with the worker, and so do its processes.
+asks for it; it ends with the worker, and so do its processes. `start("-c", program, ...)` runs a
+program's text.
 
 What libraries read from the environment when they are imported (`OMP_NUM_THREADS`, `HF_HUB_*`) is
 the worker's: tests that change it start a Python of their own.
@@ -42,22 +43,24 @@ MOST = 1 << 20
 class Process:
     """A forked process, with the part of `subprocess.Popen` that tests use.
 
-    stdout: what it prints, both streams in one unless `stderr` was asked for.
+    stdin, stdout, stderr: pipes; stderr is None where `stdout` has both streams.
     """
 
     def __init__(self, request: dict[str, Any], apart: bool) -> None:
         self.args = [request["module"], *request["arguments"]]
         self.returncode: int | None = None
+        given = os.pipe()
         pipes = [os.pipe() for _ in range(2 if apart else 1)]
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(server())
         writing = [end for _, end in pipes]
         message = json.dumps(request).encode()
-        socket.send_fds(self._connection, [message + b"\n"], [writing[0], writing[-1]])
-        for end in writing:
+        socket.send_fds(self._connection, [message + b"\n"], [given[0], writing[0], writing[-1]])
+        for end in (given[0], *writing):
             os.close(end)
-        self.stdout: IO[str] = open(pipes[0][0], encoding="utf-8")  # noqa: SIM115 - as Popen's
-        self.stderr: IO[str] | None = open(pipes[1][0], encoding="utf-8") if apart else None  # noqa: SIM115
+        self.stdin: IO[str] = os.fdopen(given[1], "w", encoding="utf-8")
+        self.stdout: IO[str] = os.fdopen(pipes[0][0], encoding="utf-8")
+        self.stderr: IO[str] | None = os.fdopen(pipes[1][0], encoding="utf-8") if apart else None
         self._answers = self._connection.makefile("r")
         self.pid = int(self._answers.readline())
 
@@ -89,6 +92,7 @@ class Process:
         def read(index: int, stream: IO[str]) -> None:
             texts[index] = stream.read()
 
+        self.stdin.close()
         streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
         readers = [
             threading.Thread(target=read, args=each, daemon=True) for each in enumerate(streams)
@@ -221,7 +225,7 @@ class Server:
 
     def fork(self, connection: socket.socket) -> bool:
         """Fork the process that a connection asks for; whether this is it."""
-        data, streams, _, _ = socket.recv_fds(connection, MOST, 2)
+        data, streams, _, _ = socket.recv_fds(connection, MOST, 3)
         while not data.endswith(b"\n"):
             data += connection.recv(MOST)
         child = os.fork()
@@ -237,8 +241,7 @@ class Server:
         for each in (connection, self.listener, self.ends, self.ended, *self.asked.values()):
             each.close()
         os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number, stream in enumerate(streams, 1):
+        for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
         request = json.loads(data)
@@ -281,12 +284,15 @@ def main(arguments: Sequence[str]) -> None:
     Server(socket.socket(fileno=int(arguments[0]))).serve()
     status = 0
     try:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        if sys.argv[0] == "-c":
+            exec(sys.argv.pop(1), {"__name__": "__main__"})
+        else:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except SystemExit as leaving:
         if isinstance(leaving.code, str):
             print(leaving.code, file=sys.stderr)
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except BaseException:  # as the interpreter does
+    except BaseException:  # noqa: BLE001 - as the interpreter does
         traceback.print_exc()
         status = 1
     # What an interpreter does at its end, but for taking all modules apart, which copies the memory

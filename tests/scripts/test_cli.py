@@ -13,25 +13,25 @@ import pytest
 
 from scripts.cli import main
 from scripts.config.stages import STAGES
+from tests import forked
 
 
 def headstart(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **environment},
-    )
+    return forked.run("scripts.cli", *arguments, env={**os.environ, **environment})
 
 
 def test_help_answers_within_a_second() -> None:
     taken = []
     for _ in range(3):  # the best of three: the machine may be busy
         start = time.perf_counter()
-        done = headstart("--help")
+        done = subprocess.run(
+            [sys.executable, "-m", "scripts.cli", "--help"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=Path(__file__).parents[2],
+        )
         taken.append(time.perf_counter() - start)
     assert done.returncode == 0
     assert min(taken) < 1.0
