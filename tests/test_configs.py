@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,17 +73,55 @@ def group_options() -> list[tuple[str, str]]:
     ]
 
 
+def covering() -> list[Stage]:
+    """A few stages that read all groups between them, the one with the most first."""
+    left, found = {group for stage in STAGES.values() for group in stage.groups}, []
+    while left:
+        found.append(max(STAGES.values(), key=lambda stage: len(left & set(stage.groups))))
+        left -= set(found[-1].groups)
+    return found
+
+
+def a_few_or_all(stages: list[Stage]) -> list[Any]:
+    """Every stage, those beside `stages` in `make test-all` only: a group is read in the same way
+    by each."""
+    rest = [stage for stage in STAGES.values() if stage not in stages]
+    return [
+        *(pytest.param(stage, id=stage.name) for stage in stages),
+        *(pytest.param(stage, id=stage.name, marks=pytest.mark.slow) for stage in rest),
+    ]
+
+
 @pytest.mark.parametrize(("group", "name"), group_options(), ids="/".join)
-def test_every_option_composes_in_every_stage_that_reads_its_group(group: str, name: str) -> None:
+def test_every_option_composes(group: str, name: str) -> None:
+    """In one of the stages that read its group."""
     stages = [stage for stage in STAGES.values() if group in stage.groups]
     assert stages, f"no stage reads '{group}'"
-    for stage in stages:
-        settings = load_settings(stage, [f"{group}={name}", *NEEDED.get((group, name), [])])
-        assert hasattr(settings, attribute(group))
-        assert settings.choices[group] == name
+    require_option(stages[0], group, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "name"), group_options(), ids="/".join)
+def test_every_option_composes_in_every_stage_that_reads_its_group(group: str, name: str) -> None:
+    for stage in STAGES.values():
+        if group in stage.groups:
+            require_option(stage, group, name)
+
+
+def require_option(stage: Stage, group: str, name: str) -> None:
+    settings = load_settings(stage, [f"{group}={name}", *NEEDED.get((group, name), [])])
+    assert hasattr(settings, attribute(group))
+    assert settings.choices[group] == name
 
 
 @pytest.mark.parametrize("stage", STAGES.values(), ids=lambda stage: stage.name)
+def test_every_stage_composes(stage: Stage) -> None:
+    settings = load_settings(stage, ["experiment=demo"])
+    for group in stage.groups:
+        assert hasattr(settings, attribute(group))
+
+
+@pytest.mark.parametrize("stage", a_few_or_all(covering()))
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_builds_in_every_stage(recipe: str, stage: Stage) -> None:
     settings = load_settings(stage, [f"experiment={recipe}"])
@@ -90,7 +129,7 @@ def test_every_recipe_builds_in_every_stage(recipe: str, stage: Stage) -> None:
         assert hasattr(settings, attribute(group))
 
 
-@pytest.mark.parametrize("stage", STAGES.values(), ids=lambda stage: stage.name)
+@pytest.mark.parametrize("stage", a_few_or_all(covering()))
 @pytest.mark.parametrize("name", options("debug"))
 def test_every_debug_setting_builds_with_the_demo(name: str, stage: Stage) -> None:
     load_settings(stage, ["experiment=demo", f"debug={name}"])

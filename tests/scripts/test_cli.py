@@ -40,12 +40,13 @@ def test_help_answers_within_a_second() -> None:
         assert stage.summary in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in STAGES)])
-def test_help_does_not_import_torch(arguments: list[str]) -> None:
+def test_help_does_not_import_torch() -> None:
     program = (
         "import sys\n"
         "from scripts.cli import main\n"
-        f"assert main({arguments!r}) == 0\n"
+        "assert main(['--help']) == 0\n"
+        f"for name in {list(STAGES)}:\n"
+        "    assert main([name, '--help']) == 0, name\n"
         "heavy = {'torch', 'transformers', 'datasets', 'deepspeed', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
