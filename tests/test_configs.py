@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -73,23 +72,18 @@ def group_options() -> list[tuple[str, str]]:
     ]
 
 
-def covering() -> list[Stage]:
-    """A few stages that read all groups between them, the one with the most first."""
-    left, found = {group for stage in STAGES.values() for group in stage.groups}, []
-    while left:
-        found.append(max(STAGES.values(), key=lambda stage: len(left & set(stage.groups))))
-        left -= set(found[-1].groups)
-    return found
+STAGE = [
+    pytest.param(stage, id=name, marks=[] if name == "loop" else pytest.mark.slow)
+    for name, stage in STAGES.items()
+]
+"""Every stage; those that do not read all that recipes set in `make test-all` only."""
 
 
-def a_few_or_all(stages: list[Stage]) -> list[Any]:
-    """Every stage, those beside `stages` in `make test-all` only: a group is read in the same way
-    by each."""
-    rest = [stage for stage in STAGES.values() if stage not in stages]
-    return [
-        *(pytest.param(stage, id=stage.name) for stage in stages),
-        *(pytest.param(stage, id=stage.name, marks=pytest.mark.slow) for stage in rest),
-    ]
+def test_a_loop_reads_every_group_that_recipes_set() -> None:
+    for folder in RECIPE_GROUPS:
+        for path in (CONF / folder).rglob("*.yaml"):
+            named = set(yaml.safe_load(path.read_text(encoding="utf-8")) or {}) - {"defaults"}
+            assert named <= set(STAGES["loop"].groups), path
 
 
 @pytest.mark.parametrize(("group", "name"), group_options(), ids="/".join)
@@ -121,7 +115,7 @@ def test_every_stage_composes(stage: Stage) -> None:
         assert hasattr(settings, attribute(group))
 
 
-@pytest.mark.parametrize("stage", a_few_or_all(covering()))
+@pytest.mark.parametrize("stage", STAGE)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_builds_in_every_stage(recipe: str, stage: Stage) -> None:
     settings = load_settings(stage, [f"experiment={recipe}"])
@@ -129,7 +123,7 @@ def test_every_recipe_builds_in_every_stage(recipe: str, stage: Stage) -> None:
         assert hasattr(settings, attribute(group))
 
 
-@pytest.mark.parametrize("stage", a_few_or_all(covering()))
+@pytest.mark.parametrize("stage", STAGE)
 @pytest.mark.parametrize("name", options("debug"))
 def test_every_debug_setting_builds_with_the_demo(name: str, stage: Stage) -> None:
     load_settings(stage, ["experiment=demo", f"debug={name}"])

@@ -80,7 +80,7 @@ def test_every_family_is_lossless_for_chains_and_trees_in_a_ragged_batch(
     assert passes < sum(len(tokens) - 1 for tokens in plain.values())  # drafts were accepted
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.5])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafter", [AlwaysRight, AlwaysWrong, SometimesRight, RandomTokens])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("batch_size", [1, 3])

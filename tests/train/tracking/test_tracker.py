@@ -108,7 +108,6 @@ def test_without_tensorboard_the_error_names_the_extra(
         Tracker(config, tmp_path, length=0, settings={})
 
 
-@pytest.mark.slow
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     settings = {"kind": "eagle3", "optim": {"lr": 1e-3}, "hub_token": "hf_abcdef"}
