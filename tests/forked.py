@@ -165,6 +165,7 @@ def server() -> str:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.forked", str(listener.fileno())],
         stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,  # libraries speak when they are imported
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         pass_fds=[listener.fileno()],
