@@ -171,6 +171,7 @@ def test_a_deepspeed_run_continues_after_a_signal(
     same_outcome(whole, tmp_path)
 
 
+@pytest.mark.slow  # three launches under ZeRO-3; quicker: tests/train/engines/test_reshard.py
 def test_two_processes_stop_together_and_continue(micro: Path, tmp_path: Path) -> None:
     """SIGTERM reaches one of them only; each has its own part of the optimiser's state."""
     changes = {

@@ -103,7 +103,7 @@ def test_a_recorded_step_decodes_other_prompts(kind: str, shape: str, temperatur
     engine._lanes = under_way(target, drafter, config, count=2)
     lanes = engine._lanes
     replayed(engine, record(lambda: step_on_device(lanes)))
-    items = requests(5)
+    items = requests(5, new=14)
     found = {c.request.index: c.tokens for c in engine.run(items)}
     assert found == plain_texts(items, temperature=temperature)
 
