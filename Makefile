@@ -1,4 +1,5 @@
-# `make demo`: the whole loop on the embedded target.  `make test`: every test.  `make check`: ruff, mypy, import-linter.
+# `make demo`: the whole loop on the embedded target.  `make test`: the tests, but for the slow ones, which `make test-all`
+# adds.  `make check`: ruff, mypy, import-linter.
 # `make docs`: the documentation site, in outputs/site; fails on a broken link.  `make test-serve`: tests against a real vLLM.
 # All install first, once. Another Python: `make demo PY=python3.12`. An environment that is already there, where nothing
 # must be installed: `make test PYTHON=/path/to/python`.
@@ -25,9 +26,9 @@ endif
 # The browser that report.html is checked in.
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: install demo test check docs help serve-env test-serve test-page
+.PHONY: install demo test test-all check docs help serve-env test-serve test-page
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 install: $(STAMP)
 
@@ -42,6 +43,9 @@ demo: $(NEEDS)
 	$(PYTHON) -m scripts.cli loop experiment=demo
 
 test: $(NEEDS)
+	$(PYTHON) -m pytest -q -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(NEEDS)
 	$(PYTHON) -m pytest -q $(PYTEST_ARGS)
 
 check: $(NEEDS)

@@ -3,12 +3,17 @@ is not constant."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.target.loading import TargetConfig, describe, prepare, switch_attention
 from inference.target.model import TargetModel
 
@@ -173,6 +178,20 @@ def random_target(
     return TargetModel(
         model, tokenizer, describe(model, tokenizer, TargetConfig(path=f"random/{family}"))
     )
+
+
+def plain_texts(
+    requests: Iterable[Request], family: str = "llama", **settings: Any
+) -> dict[int, list[int]]:
+    """What a random target of a family writes without a drafter, request by request: what every
+    lossless way of decoding must write. Each is computed once."""
+    return dict(_plain_texts(tuple(requests), family, tuple(settings.items())))
+
+
+@cache
+def _plain_texts(requests: tuple[Request, ...], family: str, settings: Any) -> Any:
+    engine = Engine(random_target(family), None, DecodeConfig(**dict(settings)))
+    return {done.request.index: done.tokens for done in engine.run(requests)}
 
 
 def save_random_target(folder: Path, tokenizer: Any, family: str = "llama", **changes: Any) -> Path:

@@ -72,17 +72,50 @@ def group_options() -> list[tuple[str, str]]:
     ]
 
 
+STAGE = [
+    pytest.param(stage, id=name, marks=[] if name == "loop" else pytest.mark.slow)
+    for name, stage in STAGES.items()
+]
+"""Every stage; those that do not read all that recipes set in `make test-all` only."""
+
+
+def test_a_loop_reads_every_group_that_recipes_set() -> None:
+    for folder in RECIPE_GROUPS:
+        for path in (CONF / folder).rglob("*.yaml"):
+            named = set(yaml.safe_load(path.read_text(encoding="utf-8")) or {}) - {"defaults"}
+            assert named <= set(STAGES["loop"].groups), path
+
+
 @pytest.mark.parametrize(("group", "name"), group_options(), ids="/".join)
-def test_every_option_composes_in_every_stage_that_reads_its_group(group: str, name: str) -> None:
+def test_every_option_composes(group: str, name: str) -> None:
+    """In one of the stages that read its group."""
     stages = [stage for stage in STAGES.values() if group in stage.groups]
     assert stages, f"no stage reads '{group}'"
-    for stage in stages:
-        settings = load_settings(stage, [f"{group}={name}", *NEEDED.get((group, name), [])])
-        assert hasattr(settings, attribute(group))
-        assert settings.choices[group] == name
+    require_option(stages[0], group, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "name"), group_options(), ids="/".join)
+def test_every_option_composes_in_every_stage_that_reads_its_group(group: str, name: str) -> None:
+    for stage in STAGES.values():
+        if group in stage.groups:
+            require_option(stage, group, name)
+
+
+def require_option(stage: Stage, group: str, name: str) -> None:
+    settings = load_settings(stage, [f"{group}={name}", *NEEDED.get((group, name), [])])
+    assert hasattr(settings, attribute(group))
+    assert settings.choices[group] == name
 
 
 @pytest.mark.parametrize("stage", STAGES.values(), ids=lambda stage: stage.name)
+def test_every_stage_composes(stage: Stage) -> None:
+    settings = load_settings(stage, ["experiment=demo"])
+    for group in stage.groups:
+        assert hasattr(settings, attribute(group))
+
+
+@pytest.mark.parametrize("stage", STAGE)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_builds_in_every_stage(recipe: str, stage: Stage) -> None:
     settings = load_settings(stage, [f"experiment={recipe}"])
@@ -90,7 +123,7 @@ def test_every_recipe_builds_in_every_stage(recipe: str, stage: Stage) -> None:
         assert hasattr(settings, attribute(group))
 
 
-@pytest.mark.parametrize("stage", STAGES.values(), ids=lambda stage: stage.name)
+@pytest.mark.parametrize("stage", STAGE)
 @pytest.mark.parametrize("name", options("debug"))
 def test_every_debug_setting_builds_with_the_demo(name: str, stage: Stage) -> None:
     load_settings(stage, ["experiment=demo", f"debug={name}"])

@@ -77,7 +77,7 @@ def test_every_command_composes(page: str, line: str, monkeypatch: pytest.Monkey
     assert settings.stage.name == stage
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the same commands are composed above; the stages' own tests run them
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page, "test")], ids=lambda page: page.stem
 )

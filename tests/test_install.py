@@ -16,8 +16,15 @@ LOCAL_SETTINGS = ("PIP_", "UV_")
 """Variables that could add an index or a folder of wheels which other machines do not have."""
 
 
-@pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize(
+    ("platform", "python"),
+    [
+        # each platform and each Python once, the other pairs in `make test-all`
+        pytest.param(platform, python, marks=[] if at == by else pytest.mark.slow)
+        for at, platform in enumerate(PLATFORMS)
+        for by, python in enumerate(PYTHONS)
+    ],
+)
 def test_the_install_resolves_from_the_public_index(
     platform: str, python: str, tmp_path: Path
 ) -> None:

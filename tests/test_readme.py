@@ -25,7 +25,7 @@ def blocks(info: str) -> list[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a loop on micro targets: tests/scripts/test_rounds.py
 def test_the_readmes_commands_run(tmp_path: Path, environment: dict[str, str]) -> None:
     scripts = blocks("bash test")
     assert len(scripts) >= 2

@@ -23,6 +23,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from tests import forked
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROMPTS, STEPS, BATCH = 24, 10, 2
 LONGEST = 300.0
@@ -175,10 +177,10 @@ class Ground:
         command: Sequence[str],
         processes: int = 1,
         launch: Sequence[str] = (),
-        wrapper: Sequence[str] = ("-m", "scripts.cli"),
-    ) -> subprocess.Popen[str]:
+        wrapper: Sequence[str] = (),
+    ) -> subprocess.Popen[str] | forked.Process:
         """Start a stage; several processes under torchrun, with further options `launch`. wrapper:
-        what python is told to run."""
+        what python runs in place of a stage's module."""
         launcher = [
             "-m",
             "torch.distributed.run",
@@ -194,8 +196,11 @@ class Ground:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
+        if processes == 1:
+            words = wrapper or ["scripts.cli"]
+            return forked.start(*words, *command, env=environment, cwd=self.folder)
         return subprocess.Popen(
-            [sys.executable, *(launcher if processes > 1 else []), *wrapper, *command],
+            [sys.executable, *launcher, *(wrapper or ["-m", "scripts.cli"]), *command],
             cwd=self.folder,
             env=environment,
             text=True,
@@ -208,7 +213,7 @@ class Ground:
         """Run a stage to its end."""
         return self.end(self.start(command, **options))
 
-    def end(self, process: subprocess.Popen[str]) -> Ended:
+    def end(self, process: subprocess.Popen[str] | forked.Process) -> Ended:
         """Wait for a process; raises `UnsurvivedError` when it hangs."""
         try:
             words, _ = process.communicate(timeout=LONGEST)

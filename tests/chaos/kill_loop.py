@@ -12,12 +12,10 @@ import json
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,12 @@ from scripts.evidence import rounds
 from scripts.evidence.common import read_json
 from scripts.stages.loop.facts import LOOP_FILE
 from scripts.tools.common import REPORTS, command
+from tests import forked
 
 CLOCKED = ("seconds", "gpu_hours", "plain_seconds", "drafted_seconds", "speedup", "speedup_ci95")
 """Keys of loop.json that hold what a clock said."""
 LONGEST_SECONDS = 1200.0
+PLAY = "import sys; from tests.chaos.kill_loop import play; play(sys.argv[1:])"
 FEW = [
     rounds.RECIPE,
     *rounds.own_overrides("distilled"),
@@ -73,32 +73,26 @@ def kill_and_compare(
     }
 
 
-def play(overrides: list[str], folder: str) -> None:
-    """The loop in this process, its output in <folder>/log."""
-    os.chdir(folder)
+def play(overrides: list[str]) -> None:
+    """The loop in this process and its working directory, its output in log."""
     file = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
     sys.exit(cli.main(["loop", *overrides, "run.root=.", "run.name=run"]))
 
 
-def started(overrides: Sequence[str], folder: Path) -> Any:
-    """A process that plays the loop. It is forked from one that has imported everything and run
-    nothing."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__, "train.run", "train.generate.run"])
+def started(overrides: Sequence[str], folder: Path) -> forked.Process:
+    """A process that plays the loop in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    process = context.Process(target=play, args=(list(overrides), str(folder)))
-    process.start()
-    return process
+    return forked.start("-c", PLAY, *overrides, cwd=folder)
 
 
 def finish(overrides: Sequence[str], folder: Path) -> None:
     """Play the loop to its end."""
     process = started(overrides, folder)
-    process.join(LONGEST_SECONDS)
+    status = process.wait(LONGEST_SECONDS)
     log = (folder / "log").read_text(encoding="utf-8", errors="replace")
-    assert process.exitcode == 0, f"the loop ended with status {process.exitcode}:\n{log[-3000:]}"
+    assert status == 0, f"the loop ended with status {status}:\n{log[-3000:]}"
 
 
 def kill(
@@ -111,13 +105,13 @@ def kill(
     reached = len(files(folder) & kept) + more
     process = started(overrides, folder)
     log = folder / "log"
-    while process.is_alive() and len(files(folder) & kept) < reached:
+    while process.poll() is None and len(files(folder) & kept) < reached:
         time.sleep(0.005)
-    process.join(delay)
-    if not process.is_alive():
+    time.sleep(delay)
+    if process.poll() is not None:
         return None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    process.kill()
+    process.wait()
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
     return next((line.strip("[]") for line in reversed(lines) if line.startswith("[")), "start")
 

@@ -307,8 +307,7 @@ def repeated(copies: int) -> list[Request]:
     return [Request(i, prompts[i % 4], seed=i % 4, max_new_tokens=24) for i in range(4 * copies)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(("batch_size", "temperature"), [(1, 0.0), (3, 1.0)])
 def test_repeated_traffic_is_drafted_from_earlier_answers(
     batch_size: int, temperature: float
 ) -> None:

@@ -7,17 +7,13 @@ import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from heads.api.errors import UserError
 from inference import manifest
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests import forked
 
 
 def test_round_trip_with_provenance(tmp_path):
@@ -133,14 +129,7 @@ def test_a_write_that_the_disk_refuses_leaves_nothing(tmp_path):
 
 def started(program, *arguments):
     """A Python program in a process of its own, with pipes to and from it."""
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        cwd=REPOSITORY,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )
+    return forked.start("-c", program, *arguments)
 
 
 def test_listed_files_are_verified(tmp_path):

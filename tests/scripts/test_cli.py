@@ -13,25 +13,25 @@ import pytest
 
 from scripts.cli import main
 from scripts.config.stages import STAGES
+from tests import forked
 
 
 def headstart(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **environment},
-    )
+    return forked.run("scripts.cli", *arguments, env={**os.environ, **environment})
 
 
 def test_help_answers_within_a_second() -> None:
     taken = []
     for _ in range(3):  # the best of three: the machine may be busy
         start = time.perf_counter()
-        done = headstart("--help")
+        done = subprocess.run(
+            [sys.executable, "-m", "scripts.cli", "--help"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=Path(__file__).parents[2],
+        )
         taken.append(time.perf_counter() - start)
     assert done.returncode == 0
     assert min(taken) < 1.0
@@ -40,12 +40,13 @@ def test_help_answers_within_a_second() -> None:
         assert stage.summary in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in STAGES)])
-def test_help_does_not_import_torch(arguments: list[str]) -> None:
+def test_help_does_not_import_torch() -> None:
     program = (
         "import sys\n"
         "from scripts.cli import main\n"
-        f"assert main({arguments!r}) == 0\n"
+        "assert main(['--help']) == 0\n"
+        f"for name in {list(STAGES)}:\n"
+        "    assert main([name, '--help']) == 0, name\n"
         "heavy = {'torch', 'transformers', 'datasets', 'deepspeed', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -7,8 +7,6 @@ import http.client
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +14,8 @@ import pytest
 
 from inference.manifest import file_sha256, read_manifest
 from scripts.cli import main
-from tests.train.launch import REPOSITORY, environment
+from tests import forked
+from tests.train.launch import environment
 from tests.train.micro_run import prepare
 
 
@@ -102,12 +101,7 @@ def test_a_killed_writer_is_continued_and_nothing_is_written_twice(
         "def write(self, shard):\n    time.sleep(0.2)\n    plain(self, shard)\n"
         "Writer.write = write\nfrom scripts.cli import main\nsys.exit(main(sys.argv[1:]))"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", slow, *command(micro, killed)],
-        env=environment(),
-        cwd=REPOSITORY,
-        stdout=subprocess.DEVNULL,
-    )
+    process = forked.start("-c", slow, *command(micro, killed), env=environment())
     end = time.monotonic() + 300
     while len(list((killed / "store").glob("index/*.json"))) < 2:
         assert process.poll() is None
@@ -125,19 +119,11 @@ def test_a_killed_writer_is_continued_and_nothing_is_written_twice(
 
 
 def test_a_server_says_where_it_is_and_ends_when_it_is_told(micro: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "scripts.cli",
-            *command(micro, tmp_path, "features.serve=true", "features.port=0"),
-        ],
+    process = forked.start(
+        "scripts.cli",
+        *command(micro, tmp_path, "features.serve=true", "features.port=0"),
         env=environment(),
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
     )
-    assert process.stdout is not None
     line = process.stdout.readline()
     found = re.search(r"at http://127\.0\.0\.1:(\d+);", line)
     assert found, line

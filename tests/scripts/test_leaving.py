@@ -7,14 +7,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.cli import main
 from scripts.run.signals import leave_in_order
-from tests.train.launch import REPOSITORY, environment
+from tests import forked
+from tests.train.launch import environment
 from tests.train.micro_run import prepare
 
 LINE = "nothing is lost; the same command continues where this one stopped."
@@ -93,15 +93,7 @@ def generate(micro: Path, root: Path, name: str) -> list[str]:
 
 def worker(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run tests/scripts/leaving_worker.py."""
-    return subprocess.run(
-        [sys.executable, "-m", "tests.scripts.leaving_worker", *arguments],
-        env=environment(),
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    return forked.run("tests.scripts.leaving_worker", *arguments, env=environment())
 
 
 @pytest.mark.slow

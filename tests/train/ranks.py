@@ -2,7 +2,7 @@
 tests.train.ranks N module ...`.
 
 What torchrun does for a test that is not about torchrun, without an import of torch in each process
-and one more in the launcher.
+and one more in the launcher. A SIGTERM or SIGUSR1 that it gets is passed on to all of them.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def main() -> int:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
             return 0
         children.append(child)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: [os.kill(child, number) for child in children])
     return first_failure(children)
 
 

@@ -151,8 +151,10 @@ def whole(micro: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],  # below with two
+)
 def test_a_deepspeed_run_continues_after_a_signal(
     micro: Path, whole: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -169,7 +171,7 @@ def test_a_deepspeed_run_continues_after_a_signal(
     same_outcome(whole, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # three launches under ZeRO-3; quicker: tests/train/engines/test_reshard.py
 def test_two_processes_stop_together_and_continue(micro: Path, tmp_path: Path) -> None:
     """SIGTERM reaches one of them only; each has its own part of the optimiser's state."""
     changes = {

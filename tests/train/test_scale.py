@@ -84,9 +84,14 @@ def same_curve(found: Path, expected: Path) -> None:
     ), found.name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "names"), [(1, ["zero3"]), (2, list(RUNS)), (4, ["torch", "zero2", "divided"])]
+    ("processes", "names"),
+    [
+        (2, ["torch", "zero2", "divided"]),
+        pytest.param(1, ["zero3"], marks=pytest.mark.slow),
+        pytest.param(2, list(RUNS), marks=pytest.mark.slow),
+        pytest.param(4, ["torch", "zero2", "divided"], marks=pytest.mark.slow),
+    ],
 )
 def test_every_way_to_run_it_gives_one_curve(
     micro: Path, alone: Path, tmp_path: Path, processes: int, names: list[str]
@@ -96,7 +101,7 @@ def test_every_way_to_run_it_gives_one_curve(
         same_curve(tmp_path / name, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a small drafter's: tests/train/engines/test_reshard.py
 def test_a_training_goes_on_in_another_number_of_processes_under_another_engine(
     micro: Path, alone: Path, tmp_path: Path
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from heads.api.drafter import Proposal
 from heads.api.errors import UserError
@@ -39,7 +38,7 @@ from tests.inference.decoding.rules.toys import CLEAR, Toy, decode, exact_law, p
 from tests.inference.decoding.test_captured import record, replayed
 from tests.inference.decoding.test_lossless import answers, requests
 from tests.inference.steps import NoHost, step_on_device, under_way
-from tests.models import VOCAB, random_target
+from tests.models import VOCAB, plain_texts, random_target
 
 DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
 COSTS = (1.0, 1.1, 1.2, 1.5, 2.0)
@@ -78,7 +77,7 @@ WHOLE = [name for name in RECIPES if learns_from_its_whole_draft(name)]
 def test_every_kind_gives_the_same_text(name: str, mode: str) -> None:
     target = random_target()
     found = run(target, build(name, target), temperature=0.8, batch_size=3, **ADAPTIVE[mode])
-    assert texts(found) == texts(run(target, None, temperature=0.8))
+    assert texts(found) == plain_texts(requests(5), temperature=0.8)
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -90,7 +89,7 @@ def test_every_mode_gives_the_same_text_whenever_the_host_learns_of_it(mode: str
         found = run(
             target, drafter, temperature=temperature, batch_size=2, lag=lag, **ADAPTIVE[mode]
         )
-        assert texts(found) == texts(run(target, None, temperature=temperature))
+        assert texts(found) == plain_texts(requests(5), temperature=temperature)
         live = [record.live for completion in found.values() for record in completion.passes]
         assert min(live) < 4, "nothing was adapted"
 
@@ -325,7 +324,7 @@ def test_costs_are_measured_where_none_are_given() -> None:
     table = token_seconds([1.0, 2.0, 4.0], rows=2)
     assert table.tolist() == [1.0, 1.0, 1.0, 1.5, 2.0, 3.0, 4.0]
     found = run(target, drafter, adaptive="throughput", adaptive_lengths=(0, 2, 4), batch_size=2)
-    assert texts(found) == texts(run(target, None))
+    assert texts(found) == plain_texts(requests(5))
 
 
 # The trained head
@@ -381,7 +380,7 @@ def test_recorded_passes_train_a_head_that_the_engine_uses(tmp_path: Path) -> No
     }
     never = run(target, drafter, **settings)
     assert all(record.nodes == 1 for completion in never.values() for record in completion.passes)
-    assert texts(never) == texts(run(target, None))
+    assert texts(never) == plain_texts(requests(5))
 
 
 def test_what_is_known_of_a_level_does_not_depend_on_its_own_token() -> None:
@@ -414,18 +413,16 @@ def test_a_recorded_step_decodes_other_prompts(mode: str) -> None:
     config = DecodeConfig(temperature=1.0, batch_size=2, **ADAPTIVE[mode])
     engine = Engine(target, drafter, config, capacity=96)
     engine._lanes = under_way(target, drafter, config, count=2)
-    replayed(engine, record(engine._lanes))
+    lanes = engine._lanes
+    replayed(engine, record(lambda: step_on_device(lanes)))
     items = requests(4)
-    plain = {
-        c.request.index: c.tokens
-        for c in Engine(target, None, DecodeConfig(temperature=1.0)).run(items)
-    }
-    assert {c.request.index: c.tokens for c in engine.run(items)} == plain
+    found = {c.request.index: c.tokens for c in engine.run(items)}
+    assert found == plain_texts(items, temperature=1.0)
 
 
 @pytest.mark.parametrize("length", [0, 2])
 def test_a_recorded_shorter_step_decodes_other_prompts(length: int) -> None:
-    """One graph per length is captured on CUDA; here such a step is traced and replayed in its
+    """One graph per length is captured on CUDA; here such a step is recorded and replayed in its
     place."""
     target = random_target()
     drafter = build("distilled", target)
@@ -437,17 +434,12 @@ def test_a_recorded_shorter_step_decodes_other_prompts(length: int) -> None:
         decoder = lanes.runner.decoder
         return decoder.step(lanes.cache, lanes.rows, lanes.state, None, length=length)[0].packed()
 
-    with torch.no_grad():
-        traced = make_fx(step, tracing_mode="real")()
+    recorded = record(step)
     lanes.lengths = None  # the replayed step has the one length
-    replayed(engine, lambda: traced())
+    replayed(engine, recorded)
     items = requests(4)
-    plain = {
-        c.request.index: c.tokens
-        for c in Engine(target, None, DecodeConfig(temperature=1.0)).run(items)
-    }
     found = {c.request.index: c for c in engine.run(items)}
-    assert {index: c.tokens for index, c in found.items()} == plain
+    assert texts(found) == plain_texts(items, temperature=1.0)
     assert {r.nodes for c in found.values() for r in c.passes} == {length + 1}
 
 

@@ -1,7 +1,7 @@
-"""A step recorded once and replayed for other prompts, as a CUDA graph will: here traced on the
-CPU, operation by operation.
+"""A step recorded once and replayed for other prompts, as a CUDA graph will: here on the CPU,
+operation by operation.
 
-The trace freezes everything that Python decided while recording: shapes, branches, numbers that
+The record freezes everything that Python decided while recording: shapes, branches, numbers that
 were read from tensors. Replayed in the same buffers for other prompts and lengths, it gives the
 right tokens only if a step depends on nothing but its buffers.
 """
@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.api.registry import kind_names
-from inference.decoding.buffers import Lanes
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.execution.graphs import Pending
@@ -25,14 +24,57 @@ from tests.inference.decoding.test_lossless import requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.inference.decoding.test_no_sync import ALL_SHAPES
 from tests.inference.steps import step_on_device, under_way
-from tests.models import random_target
+from tests.models import plain_texts, random_target
 
 
-def record(lanes: Lanes) -> Callable[[], Tensor]:
-    """One step as a graph of tensor operations on the lanes' own buffers."""
-    with torch.no_grad():
-        traced = make_fx(lambda: step_on_device(lanes), tracing_mode="real")()
-    return lambda: traced()  # the graph holds the buffers as constants
+class Record(TorchDispatchMode):
+    """The operations that run inside the block, with their arguments, to run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, list[Any], dict[str, Any], list[tuple[Any, Any, int]]]] = []
+        """Operation, its arguments, and which of them are earlier results: (where they are held,
+        index or name, number)."""
+        self.results: list[Any] = []
+        self.numbers: dict[int, int] = {}
+        """Identity of a result -> its place in `results`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [list(item) if isinstance(item, (list, tuple)) else item for item in args]
+        named = dict(kwargs or {})
+        lists = [item for item in given if isinstance(item, list)]
+        reads = [
+            (holder, place, self.numbers[id(item)])
+            for holder in (given, named, *lists)
+            for place, item in (holder.items() if holder is named else enumerate(holder))
+            if id(item) in self.numbers
+        ]
+        result = func(*args, **named)
+        self.calls.append((func, given, named, reads))
+        for item in result if isinstance(result, (list, tuple)) else [result]:
+            self.numbers[id(item)] = len(self.results)
+            self.results.append(item)
+        return result
+
+    @torch.no_grad()
+    def replay(self, wanted: int) -> Tensor:
+        """Run all operations again, on each other's new results and on the same tensors from
+        outside; returns the result of that number."""
+        results: list[Any] = []
+        for func, given, named, reads in self.calls:
+            for holder, place, number in reads:
+                holder[place] = results[number]
+            result = func(*given, **named)
+            results += result if isinstance(result, (list, tuple)) else [result]
+        found: Tensor = results[wanted]
+        return found
+
+
+def record(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """`step` as the tensor operations that it runs now."""
+    with torch.no_grad(), Record() as operations:
+        number = operations.numbers[id(step())]
+    return lambda: operations.replay(number)
 
 
 def replayed(engine: Engine, step: Callable[[], Tensor]) -> None:
@@ -59,17 +101,15 @@ def test_a_recorded_step_decodes_other_prompts(kind: str, shape: str, temperatur
     config = DecodeConfig(temperature=temperature, batch_size=2, **ALL_SHAPES[shape])
     engine = Engine(target, drafter, config, capacity=96)
     engine._lanes = under_way(target, drafter, config, count=2)
-    replayed(engine, record(engine._lanes))
-    items = requests(5)
-    plain = {
-        c.request.index: c.tokens
-        for c in Engine(target, None, DecodeConfig(temperature=temperature)).run(items)
-    }
-    assert {c.request.index: c.tokens for c in engine.run(items)} == plain
+    lanes = engine._lanes
+    replayed(engine, record(lambda: step_on_device(lanes)))
+    items = requests(5, new=14)
+    found = {c.request.index: c.tokens for c in engine.run(items)}
+    assert found == plain_texts(items, temperature=temperature)
 
 
 def test_a_step_that_reads_a_length_on_the_host_is_caught() -> None:
-    """The control: a trace made with the host's bound on the lengths must fail on longer
+    """The control: a record made with the host's bound on the lengths must fail on longer
     prompts."""
     target = random_target()
     config = DecodeConfig(batch_size=2)
@@ -80,9 +120,6 @@ def test_a_step_that_reads_a_length_on_the_host_is_caught() -> None:
     def bounded() -> Tensor:
         return lanes.runner.decoder.step(lanes.cache, lanes.rows, None, longest)[0].packed()
 
-    with torch.no_grad():
-        traced = make_fx(bounded, tracing_mode="real")()
-    replayed(engine, lambda: traced())
+    replayed(engine, record(bounded))
     items = requests(4)
-    plain = {c.request.index: c.tokens for c in Engine(target).run(items)}
-    assert {c.request.index: c.tokens for c in engine.run(items)} != plain
+    assert {c.request.index: c.tokens for c in engine.run(items)} != plain_texts(items)

@@ -25,7 +25,7 @@ def test_a_batch_and_its_refills_draft_what_single_rows_draft(name: str) -> None
     """Passes, not only tokens: a state written into a refilled row must be the state the row would
     have had alone."""
     target = random_target()
-    items = requests(5)
+    items = requests(5, new=12)
     alone = decode(target, drafter_of(name, target), DecodeConfig(depth=3), items)
     batched = decode(target, drafter_of(name, target), DecodeConfig(depth=3, batch_size=2), items)
     assert {i: c.passes for i, c in batched.items()} == {i: c.passes for i, c in alone.items()}

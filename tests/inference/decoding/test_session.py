@@ -17,11 +17,10 @@ from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.sampling.noise import SharedNoise
 from inference.decoding.sampling.row_settings import RowNoise, RowSettings
 from inference.decoding.session import Session
-from inference.target.model import TargetModel
 from tests.heads.recipes import RECIPES
 from tests.inference.decoding.test_lossless import SHAPES, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
-from tests.models import random_target
+from tests.models import plain_texts, random_target
 
 SETTINGS = (
     SamplingSettings(),
@@ -42,16 +41,13 @@ def mixed(count: int = 12) -> list[Request]:
     ]
 
 
-def alone(target: TargetModel, request: Request) -> list[int]:
+def alone(request: Request) -> list[int]:
     """What plain decoding, one request at a time, gives with the request's settings."""
     assert request.sampling is not None
     settings = {
         name: getattr(request.sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")
     }
-    (completion,) = Engine(target, None, DecodeConfig(**settings)).run(
-        [replace(request, sampling=None)]
-    )
-    return completion.tokens
+    return plain_texts([replace(request, sampling=None)], **settings)[request.index]
 
 
 def served(session: Session, items: list[Request], every: int) -> dict[int, list[int]]:
@@ -77,7 +73,7 @@ def test_requests_with_settings_of_their_own_get_their_own_text(
     )  # type: ignore[arg-type]
     with Session(engine, 60) as session:
         found = served(session, items, every)
-    assert found == {item.index: alone(target, item) for item in items}
+    assert found == {item.index: alone(item) for item in items}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -86,7 +82,7 @@ def test_every_kind_decodes_the_rows_in_use_alone(name: str) -> None:
     engine = Engine(target, drafter_of(name, target), DecodeConfig(batch_size=3, depth=2))
     with Session(engine, 60) as session:
         found = served(session, items, 3)
-    assert found == {item.index: alone(target, item) for item in items}
+    assert found == {item.index: alone(item) for item in items}
 
 
 def test_a_session_computes_no_more_rows_than_it_has_requests(
@@ -133,7 +129,7 @@ def test_cancelled_requests_free_their_rows(lag: int) -> None:
     finish = {c.request.index: c.finish for c in done}
     assert {i for i, why in finish.items() if why == "cancelled"} == {0, 5}
     found = {c.request.index: c.tokens for c in done if c.finish != "cancelled"}
-    assert found == {item.index: alone(target, item) for item in items[1:5]}
+    assert found == {item.index: alone(item) for item in items[1:5]}
 
 
 def test_what_a_session_refuses() -> None:

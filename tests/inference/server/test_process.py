@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,17 +15,16 @@ import openai
 import pytest
 
 from inference.verifications import SEQUENCES, read_facts, read_table
+from tests import forked
 from tests.inference.server.running import MODEL
 from tests.inference.tokenizers import save_micro_target
 
 TOKEN = "a-very-secret-token-of-a-test"
 
 
-def start(folder: Path, *overrides: str, **environment: str) -> subprocess.Popen[str]:
+def start(folder: Path, *overrides: str, **environment: str) -> forked.Process:
     target = save_micro_target(folder / "micro")
-    command = [
-        sys.executable,
-        "-m",
+    return forked.start(
         "scripts.cli",
         "serve",
         "target=local",
@@ -39,19 +36,12 @@ def start(folder: Path, *overrides: str, **environment: str) -> subprocess.Popen
         f"run.root={folder / 'out'}",
         "decode.batch_size=2",
         *overrides,
-    ]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
         env={**os.environ, **environment},
     )
 
 
-def address(process: subprocess.Popen[str]) -> tuple[str, list[str]]:
+def address(process: forked.Process) -> tuple[str, list[str]]:
     """Where a started server says it listens, and all lines until then."""
-    assert process.stdout is not None
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -61,7 +51,6 @@ def address(process: subprocess.Popen[str]) -> tuple[str, list[str]]:
     raise AssertionError("".join(lines))
 
 
-@pytest.mark.slow
 def test_a_process_serves_ends_on_a_signal_and_leaves_records(tmp_path: Path) -> None:
     process = start(
         tmp_path, "serve.drafter=ngram", "serve.log_rejections=true", HEADSTART_SERVE_TOKEN=TOKEN
@@ -97,7 +86,6 @@ def test_a_process_serves_ends_on_a_signal_and_leaves_records(tmp_path: Path) ->
     assert read_facts(records)["drafter"]["kind"] == "ngram"
 
 
-@pytest.mark.slow
 def test_what_cannot_be_served_is_said_in_one_line(tmp_path: Path) -> None:
     cases: list[tuple[list[str], str]] = [
         (["serve.host=0.0.0.0"], "can be reached from other machines"),

@@ -4,9 +4,6 @@ drafts, on both ranks."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +13,9 @@ import torch
 from heads.api.errors import UserError
 from inference.target.loading import TargetConfig, load_model
 from inference.target.model import TargetModel
-from inference.target.parallel import join_ranks, require_agreement, require_divisible
-from tests.conftest import REPOSITORY
-from tests.inference.parallel_worker import facts_of, texts_of
+from inference.target.parallel import join_ranks, require_divisible
+from tests import forked
+from tests.inference.parallel_worker import facts_of, require_agreement, texts_of
 from tests.inference.tokenizers import tiny_tokenizer
 from tests.models import random_model, save_random_target
 
@@ -46,23 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found."""
     results = tmp_path_factory.mktemp("results")
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    done = subprocess.run(
-        [*launch, "-m", "tests.inference.parallel_worker", str(models), str(results)],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = forked.run("tests.train.ranks", 2, "tests.inference.parallel_worker", models, results)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "speaking: 0" in done.stdout and "speaking: 1" not in done.stdout
     return [json.loads((results / f"{rank}.json").read_text()) for rank in range(2)]
@@ -79,7 +60,6 @@ def alone(models: Path) -> dict[str, TargetModel]:
 
 
 @split_on_cpu
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_split_and_whole_targets_write_the_same_text(
     family: str, ranks: list[dict[str, Any]], alone: dict[str, TargetModel]
@@ -91,7 +71,6 @@ def test_split_and_whole_targets_write_the_same_text(
 
 
 @split_on_cpu
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_really_split_and_the_ranks_agree_to_the_last_bit(
     family: str, ranks: list[dict[str, Any]], alone: dict[str, TargetModel]
@@ -115,7 +94,6 @@ def test_it_is_really_split_and_the_ranks_agree_to_the_last_bit(
 
 
 @split_on_cpu
-@pytest.mark.slow
 def test_disagreement_is_noticed(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert (

@@ -59,8 +59,14 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "micro"), [(1, 1), (2, 1), (4, 1)])
+@pytest.mark.parametrize(
+    ("processes", "micro"),
+    [
+        (2, 1),
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_processes_times_accumulation_give_the_same_weights_under_every_engine(
     tmp_path: Path, processes: int, micro: int
 ) -> None:

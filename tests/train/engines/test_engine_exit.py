@@ -3,22 +3,31 @@ interpreter ends."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from tests.train import launch
+from tests.train.launch import REPOSITORY, environment
 from train.distributed import join_world
 
 TENSORS = 50_000
 
 
-def test_a_process_that_ends_right_after_a_collective_ends_well(tmp_path: Path) -> None:
+def test_a_process_that_ends_right_after_a_collective_ends_well() -> None:
     """So many tensors keep the worker busy with dropping them when the main thread is at its end;
     without `leave_world` the process aborts every time."""
-    assert "Warning" not in launch.run(1, "tests.train.engines.test_engine_exit", "collective")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.train.engines.test_engine_exit", "collective"],
+        env=environment(),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "Warning" not in done.stdout
 
 
 if __name__ == "__main__":

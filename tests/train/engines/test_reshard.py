@@ -39,8 +39,14 @@ def turned(by: int) -> list[str]:
     return [*ENGINES[by:], *ENGINES[:by]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 2, 4), (4, 2, 1)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 2, 1),
+        pytest.param((1, 2, 4), marks=pytest.mark.slow),
+        pytest.param((4, 2, 1), marks=pytest.mark.slow),
+    ],
+)
 def test_any_number_of_processes_continues_under_any_engine(
     tmp_path: Path, sizes: tuple[int, int, int]
 ) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from heads.api.errors import UserError
-from tests.train.launch import REPOSITORY, environment
+from tests import forked
+from tests.train.launch import environment
 from train.features.store.claims import Claims
 
 NAMES, WRITERS = 400, 4
@@ -35,10 +36,9 @@ def gone() -> int:
     return process.pid
 
 
-def tell(writers: list[subprocess.Popen[str]]) -> None:
+def tell(writers: list[forked.Process]) -> None:
     """Give each process a line to read."""
     for writer in writers:
-        assert writer.stdin is not None
         writer.stdin.write("\n")
         writer.stdin.flush()
 
@@ -50,22 +50,11 @@ def test_of_many_that_find_a_dead_claim_one_takes_it_over(tmp_path: Path, gone: 
         (folder / f"rows-{number:05d}.json").write_text(
             json.dumps({"host": socket.gethostname(), "pid": gone})
         )
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(),
-            cwd=REPOSITORY,
-        )
-        for _ in range(WRITERS)
-    ]
+    writers = [forked.start("-c", WRITER, tmp_path, env=environment()) for _ in range(WRITERS)]
     for writer in writers:
-        assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
     tell(writers)  # to begin
-    won = [writer.stdout.readline() for writer in writers if writer.stdout]
+    won = [writer.stdout.readline() for writer in writers]
     tell(writers)  # to end, now that all have tried
     taken = {
         int(number): writer.pid

@@ -38,7 +38,9 @@ def figures(out: Path) -> list[tuple[float, float]]:
     ]
 
 
-@pytest.mark.parametrize(("trainers", "targets"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("trainers", "targets"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)]
+)
 def test_trainers_fed_by_target_processes_train_as_without_them(
     micro: Path, tmp_path: Path, trainers: int, targets: int
 ) -> None:

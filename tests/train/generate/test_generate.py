@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -21,6 +19,7 @@ from inference.measure.prompts import prompt_seed
 from inference.target.chat import render_prompt
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
+from tests import forked
 from tests.inference.tokenizers import save_micro_target
 from train.data.answers import SHARD_SCHEMA, output_lock
 from train.data.config import DataConfig
@@ -336,10 +335,7 @@ def killed(prompts, target, tmp_path_factory):
         job(out / name, prompts, target, kills, **({} if name == "answering" else whole))
         for name, kills in KILLS.items()
     ]
-    worker = [sys.executable, "-m", "tests.train.generate_worker", json.dumps(jobs)]
-    done = subprocess.run(
-        worker, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = forked.run("tests.train.generate_worker", json.dumps(jobs))
     assert done.returncode == 0, done.stderr
     return dict(zip(KILLS, json.loads(done.stdout), strict=True)), out, done.stderr
 
@@ -370,7 +366,6 @@ def test_a_terminated_run_writes_what_was_finished(killed):
     assert "7 rows of this run are kept" in printed.replace("\n", " ")
 
 
-@pytest.mark.slow
 def test_two_processes_give_the_answers_of_one_even_after_a_kill(
     reference, prompts, target, tmp_path
 ):
@@ -379,18 +374,7 @@ def test_two_processes_give_the_answers_of_one_even_after_a_kill(
 
     def launch(out, kills):
         arguments = json.dumps([job(out, prompts, target, kills)])
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            "2",
-        ]
-        worker = [*launcher, "-m", "tests.train.generate_worker", arguments]
-        return subprocess.run(
-            worker, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-        )
+        return forked.run("tests.train.ranks", 2, "tests.train.generate_worker", arguments)
 
     killed = launch(tmp_path / "out", [["after", 2]])
     assert killed.returncode != 0

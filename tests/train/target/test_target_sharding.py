@@ -58,7 +58,6 @@ def save_family(folder: Path, family: str, donor: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_every_process_sees_what_it_would_see_with_a_whole_target(tmp_path: Path) -> None:
     donor = save_micro_target(tmp_path / "llama")
     folders = [donor, *(save_family(tmp_path / family, family, donor) for family in FAMILIES)]
@@ -77,7 +76,7 @@ def losses(out: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a plain one: tests/train/test_scale.py
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_a_training_on_a_divided_target_has_the_same_curve_and_tau(
     tmp_path: Path, family: str

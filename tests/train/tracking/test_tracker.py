@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
 from heads.api.errors import UserError
+from tests import forked
 from tests.train.launch import environment
 from train.tracking.tracker import (
     ID_FILE,
@@ -108,7 +108,6 @@ def test_without_tensorboard_the_error_names_the_extra(
         Tracker(config, tmp_path, length=0, settings={})
 
 
-@pytest.mark.slow
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     settings = {"kind": "eagle3", "optim": {"lr": 1e-3}, "hub_token": "hf_abcdef"}
@@ -148,10 +147,8 @@ def test_a_run_killed_before_its_first_save_is_the_same_weights_and_biases_run_a
     # wandb's service of this process, where an earlier test has started it, would take the run for
     # one that still goes on
     own = {name: value for name, value in environment().items() if "WANDB_SERVICE" not in name}
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], env=own, capture_output=True, timeout=300
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
+    done = forked.run("-c", KILLED, tmp_path, env=own)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     with Tracker(
         TrackerConfig(), tmp_path, length=0, settings={}
     ) as log:  # no state: from the beginning, in the same run
