@@ -33,9 +33,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from py_compile import PycInvalidationMode
 
-from heads.api.errors import UserError
-from scripts.tools.common import add_options, make_parser
-from scripts.tools.common import run as run_command
 
 PACKAGES = ("heads", "inference", "train", "scripts", "conf", "tests")
 SCOPE = (
@@ -252,7 +249,7 @@ def read_mutants(folder: Path) -> list[Mutant]:
     """The sample."""
     path = folder / "mutants.json"
     if not path.is_file():
-        raise UserError(f"{path} is not there: run `sample` first.")
+        sys.exit(f"{path} is not there: run `sample` first.")
     return [Mutant(**record) for record in json.loads(path.read_text())]
 
 
@@ -542,23 +539,22 @@ def show(given: argparse.Namespace) -> None:
             print(f"    {mutant.statement[:90]} [{mutant.change}: {mutant.text[:60]}]")
 
 
-def main() -> int:
-    """The command line."""
-    parser = make_parser("tests.mutate", __doc__)
-    parser.add_argument("work", choices=("sample", "trace", "run", "show"))
-    parser.add_argument("--trees", type=Path, nargs="+", default=[Path()])
-    add_options(
-        parser,
-        folder=(Path("outputs/mutants"), "where everything is written"),
-        count=200,
-        critical=60,
-        seed=0,
-        seconds=(30.0, "of tests per mutant"),
-        workers=2,
-        pytest=("-n 2 --dist loadfile", "options for trace"),
-    )
-    return run_command(parser, lambda given: globals()[given.work](given))
+def main() -> None:
+    """The command line. It imports nothing of the packages, which the forked tests import anew."""
+    parser = argparse.ArgumentParser("python -m tests.mutate", description=__doc__)
+    add = parser.add_argument
+    add("work", choices=("sample", "trace", "run", "show"))
+    add("--trees", type=Path, nargs="+", default=[Path()], help="checkouts")
+    add("--folder", type=Path, default=Path("outputs/mutants"), help="where everything is written")
+    add("--count", type=int, default=200)
+    add("--critical", type=int, default=60, help="mutants of rules, metrics, parity and resume")
+    add("--seed", type=int, default=0)
+    add("--seconds", type=float, default=30.0, help="of tests per mutant")
+    add("--workers", type=int, default=2)
+    add("--pytest", default="-n 2 --dist loadfile", help="options for trace")
+    given = parser.parse_args()
+    globals()[given.work](given)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
