@@ -22,6 +22,7 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -32,7 +33,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from py_compile import PycInvalidationMode
-
 
 PACKAGES = ("heads", "inference", "train", "scripts", "conf", "tests")
 SCOPE = (
@@ -309,7 +309,7 @@ def trace(given: argparse.Namespace) -> None:
         with (folder / "trace.log").open("w") as log:
             began = time.monotonic()
             subprocess.run(
-                [*words, *given.pytest.split()],
+                [*words, *shlex.split(given.pytest)],
                 cwd=copy,
                 env=variables(copy.resolve(), hits.resolve()),
                 stdout=log,
