@@ -185,8 +185,10 @@ def test_weights_are_aliases_and_cost_nothing() -> None:
     drafter = new_drafter("early_exit", Config(exit_layer=2), target.info, target.weights, 0)
     layer = target.model.model.layers[1]
     products = drafter._blocks[1].attention, drafter._blocks[1].mlp
-    assert products[0].query.weight.data_ptr() == layer.self_attn.q_proj.weight.data_ptr()
-    assert products[1].down.weight.data_ptr() == layer.mlp.down_proj.weight.data_ptr()
+    assert (
+        products[0].query.keywords["weight"].data_ptr() == layer.self_attn.q_proj.weight.data_ptr()
+    )
+    assert products[1].down.keywords["weight"].data_ptr() == layer.mlp.down_proj.weight.data_ptr()
     assert not list(drafter.parameters()) and not list(drafter.buffers())
     assert Engine(target, drafter).memory_bytes()["drafter"] == 0
 

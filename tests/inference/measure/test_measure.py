@@ -23,7 +23,7 @@ from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
-from inference.decoding.rules.names import RULES
+from inference.decoding.rules.names import LOSSLESS, RULES
 from inference.decoding.rules.registry import get_rule
 from inference.measure import run as measure_module
 from inference.measure.config import (
@@ -256,7 +256,7 @@ def test_a_report_names_the_rule_that_ran_and_what_it_promises(
     noise = [item["draft"]["noise"] for item in report["drafters"]]
     own = {"match": "shared", "typical": "none"}.get(rule, "own")
     assert noise == ([own, "none"] if (rule, temperature) == ("match", 1.0) else [own])
-    lossy = temperature > 0 and not ran.lossless
+    lossy = temperature > 0 and rule not in LOSSLESS
     shown = Console(record=True, width=200, file=io.StringIO())
     print_table(read_report(tmp_path), shown)
     text, page = (

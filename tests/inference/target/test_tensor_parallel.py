@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
+from inference.target import parallel
 from inference.target.loading import TargetConfig, load_model
 from inference.target.model import TargetModel
 from inference.target.parallel import join_ranks, require_divisible
@@ -134,13 +135,11 @@ def test_heads_must_divide() -> None:
 def test_families_without_a_plan_are_refused_before_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import inference.target.loading as loading
-    from inference.target.parallel import Ranks
-
     save_random_target(tmp_path / "gpt2", tiny_tokenizer("plain"), "gpt2")
     for file in (tmp_path / "gpt2").glob("*.safetensors"):
         file.unlink()
-    monkeypatch.setattr(loading, "join_ranks", lambda wanted: Ranks(0, 2, torch.device("cpu")))
+    alone = parallel.Ranks(0, 2, torch.device("cpu"))
+    monkeypatch.setattr(parallel, "join_ranks", lambda wanted: alone)
     with pytest.raises(
         UserError, match="a gpt2 target cannot be split: transformers has no tensor-parallel plan"
     ):
