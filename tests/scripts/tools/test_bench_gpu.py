@@ -115,7 +115,9 @@ def test_trajectories_are_recorded_from_measurements(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows: list[dict[str, Any]] = [{"fingerprint": "x"}]
-    rows += [{"arm": "eagle3", "prompt": "a", "passes": [[2, 3, True], [1, 2, True], [0, 1, True]]}]
+    passes = [[2, 3, True], [1, 2, True], [0, 1, True]]
+    record = {"arm": "eagle3", "prompt": "a", "repeat": 0, "tokens": [1], "seconds": {}}
+    rows += [{**record, "passes": passes}]
     folder = tmp_path / "measure"
     folder.mkdir()
     (folder / "records.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")

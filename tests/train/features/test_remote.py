@@ -175,6 +175,7 @@ def test_a_server_that_hangs_or_vanishes_is_worked_around_and_named_when_none_is
             match=rf"no features after 2 attempts \({address}: ConnectionRefusedError.*last saved state",
         ):
             features.batch(loader.step(0)[0])
+        features.close()
         silent = rf"no feature server answers \({hanging}: no answer within 0\.3 s\).*features\.serve=true"
         with pytest.raises(UserError, match=silent):
             remote(target, micro, hanging, timeout_seconds=0.3)
@@ -214,6 +215,7 @@ def test_a_server_of_another_target_or_precision_is_refused(
         server.key = "another"  # restarted with another target meanwhile
         with pytest.raises(UserError, match=r"refuses: this server runs .*not what was asked for"):
             features.batch(loader.step(0)[0])
+        features.close()
     with pytest.raises(UserError, match=r"features\.servers: 'ftp://x' is not an address like"):
         remote(target, micro, "ftp://x")
     with pytest.raises(UserError, match=r"features\.mode=remote needs features\.servers"):

@@ -9,7 +9,6 @@ import logging
 import os
 import threading
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,11 +29,8 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
 
 
-@dataclass(frozen=True)
 class FailureError(Exception):
-    """A request that may go well another time."""
-
-    reason: str
+    """A request that may go well another time, with the reason."""
 
 
 class RemoteClient:
@@ -102,7 +98,8 @@ class RemoteClient:
                 name = url_of(server)
                 failures[name] = str(failure)
                 logger.warning("feature server %s: %s (attempt %d)", name, failure, attempt + 1)
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt)
+            # A power of more than 1,023 is no float.
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(attempt, 16))
             if attempt < self.config.retries and self._stopped.wait(pause):
                 raise CancelledError
         reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
