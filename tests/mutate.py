@@ -46,13 +46,16 @@ CRITICAL = ("/rules/", "metrics.py", "parity.py", "train/state.py", "train/data/
 """A mutant here that survives gets a test; `--critical` is how many of the sample are from here."""
 HEAVY = (
     "torch",
-    "transformers",
+    "transformers.generation.utils",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "datasets",
+    "peft",
+    "hydra",
     "pydantic",
-    "safetensors.torch",
-    "numpy",
+    "rich.progress",
     "pytest",
-    "yaml",
-    "rich",
+    "hypothesis",
 )
 """Imported once, before the processes that run tests are forked."""
 SWAPS: dict[type, type] = {

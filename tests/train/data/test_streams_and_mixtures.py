@@ -16,6 +16,7 @@ from heads.api.errors import UserError
 from train.data.config import DataConfig, SourceConfig
 from train.data.permute import unit_interval
 from train.data.sources import Mixture, Row, Source
+from train.data.streams import DatasetStream
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,20 @@ def test_a_stream_gives_the_rows_of_the_table(tmp_path, form):
     for begin in (0, 20, 40):  # shuffled block by block, so no more than a block is held
         assert sorted(shuffled[begin : begin + 20]) == sorted(table[begin : begin + 20])
     assert texts(Source(SourceConfig(path, streaming=True, limit=9))) == table[:9]
+
+
+def test_a_dataset_of_the_hub_continues_from_any_place():
+    """What `datasets` streams is resumed by its own state, the number of the next row by ours."""
+    rows = datasets.Dataset.from_list(prompts("hub", 20))
+    whole = list(DatasetStream(rows.to_iterable_dataset(num_shards=3)))
+    assert [number for number, _ in whole] == list(range(20))
+    for count in (0, 1, 7, 19):
+        stream = DatasetStream(rows.to_iterable_dataset(num_shards=3))
+        begun = list(islice(stream, count))
+        place = json.loads(json.dumps(stream.at))
+        resumed = DatasetStream(rows.to_iterable_dataset(num_shards=3))
+        resumed.at = place
+        assert begun + list(resumed) == whole
 
 
 @pytest.mark.parametrize("form", [jsonl, parquet])
