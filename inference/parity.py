@@ -185,7 +185,7 @@ def _check_tokens(drafted: list[list[int]], tokens: Documents, noise: _ForcedNoi
             position = noise.last_seen[row] + 1 + place
             if place > 0 and (row, position) not in noise.forced:
                 break
-            if position < len(tokens[row]) and token != tokens[row][position]:
+            if token != tokens[row][position]:
                 raise ParityError(
                     f"parity: document {row}, position {noise.last_seen[row]}: node {place} "
                     f"carries {token}, but the root or the forced choice there is "
