@@ -6,8 +6,9 @@ values.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, cast
+from typing import NotRequired, TypedDict, cast
 
 from inference.manifest import read_manifest
 
@@ -15,12 +16,19 @@ Settings = dict[str, object]
 """The fields of one configuration class."""
 
 
+class TargetFacts(TypedDict):
+    """What identifies a target."""
+
+    revision: str
+    tokenizer_hash: str
+
+
 class RunFacts(TypedDict):
     """What a training is: compared when it continues. data: SHA-256 of the answers' manifest."""
 
     kind: str
     head: Settings
-    target: Settings
+    target: TargetFacts
     engine: Settings
     precision: str
     data: str
@@ -30,17 +38,49 @@ class RunFacts(TypedDict):
     joint: NotRequired[Settings]
 
 
+class DataFacts(TypedDict):
+    """The answers that were trained on."""
+
+    path: str
+    manifest_sha256: str
+
+
+class BestFacts(TypedDict):
+    """The best evaluation; tau is None where it was not measured."""
+
+    step: int
+    tau: float | None
+    tau_ci95: list[float] | None
+
+
+class TrainSettings(TypedDict):
+    """The settings that a manifest repeats."""
+
+    engine: Settings
+    optim: Settings
+    schedule: Settings
+    train: Settings
+
+
+class JointFacts(TypedDict):
+    """Joint training: its settings, the original target, the folder of the new one, and the
+    drift."""
+
+    settings: Settings
+    original: dict[str, object]
+    target: str
+    drift: Mapping[str, object]
+
+
 class TrainOutcome(TypedDict):
     """What a training says in its manifest. Paths are relative to the manifest's folder."""
 
     kind: str
     head: Settings
     target: dict[str, object]
-    data: dict[str, str]
-    """Folder of the answers, SHA-256 of their manifest."""
+    data: DataFacts
     checkpoint: str
-    best: dict[str, Any]
-    """Step, tau and tau_ci95 of the best evaluation; tau is None where it was not measured."""
+    best: BestFacts
     steps: int
     ended_by: str
     tokens: int
@@ -48,9 +88,8 @@ class TrainOutcome(TypedDict):
     processes: int
     history: str
     summary: str
-    settings: dict[str, Settings]
-    joint: NotRequired[dict[str, Any]]
-    """Settings, original target, folder of the new one, drift."""
+    settings: TrainSettings
+    joint: NotRequired[JointFacts]
 
 
 class TrainManifest(TrainOutcome):

@@ -35,7 +35,7 @@ from train.features.base import Features, in_use
 from train.features.make import make_features, require_logits_only
 from train.feedback.check import require_weighed
 from train.loop import Evaluation, Progress, Trainer
-from train.manifest import TrainManifest, TrainOutcome, read_training
+from train.manifest import BestFacts, TrainManifest, TrainOutcome, read_training
 from train.on_policy import OnPolicyFeatures
 from train.optim import learning_rate
 from train.refresh import merge_updates, prepare_start, require_reached, trial_loss
@@ -294,7 +294,7 @@ class Run:
         )
 
     def manifest(self, progress: Progress, reason: str) -> TrainOutcome:
-        best: dict[str, Any] = {"step": progress.step, "tau": None, "tau_ci95": None}
+        best: BestFacts = {"step": progress.step, "tau": None, "tau_ci95": None}
         if progress.tau is not None:
             interval = list(progress.tau_ci95)
             best = {"step": progress.best_step, "tau": progress.tau, "tau_ci95": interval}

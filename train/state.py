@@ -28,7 +28,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -54,6 +54,18 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 FileFacts = tuple[int, str]
 """Size in bytes and SHA-256."""
+
+
+class StateContent(TypedDict):
+    """state.json. step: updates done; record: where the loop stands; run: what is trained."""
+
+    format: int
+    step: int
+    processes: int
+    sharded: bool
+    record: dict[str, object]
+    run: RunFacts
+    files: dict[str, FileFacts]
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,7 @@ class StateStore:
         own, failure = self._write_own(partial, weights, optimizer, engine.sharded)
         outcomes = [json.loads(text) for text in self.world.gather(json.dumps([own, failure]))]
         self._require_written([text for _, text in outcomes], partial)
-        content = {
+        content: StateContent = {
             "format": FORMAT,
             "step": step,
             "processes": self.world.size,
@@ -131,7 +143,7 @@ class StateStore:
         except (OSError, SafetensorError) as error:
             return {}, f"process {rank}: {error}"
 
-    def _complete(self, partial: Path, final: Path, content: dict[str, Any]) -> str:
+    def _complete(self, partial: Path, final: Path, content: StateContent) -> str:
         """Write state.json and give the folder its name; returns what went wrong."""
         if not self.world.is_main:
             return ""

@@ -33,7 +33,7 @@ from train.joint.backbone import Backbone
 from train.joint.objective import JointDrafter, PlainTokens, require_trainable_features, split_state
 from train.joint.target import label, plain, save_changed_target
 from train.loop import Evaluation, Progress
-from train.manifest import TrainOutcome
+from train.manifest import JointFacts, TrainOutcome
 from train.setup import BEST, Run
 from train.tracking.display import Display
 
@@ -129,7 +129,7 @@ class JointRun(Run):
         requests = self.requests or self.make_requests()
         drift = measure_drift(original, changed, requests, self.job.config.eval_batch)
         label(folder, self.original, self.job.kind, self.job.joint, drift)
-        joint = {
+        joint: JointFacts = {
             "settings": plain(self.job.joint),
             "original": self.original.to_dict(),
             "target": TARGET,

@@ -44,27 +44,90 @@ RUNTIME_BYTES = 2 * GIGA
 """What CUDA, NCCL and a fragmented allocator take on each GPU: an assumption."""
 
 
+class PlannedTargetFacts(TypedDict):
+    """The target: parameters, those of its layers that a token uses, bytes of its weights."""
+
+    path: str
+    parameters: int
+    active: int
+    bytes: int
+
+
+class DrafterFacts(TypedDict):
+    """The drafter and how many weights are trained."""
+
+    kind: str
+    trained_weights: int
+
+
+class PlanSettings(TypedDict):
+    """Settings that the plan depends on."""
+
+    processes: int
+    trainers: int
+    engine: dict[str, object]
+    features: str
+    trainer_target: str
+    global_batch: int
+    micro_batch: int
+    sequence_length: int
+
+
+class TensorFacts(TypedDict):
+    """The largest tensor of a step."""
+
+    bytes: int
+    shape: list[int]
+
+
+class DiskBytes(TypedDict):
+    """Bytes on disk; feature_store: by format, where there is a store."""
+
+    states: int
+    best: int
+    feature_store: dict[str, int]
+
+
+class StepFlops(TypedDict):
+    """FLOPs of one micro-batch."""
+
+    target: float
+    drafter: float
+    per: str
+
+
+class TargetPass(TypedDict):
+    """Where the target runs, and one pass of it over all tokens."""
+
+    where: str
+    flops: float
+    device_hours: float
+
+
+class SpeedFacts(TypedDict):
+    """FLOP/s of one process, and where the figure comes from."""
+
+    flops: float
+    source: str
+
+
 class Plan(TypedDict):
-    """The plan of a training, as `make_plan` puts it together. Values by part (`memory_bytes`,
-    `step_seconds`, ...) have a total."""
+    """The plan of a training. Values by part (`memory_bytes`, `step_seconds`, ...) have a total."""
 
     format: int
-    target: dict[str, Any]
-    """Path, parameters, those of its layers that a token uses (`active`), bytes of its weights."""
-    drafter: dict[str, Any]
-    settings: dict[str, Any]
+    target: PlannedTargetFacts
+    drafter: DrafterFacts
+    settings: PlanSettings
     memory_bytes: dict[str, int]
     memory_capacity: float | None
     target_process_bytes: dict[str, int] | None
     fits: bool | None
-    largest_tensor: dict[str, Any]
-    disk_bytes: dict[str, Any]
-    """States, best checkpoint, and `feature_store` by format, where there is a store."""
-    flops: dict[str, Any]
-    target_pass: dict[str, Any]
-    """Where the target runs, and FLOPs and device-hours of one pass over all tokens."""
+    largest_tensor: TensorFacts
+    disk_bytes: DiskBytes
+    flops: StepFlops
+    target_pass: TargetPass
     reading: dict[str, float] | None
-    speed: dict[str, Any]
+    speed: SpeedFacts
     step_seconds: dict[str, float]
     tokens: int
     supervised: float
@@ -228,7 +291,7 @@ def division_of(job: TrainingJob, config: PlanConfig) -> Division:
 
 def target_pass(
     job: TrainingJob, target: PlannedTarget, tokens: int, division: Division, speed: Speed
-) -> dict[str, Any]:
+) -> TargetPass:
     """Where the target runs, and what a pass of it over all tokens takes on such devices."""
     where = {
         "online": "in every process; it is in the time",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -220,18 +220,49 @@ def drop_damaged(folder: Path, plan: layout.StorePlan) -> list[str]:
     return dropped
 
 
+class ShardEntry(TypedDict):
+    """A shard in the manifest: its file, and how many rows and tokens it holds."""
+
+    file: str
+    bytes: int
+    sha256: str
+    rows: int
+    tokens: int
+
+
+class StoreManifest(TypedDict):
+    """The manifest of a complete store. identity: see `Identity`; index: the shards' indices."""
+
+    identity: dict[str, object]
+    rows: int
+    tokens: int
+    hidden: int
+    estimated_bytes: int
+    target: dict[str, object]
+    bytes: int
+    shards: list[ShardEntry]
+    index: list[manifest.FileEntry]
+
+
 def finish_store(
     folder: Path, plan: layout.StorePlan, provenance: Mapping[str, object] | None
-) -> dict[str, Any]:
+) -> StoreManifest:
     """Write the manifest of a store whose shards are all there, once; returns it."""
     with folder_lock(folder):
         if not (folder / MANIFEST_FILE).is_file():
             paths = [index_path(folder, shard) for shard in range(plan.shards)]
-            shards: list[dict[str, Any]] = []
+            shards: list[ShardEntry] = []
             for index in map(ShardIndex.read, paths):
                 tokens = sum(length for _, length in index.rows)
-                counts = {"rows": len(index.rows), "tokens": tokens}
-                shards.append({**index.model_dump(exclude={"rows"}), **counts})
+                shards.append(
+                    {
+                        "file": index.file,
+                        "bytes": index.bytes,
+                        "sha256": index.sha256,
+                        "rows": len(index.rows),
+                        "tokens": tokens,
+                    }
+                )
             known = asdict(plan)
             del known["rows_per_shard"]
             size = sum(entry["bytes"] for entry in shards)
@@ -239,7 +270,7 @@ def finish_store(
             indices = [manifest.file_entry(folder, str(path.relative_to(folder))) for path in paths]
             content = {**known, "bytes": size, "shards": shards, "index": indices}
             manifest.write_manifest(folder, "features", content, provenance)
-    return manifest.read_manifest(folder, "features")
+    return cast(StoreManifest, manifest.read_manifest(folder, "features"))
 
 
 @dataclass(frozen=True)
@@ -267,7 +298,7 @@ def write_features(
     job: StoreJob,
     provenance: Mapping[str, object] | None = None,
     say: Callable[[str], None] = print,
-) -> dict[str, Any]:
+) -> StoreManifest:
     """Write what is missing of the store, wait for other writers, return its manifest. Raises
     `UserError` for drafters that read nothing of the target, for another store in the folder, and
     for a quota or a disk that is too small."""
