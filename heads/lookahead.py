@@ -62,7 +62,7 @@ class Config:
     pool: int = 1024
     """N-grams remembered per row, the oldest going first."""
     from_text: bool = True
-    """Whether n-grams of the text go into the pool too, beside those of trajectories."""
+    """Whether n-grams of the text go into the pool too, besides those of trajectories."""
 
     def __post_init__(self) -> None:
         if self.pool < PROMPT_CHUNK:

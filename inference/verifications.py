@@ -198,7 +198,7 @@ class VerificationLog:
     def _add(self, table: str, row: dict[str, Any]) -> None:
         hidden = dict.fromkeys(SECRET_COLUMNS[table]) if self.redact else {}
         with self._lock:
-            # nobody flushes, or too slowly
+            # not flushed, or too slowly
             late = self.held is not None and len(self._rows[table]) >= self.held
             if self.full or late:
                 self.dropped += 1

@@ -49,7 +49,7 @@ KeepBest = Callable[[dict[str, Tensor]], None]
 
 @dataclass
 class Progress:
-    """What a run remembers beside weights and generators. tau, tau_ci95, best_step: of the best
+    """What a run remembers besides weights and generators. tau, tau_ci95, best_step: of the best
     evaluation (tau None before the first); stale: evaluations since; log_bytes: length of
     log.jsonl; spent: time by part and other costs up to the last saved state (see
     `train.tracking.meter`)."""
@@ -186,7 +186,7 @@ class Trainer:
             return not self.any_process(not arrived)
 
     def any_process(self, said: bool) -> bool:
-        """Whether any process says so. Collective."""
+        """Whether it holds in any process. Collective."""
         return bool(self.world.add(torch.tensor(float(said), device=self.world.device)))
 
     def step(self, index: int, batches: list[PackedBatch], request: StopRequest) -> bool:

@@ -1,4 +1,4 @@
-"""Records of a generation's verifications, written part by part beside the answers.
+"""Records of a generation's verifications, written part by part next to the answers.
 
 Every part file of answers (train/data/answers.py) has its records in files of the same name below
 <out>/records/, written just before it. A kill leaves at most records without a part; they are
@@ -29,7 +29,7 @@ RECORDS = "records"
 
 
 def require_drafts(decode: DecodeConfig, drafter: str | None) -> None:
-    """Raise `UserError` when there is nothing to record: nobody drafts, or not our own decoder."""
+    """Raise `UserError` when there is nothing to record: no drafter, or another decoder."""
     if drafter is None or decode.shape == "none" or backend_of(decode) != "own":
         raise UserError(
             "generate.records.enabled records what a drafter drafts while our own decoder "

@@ -65,7 +65,7 @@ class TrainBatch:
         (row x T + t) in `states`, at `depth` (1 for the token behind the root) of a draft. All
         three broadcast; `values` itself where nothing is weighed.
 
-        What lies outside is clamped and means nothing: nobody supervises it.
+        What lies outside is clamped and means nothing: it is not supervised.
         """
         last, roots = self.tokens.numel() - 1, states - depth + 1
         if self.weights is not None:

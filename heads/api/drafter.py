@@ -125,7 +125,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, state: Any, noise: Noise) -> Proposal:
-        """Fill the tree behind each row's root (the last `next_tokens` that the state was told)."""
+        """Fill the tree behind each row's root (the last of `next_tokens` in the state)."""
         ...
 
     def commit(self, state: Any, accepted: TargetStates) -> Any:
@@ -181,7 +181,7 @@ class TrainableDrafter(nn.Module):
     trains: ClassVar[bool] = True
     """False for kinds that hold weights and train none (cascades, by their parts)."""
     label_weight: ClassVar[str] = ""
-    """The key of `Config` that weighs the tokens of a batch as labels, beside the target's
+    """The key of `Config` that weighs the tokens of a batch as labels, besides the target's
     distribution; empty: none does. Above 0, on-policy training is refused: the tokens may be the
     drafter's own."""
     runs_target_layers: bool = False

@@ -1,4 +1,4 @@
-"""What a drafter needs to be told about the target's inner states.
+"""What a drafter reads of the target's inner states.
 
 Layer convention everywhere: tap `L` is the residual stream after L decoder layers; tap 0 is the
 embedding output. The tap after the last layer is taken before the final norm; `last_hidden` is the
@@ -19,7 +19,7 @@ class FeatureSpec:
     taps: layer numbers in ascending order, 0 = embeddings, n = after all n layers, before the final
     norm. last_hidden: whether the post-final-norm state is read. logits: whether training compares
     with the target's full distribution (computed from `last_hidden` on demand). verified: whether
-    `commit` is also told what the target picked at every verified node, kept or not
+    `commit` also receives what the target picked at every verified node, kept or not
     (`TargetStates.verified`).
     """
 

@@ -34,7 +34,7 @@ class AuditConfig:
     drafters: tuple[str, ...] = ()
     """Drafters of this run or checkpoint folders; empty: all trained ones, else a new head=."""
     kinds: tuple[str, ...] = ("ngram",)
-    """Kinds without weights that are audited beside them."""
+    """Kinds without weights that are audited as well."""
     checks: NonEmpty[str] = CHECKS
     """Which of invariance, processors and distribution to run."""
     precisions: NonEmpty[str] = ("float64", "float32", "bfloat16")

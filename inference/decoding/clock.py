@@ -29,7 +29,7 @@ class StepClock:
         self._last = time.perf_counter()
 
     def start(self) -> None:
-        """Forget the time since the last mark (it belonged to nobody)."""
+        """Forget the time since the last mark (it belongs to no phase)."""
         self._wait()
         self._last = time.perf_counter()
 

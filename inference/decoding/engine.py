@@ -107,7 +107,7 @@ class Engine:
         decode: None takes that of decode.yaml, if `headstart tune` wrote one for this device.
 
         head: a checkpoint folder, a kind without weights ("ngram"), or None for plain decoding.
-        head_device: where the drafter lives if not beside the target; `engine.drafter.transfer`
+        head_device: where the drafter lives if not with the target; `engine.drafter.transfer`
         then counts what crosses. Raises `UserError` when either cannot be loaded or they do not
         belong together.
         """

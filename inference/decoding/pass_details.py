@@ -1,6 +1,6 @@
 """What a verification drafted and how likely it was, for records to learn from.
 
-Computed on the device in fixed shapes, beside what the step commits, and brought over with it.
+Computed on the device in fixed shapes, with what the step commits, and brought over with it.
 Probabilities are those of the models' own distributions (temperature 1, no filters; the target's
 after processors), so that they mean the same for any request.
 

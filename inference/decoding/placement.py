@@ -1,4 +1,4 @@
-"""A drafter on another device than its target: a second GPU, or the CPU beside one.
+"""A drafter on another device than its target: a second GPU, or the CPU.
 
 `PlacedDrafter` stands between the decoding loop and the drafter and is a `Drafter` itself. Going
 over: the target's states (of which only what the drafter reads) and the noise's keys. Coming back:
@@ -132,7 +132,7 @@ class PlacedDrafter:
             self._noise = noise, copy.copy(noise), {}
         _, placed, known = self._noise
         stream = getattr(noise, "drafts", None)
-        if stream is None:  # drafts are ranked without noise: nobody reads its keys
+        if stream is None:  # drafts are ranked without noise: its keys are not read
             return placed
         for name, value in vars(noise).items():
             if isinstance(value, Tensor) and not (name == "roots" and stream is Stream.TARGET):

@@ -3,7 +3,7 @@
 Plain decoding is the same step with a tree of one node. All tensors have fixed shapes, what lives
 from step to step is updated in place, and nothing here asks the device for a value: so a step can
 be captured as a graph and replayed. What the host may know (how far the longest row has come) it
-can be told; then less of the cache is read.
+can be given; then less of the cache is read.
 
 Legend: B rows, N nodes, D the tree's deepest level, S slots.
 """
@@ -198,7 +198,7 @@ class Decoder:
     def _seen(
         self, proposal: Proposal, result: StepResult, path: Tensor, rows: Rows, seen: Seen
     ) -> TargetStates:
-        """What the drafter is told: the accepted run with true states; inactive rows, the root."""
+        """What the drafter receives: the accepted run with true states; inactive rows, the root."""
         place = torch.arange(path.shape[1], device=path.device)
         valid = place < result.committed.clamp(min=1)[:, None]
         tokens, taps, hidden = proposal.tokens, seen.taps, seen.last_hidden

@@ -44,7 +44,8 @@ ALGORITHMS = {
 
 def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Path) -> ExportNotes:
     """Write `out` and return its notes; raises `UserError` before anything is written. With
-    config.overwrite an `out` that an export wrote, and nobody has added files to, is replaced."""
+    config.overwrite an `out` that an export wrote, and to which no files were added, is
+    replaced."""
     layout, written = write_layout(config, checkpoint, target)
     if not config.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
         raise UserError(
@@ -141,7 +142,8 @@ def custom_class(target: str, out: Path, speculative: Json) -> str:
 
 
 def target_overrides(engine: str, speculative: Json) -> Json:
-    """What vLLM is told about the target (--hf-overrides): it looks there for the MTP blocks."""
+    """What vLLM needs to know about the target (--hf-overrides): it looks there for the MTP
+    blocks."""
     mtp = engine == "vllm" and speculative.get("method") == "mtp"
     return {"num_nextn_predict_layers": 1} if mtp else {}
 

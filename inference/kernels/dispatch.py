@@ -1,6 +1,6 @@
 """Which implementation of a kernel runs: Triton's on a GPU, the plain-torch reference elsewhere.
 
-An operation is declared once, beside its meaning, in `inference.kernels.reference`:
+An operation is declared once, with its reference, in `inference.kernels.reference`:
 
     COMPACT = Op("compact", compact, "inference.kernels.commit:compact")
 

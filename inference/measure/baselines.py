@@ -1,4 +1,4 @@
-"""What others reach on the same prompts: transformers' own decoding loops, beside ours.
+"""What others reach on the same prompts: transformers' own decoding loops.
 
 Each is an arm of the same measurement: prompt by prompt it takes its turn with our loop, with the
 same weights, dtype, threads and greedy decoding. Seconds are split where our own are split: up to
@@ -42,7 +42,7 @@ ServingMode = Literal["plain", "ngram", "draft_model"]
 @config("bench.baselines")
 @dataclass(frozen=True)
 class BaselinesConfig:
-    """Which loops of others are measured beside ours; temperature 0 and batch size 1 only."""
+    """Which loops of others are measured as well; temperature 0 and batch size 1 only."""
 
     transformers: tuple[Mode, ...] = ()
     """Of generate, assisted, assisted_constant (always the drafter's depth), prompt_lookup."""

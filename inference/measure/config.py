@@ -47,7 +47,7 @@ class LostConfig:
     """Whether and on how many prompts the missing speed is explained."""
 
     enabled: bool = False
-    """Write the block `lost` into report.json, and transcripts.json beside it."""
+    """Write the block `lost` into report.json, and transcripts.json next to it."""
     prompts_per_domain: PositiveInt = 4
     """Measured prompts of each domain that every drafter decodes once more."""
     temperatures: tuple[NonNegativeFloat, ...] = ()

@@ -1,4 +1,4 @@
-"""The block `baselines` of report.json: others' decoding loops beside ours, on the same prompts and
+"""The block `baselines` of report.json: other decoding loops than ours, on the same prompts and
 with the same weights."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def served_loops(
 
 
 def baseline_block(plain: Loop, loops: Mapping[str, Loop], seed: int) -> dict[str, LoopResult]:
-    """Every loop beside our own without a drafter (`plain`), by name."""
+    """Every other loop, and ours without a drafter (`plain`), by name."""
     known = {(record.prompt, record.repeat): record.tokens for record in plain.records}
     ours, found = end_to_end(plain.records), {}
     for name, loop in loops.items():

@@ -67,7 +67,7 @@ class Trajectory:
 
 
 def _conditions(records: Path, arm: str) -> str:
-    """What the report beside the records, if there is one, says of an arm."""
+    """What the report next to the records, if there is one, says of an arm."""
     if not (records.parent / "report.json").is_file():
         return ""
     report = read_report(records.parent)

@@ -4,7 +4,7 @@ environment.
 It is not interleaved with our arms, because a loaded engine takes memory and threads even when it
 is idle, and reports label it so. Prompts are passed as token ids; answers are token ids, tokens per
 step, and seconds, prefill and decoding apart. `serve` runs the process, `measure_vllm` the modes
-that a measurement has beside its arms; `inference.export.check.live` serves exports with it.
+that a measurement has besides its arms; `inference.export.check.live` serves exports with it.
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ def _loss_tables(block: schema.Losses) -> list[str]:
 
 
 def _baselines_table(loops: Mapping[str, schema.LoopResult]) -> list[str]:
-    """Every loop beside ours without a drafter."""
+    """Every other loop, and ours without a drafter."""
     rows = [
         [
             name if loop.interleaved else f"{name} (not interleaved)",

@@ -431,7 +431,7 @@ class Roofline(Block):
 
 
 class LoopResult(Block):
-    """A decoding loop beside ours without a drafter, which ratios refer to."""
+    """Another decoding loop; ratios refer to ours without a drafter."""
 
     tokens_per_second: float
     tokens_per_second_ci95: Interval
@@ -529,7 +529,7 @@ class TemperatureStates(DraftStates, CalibrationGap, _TemperatureTau):
 
 
 class TreeComparison(Block):
-    """The measured draft beside the best static tree of the same size."""
+    """The measured draft and the best static tree of the same size."""
 
     nodes: Count
     own: float
@@ -640,7 +640,7 @@ class Report(Block):
     costs: Costs | None = None
     roofline: Roofline | None = None
     baselines: dict[str, LoopResult] | None = None
-    """Loops beside ours (`bench.baselines`), by name."""
+    """Other decoding loops (`bench.baselines`), by name."""
     lost: Losses | None = None
     command: str | None = None
     versions: dict[str, str] = {}

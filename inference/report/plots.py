@@ -175,7 +175,7 @@ def speedup(reports: Mapping[str, Report]) -> Figure:
 
 
 def step_time(reports: Mapping[str, Report]) -> Figure:
-    """Stacked bars: milliseconds per verify pass by phase, beside one pass of plain decoding."""
+    """Stacked bars: milliseconds per verify pass by phase, next to one pass of plain decoding."""
 
     def draw(axes: Axes, report: Report) -> None:
         names = [drafter.name for drafter in report.drafters]

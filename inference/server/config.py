@@ -1,5 +1,5 @@
-"""What a server is told: where it listens, what it lets in, how long it waits, what it writes
-down."""
+"""The configuration of a server: where it listens, what it lets in, how long it waits, what it
+writes down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client is told when something does not work, in the shape of OpenAI's API."""
+"""Error responses, in the shape of OpenAI's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing a server's records beside its work: a thread that flushes the log when a shard is full,
+"""Writing a server's records in the background: a thread that flushes the log when a shard is full,
 and every so often."""
 
 from __future__ import annotations

@@ -314,7 +314,7 @@ class Scheduler:
         self._send(0)
 
     def _drain_inbox(self) -> None:
-        """Refuse what still came in, for good: nobody reads the inbox any more."""
+        """Refuse what still came in, for good: the inbox is no longer read."""
         error = ApiError(503, "the engine has failed; the server is going down")
         while True:
             try:

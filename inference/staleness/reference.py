@@ -3,7 +3,7 @@ figures.
 
 `watch.json`, in a drafter's folder or anywhere: which target and drafter, how it was decoded, and
 of every answer the drafted tokens that its first passes accepted. `headstart watch
-watch.learn=true` writes it from fresh prompts; the records of a measurement (records.jsonl beside
+watch.learn=true` writes it from fresh prompts; the records of a measurement (records.jsonl next to
 report.json) give the same. A report.json alone, as a Hub folder has it, says no more than tau and
 its interval, so its evidence is taken as normal (`evidence.Sums`).
 
@@ -39,7 +39,7 @@ WRITTEN: dict[str, Callable[[Any], Any]] = {
     "tokens": int,
     "system": str,
 }
-"""What watch.json holds beside the answers, and the type of each."""
+"""What watch.json holds besides the answers, and the type of each."""
 WATCH_FILE, REPORT_FILE = "watch.json", "report.json"
 LEAST_ANSWERS = 8
 """Fewest answers of a domain that is watched."""
@@ -227,8 +227,8 @@ def require_reference(path: Path) -> None:
 
 
 def from_report(path: Path, weights_sha256: str) -> Reference:
-    """The reference in a measurement's folder: its records, where they lie beside report.json, else
-    the report's figures."""
+    """The reference in a measurement's folder: its records, where they lie next to report.json,
+    else the report's figures."""
     report = read_report(path)
     found = [one for one in report.drafters if one.draft.weights_sha256 == weights_sha256]
     if not found:

@@ -71,22 +71,22 @@ class Storages:
     """All buffers of one cache; tells each layer where its keys and values lie. It knows no layers,
     so that dropping a cache frees its memory at once.
 
-    told: the expected shape of each layer, None where unknown.
+    expected: the shape of each layer, None where unknown.
     """
 
-    def __init__(self, rows: int, capacity: int, told: Sequence[LayerShape | None]) -> None:
-        self.rows, self.capacity, self.told = rows, capacity, list(told)
+    def __init__(self, rows: int, capacity: int, expected: Sequence[LayerShape | None]) -> None:
+        self.rows, self.capacity, self.expected = rows, capacity, list(expected)
         self.all: list[Storage] = []
         self._shared: dict[LayerShape, Storage] = {}
 
     def place(self, number: int, shape: LayerShape) -> tuple[Tensor, Tensor]:
         """Views [B, h, S, C], [B, h, S, E] for layer `number`, whose first keys show `shape`."""
-        if self.told[number] != shape:
+        if self.expected[number] != shape:
             storage, position = self._new(shape, 1), 0
         else:
             if shape not in self._shared:
-                self._shared[shape] = self._new(shape, self.told.count(shape))
-            storage, position = self._shared[shape], self.told[:number].count(shape)
+                self._shared[shape] = self._new(shape, self.expected.count(shape))
+            storage, position = self._shared[shape], self.expected[:number].count(shape)
         return storage.keys[position], storage.values[position]
 
     def _new(self, shape: LayerShape, layers: int) -> Storage:
@@ -180,7 +180,8 @@ class KVCache(Cache):
     """Slot-addressed cache for `rows` sequences of at most `capacity` slots (tree nodes included).
 
     shapes: what `shapes()` of an earlier cache of the same model gave, or None if there was none;
-    see the module. A layer whose first keys differ from what was told gets a storage of its own.
+    see the module. A layer whose first keys differ from the expected shape gets a storage of its
+    own.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ HEADROOM = 0.95
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a batch of `rows` x `slots` will take beside the weights."""
+    """Bytes that a batch of `rows` x `slots` will take in addition to the weights."""
 
     rows: int
     slots: int

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 PINNED = "pinned"
-"""The rope type that transformers' forward passes are told: it is none that they would update."""
+"""The rope type given to transformers' forward passes: it is none that they would update."""
 
 
 def pin_frequencies(model: nn.Module, long_context: bool) -> None:

@@ -1,10 +1,11 @@
 """A server with continuous batching, played through with known costs: who waits, who is decoded
 with whom, when answers end.
 
-It does what `inference.decoding.session` does: as soon as a row is free and somebody waits, prompts
-are read into all free rows at once; otherwise a step advances every row in use by one verification.
-How many tokens a verification commits is drawn beforehand, so a request is a number of passes, and
-the simulator can leap over all the steps in which nobody comes, goes or is let in.
+It does what `inference.decoding.session` does: as soon as a row is free and a request waits,
+prompts are read into all free rows at once; otherwise a step advances every row in use by one
+verification. How many tokens a verification commits is drawn beforehand, so a request is a number
+of passes, and the simulator can leap over all the steps in which no request arrives, ends or is
+admitted.
 
 Legend: b rows in use, L cached tokens of the longest row.
 """

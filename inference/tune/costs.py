@@ -2,7 +2,7 @@
 them.
 
 A curve's point is one call on its own (`inference.decoding.costs`). Decoding puts the calls
-together, and does more beside them: picks, acceptance, what the host does between steps. So every
+together, and does more than that: picks, acceptance, what the host does between steps. So every
 family of drafts is run for a short while at every batch size: the ratio of each phase's seconds to
 the curves' corrects the curves, and what is none of the three phases is a step's fixed time.
 
@@ -27,7 +27,7 @@ MEASURED = ("draft", "verify", "commit")
 class Calibration:
     """How decoding differed from the curves, for one family of drafts at one batch size.
 
-    ratios: phase -> seconds in decoding / seconds on the curve; other: seconds per step beside
+    ratios: phase -> seconds in decoding / seconds on the curve; other: seconds per step besides
     those phases.
     """
 

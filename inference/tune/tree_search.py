@@ -10,8 +10,8 @@ tree that keeps the most tokens is the one that takes the likeliest nodes first.
     found = search_tree(statistics.accuracy(), nodes=26)
     DecodeConfig(shape="tree", choices=found.choices)
 
-Legend: D deepest level, R ranks that are told apart, N nodes, M positions asked about at once, V'
-draft vocabulary.
+Legend: D deepest level, R ranks that are distinguished, N nodes, M positions asked about at once,
+V' draft vocabulary.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def measure_ranks(
 
 
 class _Recorder:
-    """A drafter that drafts what the one inside it drafts, and books what became of it. One row at
-    a time."""
+    """A drafter that drafts what the one inside it drafts, and records what was accepted. One row
+    at a time."""
 
     def __init__(self, inner: Any, statistics: RankStatistics, ranks: int) -> None:
         self.inner, self.kind, self.needs = inner, inner.kind, inner.needs

@@ -4,7 +4,7 @@ report.
 The target is taught to write C++ headers, in all weights or through LoRA. Nothing of what it knew
 is repeated in the training, as in many fine-tunings; so its answers to the old questions change as
 well. The prompts are held-out questions that neither target nor drafters have seen, and the new
-domain beside the old ones.
+domain besides the old ones.
 """
 
 from __future__ import annotations

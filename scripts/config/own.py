@@ -65,7 +65,7 @@ class MeasureConfig:
     """Names of drafters of this run, or checkpoint folders; empty: all that the run has trained, of
     a sweep's row the best."""
     kinds: tuple[str, ...] = ("ngram",)
-    """Drafters without training that are measured beside them: recipes of conf/head/, or names of
+    """Drafters without training that are measured as well: recipes of conf/head/, or names of
     `heads`."""
     heads: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What such a name means where it is not a recipe as it stands: name -> recipe (or kind) and
@@ -78,7 +78,7 @@ class MeasureConfig:
     Such as {ngram: {depth: 8}}."""
     records: RecordsConfig = field(default_factory=RecordsConfig)
     """Write down in <measurement>/records/<drafter>/ what is drafted and where it fails, in a
-    decoding beside the clock."""
+    decoding besides the clock."""
 
     def __post_init__(self) -> None:
         require_folder_name("measure.name", self.name)
@@ -215,7 +215,7 @@ class LoopConfig:
     """Drafters to compare, by name: each is trained at several learning rates and measured once, at
     its best one."""
     measures: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Measurements beside the main one: folder name -> overrides, for instance
+    """Measurements besides the main one: folder name -> overrides, for instance
     {sampled: [decode.temperature=1]}."""
     launch: str = ""
     """Command put before `headstart` for generate and train, for instance

@@ -106,7 +106,7 @@ class Settings:
         overrides: Sequence[Override] = (),
     ) -> None:
         """Build every group that the stage reads from plain values; raises `UserError`. choices:
-        option group -> chosen option. overrides: what was given beside the YAML files."""
+        option group -> chosen option. overrides: what was given besides the YAML files."""
         self.stage = stage
         self.choices = dict(choices)
         self.resolved = dict(values)

@@ -93,7 +93,7 @@ STAGES: dict[str, Stage] = {
             "measure",
             "decode held-out prompts with every drafter and without; writes report.json",
             join(MEASURE),
-            alone=True,  # others beside it would disturb the clock
+            alone=True,  # other processes would disturb the clock
         ),
         Stage(
             "audit",
@@ -169,7 +169,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "import",
-            "make a checkpoint of a drafter that somebody else trained",
+            "make a checkpoint of a drafter of another trainer",
             join("run target import"),
             code="publish.import_drafter",
             alone=True,

@@ -54,7 +54,7 @@ OPEN_STEPS, OPEN_ANSWERS = 122, 1440
 FEW_PROMPTS = 96
 DECODE = DecodeConfig(temperature=0.0, shape="chain", depth=4, batch_size=16, max_new_tokens=96)
 ROUND_KEYS = "round generated branches variations generation trials switches gain rises".split()
-"""The facts of a round. Without speeds: rounds run beside other work, on a machine that pauses."""
+"""The facts of a round. Without speeds: rounds run on a machine with other load."""
 
 
 def own_overrides(kind: str) -> list[str]:

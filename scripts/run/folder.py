@@ -149,7 +149,7 @@ def holds_results(path: Path) -> bool:
 
 
 def require_free(path: Path, stage: str) -> None:
-    """Raise `UserError` for a folder that another stage, or somebody else, has written to."""
+    """Raise `UserError` for a folder that another stage or program has written to."""
     found = stage_of(path)
     if found and found != stage:
         raise UserError(

@@ -31,7 +31,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 @contextmanager
 def leave_in_order() -> Iterator[None]:
-    """Within, SIGTERM and SIGUSR1 raise `SystemExit` with status 0 after a line that says so,
+    """Within, SIGTERM and SIGUSR1 raise `SystemExit` with status 0 after a line about it,
     unless a handler was put over ours.
 
     Whoever leaves with status 0, for a signal here or in a loop, is not disturbed by another one on

@@ -25,7 +25,7 @@ def run(settings: Settings) -> None:
     named = config.answers or (str(settings.run.directory / "generate"),)
     answers = [] if config.sequences else [Path(name) for name in named]
     records = [Path(name) for name in config.records] or [folder / RECORDS for folder in answers]
-    for one in records:  # to `build` they may be missing; here somebody asked for them
+    for one in records:  # to `build` they may be missing; here they were asked for
         if not (one / FACTS_FILE).is_file():
             raise UserError(
                 f"'{one}' holds no records: there is no {FACTS_FILE}. Generate with "

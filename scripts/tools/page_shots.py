@@ -4,7 +4,7 @@
 
 It needs `pip install playwright` and a Chromium: Debian's package `chromium`, or any other that
 `--chromium` or HEADSTART_CHROMIUM names. What is checked, 400 and 1600 pixels wide, light and dark:
-no message on the console, no error, no request beside the page itself, nothing wider than the
+no message on the console, no error, no request except for the page itself, nothing wider than the
 window, under 3 MB, every stop of the Tab key visible and named, and arrow keys that walk through an
 answer's tokens.
 """

@@ -20,6 +20,7 @@ from heads.api.errors import UserError
 from heads.api.features import default_taps
 from heads.api.tree import TokenTree
 from heads.nn import attention, init, vocab
+from heads.nn.block.model import default_start
 from heads.nn.blocks import LayerShape, RMSNorm
 from heads.nn.drafting.plan import TreePlan
 from heads.nn.rope import Rope, look_up, rotate
@@ -174,6 +175,22 @@ def test_draft_vocabulary_is_the_most_frequent_in_ascending_order() -> None:
 )
 def test_default_taps_exist_in_every_target(layers: int, taps: tuple[int, ...]) -> None:
     assert default_taps(layers) == taps
+
+
+@pytest.mark.parametrize(
+    ("count", "layers", "chosen"),
+    [
+        (1, 8, (0,)),
+        (2, 8, (0, 7)),
+        (3, 9, (0, 4, 8)),
+        (5, 36, (0, 9, 18, 26, 35)),
+        (3, 1, (0,) * 3),
+    ],
+)
+def test_copied_layers_are_spread_over_the_target(
+    count: int, layers: int, chosen: tuple[int, ...]
+) -> None:
+    assert default_start(count, layers) == chosen
 
 
 def test_initial_values_do_not_depend_on_dtype() -> None:

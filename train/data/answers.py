@@ -214,8 +214,8 @@ def clear_output(out: Path) -> None:
 @contextmanager
 def output_lock(out: Path, exclusive: bool) -> Iterator[None]:
     """Hold the folder's lock while generating; a process's end releases it. exclusive: the main
-    process first finds that nobody else (an orphan of a killed run, say) writes here, and shares
-    the lock then. Raises `UserError` when another run holds it."""
+    process first finds that no other process (an orphan of a killed run, say) writes here, and
+    shares the lock then. Raises `UserError` when another run holds it."""
     import fcntl
 
     out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Packs documents of token ids into rows of one length, best fit first, so that little is padding.
 
-Documents stay flat on disk beside their answers (`packed_file.py`), or in memory when they come
+Documents stay flat on disk next to their answers (`packed_file.py`), or in memory when they come
 from there; a row is put together when it is asked for. Everything is deterministic: the same shards
 and sequence length give the same rows.
 
@@ -98,7 +98,7 @@ class PackedData:
     def from_manifest(
         cls, directory: Path, info: TargetInfo, sequence_length: int, watch: Watch = ignore
     ) -> PackedData:
-        """Pack the answers in `directory`; rows are kept beside them in `packed/` (or in a
+        """Pack the answers in `directory`; rows are kept next to them in `packed/` (or in a
         temporary folder). Raises `UserError` when the stage is unfinished, a shard was changed, the
         vocabulary is not that of `info`, or nothing is supervised."""
         _check_length(sequence_length)

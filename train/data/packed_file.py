@@ -1,4 +1,4 @@
-"""Packed rows on disk: one flat file of tokens in row order, and small indexes beside it.
+"""Packed rows on disk: one flat file of tokens in row order, and small indexes.
 
     tokens.bin      int32 per token, row after row; a supervised token t is stored as ~t
     lengths.bin     int32 per document, in the same order

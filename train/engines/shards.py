@@ -1,4 +1,4 @@
-"""AdamW's state by weight, whoever holds it: how it lies on disk, and how any number of processes
+"""AdamW's state by weight, in any division: how it lies on disk, and how any number of processes
 reads it again.
 
 ZeRO divides AdamW's state into flat pieces that depend on the stage and on the number of processes.
@@ -29,7 +29,7 @@ from torch import Tensor
 from heads.api.errors import UserError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state per element; beside it there is `step`, one number per weight."""
+"""AdamW's state per element; `step` is one number per weight."""
 
 
 @dataclass(frozen=True)

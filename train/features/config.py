@@ -32,7 +32,7 @@ class FeaturesConfig:
     a head asks for their weights; nothing is decoded then (train.eval_every=0, train.parity=false).
     """
     path: str = ""
-    """store: the store's folder; empty: features/<format> beside the folder of the answers."""
+    """store: the store's folder; empty: features/<format> next to the folder of the answers."""
     format: str = "bf16"
     """store, remote, group: how states are stored or sent: bf16, fp32, fp8, int8 or int4
     (docs/features.md)."""
@@ -83,8 +83,8 @@ class FeaturesConfig:
             )
 
     def form(self, info: TargetInfo) -> Form:
-        """How states are stored or sent; raises `UserError` when so many logits cannot be told from
-        a hidden state."""
+        """How states are stored or sent; raises `UserError` when so many logits cannot be
+        distinguished from a hidden state."""
         top = self.top_logits
         if top and (top >= info.vocab_size or 2 * top + 1 == info.hidden_size):
             raise UserError(

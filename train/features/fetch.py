@@ -27,7 +27,7 @@ from train.features.store.layout import row_digests
 
 CLOSE_SECONDS = 2.0
 SLICE_SECONDS = 0.2
-"""How long is waited before somebody is asked whether to go on."""
+"""Seconds of waiting between two checks whether to go on."""
 
 
 class Coming(Protocol):

@@ -1,7 +1,7 @@
 """The target's layers with low-rank updates (LoRA): trained, switched off, or merged to measure.
 
 Merging replaces the weights' memory and puts the former memory back, so that a training goes on bit
-for bit; whoever reads the target's named tensors in between sees the merged ones. Weights are [out,
+for bit; readers of the target's named tensors in between see the merged ones. Weights are [out,
 in] as `nn.Linear` holds them.
 """
 

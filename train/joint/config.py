@@ -27,9 +27,9 @@ class JointConfig:
     """Last parts of the names of the linear layers to update, as q_proj; empty: all of the decoder
     layers'."""
     heads_weight: PositiveFloat = 0.2
-    """Weight of the drafter's loss in the target's gradient, beside a weight of 1 for staying close
-    to the original (lambda_0 of Medusa-2; above 0). The drafter's own gradient does not depend on
-    it."""
+    """Weight of the drafter's loss in the target's gradient, relative to a weight of 1 for staying
+    close to the original (lambda_0 of Medusa-2; above 0). The drafter's own gradient does not
+    depend on it."""
     heads_first: Annotated[float, Ge(0), Lt(1)] = 0.3
     """Share of the steps, at the start, in which only the drafter is trained (0 to below 1)."""
     ramp: UnitInterval = 0.2

@@ -32,7 +32,7 @@ from train.planning.target import PlannedTarget
 @dataclass(frozen=True)
 class DryStep:
     """Of one micro-batch: FLOPs of the drafter's passes and of the target's logits, bytes at the
-    peak beside weights and their gradients, and the largest tensor.
+    peak without weights and their gradients, and the largest tensor.
     """
 
     flops: int

@@ -6,7 +6,7 @@ weights read from their file when it asks for them. Only safetensors files are r
 tensor, and only those files of a Hub repository are fetched that hold what is asked for.
 
 What would run the target is refused beforehand (`refuse_parts`); its self-check at loading is left
-to whoever makes the features.
+to the process that makes the features.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Clock:
         return cls(DeviceTimeline() if device.type == "cuda" else HostTimeline())
 
     def restart(self) -> None:
-        """Begin again, in the part that is open: what came before belongs to nobody."""
+        """Begin again, in the part that is open: what came before belongs to no part."""
         self._open.clear()
         self._last = self.timeline.mark()
 
@@ -146,7 +146,7 @@ class _TimedWork:
 
 @contextmanager
 def timing_collectives(clock: Clock) -> Iterator[None]:
-    """Count time in torch.distributed's collectives as communication, whoever calls them. Put it
+    """Count time in torch.distributed's collectives as communication, from any caller. Put it
     around making the engine as well: DeepSpeed keeps some of these functions when it starts."""
 
     owner = threading.get_ident()
@@ -154,8 +154,8 @@ def timing_collectives(clock: Clock) -> Iterator[None]:
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            # Threads that fetch ahead run beside the training. Those of the backward pass run in
-            # its place.
+            # Threads that fetch ahead run in parallel to the training. Those of the backward pass
+            # run in its place.
             if threading.get_ident() != owner and torch._C._current_graph_task_id() == -1:
                 return function(*args, **kwargs)
             with clock.part("communication"):

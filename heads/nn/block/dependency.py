@@ -86,7 +86,7 @@ class Dependency:
         return None
 
     def hint(self, tokens: Tensor) -> Tensor | None:
-        """What the confidence head is told of the parents [...] beside h_k: [..., r], or None."""
+        """What the confidence head reads of the parents [...] besides h_k: [..., r], or None."""
         return None
 
     def unroll(self, tokens: Tensor, states: Tensor, embed: Embed) -> Tensor:

@@ -34,7 +34,7 @@ from heads.nn.drafting.plan import TreePlan
 class Drafted:
     """A chain behind the root. tokens [B, C+1] int64, the root first; live [B] int64: how many
     drafted ones count (at least 1); logits [B, C, V]: row d is what the token at depth d+1 was
-    drawn from; None when nobody asked for them."""
+    drawn from; None when they are not needed."""
 
     tokens: Tensor
     live: Tensor
@@ -42,7 +42,7 @@ class Drafted:
 
 
 class Quiet:
-    """The same noise for the lower level, of whose logits nobody will ask."""
+    """The same noise for the lower level, whose logits are not needed."""
 
     keeps_logits = False
 
@@ -67,7 +67,7 @@ def draft_chain(
     the upper with a tree C deep.
     """
     logits = upper.root_logits(upper_state)[:, None]  # [B, 1, V]
-    # [B, 1]: the upper's choice that nobody has read yet
+    # [B, 1]: the upper's choice that has not been read yet
     known = noise.pick(logits, root_position[:, None] + 1)
     tokens, live = torch.cat([root[:, None], known], 1), torch.ones_like(root)
     if rounds == 0:

@@ -79,8 +79,8 @@ class Chain:
         values: list[Tensor] = []
         emitted = []
         for step in range(steps):
-            # The last rows have no token this far ahead; whatever they read is supervised by nobody
-            # and seen by nobody.
+            # The last rows have no token this far ahead; whatever they read is neither
+            # supervised nor attended to.
             tokens = batch.tokens.roll(-(step + 1), 1)
             rotation = self.rope.at(batch.positions + step, feature.dtype)
             seen = tuple(keys), tuple(values), mask

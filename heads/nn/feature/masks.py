@@ -22,8 +22,8 @@ from heads.api.batch import TrainBatch
 
 @dataclass(frozen=True)
 class Masks:
-    """Mask tokens beside the sequences. place [B, E] int64: the last true token they see; step [B,
-    E] int64: 1 for the first mask behind it; valid [B, E] bool: False for fillers."""
+    """Mask tokens in addition to the sequences. place [B, E] int64: the last true token they see;
+    step [B, E] int64: 1 for the first mask behind it; valid [B, E] bool: False for fillers."""
 
     place: Tensor
     step: Tensor

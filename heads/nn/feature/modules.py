@@ -57,8 +57,8 @@ class ModuleChain:
         assert batch.last_hidden is not None, "mtp needs the target's last hidden state"
         mask = packed_mask(batch.segments)
         state = batch.last_hidden.to(self.modules[0].attention.o_proj.weight.dtype)
-        # The last column of a document reads the next one's first token: supervised by nobody and
-        # seen by nobody.
+        # The last column of a document reads the next one's first token: neither supervised
+        # nor attended to.
         embedded = self.owner.embed(batch.tokens.roll(-1, 1), state.dtype)
         rotation = self.rope.at(batch.positions, state.dtype)
         is_first = (batch.positions == 0)[..., None]

@@ -22,7 +22,7 @@ _SPREAD = 0x9E3779B1  # odd: multiples of it fall all over the text
 class History:
     """tokens [B, S] int64: prompt and answer, the root last; length [B] int64: how many.
 
-    Slots behind the length hold leftovers that nobody may read.
+    Slots behind the length hold leftovers and must not be read.
     """
 
     tokens: Tensor

@@ -32,7 +32,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 INDEX_FILE = "model.safetensors.index.json"
 NETWORK = tuple(item.name for item in fields(NetworkConfig))
 SIZES = tuple(name for name in NETWORK if name not in ("from_model", "any_tokenizer"))
-"""What a folder decides and must not be given beside it."""
+"""Fields that a folder decides and that must not be given with it."""
 
 C = TypeVar("C", bound=NetworkConfig)
 

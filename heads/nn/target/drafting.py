@@ -118,7 +118,7 @@ class SelfDrafter(TrainableDrafter):
         outputs = []
         for step in range(1, steps + 1):
             # The last rows have no token this far ahead; whatever they read is supervised by
-            # nobody.
+            # no position.
             states = self.target.embed(batch.tokens.roll(-step, 1))
             rotation, place = self._rope.at(batch.positions + step, table_dtype), 0
             for block in self._blocks:

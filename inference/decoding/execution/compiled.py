@@ -41,7 +41,7 @@ SMALLEST_BOUND = 256
 OPTIONS: dict[str, Any] = {
     "freezing": True,  # weights are constants
     "cpp_wrapper": True,  # the calls between kernels are C++ too
-    "max_autotune": True,  # with its own matrix products beside the libraries', see `_prefer_own`
+    "max_autotune": True,  # with its own matrix products besides the libraries', see `_prefer_own`
     "max_autotune_gemm_backends": "CPP,ATEN",
     "cpp.enable_concat_linear": True,  # layers that read the same input are one product
 }

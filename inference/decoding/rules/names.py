@@ -1,4 +1,4 @@
-"""The rules' names and promises about the text, free of torch for whoever prints a report."""
+"""The rules' names and promises about the text, free of torch, for code that prints reports."""
 
 from __future__ import annotations
 

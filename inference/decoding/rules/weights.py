@@ -1,7 +1,7 @@
 """What rules that accept by probability share: distributions, draws, weighed chains.
 
 With p the target's distribution at a node (temperature and filters applied) and q the one its
-children were drawn from. Drafts whose q nobody kept are certain: q is 1 at the draft. Weighing a
+children were drawn from. Drafts whose q was not kept are certain: q is 1 at the draft. Weighing a
 certain draft x accepts it with probability p(x) and otherwise draws from p without x; that is the
 law of drawing from p and looking whether x came out, so every lossless rule is `match` for them, as
 it is at temperature 0.

@@ -1,4 +1,4 @@
-"""The position-keyed noise that target and drafter share, and the streams beside it.
+"""The position-keyed noise that target and drafter share, and the other streams.
 
 At every position the target picks `argmax(log p + g)` where `g` is Gumbel noise keyed by (seed,
 absolute position, token id) and `p` the filtered, tempered distribution. That is exact sampling

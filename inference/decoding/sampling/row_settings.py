@@ -1,7 +1,7 @@
 """Sampling settings of rows: requests of different temperature and filters in one batch.
 
 A server's requests bring settings of their own. What the step needs of them lies in tensors with
-one entry per row, so that a step has the same operations whoever sits in the rows. The picks are
+one entry per row, so that a step has the same operations for any rows. The picks are
 those that `SharedNoise` makes with the row's own settings, bit for bit: the same operations in the
 same order, with a row's number where a constant stood
 (`tests/inference/decoding/test_ragged_batch.py`).
@@ -38,8 +38,8 @@ class RowSettings:
     """The settings of B rows. values [B, 5] float64: temperature (1 at greedy rows), whether
     sampled, k, mass, log of min-p.
 
-    engine: the settings that every other one must agree with beside `OWN`. static: steps must not
-    depend on who sits where, only on `mode` (captured or compiled steps).
+    engine: the settings that every other one must agree with except for `OWN`. static: steps must
+    not depend on who sits where, only on `mode` (captured or compiled steps).
     """
 
     def __init__(

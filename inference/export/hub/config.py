@@ -34,7 +34,7 @@ class PushConfig:
     datasets: tuple[str, ...] = ()
     """Hub ids of the data sets that the prompts came from, for the card."""
     tags: tuple[str, ...] = ()
-    """Tags beside the ones that the card has anyway."""
+    """Tags in addition to those that every card has."""
     private: bool = True
     """Visibility of a repository or collection that the push creates; an existing one keeps its
     own."""

@@ -1,7 +1,7 @@
 """Fetches a published drafter, and checks it against the SHA-256 that it was published with.
 
 The checkpoint, an engine's folder, or both. The folder appears when it is complete. Files that
-arrived before a failure are kept beside it; pulling again fetches the others.
+arrived before a failure are kept next to it; pulling again fetches the others.
 """
 
 from __future__ import annotations

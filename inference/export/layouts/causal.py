@@ -25,7 +25,7 @@ FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "
 READABLE = (*FAMILIES, "mistral")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OUTPUT_BIAS = "model.layers.{}.self_attn.o_proj.bias"
-"""A bias that Qwen3's layers have beside those of queries, keys and values; ours have none."""
+"""A bias that Qwen3's layers have besides those of queries, keys and values; ours have none."""
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 DEPTH = 4

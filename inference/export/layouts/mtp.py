@@ -1,4 +1,4 @@
-"""Multi-token prediction: MiMo's block, which vLLM and SGLang run beside any dense target.
+"""Multi-token prediction: MiMo's block, which vLLM and SGLang run with any dense target.
 
 Engines load MTP blocks of the target's own family only, out of the target's checkpoint. MiMo's is
 built like ours (two norms, a projection, one decoder layer, a final norm, the target's embedding

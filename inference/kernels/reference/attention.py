@@ -50,7 +50,7 @@ def tree_attention(
     precise = torch.promote_types(query.dtype, torch.float32)
     seen = visible(lengths, words, depth, slots, window)
     written = (torch.arange(slots, device=keys.device) < lengths[:, None] + nodes)[:, None, :, None]
-    # a weight of 0 does not silence what nobody wrote: 0 * NaN is NaN
+    # a weight of 0 does not silence what was never written: 0 * NaN is NaN
     keys, values = (torch.where(written, x, x.new_zeros(())).to(precise) for x in (keys, values))
     packed = query.to(precise).reshape(rows, key_heads, groups, nodes, size)
     scores = torch.einsum("bhgnd,bhsd->bhgns", packed, keys) * scaling

@@ -38,7 +38,7 @@ def lost_block(
     costs: schema.Costs | None,
     out: Path,
 ) -> schema.Losses:
-    """The block `lost` of report.json; writes `out`/transcripts.json beside it.
+    """The block `lost` of report.json; writes `out`/transcripts.json next to it.
 
     totals, lengths: of the baseline and every arm, the sums over their answers and the mean number
     of cached tokens in their steps. costs: the report's cost curves, if it has any.

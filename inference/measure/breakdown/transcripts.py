@@ -1,6 +1,6 @@
 """Answers token by token: who produced each token, and what both models held likely there.
 
-They are written to `transcripts.json` beside a report.json.
+They are written to `transcripts.json` next to a report.json.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Charts as inline SVG: the geometry. templates/charts.html.j2 draws them, style.css colours them.
 
 A drawing is 360 units wide, which is its width on a phone. Every chart is an image to a screen
-reader, with a title that says what it shows; its numbers stand in a table beside it. Series differ
+reader, with a title that says what it shows; its numbers stand in a table next to it. Series differ
 in colour, in the shape of their marks and in the pattern of their lines.
 """
 
@@ -18,7 +18,7 @@ from inference.report.page.formats import interval, number
 
 WIDTH = 360
 SERIES = 6
-"""Series that can be told apart (style.css: .s0 to .s5)."""
+"""Series that can be distinguished (style.css: .s0 to .s5)."""
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 ROW = 20.0
 """Height of a row of a chart with named rows."""

@@ -247,7 +247,7 @@ def gained(new: tuple[Path, str], old: tuple[Path, str]) -> Gain:
 
 
 def other_seconds(folder: Path) -> float:
-    """Seconds beside the stages: writing prompts, and decoding a sample in two ways."""
+    """Seconds outside of the stages: writing prompts, and decoding a sample in two ways."""
     files = [*(folder / name / MADE_FILE for name in MORE), folder / SPEED_FILE]
     found = [json.loads(path.read_text(encoding="utf-8")) for path in files if path.is_file()]
     names = ("seconds", "plain_seconds", "drafted_seconds")
@@ -255,9 +255,9 @@ def other_seconds(folder: Path) -> float:
 
 
 def spent(stages: Sequence[Path], other: float = 0.0) -> Spent:
-    """What stages cost, from their folders, and `other` seconds of one process beside them. Seconds
-    of a training are those of all its sessions, setup included; of another stage those of the
-    session that completed it."""
+    """What stages cost, from their folders, and `other` seconds of one process outside of them.
+    Seconds of a training are those of all its sessions, setup included; of another stage those of
+    the session that completed it."""
     return sum(map(spent_by, stages), Spent(other, 0.0, other / 3600))
 
 

@@ -64,6 +64,19 @@ def test_no_steps_are_launched_once_every_row_must_have_ended() -> None:
     assert engine.clock.passes == len(completion.passes)
 
 
+def test_the_first_token_is_processed_behind_the_last_of_its_prompt() -> None:
+    """Forbidding the token that plain decoding puts behind a prompt changes that answer alone."""
+    target, items = random_target(), requests(4)
+    plain = texts(decode(target, None, DecodeConfig(batch_size=4), items))
+    words = tuple((item.tokens[-1], plain[item.index][0]) for item in items)
+    for word in words:
+        config = DecodeConfig(batch_size=4, bad_words=(word,))
+        found = texts(decode(target, None, config, items))
+        for other in items:
+            same = (other.tokens[-1], plain[other.index][0]) != word
+            assert (found[other.index][0] == plain[other.index][0]) == same
+
+
 # Cancellation
 
 

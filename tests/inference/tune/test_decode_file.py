@@ -121,6 +121,17 @@ def test_the_nearest_row_is_taken_and_sampling_is_not_greedy_decoding(
     assert {drafts[batch, 0.6] for batch in (1, 3, 9, 64)} == {"dynamic"}
 
 
+def test_of_several_temperatures_the_nearest_is_taken_before_the_batch_size(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    rows = [row(1, TREE, 0.3), row(8, STOPPED, 1.0)]
+    tuned = read_tuned(checkpoint(target, tmp_path, rows))
+    assert tuned is not None
+    for temperature, nearest in ((0.1, 0.3), (0.6, 0.3), (0.7, 1.0), (2.0, 1.0)):
+        found = [tuned.row(batch, temperature) for batch in (1, 8)]
+        assert [item and item.temperature for item in found] == [nearest, nearest]
+
+
 def told(
     folder: Path, target: TargetModel, batch: int = 1, temperature: float = 0.0, **changes: Any
 ) -> Any:

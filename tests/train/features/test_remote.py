@@ -27,6 +27,7 @@ from train.features.base import OnlineFeatures
 from train.features.config import FeaturesConfig
 from train.features.make import make_features
 from train.features.remote.server import FeatureServer
+from train.features.remote.wire import Ask
 from train.run import train
 from train.tracking.tracker import LOG_FILE, read_log
 
@@ -279,6 +280,18 @@ def test_nonsense_is_answered_with_a_sentence_and_the_server_goes_on(
         }
         status, sentence = ask("POST", "/features", save(rows), **{**key, "X-Headstart-Ask": wish})
         assert (status, "token ids must lie in" in sentence) == (400, True)
+        limit = target.info.max_position_embeddings
+        for position, expected in ((-1, 400), (limit, 400), (limit - 1, 200)):
+            rows = {name: torch.ones(1, 4, dtype=torch.int32) for name in rows}
+            rows["positions"][0, -1] = position
+            body = save(rows)
+            if expected == 200:
+                assert server.compute(body, Ask.from_json(wish, target.info))
+            else:
+                status, sentence = ask(
+                    "POST", "/features", body, **{**key, "X-Headstart-Ask": wish}
+                )
+                assert (status, "positions must lie in" in sentence) == (expected, True)
         features, loader = remote(target, micro, server.address)
         features.batch(loader.step(0)[0])
         features.close()

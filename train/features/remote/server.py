@@ -143,7 +143,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
-        except OSError as error:  # whoever asked has gone
+        except OSError as error:  # the client has gone
             logger.info("the answer could not be delivered: %s", error)
             self.close_connection = True
 

@@ -86,7 +86,7 @@ class Claims:
                 self.path(name).unlink()
 
     def read(self, name: str) -> Claim | None:
-        """Who holds the claim; None for nobody, and for one half written by a kill long ago."""
+        """Who holds the claim; None for no holder, and for one half written by a kill long ago."""
         path = self.path(name)
         try:
             age = max(0.0, time.time() - path.stat().st_mtime)
@@ -104,7 +104,7 @@ class Claims:
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder alone, waiting for whoever holds it; a process's end releases it."""
+    """Hold the folder alone, waiting for its holder; a process's end releases it."""
     import fcntl
 
     folder.mkdir(parents=True, exist_ok=True)
