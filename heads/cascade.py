@@ -29,7 +29,7 @@ from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape, TokenTree, one_path
 from heads.nn.cascade.chain import Quiet, draft_chain, fill_tree
 from heads.nn.cascade.join import join, split_shape
-from heads.nn.cascade.parts import build_part, initialise_part, modules_of, told, union
+from heads.nn.cascade.parts import build_part, initialise_part, modules_of, select_states, union
 from heads.nn.drafting.plan import TreePlan
 from heads.nn.drafting.state import last_valid
 
@@ -165,13 +165,13 @@ class Drafter(TrainableDrafter):
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         plan = self._plan_of(tree, seen.tokens.device)
-        # parts are told runs of the whole tree's depth, and the lower level also what the upper one
+        # parts get runs of the whole tree's depth, and the lower level also what the upper one
         # chose beyond the root
         room = capacity + tree.max_depth + 1
         if plan.tree is not None:
             room += plan.shapes[1].max_depth + self.config.proposed + 2
         states = [
-            drafter.start(told(seen, drafter.needs, self.needs), shape, room)
+            drafter.start(select_states(seen, drafter.needs, self.needs), shape, room)
             for drafter, shape in zip(self.drafters, plan.shapes, strict=True)
         ]
         _, _, root, position = last_valid(seen)
@@ -222,7 +222,7 @@ class Drafter(TrainableDrafter):
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Tell every part what was committed; see the protocol."""
         for drafter, part in zip(self.drafters, state.parts, strict=True):
-            drafter.commit(part, told(accepted, drafter.needs, self.needs))
+            drafter.commit(part, select_states(accepted, drafter.needs, self.needs))
         _, _, root, position = last_valid(accepted)
         state.root.copy_(root)
         state.root_position.copy_(position)

@@ -99,7 +99,9 @@ def delete_own(folder: Path, stage: str, setting: str) -> None:
 
 
 @contextmanager
-def replaced(out: Path, stage: str, setting: str, beside: Collection[str] = ()) -> Iterator[Path]:
+def replace_folder(
+    out: Path, stage: str, setting: str, beside: Collection[str] = ()
+) -> Iterator[Path]:
     """Yield an empty folder next to `out` that takes its name when the block ends without an error.
 
     An `out` that is there must be `stage`'s own (see `require_own`) and is deleted just before. The

@@ -140,7 +140,7 @@ def objective(
     values = [config.ce * losses.cross_entropy(logits, labels)] if config.ce > 0 else []
     if wanted is None:
         return torch.stack(values).sum(0)
-    drafted, wanted = tempered(config, logits), tempered(config, wanted)
+    drafted, wanted = at_temperature(config, logits), at_temperature(config, wanted)
     soft: tuple[tuple[float, Callable[..., Tensor], tuple[Any, ...]], ...] = (
         (config.forward_kl, losses.forward_kl, ()),
         (config.reverse_kl, losses.reverse_kl, ()),
@@ -153,7 +153,7 @@ def objective(
     return torch.stack(values).sum(0)
 
 
-def tempered(config: ObjectiveConfig, logits: Tensor) -> Tensor:
+def at_temperature(config: ObjectiveConfig, logits: Tensor) -> Tensor:
     """Logits at the objectives' temperature, divided in float32; at 1 without a pass over them."""
     return logits if config.temperature == 1.0 else losses.widen(logits) / config.temperature
 
@@ -181,7 +181,9 @@ def _mean_acceptance(
     def rates(chosen: Predictions) -> Tensor:
         logits, wanted, _ = _look(config, batch, chosen, head)
         assert wanted is not None
-        return losses.acceptance_rate(tempered(config, logits), tempered(config, wanted))
+        return losses.acceptance_rate(
+            at_temperature(config, logits), at_temperature(config, wanted)
+        )
 
     found = _in_chunks(rates, predictions, columns)
     group = (predictions.states // batch.tokens.shape[1]) * predictions.depths + predictions.depth

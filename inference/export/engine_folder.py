@@ -23,7 +23,7 @@ from inference.export.config import ExportConfig
 from inference.export.layouts.base import Checkpoint, Target, Written, read_checkpoint
 from inference.export.layouts.folder import CONFIG, ExportNotes, Json
 from inference.export.layouts.registry import find_route
-from inference.folders import EXPORT_FILE, replaced
+from inference.folders import EXPORT_FILE, replace_folder
 from inference.manifest import file_sha256
 
 STAGE = "export"
@@ -75,7 +75,9 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
         kept=written.kept,
         notes=written.notes,
     )
-    with replaced(out, STAGE, "export.overwrite" if config.overwrite else "export.out") as fresh:
+    with replace_folder(
+        out, STAGE, "export.overwrite" if config.overwrite else "export.out"
+    ) as fresh:
         save_file(tensors, fresh / "model.safetensors", {"format": "pt"})
         for name, content in written.files.items():
             (fresh / name).write_bytes(content)

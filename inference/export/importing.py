@@ -21,7 +21,7 @@ from inference.export.config import READABLE
 from inference.export.layouts import causal, dflash, eagle, eagle3, medusa, mtp, speculators
 from inference.export.layouts.base import Imported
 from inference.export.layouts.folder import Folder, Json, Receiver
-from inference.folders import replaced
+from inference.folders import replace_folder
 from inference.manifest import file_entry, write_manifest
 from inference.staleness.reference import WATCH_FILE
 from inference.target.model import TargetModel
@@ -51,7 +51,7 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
     floats = {value.dtype for value in tensors.values() if value.is_floating_point()}
     if len(floats) == 1:
         drafter.to(floats.pop())
-    with replaced(out, STAGE, "import.overwrite", beside=LATER_FILES) as fresh:
+    with replace_folder(out, STAGE, "import.overwrite", beside=LATER_FILES) as fresh:
         save_drafter(drafter, fresh, target.info, tensors)
         load_weights(drafter, fresh / WEIGHTS_FILE)  # finite, complete, and readable
         files = [file_entry(fresh, path.name) for path in sorted(fresh.iterdir())]

@@ -99,7 +99,7 @@ def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None)
         name = str(dtype).removeprefix("torch.")
         return Choice("reference", f"{name}: the kernel does not compute in it")
     device = torch.device(device)
-    obstacle = _obstacle(device.type, device.index, mode == "triton" and interpreted())
+    obstacle = _obstacle(device.type, device.index, mode == "triton" and is_interpreted())
     if obstacle is None:
         on_cuda = device.type == "cuda"
         place = "CUDA device" if on_cuda else f"{device.type.upper()} under {INTERPRET}=1"
@@ -125,7 +125,7 @@ def all_ops() -> Iterator[Op]:
     yield from (OPS[name] for name in sorted(OPS))
 
 
-def interpreted() -> bool:
+def is_interpreted() -> bool:
     """Whether kernels run under Triton's interpreter, on CPU tensors."""
     return os.environ.get(INTERPRET, "").lower() in ("1", "true", "on", "yes", "y")
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference.kernels.dispatch import interpreted
+from inference.kernels.dispatch import is_interpreted
 from inference.kernels.reference import heads as reference_heads
 
 MAX_ROWS = 16
@@ -45,7 +45,7 @@ def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         OUTPUTS=OUTPUTS,
         INPUTS=INPUTS,
         # the interpreter keeps bfloat16 as bare bits, which numpy cannot multiply
-        UPCAST=interpreted() and states.dtype == torch.bfloat16,
+        UPCAST=is_interpreted() and states.dtype == torch.bfloat16,
         num_warps=4,
         num_stages=4,
     )

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference.kernels.dispatch import interpreted
+from inference.kernels.dispatch import is_interpreted
 
 LOG2E = tl.constexpr(1.4426950408889634)
 """Exponentials are taken to the base 2, which is the instruction that GPUs have."""
@@ -378,7 +378,7 @@ def tree_attention(
         windowed=window is not None,
         capped=softcap is not None,
         # the interpreter keeps bfloat16 as bare bits, which numpy cannot multiply
-        upcast=interpreted() and query.dtype == torch.bfloat16,
+        upcast=is_interpreted() and query.dtype == torch.bfloat16,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )

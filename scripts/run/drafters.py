@@ -69,7 +69,7 @@ class Found:
         return (read_stage_config(self.stage_folder) if self.stage_folder else {}).get(group) or {}
 
 
-def trained(run: RunConfig) -> dict[str, Found]:
+def list_trained(run: RunConfig) -> dict[str, Found]:
     """Name -> drafter for every finished or unfinished training of a run that has a best
     checkpoint. A drafter that was trained jointly (`joint=lora`) belongs to the target that came
     out of its own training, not to the run's: it is left out."""
@@ -236,7 +236,7 @@ def asked_draft(settings: Settings) -> dict[str, Any]:
 def choose(run: RunConfig, *, several: bool = True) -> list[Found]:
     """The drafter named by run.drafter, or the only one, or (`several`) with `all` every one.
     Raises `UserError` when it is not clear which."""
-    known = trained(run)
+    known = list_trained(run)
     if run.drafter in known:
         return [known[run.drafter]]
     if not known:

@@ -30,7 +30,7 @@ def run(settings: Settings) -> int:
     """Audit, print the summary; returns the exit status."""
     config, out = settings.audit, settings.run.directory / settings.audit.name
     named = [drafters.find(name, settings.run) for name in config.drafters]
-    found = named or list(drafters.trained(settings.run).values())
+    found = named or list(drafters.list_trained(settings.run).values())
     found += [drafters.find(kind, settings.run) for kind in config.kinds]
     folder = open_folder(settings, out, drafters.weight_files(found), stage_decides=True)
     if not folder.skip():

@@ -42,7 +42,7 @@ def run(settings: Settings) -> None:
 
 def build_engine(settings: Settings, given: str) -> tuple[Engine, Found | None]:
     """The decoder with the drafter `given`, and that drafter; None where nothing is drafted."""
-    given = given or next(iter(drafters.trained(settings.run)), NO_DRAFTER)
+    given = given or next(iter(drafters.list_trained(settings.run)), NO_DRAFTER)
     found = None if given == NO_DRAFTER else drafters.find(given, settings.run)
     target, decode = TargetModel.load(settings.target), settings.decode
     if found is not None:

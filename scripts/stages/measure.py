@@ -46,7 +46,7 @@ def measure_run(settings: Settings) -> Path:
 def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
     """The drafters to measure, trained ones first; raises `UserError` when there are none."""
     named = [drafters.find(name, run) for name in config.drafters]
-    found = named or drafters.best_of_sweeps(drafters.trained(run))
+    found = named or drafters.best_of_sweeps(drafters.list_trained(run))
     found += [drafters.find(kind, run, config.heads) for kind in config.kinds]
     if not found:
         raise UserError(

@@ -75,13 +75,13 @@ def refresh(
     """Generate, train into `out`, measure before and after. times: file of the seconds by part."""
     decode = drafters.draft_settings(old, settings.decode)
     answers = settings.run.directory / "generate"
-    with timed(times, "generate"):
+    with clock(times, "generate"):
         made = answer(settings, old, decode, answers, session)
     goal = goal_of(settings, old)
-    with timed(times, "train"):
+    with clock(times, "train"):
         manifest = train_on(settings, old, decode, answers, out, goal)
     new = out / manifest["checkpoint"]
-    with timed(times, "measure"):
+    with clock(times, "measure"):
         before, after = (measure_tau(settings, decode, path) for path in (old.folder, new))
     used = {"lr": manifest["settings"]["optim"]["lr"], "draft": decode.shape}
     used |= {"temperature": decode.temperature, "rule": decode.rule}
@@ -106,7 +106,7 @@ def refresh(
 
 
 @contextmanager
-def timed(path: Path, part: str) -> Iterator[None]:
+def clock(path: Path, part: str) -> Iterator[None]:
     """Note the seconds of a part in a file, unless an earlier session has finished it."""
     begun = time.monotonic()
     yield

@@ -50,7 +50,7 @@ def run(settings: Settings) -> None:
 def chosen(settings: Settings) -> list[Found]:
     """The drafters to advise on; raises `UserError` for none, or two of one name."""
     found = [drafters.find(name, settings.run) for name in settings.traffic.drafters]
-    found = found or drafters.best_of_sweeps(drafters.trained(settings.run))
+    found = found or drafters.best_of_sweeps(drafters.list_trained(settings.run))
     if not found:
         raise UserError(
             f"'{settings.run.directory}' has no trained drafter. Train one, or give checkpoint "

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from heads.api.errors import UserError
-from inference.folders import delete_own, replaced, require_folder_name, stage_of
+from inference.folders import delete_own, replace_folder, require_folder_name, stage_of
 from inference.manifest import file_entry, write_json, write_manifest
 
 
@@ -110,7 +110,7 @@ def test_a_folder_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> No
     before = contents(tmp_path)
 
     def failing() -> None:
-        with replaced(out, "push", "push") as fresh:
+        with replace_folder(out, "push", "push") as fresh:
             (fresh / "weights").write_text("half")
             raise RuntimeError
 
@@ -118,7 +118,7 @@ def test_a_folder_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> No
         failing()
     del before[dead.name]
     assert contents(tmp_path) == before  # and the dead writer's folder is gone
-    with replaced(out, "push", "push") as fresh:
+    with replace_folder(out, "push", "push") as fresh:
         (fresh / "weights").write_text("new")
         assert (out / "weights").read_text() == "old"
     assert contents(out) == {"weights": b"new"}
@@ -131,10 +131,10 @@ def test_a_file_that_the_record_does_not_list_keeps_its_folder(tmp_path: Path) -
     (out / "sub" / "notes.txt").write_text("mine")
     before = contents(tmp_path)
     words = r"holds files that stage 'push' did not write: sub/notes\.txt"
-    with pytest.raises(UserError, match=words), replaced(out, "push", "push"):
+    with pytest.raises(UserError, match=words), replace_folder(out, "push", "push"):
         raise AssertionError("nothing is built for a folder that cannot be replaced")
     assert contents(tmp_path) == before
-    with replaced(out, "push", "push", beside=("sub/notes.txt",)):
+    with replace_folder(out, "push", "push", beside=("sub/notes.txt",)):
         pass
     assert contents(tmp_path) == {"out": None}
 
@@ -143,6 +143,6 @@ def test_a_file_that_the_record_does_not_list_keeps_its_folder(tmp_path: Path) -
 def test_a_folder_without_a_name_is_not_replaced(out: str, in_folder: Path) -> None:
     with (
         pytest.raises(UserError, match="is not a name for a new folder"),
-        replaced(Path(out), "export", "export.out"),
+        replace_folder(Path(out), "export", "export.out"),
     ):
         pass

@@ -157,7 +157,7 @@ def test_a_sweeps_best_training_stands_for_its_row(target: TargetModel, in_folde
         folder = train_folder(target, name)
         write_manifest(folder, "train", {"best": {"tau": tau}})
     train_folder(target, "unfinished@0.01")
-    found = drafters.best_of_sweeps(drafters.trained(RUN))
+    found = drafters.best_of_sweeps(drafters.list_trained(RUN))
     assert [(item.name, item.checkpoint.parent.name) for item in found if item.checkpoint] == [
         ("m", "m@0.01"),
         ("other", "other"),
@@ -172,5 +172,5 @@ def test_a_jointly_trained_drafter_is_measured_only_by_name(
     train_folder(target, "plain")
     folder = train_folder(target, "joint")
     (folder / "config.yaml").write_text(yaml.safe_dump({"joint": {"mode": "lora"}}))
-    assert list(drafters.trained(RUN)) == ["plain"]
+    assert list(drafters.list_trained(RUN)) == ["plain"]
     assert drafters.find("joint", RUN).name == "joint"

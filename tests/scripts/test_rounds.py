@@ -137,7 +137,7 @@ def test_a_rounds_own_overrides_win_and_the_last_ones_stay() -> None:
 
 
 def test_a_round_is_judged_on_the_validation_prompts_unless_told_otherwise() -> None:
-    found = RoundPlan(settings("bench=gsm8k")).judged(1, ["some/best"])
+    found = RoundPlan(settings("bench=gsm8k")).measurement(1, ["some/best"])
     assert Path(
         found.bench.prompts
     ).name == "validation.jsonl" and found.bench.dataset.template in (None, "")
@@ -150,7 +150,7 @@ def test_a_round_is_judged_on_the_validation_prompts_unless_told_otherwise() -> 
     with pytest.raises(
         UserError, match=r"train\.prompts names 2 files, but a round is judged on one"
     ):
-        RoundPlan(settings("train.prompts=[a.jsonl,b.jsonl]")).judged(1, [])
+        RoundPlan(settings("train.prompts=[a.jsonl,b.jsonl]")).measurement(1, [])
 
 
 @pytest.mark.parametrize(

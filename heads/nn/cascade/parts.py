@@ -85,7 +85,7 @@ def union(specs: list[FeatureSpec]) -> FeatureSpec:
     )
 
 
-def told(states: TargetStates, needs: FeatureSpec, all_needs: FeatureSpec) -> TargetStates:
+def select_states(states: TargetStates, needs: FeatureSpec, all_needs: FeatureSpec) -> TargetStates:
     """`states` of the cascade as a part sees them: its own taps [B, T, m, H] of the n there are."""
     taps = None
     if needs.taps:

@@ -107,7 +107,7 @@ class RowSettings:
 
     # What a step computes
 
-    def tempered(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
+    def at_temperature(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
         """logits [R, M, V] / temperature, at least float32. rows [R] int64: whose; None: all."""
         scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return scaled / self._column(0, rows, scaled)
@@ -180,7 +180,7 @@ class RowNoise(SharedNoise):
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         if self.mode == GREEDY:
             return logits.float().log_softmax(-1)
-        ranked = self.rows.tempered(logits.float()).log_softmax(-1)
+        ranked = self.rows.at_temperature(logits.float()).log_softmax(-1)
         if self.drafts is None:
             return ranked
         noise = self.gumbel(positions, token_ids, self.drafts)
@@ -198,10 +198,10 @@ class RowNoise(SharedNoise):
             return self._noisy(logits, positions, self.seeds)
         subset = self.rows.filters
         if subset is None:
-            filtered = self.rows.filtered(self.rows.tempered(logits))
+            filtered = self.rows.filtered(self.rows.at_temperature(logits))
             return self._or_best(NOISE_PICK(filtered, positions, self.seeds, 1.0), logits)
         picks = self._noisy(logits, positions, self.seeds)
-        part = self.rows.filtered(self.rows.tempered(logits[subset], subset), subset)
+        part = self.rows.filtered(self.rows.at_temperature(logits[subset], subset), subset)
         picks[subset] = NOISE_PICK(part, positions[subset], self.seeds[subset], 1.0)
         return picks
 
@@ -211,10 +211,10 @@ class RowNoise(SharedNoise):
         """Picks [B, M] with noise in the rows that sample, without filters."""
         subset = self.rows.samples
         if subset is None:
-            noisy = NOISE_PICK(self.rows.tempered(logits), positions, seeds, 1.0, token_ids)
+            noisy = NOISE_PICK(self.rows.at_temperature(logits), positions, seeds, 1.0, token_ids)
             return self._or_best(noisy, logits)
         picks = logits.argmax(-1)
-        part = self.rows.tempered(logits[subset], subset)
+        part = self.rows.at_temperature(logits[subset], subset)
         picks[subset] = NOISE_PICK(part, positions[subset], seeds[subset], 1.0, token_ids)
         return picks
 

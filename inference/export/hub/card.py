@@ -47,7 +47,7 @@ class Training:
     tau_measured: bool = True
 
 
-def only_measured(report: Report, weights_sha256: str, source: str = "the report") -> Report:
+def select_measured(report: Report, weights_sha256: str, source: str = "the report") -> Report:
     """The report with only the drafters of these weights; raises `UserError` without any."""
     found = [one for one in report.drafters if one.draft.weights_sha256 == weights_sha256]
     if not found:
@@ -78,7 +78,9 @@ def card(
     these weights, decoded with a lossy rule, or measured text that was not the target's (the latter
     two unless `about.allow_mismatches`).
     """
-    own = {title: only_measured(report, weights_sha256, title) for title, report in reports.items()}
+    own = {
+        title: select_measured(report, weights_sha256, title) for title, report in reports.items()
+    }
     settings = [report.settings for report in own.values()]
     used = sorted({(each.rule, each.temperature) for each in settings})
     lossy = sorted({each.rule for each in settings if each.promise == LOSSY})

@@ -20,10 +20,10 @@ from heads.api.errors import UserError
 from inference import manifest
 from inference.decoding.decode_file import DECODE_FILE, read_current
 from inference.export.engine_folder import serve
-from inference.export.hub.card import Training, base_model, card, only_measured
+from inference.export.hub.card import Training, base_model, card, select_measured
 from inference.export.hub.config import PushConfig
 from inference.export.layouts.folder import ExportNotes
-from inference.folders import EXPORT_FILE, replaced
+from inference.folders import EXPORT_FILE, replace_folder
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest
 from inference.report.model import Report, read_report, write_report
 
@@ -61,7 +61,7 @@ def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
             "with its report.json."
         )
     digest, target = file_sha256(weights), description["target"]
-    loaded = titled([read_report(path) for path in sources.reports])
+    loaded = name_reports([read_report(path) for path in sources.reports])
     for title, report in loaded.items():
         measured = report.target
         if measured.revision != target["revision"]:
@@ -70,7 +70,7 @@ def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
                 f"{measured.revision}), but the drafter belongs to '{target['id']}' (revision "
                 f"{target['revision']}). Measure it with its own target."
             )
-    own = {title: only_measured(report, digest, title) for title, report in loaded.items()}
+    own = {title: select_measured(report, digest, title) for title, report in loaded.items()}
     address = base_model(description, about) or target["id"]
     exports = {
         name: read_export(name, folder, digest, address)
@@ -78,7 +78,7 @@ def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
     }
     from inference.report.plots import plot_all  # matplotlib takes a second to import
 
-    with replaced(out, STAGE, "push") as fresh:
+    with replace_folder(out, STAGE, "push") as fresh:
         images = [path.name for path in plot_all(own, fresh)]
         engines = {name: notes.serve for name, notes in exports.items()}
         tuned, training = read_current(sources.checkpoint), read_training(sources.checkpoint)
@@ -133,7 +133,7 @@ def read_training(checkpoint: Path) -> Training | None:
     return Training(record["steps"], record["tokens"], record["seconds"], revision, measured)
 
 
-def titled(reports: Sequence[Report]) -> dict[str, Report]:
+def name_reports(reports: Sequence[Report]) -> dict[str, Report]:
     """Reports under a title with their conditions; equal titles are numbered."""
     named: dict[str, Report] = {}
     for report in reports:
@@ -156,7 +156,7 @@ def check_folder(folder: Path) -> dict[str, int]:
             )
     digest = file_sha256(folder / WEIGHTS_FILE)
     for path in sorted(folder.glob("report*.json")):
-        only_measured(read_report(path), digest, f"'{path}'")
+        select_measured(read_report(path), digest, f"'{path}'")
     files = {}
     for name in sorted(plain_files(folder)):
         path = folder / name

@@ -206,13 +206,13 @@ def as_json(value: Any) -> Any:
 # From the rounds' folders
 
 
-def answered(folder: Path) -> Answered:
+def read_generation(folder: Path) -> Answered:
     manifest = read_manifest(folder, "generate")
     counts, records = manifest["counts"], manifest.get("records", {})
     return Answered(counts["done"], counts["tokens"], records.get("verifications", 0))
 
 
-def trained(folder: Path) -> Trained:
+def read_training(folder: Path) -> Trained:
     manifest = read_manifest(folder, "train")
     checkpoint = folder / manifest["checkpoint"]
     return Trained(
@@ -224,7 +224,7 @@ def trained(folder: Path) -> Trained:
     )
 
 
-def measured(folder: Path, name: str) -> Measured:
+def read_measurement(folder: Path, name: str) -> Measured:
     report = read_report(folder / REPORT_FILE)
     entry = next(item for item in report.drafters if item.name == name).to_dict()
     known = {key: entry[key] for key in Measured.__dataclass_fields__ if key in entry}
@@ -241,7 +241,7 @@ def totals(folder: Path, name: str) -> Totals:
     return Totals.collect(outcomes, deepest)
 
 
-def gained(new: tuple[Path, str], old: tuple[Path, str]) -> Gain:
+def compare(new: tuple[Path, str], old: tuple[Path, str]) -> Gain:
     """What a drafter gains over another, each as its measurement's folder and name."""
     return gain(totals(*new), totals(*old))
 

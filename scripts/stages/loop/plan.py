@@ -147,7 +147,7 @@ class RoundPlan:
 
     def training_step(self, number: int, answers: Path, start: str, on_policy: bool) -> Step:
         """The training on `answers` from checkpoint `start` (empty: as the recipe begins)."""
-        found = self.started(number, answers, start, on_policy)
+        found = self._training(number, answers, start, on_policy)
         if self.settings.loop.round.one_schedule:
             found = self.change(number, found, "schedule", **self.part(number, number + 1))
         return Step(f"round {number}: train", found)
@@ -155,7 +155,7 @@ class RoundPlan:
     def trial(self, number: int, name: str, answers: Path, start: str, on_policy: bool) -> Step:
         """A short training at the end of the schedule, to see what a switch does."""
         loop = self.settings.loop
-        found = self.started(number, answers, start, on_policy)
+        found = self._training(number, answers, start, on_policy)
         found = self.change(number, found, "train", eval_every=0, save_every=0)
         found = found.put(train=replace(found.train, max_steps=loop.round.trial_steps))
         if loop.round.one_schedule:
@@ -171,7 +171,7 @@ class RoundPlan:
         ends = zip(("begin", "end"), (first, last), strict=True)
         return {name: whole.begin + width * (place / rounds) for name, place in ends}
 
-    def started(self, number: int, answers: Path, start: str, on_policy: bool) -> Settings:
+    def _training(self, number: int, answers: Path, start: str, on_policy: bool) -> Settings:
         """The train stage of a round with its seed, answers and start. on_policy: whether it may
         train on the drafter's own drafts."""
         found = self.compose("train", number)
@@ -179,7 +179,7 @@ class RoundPlan:
         run = replace(found.run, answers=str(answers))
         return begin(found.put(run=run), start, on_policy)
 
-    def judged(
+    def measurement(
         self, number: int, checkpoints: Sequence[str], folder: Path | None = None
     ) -> Settings:
         """The measurement that judges a round's drafter, or others as that one. folder: the run

@@ -128,7 +128,7 @@ class Rounds:
         learns = [name for name in asked if name != ON_POLICY]
         step = plan.generation(number, entry.start, bool(learns), self.hard_prompts(number))
         self.perform(step)
-        entry.generated = facts.answered(folder / "generate")
+        entry.generated = facts.read_generation(folder / "generate")
         checked = self.config.round.checked_answers
         if entry.start and checked:
             entry.generation = measure_generation(step.settings, folder, checked)
@@ -137,7 +137,7 @@ class Rounds:
         for switch in MORE:
             if switch in learns and self.make(number, switch, helper):
                 stages.append(folder / switch / "generate")
-                setattr(entry, switch, facts.answered(stages[-1]))
+                setattr(entry, switch, facts.read_generation(stages[-1]))
         if number == 1 and self.config.round.trial_steps and asked:
             entry.trials = self.try_switches(number, entry.start)
             stages += [*sorted((folder / TRIALS / "train").iterdir()), folder / TRIALS / "measure"]
@@ -146,9 +146,9 @@ class Rounds:
         on_policy = not first and ON_POLICY in entry.switches
         self.perform(plan.training_step(number, answers, entry.start, on_policy))
         training = plan.training(number)
-        entry.training = facts.trained(training)
-        self.measure(plan.judged(number, [entry.training.checkpoint]))
-        entry.measured = facts.measured(folder / "measure", plan.drafter)
+        entry.training = facts.read_training(training)
+        self.measure(plan.measurement(number, [entry.training.checkpoint]))
+        entry.measured = facts.read_measurement(folder / "measure", plan.drafter)
         stages += [training, folder / "measure"]
         entry.spent = facts.spent(stages, facts.other_seconds(folder))
         return entry
@@ -191,7 +191,7 @@ class Rounds:
         self.perform(plan.answering_made(number, switch, start))
         return True
 
-    def answered(self, number: int) -> list[Path]:
+    def answer_folders(self, number: int) -> list[Path]:
         folder = self.plan.folder(number)
         own = [folder / "generate", *(folder / switch / "generate" for switch in MORE)]
         return [place for place in own if (place / MANIFEST_FILE).is_file()]
@@ -208,7 +208,7 @@ class Rounds:
         memory = self.config.round.memory
         read = range(0 if memory == 0 else max(0, number + 1 - memory), number + 1)
         own = [name for name in switches if name not in (ON_POLICY, *MORE)]
-        answers = [folder for place in reversed(read) for folder in self.answered(place)]
+        answers = [folder for place in reversed(read) for folder in self.answer_folders(place)]
         if not own and len(answers) == 1:
             return answers[0]
         records = [folder / RECORDS for folder in answers]
@@ -227,10 +227,10 @@ class Rounds:
             answers = self.feedback(number, own, folder / f"feedback-{name}")
             self.perform(self.plan.trial(number, name, answers, start, name == ON_POLICY))
             checkpoints.append(shown(folder / "train" / name / "best"))
-        self.measure(self.plan.judged(number, checkpoints, folder))
+        self.measure(self.plan.measurement(number, checkpoints, folder))
         measured, found = folder / "measure", {}
         for name in tried:
-            found[name] = facts.gained((measured, name), (measured, PLAIN))
+            found[name] = facts.compare((measured, name), (measured, PLAIN))
             if found[name].tau <= 0:
                 gave = f"gave tau {change(found[name])} against {steps} without"
                 self.off[name] = f"{steps} steps with it {gave}"
@@ -242,7 +242,7 @@ class Rounds:
             return
         entry, drafter = self.done[number], self.plan.drafter
         own, best = (self.plan.folder(place) / "measure" for place in (number, self.best))
-        found = facts.gained((own, drafter), (best, drafter))
+        found = facts.compare((own, drafter), (best, drafter))
         entry.over, entry.gain, entry.rises = self.best, found, found.tau_ci95[0] > 0
         if found.tau > 0:
             self.best = number
@@ -280,14 +280,14 @@ class Rounds:
         )
         self.perform(Step("open loop: train", training))
         out, measured = folder / "train" / plan.drafter, folder / "measure"
-        trained = facts.trained(out)
-        self.measure(plan.judged(self.best, [trained.checkpoint], folder))
+        trained = facts.read_training(out)
+        self.measure(plan.measurement(self.best, [trained.checkpoint], folder))
         rival = plan.folder(self.best) / "measure"
         return facts.OpenLoopRecord(
-            generated=facts.answered(answers),
+            generated=facts.read_generation(answers),
             training=trained,
-            measured=facts.measured(measured, plan.drafter),
-            gain=facts.gained((rival, plan.drafter), (measured, plan.drafter)),
+            measured=facts.read_measurement(measured, plan.drafter),
+            gain=facts.compare((rival, plan.drafter), (measured, plan.drafter)),
             spent=facts.spent([folder / "generate", out, measured]),
         )
 

@@ -39,9 +39,9 @@ def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGe
     sampling = settings.sampling
     requests, written = sample(folder / "generate", sampling.max_new_tokens, count)
     plain_engine = Engine(target, None, replace(sampling, shape="none"))
-    plain, plain_seconds, _ = timed(plain_engine, requests)
+    plain, plain_seconds, _ = decode_timed(plain_engine, requests)
     engine = Engine(target, drafter, sampling)
-    drafted, drafted_seconds, passes = timed(engine, requests)
+    drafted, drafted_seconds, passes = decode_timed(engine, requests)
     width = max(2, engine.tree.num_nodes)
     found = audit(target, requests, plain, drafted, sampling.sampling(), width)
     result = HelpedGeneration(
@@ -80,7 +80,7 @@ def sample(
     return requests, answers
 
 
-def timed(engine: Engine, requests: list[Request]) -> tuple[list[list[int]], float, int]:
+def decode_timed(engine: Engine, requests: list[Request]) -> tuple[list[list[int]], float, int]:
     """Answers in order, the seconds they took together with prefill, and verify passes."""
     list(engine.run(requests[:1]))  # lazy allocations settle
     begun = time.perf_counter()

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from inference.kernels.dispatch import interpreted
+from inference.kernels.dispatch import is_interpreted
 
-ON_CPU = pytest.mark.skipif(not interpreted(), reason="on the CPU kernels need TRITON_INTERPRET=1")
+ON_CPU = pytest.mark.skipif(
+    not is_interpreted(), reason="on the CPU kernels need TRITON_INTERPRET=1"
+)
 ON_CUDA = pytest.mark.skipif(
-    interpreted(), reason="TRITON_INTERPRET=1 would interpret the kernel on a GPU too"
+    is_interpreted(), reason="TRITON_INTERPRET=1 would interpret the kernel on a GPU too"
 )
 DEVICES = [
     pytest.param("cpu", marks=ON_CPU),

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.api.tree import TokenTree, ancestor_words
-from inference.kernels.dispatch import interpreted
+from inference.kernels.dispatch import is_interpreted
 from inference.kernels.reference.attention import TREE_ATTENTION, tree_attention, workspace_bytes
 from tests.inference.kernels.devices import DEVICES, ON_CPU, ON_CUDA
 
@@ -97,9 +97,12 @@ def run_kernels(arguments: Inputs, split: int) -> Tensor:
     from inference.kernels.tree_attention import Launch
 
     positional, named = arguments
-    launch = Launch(128, 16, 4, 2, 128) if interpreted() else None
+    launch = Launch(128, 16, 4, 2, 128) if is_interpreted() else None
     return TREE_ATTENTION.triton()(
-        *positional, **named, split_size=split if interpreted() else max(split, 64), launch=launch
+        *positional,
+        **named,
+        split_size=split if is_interpreted() else max(split, 64),
+        launch=launch,
     )
 
 
