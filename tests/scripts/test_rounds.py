@@ -240,7 +240,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rounds]:
     def played(later: list[tuple[list[str], Gain]], *overrides: str) -> Rounds:
         rounds = Rounds(settings("loop.rounds=9", *overrides))
         for number, (switches, gain) in enumerate([([], gained(0, 0, 0)), *later]):
-            monkeypatch.setattr(rounds_facts, "gained", lambda *_, gain=gain: gain)
+            monkeypatch.setattr(rounds_facts, "compare", lambda *_, gain=gain: gain)
             rounds.done.append(entry(number, switches))
             rounds.judge(number)
         return rounds
