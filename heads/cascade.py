@@ -164,6 +164,7 @@ class Drafter(TrainableDrafter):
     # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
+        """State after prefill; see the protocol."""
         plan = self._plan_of(tree, seen.tokens.device)
         # parts get runs of the whole tree's depth, and the lower level also what the upper one
         # chose beyond the root

@@ -291,6 +291,7 @@ class RefreshRecord:
         return build(cls, content, REFRESH_FILE)
 
     def summary(self) -> str:
+        """Lines for the terminal about a finished refresh."""
         cost, old, new = self.cost, self.before, self.after
         goal = f", of {self.goal:.2f} asked for in training" if self.goal else ""
         seconds = ", ".join(f"{part} {value:.0f} s" for part, value in cost.seconds.items())

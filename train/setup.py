@@ -147,6 +147,7 @@ class Run:
         display.console.print(write_summary(content, out))
 
     def introduce(self, display: Display, progress: Progress) -> None:
+        """Print what is trained on what."""
         if not self.world.is_main:
             return
         if progress.step:
@@ -203,6 +204,7 @@ class Run:
         display: Display,
         clock: Clock,
     ) -> str:
+        """Run the loop; returns why it ended."""
         job, config, main = self.job, self.job.config, self.world.is_main
         given: dict[str, Any] = {"length": progress.log_bytes, "settings": self.facts}
         tracker = Tracker(config.tracker, job.out, active=main, **given)
@@ -294,6 +296,7 @@ class Run:
         )
 
     def manifest(self, progress: Progress, reason: str) -> TrainOutcome:
+        """The content of the training's manifest."""
         best: BestFacts = {"step": progress.step, "tau": None, "tau_ci95": None}
         if progress.tau is not None:
             interval = list(progress.tau_ci95)

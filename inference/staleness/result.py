@@ -136,6 +136,7 @@ def summarise(
 
 
 def show(found: Staleness, console: Console) -> None:
+    """Print the table and the verdict."""
     title = "accepted drafted tokens per verify pass"
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title_justify="left", title=title)
     table.add_column("domain", no_wrap=True)

@@ -216,6 +216,7 @@ def seen_by_users(jobs: Sequence[SimulatedRequest], served: Sequence[Served]) ->
 
 
 def traffic_table(advice: TrafficAdvice) -> Table:
+    """One line per drafter and length."""
     level, requests = advice["concurrency"], advice["traffic"]["requests"]
     found = Table(title=f"{requests} requests, at most {advice['rows']} decoded together")
     found.add_column("drafter")
@@ -240,6 +241,7 @@ def traffic_table(advice: TrafficAdvice) -> Table:
 
 
 def advice_lines(advice: TrafficAdvice) -> list[str]:
+    """The recommendation, one sentence per concurrency."""
     lines = []
     for name, best in advice["best"].items():
         where = f"at {advice['concurrency'][name]} requests ({name})"

@@ -298,6 +298,7 @@ def load_pairs(folder: Path, group: str) -> list[Pair]:
 
 
 def train(given: argparse.Namespace) -> None:
+    """Train, or continue training, on a prepared folder."""
     device = torch.device(given.device)
     fast = device.type == "cuda"
     torch.set_float32_matmul_precision("high")

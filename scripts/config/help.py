@@ -42,6 +42,7 @@ class Field:
 
 
 def stage_help(stage: Stage, overrides: list[str]) -> str:
+    """The help text of a stage for the configuration that the overrides compose."""
     values, choices = compose_stage(stage, parse(overrides))
     lines = [
         f"headstart {stage.name}: {stage.summary}",

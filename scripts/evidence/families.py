@@ -172,6 +172,7 @@ def by_tau(content: Facts) -> list[Facts]:
 
 
 def table_row(row: Facts) -> list[str]:
+    """One line of the table."""
     measured, trained = row["measured"], row["trainings"]
     chain, speed = measured["chain"], row["training_tokens_per_second"]
     lossless = [

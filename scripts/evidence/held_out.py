@@ -96,6 +96,7 @@ def best_recipes(kind: str) -> list[str]:
 
 
 def collect(work: Path, recipes: Mapping[str, Mapping[str, float]], command: str) -> Facts:
+    """The content of held_out.json."""
     measured = read_report(work / "run" / "measure" / "report.json")
     kept = ("tau", "tau_ci95", "tar", "acceptance", "parameters", "speedup", "lossless", "domains")
     table = {one.name: {key: one.to_dict()[key] for key in kept} for one in measured.drafters}
@@ -139,6 +140,7 @@ def collect(work: Path, recipes: Mapping[str, Mapping[str, float]], command: str
 
 
 def markdown(content: Facts) -> list[str]:
+    """The lines of held_out.md."""
     rows = [
         [
             name,
@@ -175,6 +177,7 @@ def markdown(content: Facts) -> list[str]:
 
 
 def report(given: argparse.Namespace) -> None:
+    """Run every step that is not done yet, and write the report."""
     torch.set_num_threads(given.threads)
     work = given.work.resolve()
     counts = {**held_out_target.PROMPTS, "training": given.training}

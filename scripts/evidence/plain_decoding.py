@@ -54,6 +54,7 @@ WARM_UP = 8
 
 
 def report(given: argparse.Namespace) -> None:
+    """Compare, write and print; raises `UserError` for what cannot be loaded."""
     if given.threads:
         torch.set_num_threads(given.threads)
     target = cpu_target(given.target, given.dtype)
@@ -177,6 +178,7 @@ HEADER += ["outside draft and verify", "texts"]
 
 
 def table(content: Facts) -> str:
+    """The table in docs/decoder.md."""
     rows = []
     for name, arm in content["arms"].items():
         outside = arm.get("outside_draft_and_verify")

@@ -314,6 +314,7 @@ FEW = (
 
 
 def markdown(content: Facts) -> list[str]:
+    """The lines of loop.md."""
     settings = content["settings"]
     lines = [
         "# Rounds against one long training",
@@ -389,6 +390,7 @@ def percent(found: Facts) -> str:
 
 
 def round_line(entry: Facts) -> list[str]:
+    """One round of a loop."""
     gained, speed = entry.get("gain"), entry.get("generation")
     fast = "plain"
     if speed:

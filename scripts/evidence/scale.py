@@ -78,6 +78,7 @@ def tables(found: Facts) -> str:
 
 
 def table(target: str, rows: Sequence[Facts]) -> list[str]:
+    """The plans of one target."""
     body = []
     for row in rows:
         step, memory, reading = row["step_seconds"], row["memory_bytes"], row["reading"]

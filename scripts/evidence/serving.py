@@ -69,6 +69,7 @@ ABOUT = (
 
 
 def report(given: argparse.Namespace) -> None:
+    """Export, check and serve the drafters, and write the report."""
     config = TargetConfig(path=given.target)
     target = TargetModel.load(config)
     command = " ".join(["python -m scripts.evidence.serving", *portable_words(given)])
@@ -236,6 +237,7 @@ HEADER += ["tokens/s (plain)", "notes"]
 
 
 def markdown(content: Facts) -> list[str]:
+    """The lines of serving.md."""
     settings = content["settings"]
     table, positions = [], []
     for row in content["rows"]:

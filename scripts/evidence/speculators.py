@@ -306,6 +306,7 @@ def tau(setting: Setting, name: str, prompts: Path) -> Facts:
 
 
 def compare(given: argparse.Namespace) -> None:
+    """Compare and write the report."""
     if given.side:
         job = read_json(given.side)
         torch.set_num_threads(job["threads"])

@@ -200,6 +200,7 @@ class Evidence:
         }
 
     def collect(self, skipped: Sequence[str]) -> Facts:
+        """The content of watch.json."""
         reference = self.reference()
         watched = {name: self.watched(name) for name in CHANGES if name not in skipped}
         full = self.train_full()
@@ -276,6 +277,7 @@ def alarm(
 
 
 def report(given: argparse.Namespace) -> None:
+    """Run every step that is not done yet, and write the report."""
     torch.set_num_threads(given.threads)
     work, drafters = given.work.resolve(), given.drafters.resolve()
     rows = [Evidence(work, drafters, row) for row in given.rows]

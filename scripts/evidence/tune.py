@@ -199,6 +199,7 @@ SIMULATED = ("tokens_per_second", "latency_p50", "latency_p95")
 
 
 def tables(content: Mapping[str, Any]) -> str:
+    """The report as markdown."""
     rows, simulated, errors = [], [], []
     for name, item in content["drafters"].items():
         for row in item["rows"]:

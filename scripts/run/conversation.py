@@ -93,6 +93,7 @@ def summary(answer: Answer, name: str) -> str:
 
 
 def converse(chat: Chat, name: str) -> None:
+    """Read prompts from the terminal and stream the answers until the input ends."""
     console = Console()
     console.print(
         f"{chat.engine.target.info.id} with {name}. /clear forgets the conversation, /quit or "

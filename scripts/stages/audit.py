@@ -44,6 +44,7 @@ def run(settings: Settings) -> int:
 
 
 def examine(settings: Settings, found: Sequence[Found], out: Path, git: dict[str, Any]) -> None:
+    """Run the audit of the drafters and write audit.json and audit.md."""
     config, decode, head = settings.audit, settings.decode, settings.head
 
     def load_target(precision: str) -> TargetModel:

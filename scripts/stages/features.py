@@ -24,6 +24,7 @@ from train.processes import terminable
 
 
 def run(settings: Settings) -> None:
+    """Write the store, or serve."""
     prepare_process(settings.run)
     if settings.features.serve:
         serve(settings)

@@ -49,6 +49,7 @@ def speed_of(job: TrainingJob, config: PlanConfig) -> Speed:
 
 
 def few_steps(job: TrainingJob, steps: int) -> Summary:
+    """The summary of a few real steps of the training, which are not kept."""
     config = replace(
         job.config,
         max_steps=steps,

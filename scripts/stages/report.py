@@ -17,6 +17,7 @@ from scripts.run.process import console, shown
 
 
 def run(settings: Settings) -> None:
+    """Render the report; print its tables and the paths of what was written."""
     reports = [Path(item) for item in settings.report.reports] or measurements(settings.run)
     out = Path(settings.report.out or settings.run.directory)
     main = reports[0] / REPORT_FILE if reports[0].is_dir() else reports[0]

@@ -27,6 +27,7 @@ TRAFFIC_FILE = "traffic.json"
 
 
 def run(settings: Settings) -> None:
+    """Read the traffic, measure, simulate, write and show."""
     config, found, screen = settings.traffic, chosen(settings), console()
     file, out = Path(config.file).expanduser(), settings.run.directory / "traffic"
     folder = open_folder(settings, out, [file] if file.is_file() else [], stage_decides=True)

@@ -31,6 +31,7 @@ def run(settings: Settings) -> None:
 
 
 def job_of(settings: Settings) -> TrainingJob:
+    """The training that the settings describe, with its answers' folder."""
     return TrainingJob(
         settings.head.kind,
         settings.head.config,
@@ -48,6 +49,7 @@ def job_of(settings: Settings) -> TrainingJob:
 
 
 def summary(manifest: Mapping[str, Any], out: Path) -> str:
+    """One line: steps, best tau, folder; for a joint training also the target's drift."""
     best, tau = manifest["best"], "tau was not measured"
     if best["tau"] is not None:
         low, high = best["tau_ci95"]

@@ -28,6 +28,7 @@ TUNE_FILE = "tune.json"
 
 
 def run(settings: Settings) -> None:
+    """Tune, write decode.yaml and tune.json, and show the chosen drafts."""
     config, found, screen = settings.tune, chosen(settings), console()
     require_tuned(found.folder)
     files = [found.folder / name for name in (CONFIG_FILE, WEIGHTS_FILE)]

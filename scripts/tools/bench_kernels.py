@@ -82,6 +82,7 @@ class Contest:
 
 
 def report(given: argparse.Namespace) -> None:
+    """Measure and write."""
     for name in given.benches:
         if name not in BENCHES:
             raise UserError(f"there is no bench '{name}'.{suggest(name, BENCHES)}")

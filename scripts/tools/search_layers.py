@@ -58,6 +58,7 @@ def report(given: argparse.Namespace) -> None:
 
 
 def search(given: argparse.Namespace) -> dict[str, Any]:
+    """The search and its check on held-out prompts."""
     kind, depth = given.kind, given.depth
     if given.sublayers and kind != "early_exit":
         raise UserError(

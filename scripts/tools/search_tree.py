@@ -35,6 +35,7 @@ from scripts.tools.recording import split_prompts
 
 
 def report(given: argparse.Namespace) -> None:
+    """Search, measure the found tree, write and print."""
     found = drafters.at(given.drafter)
     name = given.name or f"{found.name}_{given.nodes}"
     target = TargetModel.load(TargetConfig(given.target, dtype=given.dtype, device=given.device))

@@ -406,6 +406,7 @@ def read_lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 
 def summary(manifest: FeedbackManifest) -> str:
+    """Lines for the terminal about a finished build."""
     found = manifest["feedback"]
     depths = ["-" if share is None else f"{share:.2f}" for share in found["acceptance"]]
     lines = [

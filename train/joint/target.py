@@ -72,6 +72,7 @@ def save_changed_target(target: TargetModel, folder: Path) -> None:
 
 
 def label(folder: Path, original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> None:
+    """Write drift.json, an entry of config.json and the model card into the new target's folder."""
     facts = {"original": original.id, "revision": original.revision, **drift.to_dict()}
     write_json(folder / DRIFT_FILE, facts)
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -87,6 +88,7 @@ def label(folder: Path, original: TargetInfo, kind: str, joint: JointConfig, dri
 
 
 def card(original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> str:
+    """The text of the model card."""
     bounds = {
         f"{name}_{side}": getattr(drift, f"{name}_ci95")[place]
         for name in ("kl", "agreement", "identical")

@@ -9,6 +9,7 @@ from train.planning.plan import Plan
 
 
 def plan_table(content: Plan) -> Table:
+    """The plan as a table for the terminal."""
     found = Table(show_header=False, box=None, pad_edge=False)
     settings, memory, step = content["settings"], content["memory_bytes"], content["step_seconds"]
     fits = {True: "fits", False: "does NOT fit", None: ""}[content["fits"]]

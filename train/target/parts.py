@@ -226,6 +226,7 @@ class WeightFiles:
         return name in self._keys and sum(each in self._keys for each in self._alike[name]) > 1
 
     def read(self, name: str, device: torch.device) -> Tensor:
+        """One weight, in the model's dtype."""
         own = [name, *self._alike[name]]
         stored = next((each for each in own if each in self._keys), None)
         if stored is None:

@@ -206,6 +206,7 @@ def write_summary(summary: Summary, out: Path) -> Table:
 
 
 def rows(summary: Summary) -> list[tuple[str, str]]:
+    """Name and text of every line of the table."""
     device, peak, best = summary.device, summary.peak, summary.best
     speed, mfu, joules = summary.tokens_per_second, summary.mfu, summary.energy_joules
     helpers = device.processes - device.trainers
@@ -232,6 +233,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def plot_tau(summary: Summary, path: Path) -> None:
+    """Plot tau and its interval over the steps, as a PNG."""
     from matplotlib.figure import Figure
 
     steps, taus = [each.step for each in summary.taus], [each.tau for each in summary.taus]

@@ -192,6 +192,7 @@ class SmallLM(TrainableDrafter):
         return layer.finish(states, state.attend(index, query, mask))
 
     def propose(self, state: State, noise: Noise) -> Proposal:
+        """Grow the tree level by level from the root's output; see the protocol."""
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
         memory = Memory(state.root_position + 1, self._table(state), state.slots)
 

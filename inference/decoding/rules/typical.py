@@ -49,6 +49,7 @@ class Typical:
     def judge(
         self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
     ) -> Verdict:
+        """See `Rule.judge`."""
         if noise.settings.greedy:
             return self._match.judge(proposal, logits, positions, noise)
         tokens, tree = proposal.tokens, proposal.tree

@@ -17,6 +17,7 @@ Legend: B rows, N nodes, D = N - 1 drafted tokens of a chain, V vocabulary, V' i
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -131,7 +132,7 @@ class Chain:
         return Verdict(path, accepted, refused, committed(self.drafted, accepted, bonus))
 
 
-class ChainRule:
+class ChainRule(ABC):
     """Base of the rules that weigh the drafts of a chain; certain drafts and temperature 0 are left
     to `match`. A rule says in `keep` how many drafts are kept."""
 
@@ -141,6 +142,7 @@ class ChainRule:
     def judge(
         self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
     ) -> Verdict:
+        """See `Rule.judge`."""
         if not weighs(proposal, noise):
             return Match(share=False).judge(proposal, logits, positions, noise)
         assert noise.roots is not None, "weighing drafts needs noise that is keyed by the pass"
@@ -149,6 +151,6 @@ class ChainRule:
         accepted, shares = self.keep(chain, coins)
         return chain.verdict(accepted, positions, noise, shares)
 
+    @abstractmethod
     def keep(self, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor | None]:
         """Drafts [B] to keep by `coins` [B, D] in (0, 1), and the shares of `Chain.rest`."""
-        raise NotImplementedError

@@ -192,6 +192,7 @@ class RowNoise(SharedNoise):
         return self._noisy(logits, positions, self.stream(self.drafts), token_ids)
 
     def target_pick(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """See `SharedNoise.target_pick`."""
         if self.mode == GREEDY:
             return logits.argmax(-1)
         if self.mode == SAMPLED:

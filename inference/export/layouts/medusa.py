@@ -62,6 +62,7 @@ LAYOUT = base.Layout(
 
 
 def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
+    """The folder that vLLM's Medusa loads."""
     config, info = checkpoint.config, checkpoint.info
     hidden, vocabulary = info.hidden_size, info.vocab_size
     heads, layers, own = config.num_heads, config.num_layers, config.own_lm_head

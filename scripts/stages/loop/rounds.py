@@ -122,6 +122,7 @@ class Rounds:
     # One round
 
     def play(self, number: int) -> facts.RoundRecord:
+        """Run all parts of round `number` and return its record."""
         plan, folder, first = self.plan, self.plan.folder(number), number == 0
         entry = facts.RoundRecord(number, "" if first else self.training(self.best).checkpoint)
         asked = [] if first else self.active

@@ -182,6 +182,17 @@ def test_a_server_that_hangs_or_vanishes_is_worked_around_and_named_when_none_is
             remote(target, micro, hanging, timeout_seconds=0.3)
 
 
+def test_pauses_stay_finite_however_often_it_is_asked(
+    target: TargetModel, micro: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(target) as server:
+        features, loader = remote(target, micro, server.address, retries=1100, ahead=0)
+    monkeypatch.setattr("train.features.remote.client.FIRST_PAUSE", 0.0)
+    with pytest.raises(UserError, match="no features after 1101 attempts"):
+        features.batch(loader.step(0)[0])
+    features.close()
+
+
 def test_an_answer_that_breaks_off_is_asked_for_again(
     target: TargetModel, micro: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

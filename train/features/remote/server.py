@@ -87,6 +87,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(200, json.dumps(content).encode(), "application/json")
 
     def do_POST(self) -> None:
+        """Answer a request for the features of rows."""
         length = self.headers.get("Content-Length", "")
         if not length.isdigit() or int(length) > wire.LARGEST_REQUEST:
             self.close_connection = True
