@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.manifest import MANIFEST_FILE, abandoned, partial_of
+from inference.manifest import MANIFEST_FILE, is_abandoned, partial_of
 
 RUN_FILE = "run.json"
 EXPORT_FILE = "headstart_export.json"
@@ -115,7 +115,11 @@ def replace_folder(
     require_own(out, stage, setting, beside)
     out.parent.mkdir(parents=True, exist_ok=True)
     for leftover in out.parent.iterdir():
-        if leftover.name.startswith(f"{out.name}.") and leftover.is_dir() and abandoned(leftover):
+        if (
+            leftover.name.startswith(f"{out.name}.")
+            and leftover.is_dir()
+            and is_abandoned(leftover)
+        ):
             shutil.rmtree(leftover)  # of a writer that was killed
     fresh = partial_of(out)
     try:

@@ -116,7 +116,7 @@ def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files of `write_bytes`, here and below, whose writer is gone: ended on
     this machine, or on another one and the file unchanged for `STALE_SECONDS`."""
     for path in folder.rglob(f"*{PARTIAL}"):
-        if path.is_file() and abandoned(path):
+        if path.is_file() and is_abandoned(path):
             path.unlink(missing_ok=True)
 
 
@@ -127,7 +127,7 @@ def partial_of(path: Path) -> Path:
     )
 
 
-def abandoned(path: Path) -> bool:
+def is_abandoned(path: Path) -> bool:
     """Whether `path` has a name of `partial_of` and its writer is gone; see `remove_leftovers`."""
     found = _PARTIAL_NAME.search(path.name)
     if found is None:

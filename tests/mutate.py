@@ -488,15 +488,17 @@ def work(
 
 
 def run(given: argparse.Namespace) -> None:
-    """Run every mutant that has no result yet, in `--workers` processes."""
+    """Run, in `--workers` processes, every mutant without a result that all given trees have."""
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in HEAVY:
         __import__(name)
+    shared = set.intersection(*(set(find_places(tree)) for tree in given.trees))
+    mutants = [m for m in read_mutants(given.folder) if (m.function, m.statement) in shared]
     for tree in given.trees:
         folder = given.folder / tree.resolve().name
         done = read_results(folder)
-        left = [mutant for mutant in read_mutants(given.folder) if mutant.name not in done]
+        left = [mutant for mutant in mutants if mutant.name not in done]
         children = []
         for part in range(given.workers):
             child = os.fork()

@@ -7,38 +7,32 @@ learnt from, and acceptance falls. A short training on its new answers brings it
 through peft): less optimiser state, and what was learnt stays near. Updates are merged wherever
 weights leave the training, so that what comes out is an ordinary checkpoint of the same kind.
 
-Weights are [out, in] as `nn.Linear` holds them. `RefreshRecord` is what `headstart refresh` leaves.
+Weights are [out, in] as `nn.Linear` holds them.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from heads.api.batch import TrainBatch
 from heads.api.checkpoint import WEIGHTS_FILE, load_weights, new_drafter, read_config
-from heads.api.config import NonNegativeFloat, NonNegativeInt, build, config
+from heads.api.config import NonNegativeFloat, NonNegativeInt, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import init
-from inference.manifest import write_json
-from inference.measure.metrics import TauEstimate
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 
 logger = logging.getLogger(__name__)
 LoadTarget = Callable[[TargetConfig], TargetModel]
 
-REFRESH_FILE = "refresh.json"
-FORMAT = 1
 ADAPTER = "default"
 """The one adapter's name inside peft's layers."""
 _BASE, _DOWN, _UP = ".base_layer.", f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
@@ -235,72 +229,3 @@ def trial_loss(
 
 def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
-
-
-# What a refresh did
-
-
-@dataclass(frozen=True)
-class RefreshedDrafter:
-    """Folders of the old and the new checkpoint, and the kind of both."""
-
-    old: str
-    new: str
-    kind: str
-
-
-@dataclass(frozen=True)
-class RefreshCost:
-    """Answers of the new target, the training on them, and seconds by part over all sessions."""
-
-    answers: int
-    answer_tokens: int
-    steps: int
-    training_tokens: int
-    training_seconds: float
-    seconds: dict[str, float]
-
-
-@dataclass(frozen=True)
-class RefreshRecord:
-    """refresh.json. before, after: tau with the new target, of the old and of the new drafter."""
-
-    format: int
-    drafter: RefreshedDrafter
-    target: dict[str, dict[str, Any]]
-    """`old`, which the drafter was trained for, and `new`, as `TargetInfo.to_dict` gives them."""
-    settings: dict[str, int | float | str]
-    """The group `refresh`, and the learning rate and draft, temperature and rule that were used."""
-    before: TauEstimate
-    after: TauEstimate
-    goal: float
-    """The tau at which training ends; 0: the budget alone ends it."""
-    ended_by: str
-    cost: RefreshCost
-
-    def write(self, folder: Path) -> None:
-        write_json(folder / REFRESH_FILE, asdict(self))
-
-    @classmethod
-    def read(cls, folder: Path) -> RefreshRecord:
-        """The record in a folder; raises `UserError` for a file of another format."""
-        path = folder / REFRESH_FILE
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content.get("format") != FORMAT:
-            raise UserError(f"'{path}' is not a record of format {FORMAT}. Refresh again.")
-        return build(cls, content, REFRESH_FILE)
-
-    def summary(self) -> str:
-        """Lines for the terminal about a finished refresh."""
-        cost, old, new = self.cost, self.before, self.after
-        goal = f", of {self.goal:.2f} asked for in training" if self.goal else ""
-        seconds = ", ".join(f"{part} {value:.0f} s" for part, value in cost.seconds.items())
-        return (
-            "tau on held-out prompts: "
-            f"{old.tau:.2f} [{old.ci95[0]:.2f}, {old.ci95[1]:.2f}] before, "
-            f"{new.tau:.2f} [{new.ci95[0]:.2f}, {new.ci95[1]:.2f}] after{goal} (ended by: "
-            f"{self.ended_by})\n"
-            f"cost: {cost.answers} answers ({cost.answer_tokens} tokens), {cost.steps} steps over "
-            f"{cost.training_tokens} tokens; {seconds}\n"
-            f"{self.drafter.new}"
-        )

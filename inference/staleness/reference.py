@@ -142,6 +142,20 @@ class Reference:
         excess = accepted - accepted.sum() / passes.sum() * passes
         return float(excess.var(ddof=1) * len(passes) / passes.sum())
 
+    @property
+    def shown(self) -> str:
+        """How its answers were decoded, in words."""
+        draft = f"{self.draft['shape']} of {self.depth}"
+        return f"{draft}, temperature {self.temperature:g}, {self.tokens} tokens"
+
+    def summary(self) -> str:
+        """Lines about every domain that can be compared."""
+        return "\n".join(
+            f"{name}: {len(tally.answers)} answers, {tally.acceptance:.2f} drafted tokens accepted "
+            "per pass"
+            for name, tally in ((name, self.tallies[name]) for name in self.domains)
+        )
+
     # Files
 
     def write(self, path: Path) -> None:
@@ -211,12 +225,15 @@ def find_reference(given: str, drafter: Path, weights_sha256: str) -> Reference:
     return found
 
 
-def require_reference(path: Path) -> None:
-    """Raise `UserError` where `path` is another file than a reference, which would be replaced."""
-    if not path.exists():
-        return
+def reference_path(given: str | Path) -> Path:
+    """The file to write a reference to, in a folder or by its own name; raises `UserError` where
+    another file stands there, which would be replaced."""
+    path = Path(given)
+    path = path / WATCH_FILE if path.is_dir() else path
     try:
         ours = json.loads(path.read_text(encoding="utf-8"))["stage"] == "watch"
+    except FileNotFoundError:
+        ours = True
     except (OSError, ValueError, KeyError, TypeError):
         ours = False
     if not ours:
@@ -224,6 +241,7 @@ def require_reference(path: Path) -> None:
             f"watch.reference: '{path}' is there and is no reference, so it is not replaced. Give "
             "another file, or remove it."
         )
+    return path
 
 
 def from_report(path: Path, weights_sha256: str) -> Reference:

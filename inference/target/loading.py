@@ -282,11 +282,11 @@ def shared_weights(model: Any) -> TargetWeights:
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     size = _vocabulary(model), config.hidden_size
-    whole = dense_weight(parallel.gathered(embedding), *size, what="embedding")
+    whole = dense_weight(parallel.gather_whole(embedding), *size, what="embedding")
     tied = head is embedding
     return TargetWeights(
         embedding=whole,
-        lm_head=whole if tied else dense_weight(parallel.gathered(head), *size, what="LM head"),
+        lm_head=whole if tied else dense_weight(parallel.gather_whole(head), *size, what="LM head"),
         logits=head_function(model),
         state=parallel.GatheredState(dict(model.named_parameters())),
         rotary=_rotary(model),

@@ -112,7 +112,7 @@ def split_settings(size: int) -> Any:
     return DistributedConfig(tp_size=size, tp_plan="auto")
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def gather_whole(tensor: Tensor) -> Tensor:
     """A whole parameter, collected from all processes if split (a collective), else itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -127,7 +127,7 @@ class GatheredState(Mapping[str, Tensor]):
         self._parameters = parameters
 
     def __getitem__(self, name: str) -> Tensor:
-        return gathered(self._parameters[name].detach())
+        return gather_whole(self._parameters[name].detach())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)

@@ -60,12 +60,12 @@ class RankStatistics:
                 "from. Give prompts whose answers are longer than one token."
             )
         return [
-            pooled([count / tested if tested else 0.0 for count in hits])
+            pool_ranks([count / tested if tested else 0.0 for count in hits])
             for tested, hits in zip(self.tested, self.hits, strict=True)
         ]
 
 
-def pooled(values: Sequence[float]) -> list[float]:
+def pool_ranks(values: Sequence[float]) -> list[float]:
     """The closest sequence that never rises: neighbours that rise are replaced by their mean."""
     blocks: list[tuple[float, int]] = []  # mean and length
     for value in values:

@@ -113,6 +113,7 @@ STAGES: dict[str, Stage] = {
             "make a drafter fit a changed target again: the shortest training on its answers",
             # head and joint are those of the old drafter
             join(GENERATE, "features engine optim schedule train decode bench refresh"),
+            code="refresh.stage",
         ),
         Stage(
             "feedback",

@@ -17,17 +17,16 @@ from inference.target.model import TargetModel
 from scripts.config.schema import Settings, load_settings
 from scripts.run.folder import answers_folder, open_folder
 from scripts.run.process import prepare_process, shown
-from train.features.remote.server import FeatureServer
+from train.features.remote.server import serve
 from train.features.store.claims import folder_lock
 from train.features.store.writer import StoreJob, gib, write_features
-from train.processes import terminable
 
 
 def run(settings: Settings) -> None:
     """Write the store, or serve."""
     prepare_process(settings.run)
     if settings.features.serve:
-        serve(settings)
+        serve(TargetModel.load(settings.target), settings.features, settings.engine.dtype, say)
         return
     answers = answers_folder(settings)
     read_manifest(answers, "generate")  # its error tells how to generate answers
@@ -64,24 +63,6 @@ def all_heads(settings: Settings) -> tuple[tuple[str, str, Any], ...]:
     for name in settings.features.heads:
         found.append((name, load_settings(settings.stage, [*common, f"head={name}"]).head))
     return tuple((name, head.kind, head.config) for name, head in found)
-
-
-def serve(settings: Settings) -> None:
-    """Serve features until SIGTERM or Ctrl-C. After a signal the process ends here, with status 0:
-    threads of connections may be inside of torch, and an interpreter that ends around them was seen
-    to abort. There is nothing left to write."""
-    config = settings.features
-    target = TargetModel.load(settings.target)
-    token = os.environ.get(config.token_variable, "")
-    server = FeatureServer(target, settings.engine.dtype, config.host, config.port, token)
-    say(f"features of {target.info.id} in {server.precision} at {server.address}; Ctrl-C ends it")
-    try:
-        with terminable(), server:
-            server.serve_forever()
-    except (KeyboardInterrupt, SystemExit) as ending:
-        say(f"stopped after {server.served} requests")
-        if isinstance(ending, SystemExit):
-            os._exit(0)
 
 
 def say(text: str) -> None:

@@ -1,5 +1,4 @@
-"""`headstart watch`: does a drafter still suit its target and traffic? Writes
-<run>/<name>/staleness.json; status 1 means alarm."""
+"""`headstart watch`: does a drafter still suit its target and traffic? Writes staleness.json."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from heads.api.checkpoint import WEIGHTS_FILE
 from inference.decoding.config import DecodeConfig
 from inference.manifest import file_sha256
 from inference.staleness.comparison import Comparison, learn_reference
-from inference.staleness.reference import WATCH_FILE, find_reference, require_reference
+from inference.staleness.reference import WATCH_FILE, find_reference, reference_path
 from inference.staleness.result import show, summarise
 from inference.target.model import TargetModel
 from inference.verifications import read_facts
@@ -36,26 +35,18 @@ def run(settings: Settings) -> int:
 def learn(settings: Settings, found: Found, decode: DecodeConfig) -> int:
     """Decode the prompts with the drafter's own target and write the reference."""
     config = settings.watch
-    path = Path(config.reference or found.folder / WATCH_FILE)
-    path = path / WATCH_FILE if path.is_dir() else path
-    require_reference(path)
+    path = reference_path(config.reference or found.folder)
     prepare_process(settings.run)
     target, own = TargetModel.load(settings.target), drafters.draft_settings(found, decode)
     prompts = load(settings.bench).prompts
     reference = learn_reference(config, prompts, found.folder, target, own, str(path))
     reference.write(path)
-    for name in reference.domains:
-        known = reference.tallies[name]
-        say(
-            f"{name}: {len(known.answers)} answers, {known.acceptance:.2f} drafted tokens accepted "
-            "per pass"
-        )
-    say(shown(path))
+    say(f"{reference.summary()}\n{shown(path)}")
     return 0
 
 
 def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
-    """Compare fresh traffic with the reference; returns the exit status."""
+    """Compare fresh traffic with the reference; returns the exit status, 1 for an alarm."""
     config, weights = settings.watch, found.folder / WEIGHTS_FILE
     reference = find_reference(config.reference, found.folder, file_sha256(weights))
     comparison = Comparison(config, reference)
@@ -72,10 +63,7 @@ def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
         target = TargetModel.load(settings.target)
         own = drafters.draft_settings(found, decode, reference.draft)
         own = replace(own, temperature=reference.temperature, max_new_tokens=reference.tokens)
-        say(
-            f"decoding as for the reference: {own.shape} of {reference.depth}, temperature "
-            f"{own.temperature:g}, {own.max_new_tokens} tokens"
-        )
+        say(f"decoding as for the reference: {reference.shown}")
         comparison.add_decoded(load(settings.bench).prompts, found.folder, target, own)
         facts = {"id": target.info.id, "revision": target.info.revision}
         facts |= {"quantization": settings.target.quantization, "system": config.system}

@@ -24,7 +24,7 @@ from heads.api.features import FeatureSpec
 from inference.decoding.config import DecodeConfig
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
-from inference.target.parallel import Ranks, gathered, join_ranks
+from inference.target.parallel import Ranks, gather_whole, join_ranks
 from tests.fakes import SometimesRight
 from tests.inference.decoding.test_lossless import SHAPES, answers, decode, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
@@ -74,7 +74,7 @@ def facts_of(target: TargetModel) -> dict[str, Any]:
         ],
         "plain tensors": not isinstance(target.weights.embedding, DTensor)
         and not isinstance(target.weights.state["model.layers.0.self_attn.k_proj.weight"], DTensor),
-        "key sum": float(gathered(keys).sum()),
+        "key sum": float(gather_whole(keys).sum()),
         "logits": [value.hex() for value in logits[0].double().tolist()],
     }
 

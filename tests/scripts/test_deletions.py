@@ -13,7 +13,7 @@ from heads.api.errors import UserError
 from inference.decoding.decode_file import require_tuned
 from inference.manifest import write_json
 from inference.report.model import write_report
-from inference.staleness.reference import require_reference
+from inference.staleness.reference import reference_path
 from scripts.cli import main
 from scripts.stages.loop.rounds import is_copy
 from tests.inference.example_report import example_report
@@ -248,12 +248,12 @@ def test_files_of_people_are_not_replaced_by_tuning_watching_or_generating(tmp_p
     with pytest.raises(UserError, match="was not written by `headstart tune`"):
         require_tuned(tmp_path)
     with pytest.raises(UserError, match="is no reference, so it is not replaced"):
-        require_reference(tmp_path / "watch.json")
+        reference_path(tmp_path / "watch.json")
     with pytest.raises(UserError, match="was not written by generation"):
         require_own_input(tmp_path / "input")
     (tmp_path / "watch.json").write_text('{"stage": "watch"}')
-    require_reference(tmp_path / "watch.json")
-    require_reference(tmp_path / "nowhere.json")
+    reference_path(tmp_path / "watch.json")
+    reference_path(tmp_path / "nowhere.json")
     require_tuned(tmp_path / "nowhere")
 
 

@@ -16,7 +16,7 @@ from inference.target.model import TargetModel
 from scripts.cli import main
 from scripts.config.own import RunConfig
 from scripts.run import drafters
-from scripts.stages import refresh as stage
+from scripts.stages.refresh import stage
 from tests.inference.tokenizers import save_micro_target
 
 WORDS = ("add", "two", "numbers", "list", "items", "function")

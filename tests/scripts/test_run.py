@@ -19,7 +19,7 @@ from scripts.config.stages import STAGES
 from scripts.run.folder import changes, open_folder, read_config, read_record
 from scripts.stages.loop.facts import LoopRecord
 from scripts.stages.loop.plan import RoundPlan
-from train.refresh import RefreshRecord
+from scripts.stages.refresh.record import RefreshRecord
 
 
 def settings(run: RunConfig, **groups: Any) -> Settings:

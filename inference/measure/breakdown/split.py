@@ -43,7 +43,7 @@ from heads.api.errors import UserError
 from inference.measure.breakdown.counts import RESAMPLES, Counts, Rates, expected_tau
 from inference.measure.metrics import GAP, Floats, Totals, middle95, ratios, resample_weights
 from inference.report.model import LossSplit, LossTerm
-from inference.tune.tree_search import SearchedTree, pooled, search_tree
+from inference.tune.tree_search import SearchedTree, pool_ranks, search_tree
 
 TERMS = (
     *("ends", "vocabulary", "drafter", "coupling", "candidates", "shape", "sample"),
@@ -135,7 +135,7 @@ def _tokens(
 def best_tree(ranks: Floats, nodes: int) -> SearchedTree:
     """The best static tree of `nodes` nodes for acceptance by depth and rank [D, R]."""
     try:
-        return search_tree([pooled(level.tolist()) for level in ranks], nodes)
+        return search_tree([pool_ranks(level.tolist()) for level in ranks], nodes)
     except UserError:  # nothing was ever accepted: any tree gives the bonus alone
         return SearchedTree((), 1.0)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import os
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -18,8 +20,10 @@ from safetensors.torch import save
 
 from heads.api.errors import UserError
 from train.features.base import LOOPBACK, FeatureTarget
+from train.features.config import FeaturesConfig
 from train.features.remote import wire
 from train.features.store.layout import precision_of, tensors_of
+from train.processes import terminable
 
 logger = logging.getLogger(__name__)
 
@@ -150,3 +154,21 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - named by http.server
         logger.debug(format, *args)
+
+
+def serve(
+    target: FeatureTarget, config: FeaturesConfig, dtype: torch.dtype, say: Callable[[str], None]
+) -> None:
+    """Serve features until SIGTERM or Ctrl-C. After a signal the process ends here, with status 0:
+    threads of connections may be inside of torch, and an interpreter that ends around them was seen
+    to abort. There is nothing left to write."""
+    token = os.environ.get(config.token_variable, "")
+    server = FeatureServer(target, dtype, config.host, config.port, token)
+    say(f"features of {target.info.id} in {server.precision} at {server.address}; Ctrl-C ends it")
+    try:
+        with terminable(), server:
+            server.serve_forever()
+    except (KeyboardInterrupt, SystemExit) as ending:
+        say(f"stopped after {server.served} requests")
+        if isinstance(ending, SystemExit):
+            os._exit(0)

@@ -156,7 +156,7 @@ class StoreReader:
             )
         except SafetensorError as error:
             path = shard_path(self.folder, place.shard)
-            raise damaged(path, f"it cannot be read ({error})") from error
+            raise damage_error(path, f"it cannot be read ({error})") from error
 
     def _handle(self, shard: int) -> Any:
         """The opened shard, checked; the least recently used ones are closed again."""
@@ -170,7 +170,7 @@ class StoreReader:
         try:
             handle = safe_open(str(path), framework="pt")
         except (SafetensorError, OSError) as error:
-            raise damaged(path, f"it cannot be opened ({error})") from error
+            raise damage_error(path, f"it cannot be opened ({error})") from error
         self._open[shard] = handle
         while len(self._open) > OPEN_SHARDS:
             self._open.popitem(last=False)
@@ -189,14 +189,14 @@ def check_shard(path: Path, index: ShardIndex) -> None:
         )
     size = path.stat().st_size
     if size != index.bytes:
-        raise damaged(path, f"it has {size} bytes, but was written with {index.bytes}")
+        raise damage_error(path, f"it has {size} bytes, but was written with {index.bytes}")
     found, written = file_sha256(path), index.sha256
     if found != written:
         what = f"its sha256 is {found[:12]}..., but was {written[:12]}... when it was written"
-        raise damaged(path, what)
+        raise damage_error(path, what)
 
 
-def damaged(path: Path, what: str) -> UserError:
+def damage_error(path: Path, what: str) -> UserError:
     return UserError(
         f"the feature shard '{path}' was changed or damaged since it was written: {what}. {REMEDY}"
     )

@@ -1,11 +1,5 @@
-"""`headstart refresh`: the shortest training that makes a drafter fit a changed target. Writes
-<run>/refresh/refresh.json.
-
-The new target answers a few hundred prompts, sped up by the old drafter; training goes on from the
-old checkpoint on these answers and ends once tau is what it was, or when every answer has been read
-as often as allowed. Folders are those of the other stages: <run>/generate, <run>/train/<drafter>
-(its best/ is the refreshed drafter), and repeating the command continues an interrupted one.
-"""
+"""The parts of a refresh: answers of the new target, the training on them, and tau on held-out
+prompts."""
 
 from __future__ import annotations
 
@@ -13,11 +7,11 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, build_config, load_drafter, read_config
+from heads.api.checkpoint import build_config, load_drafter, read_config
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -27,82 +21,17 @@ from inference.measure.prompts import select_prompts, to_requests
 from inference.measure.run import quick_tau
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings
-from scripts.run import drafters
 from scripts.run.drafters import DRAFT_KEYS, Found
 from scripts.run.folder import open_folder
-from scripts.run.process import is_main_process, prepare_process, say, shown
+from scripts.run.process import is_main_process
 from scripts.stages.generate import with_benches
 from scripts.stages.measure import load
 from train.data.answers import AnswersManifest
 from train.generate.loop import OwnDecoder
 from train.generate.run import generate
 from train.manifest import TrainManifest
-from train.refresh import FORMAT, RefreshConfig, RefreshCost, RefreshedDrafter, RefreshRecord
+from train.refresh import RefreshConfig
 from train.run import train
-
-SECONDS_FILE = "seconds.json"
-
-
-def run(settings: Settings) -> None:
-    """Refresh, continuing an interrupted folder; a complete one is only shown again."""
-    if settings.given("head"):
-        raise UserError(
-            "head=... is given, but a refresh keeps the kind and settings of refresh.drafter. "
-            "Leave it out."
-        )
-    old = drafters.find_trained("refresh.drafter", settings.refresh.drafter, settings.run)
-    out = settings.run.directory / "train" / (settings.run.drafter or old.kind)
-    if out.resolve() in (old.folder.resolve(), old.folder.resolve().parent):
-        raise UserError(
-            f"'{out}' is the old drafter itself, which a refresh does not write over. Choose "
-            "another run.name or run.drafter."
-        )
-    files = [old.folder / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
-    folder = open_folder(settings, settings.run.directory / "refresh", files)
-    if not folder.complete:
-        prepare_process(settings.run)
-        record = refresh(settings, old, out, folder.path / SECONDS_FILE, folder.session)
-        if is_main_process():
-            record.write(folder.path)
-        folder.finish()
-    if is_main_process():
-        say(RefreshRecord.read(folder.path).summary())
-
-
-def refresh(
-    settings: Settings, old: Found, out: Path, times: Path, session: Mapping[str, Any]
-) -> RefreshRecord:
-    """Generate, train into `out`, measure before and after. times: file of the seconds by part."""
-    decode = drafters.draft_settings(old, settings.decode)
-    answers = settings.run.directory / "generate"
-    with clock(times, "generate"):
-        made = answer(settings, old, decode, answers, session)
-    goal = goal_of(settings, old)
-    with clock(times, "train"):
-        manifest = train_on(settings, old, decode, answers, out, goal)
-    new = out / manifest["checkpoint"]
-    with clock(times, "measure"):
-        before, after = (measure_tau(settings, decode, path) for path in (old.folder, new))
-    used = {"lr": manifest["settings"]["optim"]["lr"], "draft": decode.shape}
-    used |= {"temperature": decode.temperature, "rule": decode.rule}
-    return RefreshRecord(
-        format=FORMAT,
-        drafter=RefreshedDrafter(shown(old.folder), shown(new), old.kind),
-        target={"old": read_config(old.folder)["target"], "new": manifest["target"]},
-        settings=asdict(settings.refresh) | used,
-        before=before,
-        after=after,
-        goal=goal,
-        ended_by=manifest["ended_by"],
-        cost=RefreshCost(
-            made["counts"]["done"],
-            made["counts"]["tokens"],
-            manifest["steps"],
-            manifest["tokens"],
-            manifest["seconds"],
-            read_seconds(times),
-        ),
-    )
 
 
 @contextmanager
