@@ -16,6 +16,7 @@ import torch
 
 import train.state as state
 from heads.api.errors import UserError
+from tests.train.launch import start
 from tests.train.toy import OPTIM, Toy, train_steps
 from train.distributed import World
 from train.engines.base import EngineConfig
@@ -157,6 +158,15 @@ def test_a_state_is_checked_in_shares(tmp_path: Path) -> None:
     assert (
         "optimizer-0.safetensors' is damaged: its contents are not what was written" in damages[0]
     )
+
+
+def test_damage_that_one_process_finds_counts_for_all(tmp_path: Path) -> None:
+    states = store(tmp_path)
+    states.save(2, trained(), {}, RUN)
+    flip(states.save(4, trained(), {}, RUN))
+    process = start(2, "tests.train.newest_worker", tmp_path)
+    process.communicate(timeout=120)  # processes that disagree wait for one another
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["2", "2"]
 
 
 @pytest.mark.parametrize("obstacle", ["random_state", "state_file"])
