@@ -153,8 +153,15 @@ def test_a_domain_of_one_token_answers_is_reported_as_zero() -> None:
     rows = [outcome("a", "code", [1], DEPTH, 0.1), outcome("b", "yes/no", [], DEPTH)]
     base = [outcome("a", "code", [0, 0], 0, 0.2), outcome("b", "yes/no", [], 0)]
     summary = metrics.summarise(Totals.collect(rows, DEPTH), Totals.collect(base, 0))
-    assert summary["domains"]["yes/no"]["tau"] == 0.0
+    nothing = {"tau": 0.0, "tau_ci95": [0.0, 0.0], "tar": 0.0, "speedup": 0.0}
+    assert summary["domains"]["yes/no"] == nothing
     assert summary["tau"] == 2.0
+
+
+def test_a_speedup_over_nothing_is_zero() -> None:
+    empty = Totals.collect([outcome("b", "yes/no", [], 0)], 0)
+    assert metrics.speedup(empty, empty) == (0.0, (0.0, 0.0))
+    assert metrics.tokens_per_second_ci95(empty) == (0.0, 0.0)
 
 
 def timed(pass_seconds: Sequence[float], accepted: int) -> Totals:
