@@ -519,8 +519,8 @@ def read_results(folder: Path) -> dict[str, str]:
 
 
 def is_caught(outcome: str) -> bool:
-    """Whether a test noticed a mutant."""
-    return outcome not in ("survived", "unreached", "absent")
+    """Whether a test noticed a mutant. One that only took too long is not counted: fixtures may."""
+    return outcome not in ("survived", "unreached", "absent", "timeout")
 
 
 def show(given: argparse.Namespace) -> None:

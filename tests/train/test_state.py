@@ -122,6 +122,14 @@ def foreign(folder: Path) -> None:
     (folder / STATE_FILE).write_text(json.dumps({"format": 99}), encoding="utf-8")
 
 
+def test_leftovers_of_a_half_written_folder_do_not_enter_a_state(tmp_path: Path) -> None:
+    states = store(tmp_path)
+    (states.directory / "step_00000002.partial").mkdir(parents=True)
+    (states.directory / "step_00000002.partial" / "optimizer-7.safetensors").write_bytes(b"half")
+    folder = states.save(2, trained(), {}, RUN)
+    assert not (folder / "optimizer-7.safetensors").exists()
+
+
 @pytest.mark.parametrize("damage", [cut, scramble, flip, spoil_json, drop, foreign])
 def test_a_damaged_newest_state_is_passed_over_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]

@@ -134,6 +134,13 @@ def test_ideal_speedup_uses_measured_draft_time() -> None:
     )
 
 
+def test_the_gap_is_told_where_any_prompt_has_one() -> None:
+    rows = [outcome("a", "code", [1], DEPTH, 0.1), outcome("b", "code", [1], DEPTH, 0.1)]
+    assert metrics.GAP not in metrics.step_ms(Totals.collect(rows, DEPTH))
+    rows[1].seconds[metrics.GAP] = 0.02
+    assert metrics.step_ms(Totals.collect(rows, DEPTH))[metrics.GAP] == pytest.approx(10.0)
+
+
 def test_prefill_time_is_apart() -> None:
     with_prefill = Outcome("a", "x", [PassRecord(0, 1, False)], {"prefill": 9.0, "verify": 0.5})
     assert metrics.tokens_per_second(Totals.collect([with_prefill], 0)) == 2.0
