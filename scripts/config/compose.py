@@ -146,8 +146,12 @@ def extra_folders() -> list[Path]:
 
 
 def repository_path(relative: str) -> str:
-    """`${repo:path}`: a path inside the repository as seen from the working directory."""
+    """`${repo:path}`: a path inside the repository as seen from the working directory. An installed
+    wheel has no repository: assets/ lies inside its package `headstart` there (setup.py)."""
     found, here = REPOSITORY / relative, Path.cwd().resolve()
+    shipped = REPOSITORY / "headstart" / relative
+    if not found.exists() and shipped.exists():
+        found = shipped
     return str(found.relative_to(here)) if found.is_relative_to(here) else str(found)
 
 

@@ -84,6 +84,8 @@ def git_state() -> dict[str, Any]:
             command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=20
         ).stdout
 
+    if not (REPOSITORY / ".git").exists():
+        return {}  # installed: a repository further up is somebody else's
     try:
         revision, diff = git("rev-parse", "HEAD").strip(), git("diff", "HEAD")
     except (OSError, subprocess.SubprocessError):

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from heads.api.errors import UserError
 from inference.export.hub.config import PushConfig
-from inference.export.hub.exchange import Exchange, hub_address, hub_token
+from inference.hub.exchange import Exchange, hub_address, hub_token
 from inference.export.hub.folder import Sources, build_folder, check_folder
 
 

@@ -1,0 +1,83 @@
+"""`headstart.train`: prompts in, a drafter out, with the command line's stages and settings.
+
+A call is `headstart generate` followed by `headstart train`: the same folders and defaults, the
+same messages, and the same rule for a repeated call, which continues what was interrupted and skips
+what is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headstart.overrides import name_or_path, spell, spell_groups
+from inference.manifest import read_manifest
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
+from scripts.run.folder import stage_folder
+from scripts.run.runner import run_one
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training. checkpoint: the drafter's folder; tau: the best measured one with its
+    95% interval, None where none was measured; steps: updates done; folder: all that was written.
+    """
+
+    checkpoint: Path
+    kind: str
+    tau: float | None
+    tau_ci95: tuple[float, float] | None
+    steps: int
+    folder: Path
+
+
+def train(
+    head: str,
+    *,
+    target: str | Path | None = None,
+    data: str | Path | None = None,
+    answers: str | Path | None = None,
+    run: str = "default",
+    root: str | Path = "outputs",
+    overrides: Sequence[str] = (),
+    **settings: Any,
+) -> Trained:
+    """Train a drafter and return where it lies and how good it is.
+
+    head: a recipe (`headstart train --help` lists them). target: a Hub id or a folder, or the name
+    of an option (`conf/target/`); None: the embedded one. data: a file of prompts, or the name of
+    an option (`conf/data/`); None: the embedded prompts. answers: a folder of `generate` to train
+    on in place of answering `data`. run, root: the run writes to <root>/<run>/. overrides: settings
+    as on the command line ("optim.lr=1e-4"). settings: the same by group, an option's name or a
+    mapping: `engine="torch"`, `optim={"lr": 1e-4}`, `train={"max_steps": 500}`.
+
+    Raises `UserError` for what the command line refuses: unknown names (the nearest one is named),
+    values out of range, a folder that was made with other settings.
+    """
+    given = [spell("head", head), spell("run.name", run), spell("run.root", root)]
+    if target is not None:
+        given += name_or_path("target", "local", target)
+    if data is not None:
+        given += name_or_path("data", "jsonl", data)
+    if answers is not None:
+        given.append(spell("run.answers", answers))
+    both = load_settings(STAGES["loop"], [*given, *spell_groups(settings), *overrides])
+    training = both.derive("train")  # all is checked before anything starts
+    if answers is None:
+        run_one(both.derive("generate"))
+    run_one(training)
+    return read_result(stage_folder(training))
+
+
+def read_result(folder: Path) -> Trained:
+    """The outcome of a finished training in `folder`."""
+    manifest = read_manifest(folder, "train")
+    best = manifest["best"]
+    interval = None if best["tau"] is None else (best["tau_ci95"][0], best["tau_ci95"][1])
+    checkpoint = folder / manifest["checkpoint"]
+    return Trained(
+        checkpoint, manifest["kind"], best["tau"], interval, manifest["steps"], folder
+    )
