@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 from headstart.siblings import load_siblings
 
 if TYPE_CHECKING:
+    from heads.api.errors import UserError
     from headstart.measuring import measure
     from headstart.training import Trained, train
-    from heads.api.errors import UserError
     from inference.decoding.config import DecodeConfig
-    from inference.decoding.loading import load_drafter
     from inference.decoding.engine import Engine, Generation
+    from inference.decoding.loading import load_drafter
     from inference.measure.config import BenchConfig
     from inference.report.model import Report, read_report
     from inference.target.loading import TargetConfig

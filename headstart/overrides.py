@@ -43,7 +43,9 @@ def spell_text(text: str) -> str:
     if PLAIN.fullmatch(text) and text.lower() not in WORDS:
         return text
     # backslashes count as escapes before a quote only
-    escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + "\\" * bool(found[2]) + found[2], text)
+    escaped = re.sub(
+        r'(\\*)("|$)', lambda found: found[1] * 2 + "\\" * bool(found[2]) + found[2], text
+    )
     return f'"{escaped}"'
 
 

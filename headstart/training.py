@@ -78,6 +78,4 @@ def read_result(folder: Path) -> Trained:
     best = manifest["best"]
     interval = None if best["tau"] is None else (best["tau_ci95"][0], best["tau_ci95"][1])
     checkpoint = folder / manifest["checkpoint"]
-    return Trained(
-        checkpoint, manifest["kind"], best["tau"], interval, manifest["steps"], folder
-    )
+    return Trained(checkpoint, manifest["kind"], best["tau"], interval, manifest["steps"], folder)

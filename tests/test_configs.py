@@ -9,7 +9,8 @@ import torch
 import yaml
 
 from heads.api.errors import UserError
-from heads.api.registry import get_kind, kind_names
+from heads.api.kinds import kind_names
+from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo
 from scripts.config.compose import REPOSITORY, options
 from scripts.config.schema import attribute, load_settings

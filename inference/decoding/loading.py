@@ -7,16 +7,15 @@ from pathlib import Path
 from heads.api import checkpoint
 from heads.api.drafter import Drafter
 from heads.api.errors import UserError
-from heads.api.registry import get_kind, kind_names
+from heads.api.kinds import kind_names
+from heads.api.registry import get_kind
 from inference.decoding.placement import PlacedDrafter, weights_on
 from inference.hub.fetch import fetch, is_published_name
 from inference.target.loading import pick_device
 from inference.target.model import TargetModel
 
 
-def load_drafter(
-    source: str | Path, target: TargetModel, *, device: str | None = None
-) -> Drafter:
+def load_drafter(source: str | Path, target: TargetModel, *, device: str | None = None) -> Drafter:
     """The drafter from `source`, ready to decode with `target`.
 
     source: a checkpoint folder; "user/name" or "user/name@revision" on the Hub, which is fetched

@@ -155,8 +155,10 @@ def untrained(name: str, values: Mapping[str, Any]) -> Found:
                 f"{suggest(recipe, options('head'))}"
             )
         files = (folder / "head" / f"{recipe}.yaml" for folder in conf_folders())
-        file = next(path for path in files if path.is_file())
-        rest = yaml.safe_load(file.read_text(encoding="utf-8")) | rest
+        file = next((path for path in files if path.is_file()), None)
+        # a kind of another package needs no file
+        own = {"kind": recipe} if file is None else yaml.safe_load(file.read_text(encoding="utf-8"))
+        rest = own | rest
     kind = get_kind(str(rest.pop("kind")))
     if kind.needs_training(build(kind.config_class, rest, f"measure.heads.{name}")):
         raise UserError(

@@ -20,8 +20,8 @@ from rich.table import Table
 
 from heads.api.errors import UserError
 from inference.export.hub.config import PushConfig
-from inference.hub.exchange import Exchange, hub_address, hub_token
 from inference.export.hub.folder import Sources, build_folder, check_folder
+from inference.hub.exchange import Exchange, hub_address, hub_token
 
 
 @dataclass
