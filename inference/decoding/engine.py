@@ -60,8 +60,7 @@ class Generation:
     @property
     def tau(self) -> float:
         """Committed tokens per verify pass; 1.0 where nothing was verified."""
-        passes = self.completion.passes
-        return sum(item.committed for item in passes) / len(passes) if passes else 1.0
+        return self.completion.tau
 
     def __repr__(self) -> str:
         """One line: the beginning of the text, and what the answer took."""
