@@ -15,7 +15,9 @@ from inference.target.loading import pick_device
 from inference.target.model import TargetModel
 
 
-def load_drafter(source: str | Path, target: TargetModel, *, device: str | None = None) -> Drafter:
+def load_drafter(
+    source: str | Path, target: TargetModel, *, device: str | None = None
+) -> Drafter | PlacedDrafter:
     """The drafter from `source`, ready to decode with `target`.
 
     source: a checkpoint folder; "user/name" or "user/name@revision" on the Hub, which is fetched

@@ -42,6 +42,7 @@ def compose_stage(stage: Stage, given: Sequence[Override]) -> tuple[dict[str, An
     group -> plain values, interpolations resolved, of the groups that the stage reads; and option
     group -> chosen option, or options for recipes, None where there is none."""
     OmegaConf.register_new_resolver("repo", repository_path, replace=True)
+    OmegaConf.register_new_resolver("default_engine", default_engine, replace=True)
     for name in offered_kinds(tuple(sys.path)):  # its own YAML, where there is one, wins
         ConfigStore.instance().store(name=name, group="head", node={"kind": name})
     accepted = [check_override(stage, item) for item in given]
@@ -178,6 +179,11 @@ def repository_path(relative: str) -> str:
     if not found.exists() and shipped.exists():
         found = shipped
     return str(found.relative_to(here)) if found.is_relative_to(here) else str(found)
+
+
+def default_engine() -> str:
+    """`${default_engine:}`: DeepSpeed where it is installed, which it cannot be on macOS."""
+    return "torch" if find_spec("deepspeed") is None else "deepspeed"
 
 
 def first_line(error: BaseException) -> str:
