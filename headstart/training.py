@@ -7,14 +7,14 @@ what is complete.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headstart.overrides import name_or_path, spell, spell_groups
 from inference.manifest import read_manifest
-from scripts.config.schema import load_settings
+from scripts.config.schema import Settings, load_settings
 from scripts.config.stages import STAGES
 from scripts.run.folder import stage_folder
 from scripts.run.runner import run_one
@@ -22,11 +22,12 @@ from scripts.run.runner import run_one
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training. checkpoint: the drafter's folder; tau: the best measured one with its
-    95% interval, None where none was measured; steps: updates done; folder: all that was written.
-    """
+    """A finished training. checkpoint: the drafter's folder; target: Hub id or folder of the model
+    that it drafts for; tau: the best measured one with its 95% interval, None where none was
+    measured; steps: updates done; folder: all that was written."""
 
     checkpoint: Path
+    target: str
     kind: str
     tau: float | None
     tau_ci95: tuple[float, float] | None
@@ -57,6 +58,25 @@ def train(
     Raises `UserError` for what the command line refuses: unknown names (the nearest one is named),
     values out of range, a folder that was made with other settings.
     """
+    both = compose(head, target, data, answers, run, root, overrides, settings)
+    training = both.derive("train")  # all is checked before anything starts
+    if answers is None:
+        run_one(both.derive("generate"))
+    run_one(training)
+    return read_result(stage_folder(training), training.target.path)
+
+
+def compose(
+    head: str,
+    target: str | Path | None,
+    data: str | Path | None,
+    answers: str | Path | None,
+    run: str,
+    root: str | Path,
+    overrides: Sequence[str],
+    settings: Mapping[str, Any],
+) -> Settings:
+    """The settings of both stages, checked; arguments as of `train`. Raises `UserError`."""
     given = [spell("head", head), spell("run.name", run), spell("run.root", root)]
     if target is not None:
         given += name_or_path("target", "local", target)
@@ -64,18 +84,14 @@ def train(
         given += name_or_path("data", "jsonl", data)
     if answers is not None:
         given.append(spell("run.answers", answers))
-    both = load_settings(STAGES["loop"], [*given, *spell_groups(settings), *overrides])
-    training = both.derive("train")  # all is checked before anything starts
-    if answers is None:
-        run_one(both.derive("generate"))
-    run_one(training)
-    return read_result(stage_folder(training))
+    return load_settings(STAGES["loop"], [*given, *spell_groups(settings), *overrides])
 
 
-def read_result(folder: Path) -> Trained:
+def read_result(folder: Path, target: str) -> Trained:
     """The outcome of a finished training in `folder`."""
     manifest = read_manifest(folder, "train")
     best = manifest["best"]
     interval = None if best["tau"] is None else (best["tau_ci95"][0], best["tau_ci95"][1])
     checkpoint = folder / manifest["checkpoint"]
-    return Trained(checkpoint, manifest["kind"], best["tau"], interval, manifest["steps"], folder)
+    kind, tau, steps = manifest["kind"], best["tau"], manifest["steps"]
+    return Trained(checkpoint, target, kind, tau, interval, steps, folder)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import headstart
+from headstart.training import compose
 from tests.inference.tokenizers import save_micro_target
 
 SMALL: dict[str, Any] = {
@@ -111,7 +114,12 @@ def test_drafters_are_measured_on_given_prompts(
     assert headstart.read_report(tmp_path / "out").drafters[0].tau == report.drafters[0].tau
 
     named = headstart.measure(
-        engine.target, {"deep": trained.checkpoint}, texts, depth=1, prompts_per_domain=2
+        engine.target,
+        {"deep": trained.checkpoint},
+        texts,
+        depth=1,
+        prompts_per_domain=2,
+        max_new_tokens=8,
     )
     assert [(one.draft.name, one.draft.depth) for one in named.drafters] == [("deep", 1)]
     assert named.settings.prompts == 2
@@ -147,3 +155,33 @@ def test_a_single_prompt_and_a_short_repr(made: Any) -> None:
     )
     with pytest.raises(headstart.UserError, match=r"max_tokens.*Did you mean 'max_new_tokens'"):
         engine.generate("Write one.", max_tokens=8)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page_runs(
+    repository: Path, in_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("inference.measure.metrics.TIMING_NOISE", 100.0)
+    page = (repository / "docs" / "api.md").read_text(encoding="utf-8")
+    first, _ = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    exec(compile(first, "api.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "Generation('" in printed and "\nngram 1." in printed
+
+
+def test_the_call_for_a_model_of_ones_own_composes(repository: Path) -> None:
+    """As printed on the page."""
+    page = (repository / "docs" / "api.md").read_text(encoding="utf-8")
+    _, second = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (assignment,) = ast.parse(second).body
+    assert isinstance(assignment, ast.Assign) and isinstance(assignment.value, ast.Call)
+    call = assignment.value
+    given = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
+    own = {key: given.pop(key) for key in ("target", "data", "run", "overrides")}
+    head = ast.literal_eval(call.args[0])
+    found = compose(
+        head, own["target"], own["data"], None, own["run"], "outputs", own["overrides"], given
+    )
+    assert (found.head.kind, found.target.path) == ("eagle3", "Qwen/Qwen3-8B")
+    assert (found.train.max_steps, found.sampling.temperature) == (2000, 0.7)
+    assert found.run.directory == Path("outputs/qwen3-8b")
