@@ -106,10 +106,12 @@ def find(given: Drafters) -> dict[str, Found]:
 
 def find_one(source: str | Path) -> Found:
     """The drafter from a folder, a name on the Hub, or a recipe that needs no training."""
-    if not Path(source).is_dir() and str(source) in found_by.untrained_recipes():
-        return found_by.untrained(str(source), {})
-    folder = checkpoint_folder(source)
-    return found_by.untrained(str(source), {}) if folder is None else found_by.at(folder)
+    name = str(source)
+    if Path(source).expanduser().is_dir():
+        return found_by.at(Path(source).expanduser())
+    if name not in found_by.untrained_recipes() and checkpoint_folder(source) is not None:
+        return found_by.published(name)
+    return found_by.untrained(name, {})
 
 
 def arm(
