@@ -27,6 +27,7 @@ name = "more-drafters"
 version = "1.0"
 [project.entry-points."headstart.kinds"]
 last_token = "more_drafters.last_token"
+repeater = "more_drafters.repeater"
 lost = "more_drafters.no_such_module"
 ngram = "more_drafters.last_token"
 misnamed = "more_drafters.last_token"
@@ -68,6 +69,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipes.mkdir(parents=True)
     (source / "more_drafters" / "__init__.py").write_text("")
     (source / "more_drafters" / "last_token.py").write_text(KIND)
+    renamed = KIND.replace('"last_token"', '"repeater"')
+    (source / "more_drafters" / "repeater.py").write_text(renamed)
+    (recipes / "repeater.yaml").write_text("kind: repeater\ntimes: 7\n")
     (recipes / "last_token_twice.yaml").write_text("kind: last_token\ntimes: 2\n")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
@@ -107,6 +111,17 @@ def test_a_kind_of_another_package_is_one_like_ours() -> None:
     assert untrained("last_token", {}).kind == "last_token"
     twice = load_settings(STAGES["train"], ["head=last_token_twice"])
     assert (twice.head.kind, twice.head.config.times) == ("last_token", 2)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_kind_with_a_recipe_of_its_name_takes_the_recipe(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """Hydra would take an entry beside a file for the file's schema, and warn."""
+    load_settings(STAGES["measure"], [])
+    settings = load_settings(STAGES["train"], ["head=repeater"])
+    assert settings.head.config.times == 7
+    assert not [item for item in recwarn if "schema" in str(item.message)]
 
 
 @pytest.mark.usefixtures("installed")

@@ -43,7 +43,7 @@ def compose_stage(stage: Stage, given: Sequence[Override]) -> tuple[dict[str, An
     group -> chosen option, or options for recipes, None where there is none."""
     OmegaConf.register_new_resolver("repo", repository_path, replace=True)
     OmegaConf.register_new_resolver("default_engine", default_engine, replace=True)
-    for name in offered_kinds(tuple(sys.path)):  # its own YAML, where there is one, wins
+    for name in {*offered_kinds(tuple(sys.path))} - {*files("head")}:
         ConfigStore.instance().store(name=name, group="head", node={"kind": name})
     accepted = [check_override(stage, item) for item in given]
     searchpath = ",".join(f"file://{folder}" for folder in extra_folders())
@@ -135,9 +135,13 @@ def check_override(stage: Stage, override: Override) -> str:
 
 def options(group: str) -> list[str]:
     """The options of a group: the names of its YAML files, and of kinds that packages offer."""
-    files = (path for folder in conf_folders() for path in (folder / group).glob("*.yaml"))
     offered = offered_kinds(tuple(sys.path)) if group == "head" else ()
-    return sorted({*offered, *(path.stem for path in files)})
+    return sorted({*offered, *files(group)})
+
+
+def files(group: str) -> list[str]:
+    """The names of a group's YAML files."""
+    return [path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")]
 
 
 def conf_folders() -> list[Path]:
