@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.overrides import name_or_path, spell, spell_groups
@@ -31,6 +31,7 @@ def plain(value: Any) -> Any:
     return value.text if hasattr(value, "text") else value
 
 
+@settings(deadline=None)
 @given(st.one_of(VALUES, st.lists(VALUES, max_size=4)))
 def test_values_come_back(value: Any) -> None:
     found = read(spell("a.b", value))
@@ -45,8 +46,8 @@ def test_texts_stay_texts(text: str) -> None:
 
 
 def test_groups() -> None:
-    settings = {"engine": "torch", "optim": {"lr": 1e-4, "betas": (0.9, 0.95)}}
-    assert list(spell_groups(settings)) == [
+    chosen = {"engine": "torch", "optim": {"lr": 1e-4, "betas": (0.9, 0.95)}}
+    assert list(spell_groups(chosen)) == [
         "engine=torch",
         "optim.lr=0.0001",
         "optim.betas=[0.9,0.95]",
