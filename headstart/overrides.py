@@ -12,7 +12,7 @@ from typing import Any
 
 from scripts.config.compose import options
 
-PLAIN = re.compile(r"[A-Za-z_./~][\w./@:-]*")
+PLAIN = re.compile(r"[A-Za-z_./~][\w./@:-]*", re.ASCII)
 """Texts that Hydra's grammar reads as they are."""
 WORDS = ("null", "true", "false", "nan", "inf")
 """What it reads as another type."""
