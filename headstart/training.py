@@ -41,8 +41,8 @@ def train(
     target: str | Path | None = None,
     data: str | Path | None = None,
     answers: str | Path | None = None,
-    run: str = "default",
-    root: str | Path = "outputs",
+    run: str | None = None,
+    root: str | Path | None = None,
     overrides: Sequence[str] = (),
     **settings: Any,
 ) -> Trained:
@@ -51,9 +51,10 @@ def train(
     head: a recipe (`headstart train --help` lists them). target: a Hub id or a folder, or the name
     of an option (`conf/target/`); None: the embedded one. data: a file of prompts, or the name of
     an option (`conf/data/`); None: the embedded prompts. answers: a folder of `generate` to train
-    on in place of answering `data`. run, root: the run writes to `root/run/`. overrides: settings
-    as on the command line ("optim.lr=1e-4"). settings: the same by group, an option's name or a
-    mapping: `engine="torch"`, `optim={"lr": 1e-4}`, `train={"max_steps": 500}`.
+    on in place of answering `data`. run, root: the run writes to `root/run/`; None: the recipe's,
+    else `outputs/default/`. overrides: settings as on the command line ("optim.lr=1e-4"). settings:
+    the same by group, an option's name or a mapping: `engine="torch"`, `optim={"lr": 1e-4}`,
+    `train={"max_steps": 500}`.
 
     Raises `UserError` for what the command line refuses: unknown names (the nearest one is named),
     values out of range, a folder that was made with other settings.
@@ -71,26 +72,29 @@ def compose(
     target: str | Path | None,
     data: str | Path | None,
     answers: str | Path | None,
-    run: str,
-    root: str | Path,
+    run: str | None,
+    root: str | Path | None,
     overrides: Sequence[str],
     settings: Mapping[str, Any],
 ) -> Settings:
     """The settings of both stages, checked; arguments as of `train`. Raises `UserError`."""
-    given = [spell("head", head), spell("run.name", run), spell("run.root", root)]
+    given = [spell("head", head)]
+    named = {"run.name": run, "run.root": root, "run.answers": answers}
+    given += [spell(key, value) for key, value in named.items() if value is not None]
     if target is not None:
         given += name_or_path("target", "local", target)
     if data is not None:
         given += name_or_path("data", "jsonl", data)
-    if answers is not None:
-        given.append(spell("run.answers", answers))
     return load_settings(STAGES["loop"], [*given, *spell_groups(settings), *overrides])
 
 
 def read_result(folder: Path, target: str) -> Trained:
-    """The outcome of a finished training in `folder`."""
+    """The outcome of a finished training in `folder`. target: what it was trained for; a joint
+    training made a new one."""
     manifest = read_manifest(folder, "train")
     best = manifest["best"]
+    if "joint" in manifest:
+        target = str(folder / manifest["joint"]["target"])
     interval = None if best["tau"] is None else (best["tau_ci95"][0], best["tau_ci95"][1])
     checkpoint = folder / manifest["checkpoint"]
     kind, tau, steps = manifest["kind"], best["tau"], manifest["steps"]

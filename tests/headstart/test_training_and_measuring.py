@@ -180,8 +180,14 @@ def test_the_call_for_a_model_of_ones_own_composes(repository: Path) -> None:
     own = {key: given.pop(key) for key in ("target", "data", "run", "overrides")}
     head = ast.literal_eval(call.args[0])
     found = compose(
-        head, own["target"], own["data"], None, own["run"], "outputs", own["overrides"], given
+        head, own["target"], own["data"], None, own["run"], None, own["overrides"], given
     )
     assert (found.head.kind, found.target.path) == ("eagle3", "Qwen/Qwen3-8B")
     assert (found.train.max_steps, found.sampling.temperature) == (2000, 0.7)
     assert found.run.directory == Path("outputs/qwen3-8b")
+
+
+def test_a_recipe_keeps_its_run_unless_another_is_named() -> None:
+    recipe = {"experiment": "demo"}
+    for run, expected in ((None, "demo"), ("mine", "mine")):
+        assert compose("medusa", None, None, None, run, None, (), recipe).run.name == expected
