@@ -50,7 +50,7 @@ test-all: $(NEEDS)
 
 check: $(NEEDS)
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m ruff format --check --quiet heads inference train scripts tests conf
+	$(PYTHON) -m ruff format --check --quiet headstart heads inference train scripts tests conf setup.py
 	$(PYTHON) -m mypy
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-cache
 

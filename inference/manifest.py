@@ -14,7 +14,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypedDict, Unpack
 
@@ -182,6 +182,19 @@ def verify_file(directory: Path, entry: FileEntry) -> Path:
             "delete the folder and run the stage again."
         )
     return path
+
+
+def verify_listed(directory: Path, stage: str, names: Iterable[str]) -> None:
+    """Raise `UserError` unless these files of `stage`, its manifest aside, are as the manifest
+    lists them."""
+    listed = {entry["file"]: entry for entry in read_manifest(directory, stage)["files"]}
+    for name in (name for name in names if name != MANIFEST_FILE):
+        if name not in listed:
+            raise UserError(
+                f"'{directory / name}' is not in the folder's {MANIFEST_FILE}. Build it again with "
+                f"`headstart {stage}`."
+            )
+        verify_file(directory, listed[name])
 
 
 def safe_path(directory: Path, relative: str) -> Path:

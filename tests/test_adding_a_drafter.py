@@ -15,7 +15,8 @@ import torch
 import heads
 from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.errors import UserError
-from heads.api.registry import get_kind, kind_names
+from heads.api.kinds import kind_names
+from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request

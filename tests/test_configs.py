@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 import yaml
 
 from heads.api.errors import UserError
-from heads.api.registry import get_kind, kind_names
+from heads.api.kinds import kind_names
+from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo
 from scripts.config.compose import REPOSITORY, options
 from scripts.config.schema import attribute, load_settings
 from scripts.config.stages import OPTION_GROUPS, RECIPE_GROUPS, STAGES, Stage
+from train.engines.deepspeed import import_deepspeed
 
 CONF = REPOSITORY / "conf"
 NEEDED = {
@@ -231,3 +234,17 @@ def test_seeds_follow_the_run() -> None:
     assert settings.decode.seed == 7
     assert settings.sampling.seed == 7
     assert load_settings(STAGES["loop"], ["run.seed=7", "decode.seed=3"]).decode.seed == 3
+
+
+def test_the_engine_is_torch_where_deepspeed_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless another one is asked for, by name or by a recipe."""
+    asked = ["engine=zero2"], ["experiment=qwen3_8b_distilled"]
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    settings = load_settings(STAGES["train"], [])
+    assert (settings.engine.name, settings.choices["engine"]) == ("torch", "torch")
+    for overrides in asked:
+        assert load_settings(STAGES["train"], overrides).engine.name == "deepspeed"
+    with pytest.raises(UserError, match="Use engine=torch, or install deepspeed"):
+        import_deepspeed("cpu")

@@ -14,11 +14,11 @@ from pathlib import Path
 import grimp
 import pytest
 
-from heads.api.registry import kind_names
+from heads.api.kinds import own_kinds
 from inference.kernels.dispatch import all_ops
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PACKAGES = ("heads", "inference", "train", "scripts")
+PACKAGES = ("heads", "inference", "train", "scripts", "headstart")
 
 
 def sources() -> list[Path]:
@@ -46,7 +46,7 @@ def test_import_linter_is_content() -> None:
 
 def test_no_kind_imports_another_and_nothing_below_imports_a_kind() -> None:
     graph = grimp.build_graph("heads", cache_dir=None)
-    kinds = {f"heads.{name}" for name in kind_names()}
+    kinds = {f"heads.{name}" for name in own_kinds()}
     assert {"heads.medusa", "heads.eagle3", "heads.distilled", "heads.ngram"} <= kinds
     for kind in sorted(kinds):
         importers = graph.find_modules_that_directly_import(kind)
@@ -55,7 +55,7 @@ def test_no_kind_imports_another_and_nothing_below_imports_a_kind() -> None:
 
 def test_the_decoder_knows_no_kind() -> None:
     graph = grimp.build_graph("inference", "heads", cache_dir=None)
-    kinds = {f"heads.{name}" for name in kind_names()}
+    kinds = {f"heads.{name}" for name in own_kinds()}
     for module in graph.find_descendants("inference"):
         named = kinds & graph.find_modules_directly_imported_by(module)
         assert not named, f"{module} imports {sorted(named)}"

@@ -85,7 +85,7 @@ class TrainConfig:
     refresh: RefreshConfig = field(default_factory=RefreshConfig)
     """Starting from an existing drafter."""
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    """Where figures go besides log.jsonl: Weights & Biases, TensorBoard."""
+    """Where figures go besides log.jsonl: Weights & Biases, TensorBoard, Trackio, MLflow."""
 
     def __post_init__(self) -> None:
         if not self.max_steps and self.epochs <= 0:

@@ -29,16 +29,19 @@ from train.state import StateStore
 from train.stopping import Interrupted, Stopped, StopRequest
 from train.tracking.display import Display
 from train.tracking.meter import Meter
+from train.tracking.services.base import Transcript
 from train.tracking.tracker import Tracker
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A measured tau with its interval, and what else is worth a line in the log."""
+    """A measured tau with its interval, what else is worth a line in the log, and some of the
+    answers."""
 
     tau: float
     ci95: tuple[float, float]
     figures: dict[str, float] = field(default_factory=dict)
+    transcripts: tuple[Transcript, ...] = ()
 
 
 Evaluate = Callable[[dict[str, Tensor]], Evaluation]
@@ -316,6 +319,8 @@ class Trainer:
         if found is not None:
             figures = {"tau": tau, "tau_ci95": [low, high], "best": rose, **found.figures}
             self.tracker.write(progress.step, figures)
+            if rose:
+                self.tracker.show(progress.step, found.transcripts)
             self.display.show_tau(progress.step, tau, (low, high), rose)
         return True
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from heads.api.checkpoint import new_drafter, refuse_unset, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
-from inference.decoding.requests import Request
+from inference.decoding.requests import Completion, Request
 from inference.manifest import write_manifest
 from inference.measure.prompts import load_prompts, select_prompts, to_requests
 from inference.measure.run import quick_tau
@@ -46,6 +46,7 @@ from train.target.sharding import load_target
 from train.tracking.clock import Clock, timing_collectives
 from train.tracking.display import Display
 from train.tracking.meter import Meter
+from train.tracking.services.base import Transcript
 from train.tracking.summary import SUMMARY_FILE, summarise, write_summary
 from train.tracking.tracker import LOG_FILE, Tracker
 
@@ -126,12 +127,7 @@ class Run:
                             self.conclude(progress, stopped.name, display)
                     raise
                 with clock.part("evaluation"):
-                    weights = engine.weights()
-                    self.check(weights, display)
-            if not self.requests:
-                with clock.part("saving"), self.access.main_alone():
-                    if world.is_main:
-                        self.keep_best(weights)
+                    self.check(engine.weights(), display)
             engine.close()
             if world.is_main:
                 self.conclude(progress, reason, display)
@@ -212,7 +208,7 @@ class Run:
             given = {"peak_tflops": config.peak_tflops, "clock": clock, "begun": self.begun}
             device, dtype = self.world.device, job.engine.dtype
             self.meter = Meter(device, dtype, progress.spent, main=main, **given)
-            return Trainer(
+            reason = Trainer(
                 engine=engine,
                 features=features,
                 loader=self.loader,
@@ -232,6 +228,13 @@ class Run:
                 progress=progress,
                 meter=self.meter,
             ).run()
+            if not self.requests:
+                weights = engine.weights()
+                with clock.part("saving"), self.access.main_alone():
+                    if main:
+                        self.keep_best(weights)
+            tracker.keep(job.out / BEST)
+            return reason
 
     def serving(self, weights: Mapping[str, Tensor]) -> TrainableDrafter:
         """The drafter as a checkpoint with these weights would load, ready to decode."""
@@ -252,10 +255,20 @@ class Run:
         config = self.job.config
         own = self.access.decode(self.job.decode)
         decode = replace(own, batch_size=config.eval_batch, max_new_tokens=config.eval_tokens)
-        found = quick_tau(self.target, self.serving(weights), self.requests, decode)
+        answers: list[Completion] = []
+        drafter = self.serving(weights)
+        found = quick_tau(self.target, drafter, self.requests, decode, answers)
         depths = {f"acceptance/depth{n}": rate for n, rate in enumerate(found.unconditional, 1)}
         figures = {"tar": found.tar, "verify_passes": found.verify_passes, **depths}
-        return Evaluation(found.tau, found.ci95, figures)
+        shown = config.tracker.transcripts if config.tracker.on else 0
+        answers = sorted(answers, key=lambda answer: answer.request.index)[:shown]
+        return Evaluation(found.tau, found.ci95, figures, tuple(map(self.transcript, answers)))
+
+    def transcript(self, answer: Completion) -> Transcript:
+        """An answer as text."""
+        decode = self.target.tokenizer.decode
+        prompt, text = decode(list(answer.request.tokens)), decode(answer.tokens)
+        return Transcript(prompt, text, len(answer.tokens), answer.tau)
 
     def keep_best(self, weights: dict[str, Tensor]) -> None:
         """Replace <out>/best by a checkpoint with these weights, whole."""

@@ -2,19 +2,19 @@
 
 A kind's module defines `Config` (a frozen dataclass, its YAML's schema) and `Drafter` (a class
 built as `Drafter(config, info)`). Adding a kind is adding that one file and
-`conf/head/<kind>.yaml`; nothing here lists names.
+`conf/head/<kind>.yaml`; nothing here lists names. A package of its own adds kinds by entry points
+of the group `headstart.kinds`, from a kind's name to its module.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from dataclasses import dataclass
 from typing import Any
 
-import heads
 from heads.api.drafter import TrainableDrafter
-from heads.api.errors import UserError, suggest
+from heads.api.errors import UserError
+from heads.api.kinds import find_kind
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,28 @@ class Kind:
         return cls.export_method(config) if issubclass(cls, TrainableDrafter) else self.name
 
 
-def kind_names() -> list[str]:
-    """Names of all kinds, sorted, without importing them."""
-    modules = pkgutil.iter_modules(heads.__path__)
-    return sorted(m.name for m in modules if not m.ispkg and not m.name.startswith("_"))
-
-
 def get_kind(name: str) -> Kind:
-    """Import and return a kind; raises `UserError` with suggestions when there is none."""
-    if name not in kind_names():
-        raise UserError(f"there is no drafter kind '{name}'.{suggest(name, kind_names())}")
-    module: Any = importlib.import_module(f"heads.{name}")
+    """Import and return a kind; raises `UserError` when there is none of that name, or what
+    defines it is not one."""
+    place = find_kind(name)
+    if isinstance(place, str):
+        module: Any = importlib.import_module(place)
+        where = f"heads/{name}.py"
+    else:
+        where = f"'{place.value}', which offers the kind '{name}',"
+        try:
+            module = place.load()
+        except (ImportError, AttributeError) as error:
+            raise UserError(f"{where} cannot be imported: {error}.") from error
     for needed in ("Config", "Drafter"):
         if not hasattr(module, needed):
             raise UserError(
-                f"heads/{name}.py is not a drafter kind: it must define `{needed}` (see "
+                f"{where} is not a drafter kind: it must define `{needed}` (see "
                 "docs/adding_a_drafter.md)."
             )
+    if module.Drafter.kind != name:
+        raise UserError(
+            f"{where} defines the kind '{module.Drafter.kind}': the name in `Drafter.kind`, which "
+            "checkpoints hold, must be the one that it is found by."
+        )
     return Kind(name, module.Config, module.Drafter)

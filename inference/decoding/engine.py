@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import logging
+import textwrap
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from copy import copy
@@ -19,17 +20,15 @@ from typing import Any
 
 import torch
 
-from heads.api.checkpoint import load_drafter, new_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
-from heads.api.registry import get_kind, kind_names
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.batch import BatchRun, OnTokens
 from inference.decoding.buffers import Lanes
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
 from inference.decoding.decode_file import advice
-from inference.decoding.placement import PlacedDrafter, weights_on
+from inference.decoding.loading import checkpoint_folder, load_drafter
 from inference.decoding.requests import Completion, Request
 from inference.kernels.dispatch import choose
 from inference.kernels.packed_linear import packed_linears
@@ -37,7 +36,7 @@ from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.kernels.reference.heads import decoding_kernels
 from inference.target.chat import render_prompt
 from inference.target.hardware import device_facts
-from inference.target.loading import TargetConfig, pick_device
+from inference.target.loading import TargetConfig
 from inference.target.memory import drafter_state_bytes, free_bytes, plan_memory
 from inference.target.model import TargetModel
 from inference.target.text_pieces import TextPieces
@@ -47,9 +46,11 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 """A user's message, token ids, or a conversation of {"role", "content"} messages."""
 SLOT_STEP = 64
 """Capacities are rounded up to this many slots, so that similar runs share buffers."""
+SHOWN_CHARACTERS = 60
+"""Of an answer's text in its `repr`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Generation:
     """One answer as text, with what it took. completion: tokens, passes and the reason it ended."""
 
@@ -59,8 +60,16 @@ class Generation:
     @property
     def tau(self) -> float:
         """Committed tokens per verify pass; 1.0 where nothing was verified."""
-        passes = self.completion.passes
-        return sum(item.committed for item in passes) / len(passes) if passes else 1.0
+        return self.completion.tau
+
+    def __repr__(self) -> str:
+        """One line: the beginning of the text, and what the answer took."""
+        done = self.completion
+        text = textwrap.shorten(self.text, SHOWN_CHARACTERS, placeholder=" ...")
+        return (
+            f"Generation({text!r}, tau={self.tau:.2f}, {len(done.tokens)} tokens, "
+            f"{len(done.passes)} passes, {done.finish})"
+        )
 
 
 class Engine:
@@ -106,7 +115,8 @@ class Engine:
 
         decode: None takes that of decode.yaml, if `headstart tune` wrote one for this device.
 
-        head: a checkpoint folder, a kind without weights ("ngram"), or None for plain decoding.
+        head: a checkpoint folder, a name on the Hub ("user/drafter", fetched once), a kind without
+        weights ("ngram"), or None for plain decoding.
         head_device: where the drafter lives if not with the target; `engine.drafter.transfer`
         then counts what crosses. Raises `UserError` when either cannot be loaded or they do not
         belong together.
@@ -114,9 +124,11 @@ class Engine:
         if isinstance(target, (str, Path)):
             target = TargetConfig(path=str(target))
         model = target if isinstance(target, TargetModel) else TargetModel.load(target)
-        drafter = None if head is None else _load_head(head, model, head_device)
-        if decode is None and drafter is not None:
-            decode = _tuned(head, model)
+        drafter = None
+        if head is not None:
+            head = checkpoint_folder(head) or head
+            drafter = load_drafter(head, model, device=head_device)
+            decode = _tuned(head, model) if decode is None else decode
         if decode is not None and decode.shape == "none":
             drafter = None
         return cls(model, drafter, decode, capacity=capacity)
@@ -124,14 +136,15 @@ class Engine:
     # Text in, text out
 
     def generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None, **changes: Any
+        self, prompts: Prompt | Sequence[Prompt], seeds: Sequence[int] | None = None, **changes: Any
     ) -> list[Generation]:
-        """Answer all prompts, in their order. seeds: one per prompt (default: decode.seed on).
+        """Answer all prompts, in their order; a single one need not stand in a list. seeds: one per
+        prompt (default: decode.seed on).
 
         changes: decode settings for this call, such as temperature=0.7 or max_new_tokens=64.
         """
         engine = self.with_settings(**changes)
-        requests = engine._requests(prompts, seeds)
+        requests = engine._requests(as_list(prompts), seeds)
         done = {completion.request.index: completion for completion in engine.run(requests)}
         return [engine._answer(done[request.index]) for request in requests]
 
@@ -324,27 +337,17 @@ class Engine:
         return {"target": weights, "drafter": drafter, "kv": self._last_bytes}
 
 
-def _tuned(head: str | Path | None, target: TargetModel) -> DecodeConfig | None:
-    """How to decode greedily with the checkpoint `head` by its decode.yaml, if that says."""
+def as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Prompts as a list; a text, a conversation or token ids are one prompt."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (Mapping, int))):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
 
+
+def _tuned(head: str | Path, target: TargetModel) -> DecodeConfig | None:
+    """How to decode greedily with the checkpoint `head` by its decode.yaml, if that says."""
     told = advice(Path(str(head)), target.info.revision, device_facts(target.device), 1, 0.0)
     if told is None:
         return None
     logger.info("%s: %s", head, told.line)
     return None if told.draft is None else told.draft.on(DecodeConfig())
-
-
-def _load_head(head: str | Path, target: TargetModel, device: str | None) -> Any:
-    """A drafter from a checkpoint folder, or a kind without weights; on `device` if given."""
-    weights = target.weights if device is None else weights_on(target, pick_device(device))
-    if Path(head).is_dir():
-        drafter = load_drafter(Path(head), target.info, weights)
-    elif str(head) in kind_names() and not get_kind(str(head)).trainable:
-        kind = get_kind(str(head))
-        drafter = new_drafter(kind.name, kind.config_class(), target.info, weights, seed=0)
-    else:
-        raise UserError(
-            f"there is no checkpoint folder '{head}', and it is not the name of a kind without "
-            "weights (such as ngram). Give the folder that holds the drafter's weights."
-        )
-    return drafter if device is None else PlacedDrafter(drafter, pick_device(device), target.device)

@@ -56,3 +56,10 @@ class Completion:
     @property
     def done(self) -> bool:
         return self.finish != ""
+
+    @property
+    def tau(self) -> float:
+        """Committed tokens per verify pass; 1.0 where nothing was verified."""
+        if not self.passes:
+            return 1.0
+        return sum(item.committed for item in self.passes) / len(self.passes)

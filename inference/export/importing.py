@@ -15,7 +15,8 @@ from torch import Tensor
 from heads.api.checkpoint import WEIGHTS_FILE, build_config, load_weights, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
-from heads.api.registry import Kind, get_kind, kind_names
+from heads.api.kinds import kind_names
+from heads.api.registry import Kind, get_kind
 from inference.decoding.decode_file import DECODE_FILE
 from inference.export.config import READABLE
 from inference.export.layouts import causal, dflash, eagle, eagle3, medusa, mtp, speculators

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -184,6 +185,6 @@ def process_facts() -> Provenance:
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    # `python -m scripts.cli` is the same command.
-    program = Path(sys.argv[0]).name.replace("cli.py", "headstart")
+    # `python -m headstart` and `python -m scripts.cli` are the same command.
+    program = re.sub(r"^(cli|__main__)\.py$", "headstart", Path(sys.argv[0]).name)
     return {"command": shlex.join([program, *sys.argv[1:]]), "versions": versions}

@@ -68,11 +68,19 @@ NOISE = {Stream.TARGET: "shared", Stream.DRAFT: "own", None: "none"}
 
 
 def quick_tau(
-    target: TargetModel, drafter: Any, requests: Iterable[Request], decode: DecodeConfig
+    target: TargetModel,
+    drafter: Any,
+    requests: Iterable[Request],
+    decode: DecodeConfig,
+    answers: list[Completion] | None = None,
 ) -> TauEstimate:
-    """tau over `requests`, untimed; raises `UserError` when nothing was verified."""
+    """tau over `requests`, untimed; raises `UserError` when nothing was verified. answers: receives
+    what was decoded."""
     engine = Engine(target, drafter, decode)
-    outcomes = [Outcome(str(c.request.index), "", c.passes) for c in engine.run(requests)]
+    done = list(engine.run(requests))
+    outcomes = [Outcome(str(c.request.index), "", c.passes) for c in done]
+    if answers is not None:
+        answers += done
     # The interval must not depend on the order in which answers finish.
     outcomes.sort(key=lambda outcome: int(outcome.prompt))
     return metrics.tau_estimate(Totals.collect(outcomes, engine.tree.max_depth))

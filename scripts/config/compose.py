@@ -9,11 +9,15 @@ accept).
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -22,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import conf
 from heads.api.errors import UserError, suggest
+from heads.api.kinds import offered_kinds
 from scripts.config.stages import GROUPS, OPTION_GROUPS, RECIPE_GROUPS, Stage
 
 CONF = Path(conf.__file__).resolve().parent
@@ -29,6 +34,7 @@ REPOSITORY = CONF.parent
 EXTRA_VARIABLE = "HEADSTART_CONF"
 """Environment variable: more folders (separated like PATH) with groups and recipes of one's own,
 searched after conf/."""
+CONF_ENTRY_POINTS = "headstart.conf"
 
 
 def compose_stage(stage: Stage, given: Sequence[Override]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -36,6 +42,9 @@ def compose_stage(stage: Stage, given: Sequence[Override]) -> tuple[dict[str, An
     group -> plain values, interpolations resolved, of the groups that the stage reads; and option
     group -> chosen option, or options for recipes, None where there is none."""
     OmegaConf.register_new_resolver("repo", repository_path, replace=True)
+    OmegaConf.register_new_resolver("default_engine", default_engine, replace=True)
+    for name in {*offered_kinds(tuple(sys.path))} - {*files("head")}:
+        ConfigStore.instance().store(name=name, group="head", node={"kind": name})
     accepted = [check_override(stage, item) for item in given]
     searchpath = ",".join(f"file://{folder}" for folder in extra_folders())
     if searchpath:
@@ -125,9 +134,14 @@ def check_override(stage: Stage, override: Override) -> str:
 
 
 def options(group: str) -> list[str]:
-    """The options of a group: the names of its YAML files."""
-    files = (path for folder in conf_folders() for path in (folder / group).glob("*.yaml"))
-    return sorted({path.stem for path in files})
+    """The options of a group: the names of its YAML files, and of kinds that packages offer."""
+    offered = offered_kinds(tuple(sys.path)) if group == "head" else ()
+    return sorted({*offered, *files(group)})
+
+
+def files(group: str) -> list[str]:
+    """The names of a group's YAML files."""
+    return [path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")]
 
 
 def conf_folders() -> list[Path]:
@@ -136,19 +150,44 @@ def conf_folders() -> list[Path]:
 
 
 def extra_folders() -> list[Path]:
-    """The folders named in HEADSTART_CONF; raises `UserError` for one that does not exist."""
+    """The folders named in HEADSTART_CONF, then those of installed packages; raises `UserError` for
+    one that does not exist."""
     named = os.environ.get(EXTRA_VARIABLE, "").split(os.pathsep)
     folders = [Path(item).resolve() for item in named if item]
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{EXTRA_VARIABLE} names '{folder}', which is not a folder.")
+    return [*folders, *offered_folders()]
+
+
+def offered_folders() -> list[Path]:
+    """The folders of YAML that installed packages offer, by entry points of the group
+    `headstart.conf`; raises `UserError` for one that is not there."""
+    folders = []
+    for point in entry_points(group=CONF_ENTRY_POINTS):
+        spec = find_spec(point.value)
+        if spec is None or not spec.submodule_search_locations:
+            raise UserError(
+                f"the entry point '{point.name}' of {CONF_ENTRY_POINTS} names '{point.value}', "
+                "which is no package with a folder."
+            )
+        folders.append(Path(next(iter(spec.submodule_search_locations))).resolve())
     return folders
 
 
 def repository_path(relative: str) -> str:
-    """`${repo:path}`: a path inside the repository as seen from the working directory."""
+    """`${repo:path}`: a path inside the repository as seen from the working directory. An installed
+    wheel has no repository: assets/ lies inside its package `headstart` there (setup.py)."""
     found, here = REPOSITORY / relative, Path.cwd().resolve()
+    shipped = REPOSITORY / "headstart" / relative
+    if not found.exists() and shipped.exists():
+        found = shipped
     return str(found.relative_to(here)) if found.is_relative_to(here) else str(found)
+
+
+def default_engine() -> str:
+    """`${default_engine:}`: DeepSpeed where it is installed, which it cannot be on macOS."""
+    return "torch" if find_spec("deepspeed") is None else "deepspeed"
 
 
 def first_line(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import annotated_types
 
 from heads.api import config as bounds
+from heads.api.kinds import find_kind
 from scripts.config.compose import REPOSITORY, compose_stage, options, parse
 from scripts.config.stages import OPTION_GROUPS, RECIPE_GROUPS, Stage
 
@@ -86,9 +87,11 @@ def spelt(value: Any) -> str:
 def group_fields(group: str, values: Any) -> list[Field]:
     if group == "head":
         kind = str(values.get("kind"))
-        own = [Field("kind", kind, f"Drafter kind: heads/{kind}.py.")]
+        place = find_kind(kind)
+        module = place if isinstance(place, str) else place.module
+        own = [Field("kind", kind, f"Drafter kind: {module.replace('.', '/')}.py.")]
         # also finds kinds in folders that were added to heads.__path__
-        spec = find_spec(f"heads.{kind}")
+        spec = find_spec(module)
         return own + (fields_of(Path(spec.origin), "Config") if spec and spec.origin else [])
     entries = {item.name.rstrip("_"): item for item in fields_of(SCHEMA, "Settings")}
     return list(entries[group].below)

@@ -62,8 +62,8 @@ class MeasureConfig:
     name: str = "measure"
     """Folder of this measurement below <root>/<name>/. The main one is called measure."""
     drafters: tuple[str, ...] = ()
-    """Names of drafters of this run, or checkpoint folders; empty: all that the run has trained, of
-    a sweep's row the best."""
+    """Names of drafters of this run, checkpoint folders, or names on the Hub (user/name); empty:
+    all that the run has trained, of a sweep's row the best."""
     kinds: tuple[str, ...] = ("ngram",)
     """Drafters without training that are measured as well: recipes of conf/head/, or names of
     `heads`."""
@@ -102,8 +102,8 @@ class ChatConfig:
     """Who answers, and how the conversation starts."""
 
     drafter: str = ""
-    """Name of a drafter of this run, checkpoint folder, kind without weights, or none; empty: the
-    run's only or first one."""
+    """Name of a drafter of this run, checkpoint folder, name on the Hub (user/name), kind without
+    weights, or none; empty: the run's only or first one."""
     system: str = ""
     """System message put before the conversation; empty for none."""
 

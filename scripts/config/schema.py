@@ -25,7 +25,8 @@ from inference.audit.config import AuditConfig
 from inference.decoding.config import DecodeConfig
 from inference.export.check.config import VerifyConfig
 from inference.export.config import ExportConfig, ImportConfig
-from inference.export.hub.config import PullConfig, PushConfig
+from inference.export.hub.config import PushConfig
+from inference.hub.config import PullConfig
 from inference.measure.config import BenchConfig
 from inference.server.config import ServeConfig
 from inference.staleness.config import WatchConfig

@@ -19,6 +19,7 @@ from heads.api.errors import UserError, suggest
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.decoding.decode_file import DECODE_FILE, advice
+from inference.hub.fetch import REVISION, fetch, is_published_name
 from inference.manifest import MANIFEST_FILE, read_manifest
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
@@ -108,8 +109,15 @@ def at(folder: Path) -> Found:
     return Found(whole.parent.name if checkpoint.name == BEST else whole.name, kind, checkpoint)
 
 
+def published(name: str) -> Found:
+    """The drafter of that name on the Hub, fetched; raises `UserError` as `fetch` does."""
+    repo = name.partition(REVISION)[0]
+    return replace(at(fetch(name)), name=repo.rpartition("/")[2])
+
+
 def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | None = None) -> Found:
-    """A drafter by name in `heads` or in this run, by folder, or by a recipe without training."""
+    """A drafter by name in `heads` or in this run, by folder, by name on the Hub, or by a recipe
+    without training."""
     known = checkpoints(run)
     if heads and given in heads:
         return untrained(given, heads[given])
@@ -120,6 +128,14 @@ def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | No
     recipes = untrained_recipes()
     if given in recipes:
         return untrained(given, {})
+    if is_published_name(given):
+        try:
+            return published(given)
+        except UserError as error:
+            raise UserError(
+                f"there is no drafter '{given}' in '{run.directory}', no checkpoint folder of that "
+                f"name, and {error}"
+            ) from error
     raise UserError(
         f"there is no drafter '{given}' in '{run.directory}', and no checkpoint folder of that "
         f"name.{suggest(given, known)} Recipes that need no training are given by their names: "
@@ -155,8 +171,10 @@ def untrained(name: str, values: Mapping[str, Any]) -> Found:
                 f"{suggest(recipe, options('head'))}"
             )
         files = (folder / "head" / f"{recipe}.yaml" for folder in conf_folders())
-        file = next(path for path in files if path.is_file())
-        rest = yaml.safe_load(file.read_text(encoding="utf-8")) | rest
+        file = next((path for path in files if path.is_file()), None)
+        # a kind of another package needs no file
+        own = {"kind": recipe} if file is None else yaml.safe_load(file.read_text(encoding="utf-8"))
+        rest = own | rest
     kind = get_kind(str(rest.pop("kind")))
     if kind.needs_training(build(kind.config_class, rest, f"measure.heads.{name}")):
         raise UserError(

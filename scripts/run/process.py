@@ -33,6 +33,8 @@ from scripts.config.schema import Settings
 PACKAGES = (
     "torch transformers accelerate datasets peft deepspeed hydra-core safetensors triton headstart"
 ).split()
+PROGRAMS = ("headstart", "cli.py", "__main__.py")
+"""Names of files by which the command line is started."""
 LONGEST_DIFF = 200_000
 PROGRESS_SECONDS = 30.0
 WIDE = 132
@@ -57,13 +59,20 @@ class Session:
 def this_session(settings: Settings) -> Session:
     return Session(
         started=now(),
-        command=["headstart", *sys.argv[1:]],
+        command=command_line(settings),
         git=git_state(),
         python=platform.python_version(),
         packages=versions(),
         device=device(settings),
         processes=int(os.environ.get("WORLD_SIZE", "1")),
     )
+
+
+def command_line(settings: Settings) -> list[str]:
+    """The command of this process; in another program (`headstart.train`) the one that stands for
+    the settings."""
+    own = Path(sys.argv[0]).name in PROGRAMS
+    return ["headstart", *sys.argv[1:]] if own else settings.command
 
 
 def versions() -> dict[str, str]:
@@ -84,6 +93,8 @@ def git_state() -> dict[str, Any]:
             command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=20
         ).stdout
 
+    if not (REPOSITORY / ".git").exists():
+        return {}  # installed: a repository further up is somebody else's
     try:
         revision, diff = git("rev-parse", "HEAD").strip(), git("diff", "HEAD")
     except (OSError, subprocess.SubprocessError):

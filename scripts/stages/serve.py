@@ -21,7 +21,8 @@ def run(settings: Settings) -> int:
         from inference.server.service import Service
     except ImportError as error:
         raise UserError(
-            f"`headstart serve` needs {error.name}: pip install 'headstart[serve]'."
+            f"`headstart serve` needs {error.name}: pip install fastapi uvicorn (Headstart's extra "
+            "`serve`)."
         ) from error
     config = settings.serve
     secret = read_secret(config)

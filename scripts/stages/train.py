@@ -6,6 +6,7 @@ Writes <run>/train/<drafter>/ with the drafter in best/.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,19 @@ def run(settings: Settings) -> None:
 
 def job_of(settings: Settings) -> TrainingJob:
     """The training that the settings describe, with its answers' folder."""
+    out, tracker = stage_folder(settings), settings.train.tracker
+    named = replace(
+        tracker,
+        name=tracker.name or f"{settings.run.name}/{out.name}",
+        group=tracker.group or settings.run.name,
+    )
     return TrainingJob(
         settings.head.kind,
         settings.head.config,
         settings.target,
         answers_folder(settings),
-        stage_folder(settings),
-        settings.train,
+        out,
+        replace(settings.train, tracker=named),
         settings.features,
         settings.engine,
         settings.optim,

@@ -19,7 +19,8 @@ import yaml
 from heads.api.checkpoint import new_drafter
 from heads.api.config import build as to_dataclass
 from heads.api.drafter import TrainableDrafter
-from heads.api.registry import get_kind, kind_names
+from heads.api.kinds import kind_names
+from heads.api.registry import get_kind
 
 RECIPE_FILES = Path(__file__).parents[2] / "conf" / "head"
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from heads.api.checkpoint import load_drafter, new_drafter, read_config, save_drafter
 from heads.api.config import build as to_dataclass
 from heads.api.errors import UserError
-from heads.api.registry import get_kind, kind_names
+from heads.api.kinds import kind_names
+from heads.api.registry import get_kind
 from heads.api.state import write_rows
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
 from inference.decoding.config import DecodeConfig

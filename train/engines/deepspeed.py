@@ -49,8 +49,8 @@ def import_deepspeed(device_type: str) -> Any:
         import deepspeed
     except ImportError as error:
         raise UserError(
-            f"engine.name=deepspeed, but deepspeed cannot be imported ({error}). Install it, or "
-            "use engine.name=torch."
+            f"engine.name=deepspeed, but deepspeed cannot be imported ({error}). Use engine=torch, "
+            "or install deepspeed, for which there is Linux only."
         ) from error
     deepspeed.utils.logger.setLevel(logging.ERROR)
     if device_type == "cpu":

@@ -1,31 +1,37 @@
-"""What a run writes while it trains: `log.jsonl`, Weights & Biases and TensorBoard if asked for.
+"""What a run writes while it trains: `log.jsonl`, and tracking services if asked for.
 
 One line is one JSON object with its `step`. A saved state remembers the log's length; when a run
-continues from it, what was written later is cut off first, so that nothing is there twice.
-TensorBoard's event files can only grow, so a new one is made from the log at every start.
-
-The Weights & Biases run belongs to the folder: its id is written there before the run starts, so
-that the same command continues the same run however early it was killed.
+continues from it, what was written later is cut off first, so that nothing is there twice. The
+services are in `train.tracking.services`; one that fails in the middle of a training is left out.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import secrets
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Required, TypedDict, cast
 
-from heads.api.config import config
-from heads.api.errors import UserError
+from heads.api.config import NonNegativeInt, config
 from inference.manifest import write_bytes
+from train.tracking.services.base import RunNames, Service, Transcript
+from train.tracking.services.mlflow_run import MlflowRun
+from train.tracking.services.tensor_board import TensorBoard
+from train.tracking.services.trackio_run import TrackioRun
+from train.tracking.services.weights_and_biases import WeightsAndBiases
+
+logger = logging.getLogger(__name__)
 
 LOG_FILE = "log.jsonl"
 ID_FILE = "wandb-id.txt"
+TRACKIO_FILE = "trackio-id.txt"
+"""Its presence says that the folder's run has begun; Trackio finds the run by its name."""
 TENSORBOARD = "tensorboard"
 _SECRET_WORDS = ("key", "token", "secret", "password", "credential")
 _PLAIN_WORDS = ("tokens", "tokenizer")
@@ -56,21 +62,39 @@ class LogLine(TypedDict, total=False):
     """Whether this tau was the best until then."""
 
 
-@config("train.tracking.tracker")
+@config("train.tracker")
 @dataclass(frozen=True)
 class TrackerConfig:
     """Where figures go besides log.jsonl, which is always written."""
 
     wandb: Literal["disabled", "offline", "online"] = "offline"
-    """disabled, offline (files below <out>/wandb, for `wandb sync`) or online (needs a login)."""
-    project: str = "headstart"
-    """Weights & Biases project."""
-    name: str = ""
-    """Name of the run there; empty: the kind of drafter."""
-    tags: tuple[str, ...] = ()
-    """Tags of the run there."""
+    """Weights & Biases: disabled, offline (files below <out>/wandb, for `wandb sync`) or online
+    (needs a login)."""
     tensorboard: bool = False
     """Also write <out>/tensorboard: `tensorboard --logdir <out>` shows it (extra `tracking`)."""
+    trackio: bool = False
+    """Also log to Trackio: `trackio show` (extra `trackio`). TRACKIO_SPACE_ID logs to a Space."""
+    mlflow: bool = False
+    """Also log to MLflow, at MLFLOW_TRACKING_URI or in its own default (extra `mlflow`)."""
+    project: str = "headstart"
+    """Project; MLflow's experiment."""
+    name: str = ""
+    """Name of the run there; empty: <run.name>/<drafter>."""
+    group: str = ""
+    """Runs that belong together; empty: run.name."""
+    job_type: str = "train"
+    """What the run does, for filters."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run there."""
+    transcripts: NonNegativeInt = 4
+    """Answers of the best measurement of tau that are shown there as a table; 0: none."""
+    artifact: bool = False
+    """Also store the best checkpoint there when the training is complete."""
+
+    @property
+    def on(self) -> bool:
+        """Whether any service is asked for."""
+        return self.wandb != "disabled" or self.tensorboard or self.trackio or self.mlflow
 
 
 class Tracker:
@@ -85,11 +109,11 @@ class Tracker:
         settings: Settings,
         active: bool = True,
     ) -> None:
-        """length: bytes of the log that belong to what is continued; settings: for Weights &
-        Biases."""
+        """length: bytes of the log that belong to what is continued; settings: of the training, for
+        the services. Raises `UserError` for a service that cannot start."""
         self._file: Any = None
-        self._wandb: Any = None
-        self._events: EventFile | None = None
+        self._services: list[Service] = []
+        self._artifact = config.artifact
         if not active:
             return
         out.mkdir(parents=True, exist_ok=True)
@@ -97,40 +121,8 @@ class Tracker:
         self._file = path.open("ab")
         if path.stat().st_size > length:
             self._file.truncate(length)
-        if config.tensorboard:
-            self._events = EventFile(out / TENSORBOARD, read_log(path))
-        if config.wandb != "disabled":
-            self._start_wandb(config, out, settings)
-
-    def _start_wandb(self, config: TrackerConfig, out: Path, settings: Settings) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError(
-                "train.tracker.wandb is on, but wandb is not installed. Install it, or set "
-                "train.tracker.wandb=disabled."
-            ) from error
-        identity = out / ID_FILE
-        if not identity.is_file():
-            write_bytes(identity, f"{secrets.token_hex(4)}\n".encode())
-        quiet = {"silent": True, "console": "off", "disable_git": True, "save_code": False}
-        try:
-            self._wandb = wandb.init(
-                project=config.project,
-                name=config.name or str(settings.get("kind", "")) or None,
-                dir=str(out),
-                mode="online" if config.wandb == "online" else "offline",
-                config=without_secrets(settings),
-                tags=list(config.tags) or None,
-                id=identity.read_text(encoding="utf-8").strip(),
-                resume="allow",
-                settings=wandb.Settings(**quiet),
-            )
-        except wandb.errors.Error as error:
-            raise UserError(
-                f"Weights & Biases could not start: {error}. "
-                "Use train.tracker.wandb=offline or disabled."
-            ) from error
+        for start in starters(config, out, without_secrets(settings)):
+            self._services.append(start())
 
     def write(self, step: int, figures: Mapping[str, object]) -> None:
         """Append one line; it is flushed when this returns, not synchronised."""
@@ -140,10 +132,33 @@ class Tracker:
         line = cast(LogLine, {"step": step, **finite})
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
-        if self._wandb is not None:
-            self._wandb.log(dict(scalars(line)), step=step)
-        if self._events is not None:
-            self._events.write(line)
+        numbers = dict(scalars(line))
+        if numbers:
+            self._each(lambda service: service.write(step, numbers))
+        if line.get("best") and "tau_ci95" in line:
+            low, high = line["tau_ci95"]
+            best = {"best/tau": line["tau"], "best/tau_low": low, "best/tau_high": high}
+            self._each(lambda service: service.summarise(step, best | {"best/step": float(step)}))
+
+    def show(self, step: int, transcripts: Sequence[Transcript]) -> None:
+        """Show the answers of the best measurement so far."""
+        if transcripts:
+            self._each(lambda service: service.show(step, transcripts))
+
+    def keep(self, checkpoint: Path) -> None:
+        """Store the best checkpoint, if that was asked for."""
+        if self._artifact:
+            self._each(lambda service: service.keep(checkpoint))
+
+    def _each(self, call: Callable[[Service], None]) -> None:
+        """Call every service; one that fails is left out from then on."""
+        for service in list(self._services):
+            try:
+                call(service)
+            except service.failures as error:
+                self._services.remove(service)
+                name = type(service).__name__
+                logger.warning("%s failed and gets no more figures: %s", name, error)
 
     def flush(self) -> int:
         """Force the log onto the disk; returns its length in bytes."""
@@ -155,11 +170,8 @@ class Tracker:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-        if self._events is not None:
-            self._events.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-        self._file = self._events = self._wandb = None
+        self._each(lambda service: service.close())
+        self._file, self._services = None, []
 
     def __enter__(self) -> Tracker:
         return self
@@ -168,40 +180,32 @@ class Tracker:
         self.close()
 
 
-class EventFile:
-    """TensorBoard's event file of a run, replacing those in `folder`. lines: of the log so far."""
+def starters(
+    config: TrackerConfig, out: Path, settings: Settings
+) -> Iterator[Callable[[], Service]]:
+    """What starts each service that is asked for."""
+    name = config.name or str(settings.get("kind", ""))
+    names = RunNames(config.project, name, config.group, config.job_type, config.tags)
+    if config.tensorboard:
+        lines = [(line["step"], dict(scalars(line))) for line in read_log(out / LOG_FILE)]
+        yield partial(TensorBoard, out / TENSORBOARD, lines)
+    if config.wandb != "disabled":
+        identity, _ = own_identity(out / ID_FILE)
+        online = config.wandb == "online"
+        yield partial(WeightsAndBiases, out, names, settings, identity, online=online)
+    if config.trackio:
+        _, known = own_identity(out / TRACKIO_FILE)
+        yield partial(TrackioRun, names, settings, resumed=known)
+    if config.mlflow:
+        yield partial(MlflowRun, out, names, settings)
 
-    def __init__(self, folder: Path, lines: Iterable[LogLine]) -> None:
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            raise UserError(
-                "train.tracker.tensorboard is on, but tensorboard is not installed. Install it "
-                "with `pip install -e '.[tracking]'`, or set train.tracker.tensorboard=false."
-            ) from error
-        self._event, self._summary = Event, Summary
-        for old in folder.glob("events.out.tfevents.*"):
-            old.unlink()
-        self._writer = EventFileWriter(str(folder))
-        for line in lines:
-            self._add(line)
-        self._writer.flush()
 
-    def write(self, line: LogLine) -> None:
-        self._add(line)
-        self._writer.flush()
-
-    def _add(self, line: LogLine) -> None:
-        value = self._summary.Value
-        values = [value(tag=name, simple_value=number) for name, number in scalars(line)]
-        if values:
-            given = {"step": line["step"], "summary": self._summary(value=values)}
-            self._writer.add_event(self._event(wall_time=time.time(), **given))
-
-    def close(self) -> None:
-        self._writer.close()
+def own_identity(file: Path) -> tuple[str, bool]:
+    """The id in `file`, which is written at the first call; and whether it was there before."""
+    known = file.is_file()
+    if not known:
+        write_bytes(file, f"{secrets.token_hex(4)}\n".encode())
+    return file.read_text(encoding="utf-8").strip(), known
 
 
 def scalars(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:

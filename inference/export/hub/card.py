@@ -105,6 +105,7 @@ def card(
         front=front_matter(checkpoint, about),
         name=about.repo.split("/")[-1],
         repo=about.repo,
+        base=base_model(checkpoint, about),
         datasets=about.datasets,
         kind=checkpoint["kind"],
         target=checkpoint["target"],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -166,20 +166,8 @@ def check_folder(folder: Path) -> dict[str, int]:
                 "without it on the command line."
             )
         files[name] = path.stat().st_size
-    check_listed(folder, files)
+    manifest.verify_listed(folder, STAGE, files)
     return files
-
-
-def check_listed(folder: Path, names: Iterable[str]) -> None:
-    """Raise `UserError` unless these files, the manifest aside, are as the manifest lists them."""
-    listed = {entry["file"]: entry for entry in read_manifest(folder, STAGE)["files"]}
-    for name in (name for name in names if name != MANIFEST_FILE):
-        if name not in listed:
-            raise UserError(
-                f"'{folder / name}' is not in the folder's {MANIFEST_FILE}. Build it again with "
-                "`headstart push`."
-            )
-        manifest.verify_file(folder, listed[name])
 
 
 def plain_files(folder: Path) -> list[str]:

@@ -9,6 +9,7 @@ Hub's own login and are passed to huggingface_hub only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,10 +19,13 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from rich.console import Console
 from rich.table import Table
 
+from heads.api.checkpoint import build_config, read_config
 from heads.api.errors import UserError
+from heads.api.registry import get_kind
 from inference.export.hub.config import PushConfig
-from inference.export.hub.exchange import Exchange, hub_address, hub_token
 from inference.export.hub.folder import Sources, build_folder, check_folder
+from inference.export.layouts.registry import ROUTES, Route
+from inference.hub.exchange import Exchange, hub_address, hub_token
 
 
 @dataclass
@@ -51,6 +55,8 @@ def push(
     folder = build_folder(sources, out, config)
     result = PushResult(folder, check_folder(folder))
     show(config, result, console)
+    for note in notes(config, sources):
+        console.print(note, soft_wrap=True)
     if config.dry_run:
         console.print("Dry run: nothing was sent. Push with push.dry_run=false.")
         return result
@@ -77,6 +83,28 @@ def show(config: PushConfig, result: PushResult, console: Console) -> None:
     say(f"Repository {config.repo} at {hub_address()}: {absent}; all files in one commit.")
     if config.collection:
         say(f"Then it is added to {owner(config)}'s collection '{config.collection}'.")
+
+
+def notes(config: PushConfig, sources: Sources) -> Iterator[str]:
+    """What the card lacks, and the settings or commands that add it."""
+    if not config.license:
+        yield (
+            "push.license is not set, so the card names no licence and others cannot tell whether "
+            "they may use the drafter. Choose one: push.license=apache-2.0, or that of the target."
+        )
+    content = read_config(sources.checkpoint)
+    kind = get_kind(content["kind"])
+    ways = ROUTES.get(kind.export_method(build_config(kind.name, content["config"])), {})
+    others = [
+        engine
+        for engine, way in ways.items()
+        if isinstance(way, Route) and engine not in sources.engines
+    ]
+    if others:
+        yield (
+            f"Without a command in the card: {', '.join(others)}. `headstart export engine=<name>` "
+            "adds the folder and the command of one, for the next push."
+        )
 
 
 def owner(config: PushConfig) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from inference.export.hub.config import OWN
-from inference.export.hub.pull import pull
+from inference.hub.config import OWN
+from inference.hub.pull import pull
 from scripts.config.schema import Settings
 
 

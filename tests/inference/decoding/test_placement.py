@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from heads.api.checkpoint import new_drafter
-from heads.api.registry import kind_names
+from heads.api.kinds import kind_names
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.placement import PlacedDrafter, weights_on

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
-from heads.api.registry import get_kind, kind_names
+from heads.api.kinds import kind_names
+from heads.api.registry import get_kind
 from inference.export.check.config import VerifyConfig
 from inference.export.check.verify import verify
 from inference.export.config import ENGINES

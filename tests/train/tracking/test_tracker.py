@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import math
 import signal
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
 from heads.api.errors import UserError
 from tests import forked
@@ -18,7 +15,6 @@ from tests.train.launch import environment
 from train.tracking.tracker import (
     ID_FILE,
     LOG_FILE,
-    TENSORBOARD,
     Tracker,
     TrackerConfig,
     read_log,
@@ -72,62 +68,6 @@ def test_other_processes_write_nothing(tmp_path: Path) -> None:
         log.write(1, {"loss": 1.0})
         assert log.flush() == 0
     assert not (tmp_path / "out").exists()
-
-
-def events(out: Path) -> list[tuple[int, dict[str, float]]]:
-    """Step and values of every summary in the only event file, as TensorBoard reads it."""
-    (path,) = (out / TENSORBOARD).iterdir()
-    return [
-        (event.step, {each.tag: each.simple_value for each in event.summary.value})
-        for event in LegacyEventFileLoader(str(path)).Load()
-        if event.HasField("summary")
-    ]
-
-
-def test_tensorboard_shows_every_step_once_also_after_a_kill(tmp_path: Path) -> None:
-    config = TrackerConfig(wandb="disabled", tensorboard=True)
-    with Tracker(config, tmp_path, length=0, settings={}) as log:
-        log.write(1, {"loss": 1.5, "cost": {"target": 0.25, "mfu": 0.5}, "name": "x"})
-        length = log.flush()
-        log.write(300, {"loss": 3.0})  # after the state
-    assert [step for step, _ in events(tmp_path)] == [1, 300]
-    with Tracker(config, tmp_path, length=length, settings={}) as log:
-        log.write(300, {"loss": 4.0, "gap": math.nan, "best": True})
-    assert events(tmp_path) == [
-        (1, {"loss": 1.5, "cost/target": 0.25, "cost/mfu": 0.5}),
-        (300, {"loss": 4.0, "best": 1.0}),
-    ]
-
-
-def test_without_tensorboard_the_error_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
-    config = TrackerConfig(wandb="disabled", tensorboard=True)
-    with pytest.raises(UserError, match=r"\.\[tracking\]"):
-        Tracker(config, tmp_path, length=0, settings={})
-
-
-def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    settings = {"kind": "eagle3", "optim": {"lr": 1e-3}, "hub_token": "hf_abcdef"}
-    with Tracker(TrackerConfig(tags=("first-tag",)), tmp_path, length=0, settings=settings) as log:
-        log.write(1, {"loss": 2.0})
-        log.write(1, {"tau": 1.5, "tau_ci95": [1.0, 2.0]})
-    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    end = time.monotonic() + 60
-    while b"tau" not in file.read_bytes() and time.monotonic() < end:
-        time.sleep(
-            0.05
-        )  # wandb's own process ends the file a moment after it has said that it is done
-    content = b"".join(
-        path.read_bytes() for path in (tmp_path / "wandb").rglob("*") if path.is_file()
-    )
-    for word in (b"tau", b"first-tag", b"headstart", b"eagle3"):
-        assert word in content, word
-    assert b"hf_abcdef" not in content
-    assert file.stem == f"run-{(tmp_path / ID_FILE).read_text().strip()}"
-    assert not list(tmp_path.glob("*.partial"))
 
 
 KILLED = """

@@ -25,9 +25,11 @@ from inference.report.model import parse_report
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.inference.export.hub.example_folder import CONFIG, build, report_of
+from tests.inference.export.hub.stand_in import HubStandIn, loopback_hub
 from tests.inference.tokenizers import tiny_tokenizer
 from tests.models import save_random_target
 
+hub = pytest.fixture(loopback_hub)
 DIGEST = "d" * 64
 ABOUT = PushConfig("someone/eagle3-for-target", license="apache-2.0", tags=("code",))
 
@@ -123,10 +125,13 @@ def test_a_report_that_lacks_the_drafter_is_refused() -> None:
 
 
 def test_the_code_on_the_card_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    hub: HubStandIn,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """From a real measurement: push folder, card, and the card's own lines give the text of plain
-    decoding."""
+    """From a real measurement: push folder, card, and the card's own lines, which fetch the drafter
+    from a stand-in of the Hub."""
     path = save_random_target(tmp_path / "target", tiny_tokenizer("marked"))
     target = TargetModel.load(TargetConfig(path=str(path)))
     drafter = new_drafter("medusa", MedusaConfig(num_heads=2), target.info, target.weights, seed=1)
@@ -147,9 +152,10 @@ def test_the_code_on_the_card_runs(
     text = (folder / "README.md").read_text(encoding="utf-8")
     code = text.split("```python\n")[1].split("```")[0]
     assert 'DecodeConfig(shape="tree", choices=((0,), (1,), (0, 0)))' in code
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo: str(folder))
+    hub.repos["someone/medusa"] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "home"))
     capsys.readouterr()
     names: dict[str, Any] = {}
     exec(compile(code, "card", "exec"), names)
-    assert names["answer"].tokens and names["drafter"].kind == "medusa"
+    assert names["answer"].completion.tokens and names["engine"].drafter.kind == "medusa"
     assert capsys.readouterr().out.strip()

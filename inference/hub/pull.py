@@ -15,13 +15,14 @@ from rich.console import Console
 
 from heads.api.checkpoint import WEIGHTS_FILE, read_config
 from heads.api.errors import UserError, suggest
-from inference.export.hub.config import OWN, PullConfig
-from inference.export.hub.exchange import Exchange, hub_address, hub_token
-from inference.export.hub.folder import check_listed
 from inference.folders import EXPORT_FILE
-from inference.manifest import MANIFEST_FILE, write_json
+from inference.hub.config import OWN, PullConfig
+from inference.hub.exchange import Exchange, hub_address, hub_token
+from inference.manifest import MANIFEST_FILE, verify_listed, write_json
 
 EVERYTHING = "all"
+PUBLISHED = "push"
+"""The stage that wrote the manifest of what is fetched."""
 PARTIAL_FILE = ".headstart-pull.json"
 """Marks a folder in which a pull's files arrive; it is removed when they are complete."""
 
@@ -38,12 +39,7 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
         raise UserError(
             f"'{out}' exists already. Delete it, or choose another folder with pull.out."
         )
-    partial = partial_folder(out)
-    revision = f" and pull.revision={config.revision}" if config.revision else ""
-    missing = f"Check pull.repo{revision}; a private one needs a token."
-    kept = "Files that have arrived are kept; pull again to go on."
-    endpoint, token = hub_address(), hub_token()
-    exchange = Exchange(config.repo, endpoint, token, "pull", "read", missing, kept)
+    partial, exchange = partial_folder(out), connect(config)
     with exchange.connect() as api:
         info = api.model_info(config.repo, revision=config.revision or None)
     names, commit = sorted(file.rfilename for file in info.siblings or ()), str(info.sha)
@@ -61,7 +57,7 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
             api.hf_hub_download(config.repo, name, revision=commit, local_dir=partial)
     # the library's notes on what it has fetched
     shutil.rmtree(partial / ".cache", ignore_errors=True)
-    check_listed(partial, wanted)
+    verify_listed(partial, PUBLISHED, wanted)
     if config.what in (OWN, EVERYTHING):
         read_config(partial)
     (partial / PARTIAL_FILE).unlink()
@@ -70,6 +66,14 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
     text = f"{config.repo} at {commit[:12]}: {len(wanted)} files, {size:,} bytes, in {out}"
     (console or Console()).print(text, soft_wrap=True)
     return out
+
+
+def connect(config: PullConfig) -> Exchange:
+    """The Hub for fetching this repository."""
+    revision = f" and pull.revision={config.revision}" if config.revision else ""
+    missing = f"Check pull.repo{revision}; a private one needs a token."
+    kept = "Files that have arrived are kept; pull again to go on."
+    return Exchange(config.repo, hub_address(), hub_token(), "pull", "read", missing, kept)
 
 
 def partial_folder(out: Path) -> Path:

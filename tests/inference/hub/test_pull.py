@@ -11,10 +11,11 @@ import pytest
 from rich.console import Console
 
 from heads.api.errors import UserError
-from inference.export.hub.config import PullConfig, PushConfig
+from inference.export.hub.config import PushConfig
 from inference.export.hub.folder import Sources
-from inference.export.hub.pull import partial_folder, pull
 from inference.export.hub.push import push
+from inference.hub.config import PullConfig
+from inference.hub.pull import partial_folder, pull
 from inference.manifest import file_sha256
 from tests.inference.export.hub.example_folder import write_checkpoint, write_export, write_measured
 from tests.inference.export.hub.stand_in import COMMIT, CUT, GOOD_TOKEN, HubStandIn, loopback_hub

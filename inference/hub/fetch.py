@@ -1,0 +1,76 @@
+"""Published drafters by name: fetched once into a cache, checked, and found there afterwards.
+
+    <HF_HOME>/headstart/<user>--<name>/<commit>/    a checkpoint as `headstart pull` writes it
+
+huggingface_hub's own cache holds links, while a checkpoint's folder is files that its manifest
+lists; the cache is therefore one of ours. Without a connection the copy that arrived last counts.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from huggingface_hub import constants, errors
+from rich.console import Console
+
+from heads.api.errors import UserError
+from inference.hub.config import REPO_NAME, PullConfig
+from inference.hub.exchange import causes
+from inference.hub.pull import connect, pull
+
+logger = logging.getLogger(__name__)
+REVISION = "@"
+"""Between a repository and a branch, tag or commit of it: user/name@v1."""
+
+
+def is_published_name(text: str) -> bool:
+    """Whether `text` reads like "user/name" or "user/name@revision"."""
+    return REPO_NAME.fullmatch(text.partition(REVISION)[0]) is not None
+
+
+def fetch(name: str) -> Path:
+    """The checkpoint folder of a published drafter, "user/name" or "user/name@revision".
+
+    The newest commit of the revision is fetched unless it is in the cache. Where the Hub cannot be
+    reached (or HF_HUB_OFFLINE is set), the copy in the cache is used. Raises `UserError` as `pull`
+    does, and without a connection and a copy.
+    """
+    repo, _, revision = name.partition(REVISION)
+    cache = Path(constants.HF_HOME) / "headstart" / repo.replace("/", "--")
+    config = PullConfig(repo=repo, revision=revision)
+    try:
+        commit = find_commit(config)
+    except UserError as error:
+        kept = newest(cache, revision) if is_unreachable(error) else None
+        if kept is None:
+            raise
+        logger.warning("%s: the Hub cannot be reached; using the copy in %s", name, kept)
+        return kept
+    folder = cache / commit
+    if not folder.is_dir():
+        pull(PullConfig(repo=repo, revision=commit), folder, console=Console(stderr=True))
+    folder.touch()  # the newest is the one that was asked for last
+    return folder
+
+
+def find_commit(config: PullConfig) -> str:
+    """The commit that a repository's revision stands at; raises `UserError` as `pull` does."""
+    with connect(config).connect() as api:
+        return str(api.model_info(config.repo, revision=config.revision or None).sha)
+
+
+def newest(cache: Path, revision: str) -> Path | None:
+    """The copy that was asked for last; with a commit as revision only that one."""
+    copies = [path for path in cache.glob("*") if path.is_dir() and path.suffix != ".partial"]
+    own = [path for path in copies if path.name == revision]
+    return max(own or copies, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def is_unreachable(error: UserError) -> bool:
+    """Whether no server answered: offline mode, or a connection that could not be made."""
+    chain = list(causes(error.__cause__ or error.__context__))
+    if any(isinstance(item, errors.OfflineModeIsEnabled) for item in chain):
+        return True
+    answered = any(getattr(item, "response", None) is not None for item in chain)
+    return not answered and any(isinstance(item, (errors.HTTPError, OSError)) for item in chain)
