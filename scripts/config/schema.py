@@ -124,9 +124,10 @@ class Settings:
         What recipes, option files and conf/base.yaml say are defaults, which is not "given": a
         recipe describes a whole run, and a stage that chooses better values than its defaults (a
         drafter's own draft, a refresh's learning rate) still does so under it. The overrides that a
-        loop adds to a stage (loop.measures, loop.sweep, loop.round) count as its command line.
+        loop adds to a stage (loop.measures, loop.sweep, loop.round) count as its command line, and
+        so do settings that were changed after the composition.
         """
-        return any(item.key_or_group == key for item in self.overrides)
+        return key in self.changed or any(item.key_or_group == key for item in self.overrides)
 
     @property
     def arguments(self) -> list[str]:

@@ -6,6 +6,7 @@ Writes <run>/train/<drafter>/ with the drafter in best/.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from scripts.config.schema import Settings
 from scripts.run.folder import answers_folder, open_folder, stage_folder
 from scripts.run.process import prepare_process, say, shown
 from train.config import TrainingJob
+from train.data.answers import held_out_prompts
 from train.run import train
 
 
@@ -31,14 +33,18 @@ def run(settings: Settings) -> None:
 
 
 def job_of(settings: Settings) -> TrainingJob:
-    """The training that the settings describe, with its answers' folder."""
+    """The training that the settings describe, with its answers' folder. Prompts that were held out
+    of these answers' data come before those of recipes and options."""
+    answers, config = answers_folder(settings), settings.train
+    if not settings.given("train.prompts") and held_out_prompts(answers, "validation"):
+        config = replace(config, prompts=())
     return TrainingJob(
         settings.head.kind,
         settings.head.config,
         settings.target,
-        answers_folder(settings),
+        answers,
         stage_folder(settings),
-        settings.train,
+        config,
         settings.features,
         settings.engine,
         settings.optim,

@@ -28,7 +28,14 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError
-from inference.manifest import MANIFEST_FILE, FileEntry, file_entry, read_manifest, write_bytes
+from inference.manifest import (
+    MANIFEST_FILE,
+    FileEntry,
+    file_entry,
+    read_manifest,
+    verify_file,
+    write_bytes,
+)
 from inference.target.chat import Span
 from train.memory import give_back_freed_memory
 
@@ -85,6 +92,8 @@ class AnswersManifest(TypedDict):
     """Rows and tokens."""
     reasons: NotRequired[dict[str, int]]
     """Rows without an answer."""
+    held_out: NotRequired[dict[str, FileEntry]]
+    """Prompts that were held out of the data, by use: validation, bench."""
     shards: list[FileEntry]
     failures: NotRequired[FileEntry]
     records: NotRequired[dict[str, Any]]
@@ -95,6 +104,16 @@ class AnswersManifest(TypedDict):
 def read_answers(folder: Path) -> AnswersManifest:
     """The manifest of a folder of answers; raises `UserError` where there is none."""
     return cast(AnswersManifest, read_manifest(folder, "generate"))
+
+
+def held_out_prompts(folder: Path, use: str) -> Path | None:
+    """The file of prompts that the generation of these answers held out, for `use` (validation or
+    bench); None where there are no answers or nothing was held out. Raises `UserError` for a file
+    that is not what was written."""
+    if not (folder / MANIFEST_FILE).is_file():
+        return None
+    entry = read_answers(folder).get("held_out", {}).get(use)
+    return verify_file(folder, entry) if entry else None
 
 
 Watch = Callable[[str, int], None]

@@ -30,13 +30,22 @@ from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
-from inference.manifest import MANIFEST_FILE, verify_file, write_json, write_manifest
+from inference.manifest import (
+    MANIFEST_FILE,
+    FileEntry,
+    file_entry,
+    verify_file,
+    write_json,
+    write_manifest,
+)
+from inference.measure.prompts import Prompt, load_prompts
 from inference.target.loading import TargetConfig
 from train.data import answers
 from train.data.answers import DONE, INPUT, SETTINGS, AnswersManifest, output_lock, read_answers
 from train.data.config import DataConfig
+from train.data.dedup.duplicates import HELD_OUT, REASONS
 from train.data.held_out import load_held_out
-from train.data.ingest import Input, ingest, remove_rows, require_own_input
+from train.data.ingest import RESERVED, USES, Input, ingest, remove_rows, require_own_input
 from train.generate.config import GenerateConfig, GenerateJob
 from train.generate.loop import answer_rows, console_of, load_target
 from train.generate.sampling import sampling_of
@@ -108,8 +117,19 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
         return str(target.tokenizer.decode(tokens))
 
     finished = (job.out / MANIFEST_FILE).is_file() and not again
-    read = ingest(job.data, job.out / INPUT, held_out, text, progress=progress, answered=finished)
+    read = ingest(
+        job.data,
+        job.out / INPUT,
+        held_out,
+        text,
+        progress=progress,
+        answered=finished,
+        fits=lambda prompt: is_answerable(job, target, prompt),
+    )
     for source in read.report["sources"]:
+        # Folders of earlier versions do not say how their rows were read.
+        if "read_as" in source:
+            console.print(f"data: {source['rows']} rows of {source['read_as']}")
         if source["ran_out_at"] is not None and len(read.report["sources"]) > 1:
             console.print(
                 f"source '{source['name']}' ran out after {source['rows']} rows: it is "
@@ -117,7 +137,24 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
             )
     for reason, count in read.report["left_out"].items():
         console.print(f"left out: {count} of {read.total} rows, {reason}")
+    if read.report["left_out"].get(REASONS[HELD_OUT]) == read.total:
+        files = ", ".join(read.report["held_out"]["counts"])
+        raise UserError(
+            f"all {read.total} rows of the data repeat prompts that are held out ({files}): what "
+            "is measured must not be trained on. Give other prompts, or none: bench=own and an "
+            "empty train.prompts hold some of the data out."
+        )
     return read
+
+
+def is_answerable(job: GenerateJob, target: AnyTarget, prompt: Prompt) -> bool:
+    """Whether the target's template takes a prompt, and its positions hold it with an answer."""
+    room = target.info.max_position_embeddings - job.decode.max_new_tokens
+    try:
+        length = len(prompt.render(target.tokenizer))
+    except UserError:
+        return False
+    return 0 < length <= min(room, job.data.max_prompt_tokens or room)
 
 
 def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> dict[str, Any]:
@@ -167,7 +204,7 @@ def prepare_output(
             raise UserError(
                 f"'{out}' holds answers of another configuration: {'; '.join(differences)}. Give "
                 "another output folder, restore the configuration to continue, or set "
-                "overwrite=true to replace them."
+                "run.overwrite=true to replace them."
             )
         if differences:
             answers.clear_output(out)
@@ -238,6 +275,7 @@ def finish(
         "reasons": merged.reasons,
         "shards": merged.shards,
         "failures": merged.failures,
+        **held_out_files(job.out),
     }
     if (job.out / RECORDS).is_dir():
         content["records"] = count_records(job.out, merged.counts[DONE])
@@ -245,6 +283,16 @@ def finish(
     answers.remove_parts(job.out)
     remove_rows(job.out / INPUT)
     return read_answers(job.out)
+
+
+def held_out_files(out: Path) -> dict[str, dict[str, FileEntry]]:
+    """The manifest's entry of prompts that were held out of the data, by use; empty for none."""
+    found = {}
+    for use in USES:
+        name = f"{INPUT}/{RESERVED.format(use)}"
+        if (out / name).is_file():
+            found[use] = file_entry(out, name, rows=len(load_prompts(out / name)))
+    return {"held_out": found} if found else {}
 
 
 def summary(manifest: AnswersManifest, out: Path) -> str:
