@@ -209,8 +209,10 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
     tools, arguments = row.get("tools"), row.get("template_arguments")
     if not (tools is None or isinstance(tools, list)) or not isinstance(arguments or {}, Mapping):
         raise UserError(f"{where}: tools must be a list, template_arguments an object.")
-    extras = {"tools": tuple(tools) if tools else None, "arguments": arguments or None}
-    return Prompt(name, domain, messages=tuple(checked), **extras)
+    described = tuple(tools) if tools else None
+    return Prompt(
+        name, domain, messages=tuple(checked), tools=described, arguments=arguments or None
+    )
 
 
 def _parse_text(line: str, file: Path, number: int) -> Prompt:

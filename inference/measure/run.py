@@ -339,7 +339,7 @@ class _Session:
                 flips=report.flips,
                 divergences=[item.to_dict() for item in report.divergences],
             )
-        return schema.Conditions(
+        found = schema.Conditions(
             bench=asdict(self.config),
             sampling=asdict(decode.sampling()),
             **({"typical": typical} if decode.rule == "typical" else {}),
@@ -347,8 +347,8 @@ class _Session:
             baseline_prefill_seconds=float(baseline.seconds["prefill"].sum()),
             arms=arms,
             prompts=prompt_facts(source, self.prompts),
-            **({"leaks": dict(leaks)} if leaks is not None else {}),
         )
+        return found if leaks is None else found.model_copy(update={"leaks": dict(leaks)})
 
 
 def _prepare(

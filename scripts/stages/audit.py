@@ -64,7 +64,7 @@ def examine(settings: Settings, found: Sequence[Found], out: Path, git: dict[str
     with progress("audit") as show:
         prompts = load(settings).prompts
         findings = run_audit(config, decode, load_target, contestants, prompts, show)
-    asked = {"audit": asdict(config), "decode": asdict(decode), "dtype": settings.target.dtype}
+    asked = {"audit": asdict(config), "decode": asdict(decode), "dtype": settings.target.dtype_name}
     audit = make_audit(findings, asked, {**process_facts(), "git": git})
     write(audit, out)
     write_markdown(audit, out)

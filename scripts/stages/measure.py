@@ -45,8 +45,16 @@ def measure_run(settings: Settings) -> Path:
         arms = [arm(item, target, settings) for item in found]
         loaded, recording = load(settings), settings.measure.records
         prompts, leaks = without_leaks(loaded, bench, found, target.tokenizer)
-        given = {"revision": loaded.revision, "recording": recording, "leaks": leaks}
-        measure(bench, target, arms, prompts, out, **given)
+        measure(
+            bench,
+            target,
+            arms,
+            prompts,
+            out,
+            revision=loaded.revision,
+            recording=recording,
+            leaks=leaks,
+        )
         folder.finish()
     return out / REPORT_FILE
 

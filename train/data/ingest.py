@@ -347,7 +347,9 @@ def _row(index: int, stored: Mapping[str, str], verdict: int) -> Row | SkippedRo
     if stored["reason"] or verdict != KEPT:
         return SkippedRow(*named, stored["reason"] or REASONS[verdict])
     content: dict[str, Any] = json.loads(stored["content"])
-    content = {name: value and tuple(value) for name, value in content.items()}
+    content = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
+    }
     if content["spans"] is not None:
         content["spans"] = tuple((start, end) for start, end in content["spans"])
     return Row(*named, **content)

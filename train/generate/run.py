@@ -20,13 +20,14 @@ import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
+from rich.console import Console
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
@@ -46,6 +47,8 @@ from train.data.config import DataConfig
 from train.data.dedup.duplicates import HELD_OUT, REASONS
 from train.data.held_out import load_held_out
 from train.data.ingest import RESERVED, USES, Input, ingest, remove_rows, require_own_input
+from train.data.masks import mask_report
+from train.data.pack import weighted_documents
 from train.generate.config import GenerateConfig, GenerateJob
 from train.generate.loop import answer_rows, console_of, load_target
 from train.generate.sampling import sampling_of
@@ -56,6 +59,7 @@ from train.processes import join_processes, on_main
 from train.recording import RECORDS, count_records, drop_unanswered, require_drafts
 
 SHOWN_REASONS = 5
+REPORTED_DOCUMENTS = 256
 SHOWN_ROWS = 25
 """Blocks of input after which the number of rows is printed."""
 
@@ -98,9 +102,22 @@ def generate(
             # returns once every process has written its last part
             gather_object([state.process_index])
             manifest = on_main(state, lambda: finish(job, model, settings, read, provenance))
+            if state.is_main_process:
+                show_sample(manifest, out, model)
         if state.is_main_process:
-            console_of().print(summary(manifest, out))
+            console_of().print(summary(manifest, out), soft_wrap=True)
         return manifest
+
+
+def show_sample(manifest: AnswersManifest, out: Path, target: AnyTarget) -> None:
+    """Print how much of the answers will be learned from, and a coloured sample: a wrong chat
+    template shows there."""
+    shards = [out / entry["file"] for entry in manifest["shards"][:1]]
+    rows = islice(weighted_documents(shards, target.info), REPORTED_DOCUMENTS)
+    documents = [(tokens, spans) for tokens, spans, _ in rows]
+    if any(spans for _, spans in documents):
+        report = mask_report(documents, target.tokenizer)
+        Console(stderr=True, highlight=False).print(str(report), soft_wrap=True)
 
 
 def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Input:
@@ -129,14 +146,15 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
     for source in read.report["sources"]:
         # Folders of earlier versions do not say how their rows were read.
         if "read_as" in source:
-            console.print(f"data: {source['rows']} rows of {source['read_as']}")
+            line = f"data: {source['rows']} rows of {source['read_as']}"
+            console.print(f"{line}; {use_of(job)}", soft_wrap=True)
         if source["ran_out_at"] is not None and len(read.report["sources"]) > 1:
             console.print(
                 f"source '{source['name']}' ran out after {source['rows']} rows: it is "
                 f"{source['share']:.1%} of the mixture, {source['share_asked']:.1%} were asked for"
             )
     for reason, count in read.report["left_out"].items():
-        console.print(f"left out: {count} of {read.total} rows, {reason}")
+        console.print(f"left out: {count} of {read.total} rows, {reason}", soft_wrap=True)
     if read.report["left_out"].get(REASONS[HELD_OUT]) == read.total:
         files = ", ".join(read.report["held_out"]["counts"])
         raise UserError(
@@ -145,6 +163,14 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
             "empty train.prompts hold some of the data out."
         )
     return read
+
+
+def use_of(job: GenerateJob) -> str:
+    """What becomes of the rows, in words."""
+    if job.config.answers == "dataset":
+        return "the answers in it are kept"
+    turns = {"first": "the first turn", "last": "the last turn", "all": "every turn"}
+    return f"the target answers {turns[job.data.turn]} of each"
 
 
 def is_answerable(job: GenerateJob, target: AnyTarget, prompt: Prompt) -> bool:
@@ -176,7 +202,7 @@ def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> dict[str, An
         },
     }
     if job.config.answers == "sample":
-        settings["target"]["dtype"] = job.target.dtype
+        settings["target"]["dtype"] = job.target.dtype_name
         settings["sampling"] = sampling_of(job.decode)
     return settings
 
