@@ -206,6 +206,9 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
         checked = check_messages(row["messages"] if given == ["messages"] else asked)
     except UserError as error:
         raise UserError(f"{where}: {error}.") from error
+    # Answers that the file has are not part of the prompt.
+    while len(checked) > 1 and checked[-1]["role"] == "assistant":
+        checked.pop()
     tools, arguments = row.get("tools"), row.get("template_arguments")
     if not (tools is None or isinstance(tools, list)) or not isinstance(arguments or {}, Mapping):
         raise UserError(f"{where}: tools must be a list, template_arguments an object.")

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from heads.api.errors import UserError
 from inference.measure.config import BenchConfig
-from inference.measure.datasets import Loaded, load_bench_prompts
+from inference.measure.datasets import Loaded
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
 from scripts.run.process import shown
 from train.data.answers import held_out_prompts
+from train.data.held_out import load_any_prompts
 
 EMBEDDED = "embedded"
 """The bench that comes with the embedded target's prompts."""
@@ -43,7 +44,7 @@ def bench_of(settings: Settings) -> BenchConfig:
 def load(settings: Settings) -> Loaded:
     """The prompts of `bench`, and the commit of the dataset they are from."""
     bench = bench_of(settings)
-    return load_bench_prompts(bench.prompts, bench.dataset, bench.domains)
+    return load_any_prompts(bench.prompts, bench.dataset, bench.domains)
 
 
 def validation_prompts(settings: Settings, key: str, given: str) -> str:

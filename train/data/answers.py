@@ -15,7 +15,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,8 @@ _MORE = {"status": pa.string(), "reason": pa.string(), "cut": pa.int32()}
 PART_SCHEMA = pa.schema([*SHARD_SCHEMA, *pa.schema(_MORE)])
 DONE, FAILED, SKIPPED = STATUSES = ("done", "failed", "skipped")
 PARTS, SHARDS, PACKED, INPUT = "parts", "shards", "packed", "input"
+USES, RESERVED = ("validation", "bench"), "{}.jsonl"
+"""What prompts are held out of the data for, and their files in `INPUT`."""
 FAILURES, SETTINGS, LOCK = "failures.jsonl", "generate.json", ".lock"
 
 
@@ -114,6 +116,21 @@ def held_out_prompts(folder: Path, use: str) -> Path | None:
         return None
     entry = read_answers(folder).get("held_out", {}).get(use)
     return verify_file(folder, entry) if entry else None
+
+
+def copy_held_out(sources: Sequence[Path], out: Path) -> dict[str, dict[str, FileEntry]]:
+    """Copy the prompts that were held out of the first of some folders of answers to `out`, whose
+    answers are made of theirs; the manifest's entry, empty for none."""
+    found = {}
+    for use in USES:
+        files = (held_out_prompts(folder, use) for folder in sources)
+        file = next((path for path in files if path is not None), None)
+        if file is not None:
+            name = f"{INPUT}/{RESERVED.format(use)}"
+            content = file.read_bytes()
+            write_bytes(out / name, content)
+            found[use] = file_entry(out, name, rows=content.count(b"\n"))
+    return {"held_out": found} if found else {}
 
 
 Watch = Callable[[str, int], None]

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from inference.manifest import PARTIAL, file_sha256, write_bytes, write_json
-from train.data.answers import parquet_bytes
+from train.data.answers import RESERVED, USES, parquet_bytes
 from train.data.config import DataConfig, SourceConfig
 from train.data.dedup.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
 from train.data.dedup.shingles import SIGNATURE, band_keys, normalise, signature, whole
@@ -46,9 +46,7 @@ BLOCK = 4096
 FORMAT = 1
 ROWS, KEYS, STATE = "rows-{:05d}.parquet", "keys", "state.json"
 VERDICT, SUMMARY, SIGNATURES, HELD = "verdict.bin", "input.json", "signatures.bin", "held_out.bin"
-CONVERSATIONS, RESERVED = "conversations.bin", "{}.jsonl"
-USES = ("validation", "bench")
-"""What prompts are held out for; `RESERVED` of these are their files."""
+CONVERSATIONS = "conversations.bin"
 SCHEMA = pa.schema([(name, pa.string()) for name in ("id", "domain", "reason", "hash", "content")])
 
 

@@ -39,14 +39,23 @@ from inference.manifest import (
     write_json,
     write_manifest,
 )
-from inference.measure.prompts import Prompt, load_prompts
+from inference.measure.prompts import Prompt
 from inference.target.loading import TargetConfig
 from train.data import answers
-from train.data.answers import DONE, INPUT, SETTINGS, AnswersManifest, output_lock, read_answers
+from train.data.answers import (
+    DONE,
+    INPUT,
+    RESERVED,
+    SETTINGS,
+    USES,
+    AnswersManifest,
+    output_lock,
+    read_answers,
+)
 from train.data.config import DataConfig
 from train.data.dedup.duplicates import HELD_OUT, REASONS
 from train.data.held_out import load_held_out
-from train.data.ingest import RESERVED, USES, Input, ingest, remove_rows, require_own_input
+from train.data.ingest import Input, ingest, remove_rows, require_own_input
 from train.data.masks import mask_report
 from train.data.pack import weighted_documents
 from train.generate.config import GenerateConfig, GenerateJob
@@ -317,7 +326,7 @@ def held_out_files(out: Path) -> dict[str, dict[str, FileEntry]]:
     for use in USES:
         name = f"{INPUT}/{RESERVED.format(use)}"
         if (out / name).is_file():
-            found[use] = file_entry(out, name, rows=len(load_prompts(out / name)))
+            found[use] = file_entry(out, name, rows=(out / name).read_bytes().count(b"\n"))
     return {"held_out": found} if found else {}
 
 

@@ -20,9 +20,8 @@ from scripts.run.drafters import DRAFT_KEYS
 from scripts.run.folder import stage_folder
 from scripts.run.process import shown
 from scripts.stages.loop.steps import Step
-from train.data.answers import held_out_prompts
+from train.data.answers import USES, held_out_prompts
 from train.data.config import SourceConfig
-from train.data.ingest import USES
 from train.generate.sampling import backend_of
 
 HARD_PROMPTS = "hard_prompts.jsonl"

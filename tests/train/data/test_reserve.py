@@ -12,6 +12,7 @@ from heads.api.errors import UserError
 from inference.measure.prompts import load_prompts
 from tests.train.data.test_ingest import jsonl, text
 from train.data import ingest
+from train.data.answers import USES
 from train.data.config import DataConfig, ReserveConfig
 from train.data.sources import Row
 
@@ -37,7 +38,7 @@ def test_prompts_are_held_out_and_the_rest_is_kept(tmp_path):
     path = jsonl(tmp_path / "p.jsonl", [{"prompt": text(number)} for number in range(100)])
     found, rows = read(DataConfig(path, reserve=SOME), tmp_path / "in")
     kept = {said(row) for row in rows if isinstance(row, Row)}
-    held = {use: {said(one) for one in prompts_of(tmp_path / "in", use)} for use in ingest.USES}
+    held = {use: {said(one) for one in prompts_of(tmp_path / "in", use)} for use in USES}
     assert {use: len(texts) for use, texts in held.items()} == {"validation": 4, "bench": 6}
     assert len(kept) == 90
     assert not kept & (held["validation"] | held["bench"])
@@ -76,7 +77,7 @@ def test_rows_of_one_conversation_are_never_on_both_sides(tmp_path):
     near = {" ".join([*first.split()[:-1], "else"]): number for first, number in number_of.items()}
     known = number_of | near
     kept = {known[said(row)] for row in found if isinstance(row, Row)}
-    held = {known[said(one)] for use in ingest.USES for one in prompts_of(tmp_path / "in", use)}
+    held = {known[said(one)] for use in USES for one in prompts_of(tmp_path / "in", use)}
     assert held
     assert not kept & held
     assert kept | held == set(range(40))
@@ -110,7 +111,7 @@ def test_prompts_that_the_target_cannot_answer_are_not_chosen(tmp_path):
     rows = [{"prompt": text(number, 10 + number)} for number in range(40)]
     data = DataConfig(jsonl(tmp_path / "p.jsonl", rows), reserve=SOME)
     read(data, tmp_path / "in", fits=lambda prompt: len(said(prompt)) < 150)
-    found = [one for use in ingest.USES for one in prompts_of(tmp_path / "in", use)]
+    found = [one for use in USES for one in prompts_of(tmp_path / "in", use)]
     assert len(found) == 8
     assert all(len(said(one)) < 150 for one in found)
 
@@ -118,7 +119,7 @@ def test_prompts_that_the_target_cannot_answer_are_not_chosen(tmp_path):
 def test_what_an_earlier_reading_held_out_is_left_out_again(tmp_path):
     path = jsonl(tmp_path / "p.jsonl", [{"prompt": text(number)} for number in range(60)])
     _, first = read(DataConfig(path, reserve=SOME), tmp_path / "one")
-    files = tuple(str(tmp_path / "one" / f"{use}.jsonl") for use in ingest.USES)
+    files = tuple(str(tmp_path / "one" / f"{use}.jsonl") for use in USES)
     again = DataConfig(path, reserve=ReserveConfig(prompts=files), shuffle=True, seed=3)
     _, second = read(again, tmp_path / "two")
     kept = [{said(row) for row in rows if isinstance(row, Row)} for rows in (first, second)]
