@@ -307,7 +307,11 @@ class Run:
             "kind": self.job.kind,
             "head": facts["head"],
             "target": self.target.info.to_dict(),
-            "data": {"path": str(self.job.data), "manifest_sha256": facts["data"]},
+            "data": {
+                "path": str(self.job.data),
+                "manifest_sha256": facts["data"],
+                "validation": list(self.job.config.prompts),
+            },
             "checkpoint": BEST,
             "best": best,
             "steps": progress.step,

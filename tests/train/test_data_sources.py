@@ -178,7 +178,7 @@ def test_shuffle_and_limit_are_fixed_by_the_seed(tmp_path):
         ({"id_column": "key"}, "no column 'key' .data.id_column"),
         (
             {"kind": "messages"},
-            "none of the columns messages, conversations, conversation, prompt. Set data.column",
+            "none of the columns messages, conversations, conversation. Set data.column",
         ),
     ],
 )

@@ -161,7 +161,7 @@ def find_form(
 
 def find_column(config: SourceConfig, columns: Sequence[str]) -> str:
     """The column with the content; raises `UserError` where no name is known."""
-    known = [name for name, kinds in COLUMNS.items() if config.kind in ("auto", *kinds)]
+    known = [name for name, kinds in COLUMNS.items() if config.kind in ("auto", kinds[0])]
     for name in known:
         if name in columns:
             return name

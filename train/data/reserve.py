@@ -28,8 +28,9 @@ from train.data.tables import BadRowError
 
 UNUSABLE = (1 << 64) - 1
 """Stands for the conversation of a row that has no prompt."""
-LEAST = {"bench": 2, "validation": 1}
-"""Prompts that a measurement and a training need (one prompt warms a measurement up)."""
+LEAST = {"bench": 2, "validation": 2}
+"""Prompts that a measurement needs: one of them warms up. (Rounds measure on validation prompts.)
+"""
 VERDICTS = {"bench": BENCH, "validation": VALIDATION}
 TOGETHER = 1024
 """Rows that are loaded together."""

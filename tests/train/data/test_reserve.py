@@ -103,7 +103,7 @@ def test_small_data_gives_a_tenth_and_too_small_data_is_refused(tmp_path):
     read(DataConfig(jsonl(tmp_path / "p.jsonl", rows), reserve=many), tmp_path / "in")
     assert len(prompts_of(tmp_path / "in", "bench")) == 3
     few = DataConfig(jsonl(tmp_path / "few.jsonl", rows[:5]), reserve=many)
-    with pytest.raises(UserError, match=r"5 usable conversations: too few .*2 for bench and 1 for"):
+    with pytest.raises(UserError, match=r"5 usable conversations: too few .*2 for bench and 2 for"):
         read(few, tmp_path / "few")
 
 
