@@ -61,7 +61,8 @@ class HeldOutIndex:
         for number, (source, name, texts) in enumerate(prompts):
             self.names.append((source, name))
             for content in map(normalise, texts):
-                if len(content):
+                # A short message of several, such as "yes", is nothing of its own.
+                if len(content) >= (WIDTH if len(texts) > 1 else 1):
                     self._whole.setdefault(whole(content), number)
                 hashes.append(np.unique(shingles(content, WIDTH)))
                 owners.append(np.full(len(hashes[-1]), number, dtype=np.int64))

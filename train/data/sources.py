@@ -193,6 +193,7 @@ class Mixture:
                 "share_asked": source.config.weight / weights,
                 "share": source.used / max(1, self.index),
                 "ran_out_at": self.ended.get(number),
+                "kind": source.form.kind,
                 "read_as": source.describe(),
             }
             for number, (label, source) in enumerate(zip(self.labels, self.sources, strict=True))

@@ -156,7 +156,7 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
         # Folders of earlier versions do not say how their rows were read.
         if "read_as" in source:
             line = f"data: {source['rows']} rows of {source['read_as']}"
-            console.print(f"{line}; {use_of(job)}", soft_wrap=True)
+            console.print(f"{line}; {use_of(job, source['kind'])}", soft_wrap=True)
         if source["ran_out_at"] is not None and len(read.report["sources"]) > 1:
             console.print(
                 f"source '{source['name']}' ran out after {source['rows']} rows: it is "
@@ -174,10 +174,13 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
     return read
 
 
-def use_of(job: GenerateJob) -> str:
-    """What becomes of the rows, in words."""
+def use_of(job: GenerateJob, kind: str) -> str:
+    """What becomes of the rows of a kind (`train.data.forms`), in words."""
+    plain = kind == "text"
     if job.config.answers == "dataset":
-        return "the answers in it are kept"
+        return "all of it is learned" if plain else "the answers in it are kept"
+    if plain:
+        return "the target continues the beginning of each, without its chat template"
     turns = {"first": "the first turn", "last": "the last turn", "all": "every turn"}
     return f"the target answers {turns[job.data.turn]} of each"
 
