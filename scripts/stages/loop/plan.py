@@ -19,7 +19,7 @@ from scripts.config.stages import STAGES
 from scripts.run.drafters import DRAFT_KEYS
 from scripts.run.folder import stage_folder
 from scripts.run.process import shown
-from scripts.stages.loop.steps import Step
+from scripts.stages.loop.steps import Step, derive_generation
 from train.data.answers import USES, held_out_prompts
 from train.data.config import SourceConfig
 from train.generate.sampling import backend_of
@@ -46,7 +46,7 @@ class RoundPlan:
         loop = self.settings.loop
         self.recipe = loop.recipes[0] if loop.recipes else None
         self.train = self.settings.derive("train", self.recipe)
-        self.generate = self.settings.derive("generate", self.recipe)
+        self.generate = derive_generation(self.settings, self.recipe)
         self.drafter = stage_folder(self.train).name
         self.shares = loop.round.prompts == "share" and loop.rounds > 1
         """Whether every round answers prompts of its own."""
@@ -80,7 +80,11 @@ class RoundPlan:
     def compose(self, stage: str, number: int) -> Settings:
         """A stage of a round before further changes: its own overrides, its own folder."""
         own = self.own(stage, number)
-        return place(self.settings.derive(stage, self.recipe, more=own), self.folder(number))
+        if stage == "generate":
+            found = derive_generation(self.settings, self.recipe, more=own)
+        else:
+            found = self.settings.derive(stage, self.recipe, more=own)
+        return place(found, self.folder(number))
 
     def own(self, stage: str, number: int) -> list[str]:
         """The round's own overrides (loop.round.overrides) that the stage reads."""

@@ -19,7 +19,7 @@ from scripts.config.schema import Settings
 from scripts.run.drafters import SWEPT
 from scripts.stages.generate import data_of, held_out_of
 from scripts.stages.loop.rounds import Rounds
-from scripts.stages.loop.steps import Step, perform
+from scripts.stages.loop.steps import Step, derive_generation, perform
 
 
 def run(settings: Settings) -> None:
@@ -51,7 +51,7 @@ def plan(settings: Settings) -> list[Step]:
     for name, extra in loop.measures.items():
         more = [f"measure.name={name}", *extra]
         measures.append(Step(f"measure {name}", settings.derive("measure", common, more=more)))
-    generate = settings.derive("generate", common)
+    generate = derive_generation(settings, common)
     benches = [step.settings.bench for step in measures if step.settings.bench.prompts]
     steps = [Step("generate", hold_out(generate, benches))]
     for recipe in loop.recipes or ((None,) if not loop.sweep else ()):
