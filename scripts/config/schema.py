@@ -182,10 +182,11 @@ class Settings:
 
 
 def understands(stage: Stage, override: Override) -> bool:
-    """Whether an override of a loop's command line concerns a stage of that loop. Which bench is
-    chosen concerns `generate` too: whether it holds prompts out of its data."""
+    """Whether an override of a loop's command line concerns a stage of that loop. Which data and
+    bench are chosen concerns all: the data decides on the prompts, and the bench on whether
+    `generate` holds prompts out of its data."""
     key = override.key_or_group
-    return key in ("debug", "bench") or (key != "experiment" and key.split(".")[0] in stage.groups)
+    return key in ("debug", "data", "bench") or (key != "experiment" and key.split(".")[0] in stage.groups)
 
 
 def load_settings(stage: Stage, overrides: Sequence[str | Override]) -> Settings:

@@ -119,7 +119,8 @@ def test_a_sweep_trains_every_row_at_every_rate() -> None:
 
 def test_what_the_loop_measures_and_watches_tau_on_is_held_out_of_its_data() -> None:
     given = ["data=jsonl", "data.path=p.jsonl", "train.prompts=[v.jsonl]"]
-    bench = ["bench=jsonl", "bench.prompts=m.jsonl", "loop.measures={gsm: [bench=gsm8k]}"]
+    more = "loop.measures={gsm: ['bench=gsm8k','bench.prompts=openai/gsm8k']}"
+    bench = ["bench=jsonl", "bench.prompts=m.jsonl", more]
     settings = load_settings(STAGES["loop"], [*given, *bench])
     data = plan(settings)[0].settings.data
     assert data.held_out == ("v.jsonl",)
