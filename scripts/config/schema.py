@@ -186,7 +186,9 @@ def understands(stage: Stage, override: Override) -> bool:
     bench are chosen concerns all: the data decides on the prompts, and the bench on whether
     `generate` holds prompts out of its data."""
     key = override.key_or_group
-    return key in ("debug", "data", "bench") or (key != "experiment" and key.split(".")[0] in stage.groups)
+    if key in ("debug", "data", "bench"):
+        return True
+    return key != "experiment" and key.split(".")[0] in stage.groups
 
 
 def load_settings(stage: Stage, overrides: Sequence[str | Override]) -> Settings:
