@@ -19,8 +19,11 @@ from scripts.config.stages import OPTION_GROUPS, RECIPE_GROUPS, STAGES, Stage
 from train.engines.deepspeed import import_deepspeed
 
 CONF = REPOSITORY / "conf"
+OWN = "data.path=prompts.jsonl"
 NEEDED = {
-    ("target", "local"): ["target.path=some/model"],
+    ("target", "local"): ["target.path=some/model", OWN],
+    ("target", "llama31_8b"): [OWN],
+    ("target", "qwen3_8b"): [OWN],
     ("data", "jsonl"): ["data.path=prompts.jsonl"],
     ("bench", "jsonl"): ["bench.prompts=prompts.jsonl"],
     ("bench", "spec_bench"): ["bench.prompts=question.jsonl"],
@@ -106,7 +109,9 @@ def test_every_option_composes_in_every_stage_that_reads_its_group(group: str, n
 
 
 def require_option(stage: Stage, group: str, name: str) -> None:
-    settings = load_settings(stage, [f"{group}={name}", *NEEDED.get((group, name), [])])
+    needed = NEEDED.get((group, name), [])
+    read = [item for item in needed if item.split(".")[0] in stage.groups]
+    settings = load_settings(stage, [f"{group}={name}", *read])
     assert hasattr(settings, attribute(group))
     assert settings.choices[group] == name
 

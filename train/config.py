@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from heads.api.target_info import TargetInfo
 from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE, file_sha256
 from inference.target.loading import TargetConfig
+from train.data.answers import held_out_prompts
 from train.engines.base import EngineConfig
 from train.features.config import FeaturesConfig
 from train.joint.config import JointConfig
@@ -52,7 +53,8 @@ class TrainConfig:
     """Steps between measurements of tau; one more comes at the end. 0: never, and the last weights
     count as the best."""
     prompts: tuple[str, ...] = ()
-    """Held-out prompts for these measurements: .jsonl files or folders of them."""
+    """Held-out prompts for these measurements: .jsonl files or folders of them. Empty: those that
+    `generate` held out of the answers' data (data.reserve.validation)."""
     eval_prompts: PositiveInt = 24
     """Prompts of a measurement in all, as evenly as possible from every domain."""
     eval_tokens: PositiveInt = 64
@@ -92,12 +94,6 @@ class TrainConfig:
             raise UserError(
                 f"train.epochs must be above 0 when train.max_steps is 0; given: {self.epochs}."
             )
-        if self.eval_every and not self.prompts:
-            raise UserError(
-                "train.prompts is empty, so tau cannot be measured. Give held-out prompts (a "
-                ".jsonl file or a folder), or set train.eval_every=0 to keep the last weights "
-                "unmeasured."
-            )
 
     def steps(self, per_epoch: int) -> int:
         """Updates in all, where one pass over the data takes `per_epoch`."""
@@ -120,6 +116,24 @@ class TrainingJob:
     schedule: ScheduleConfig
     decode: DecodeConfig
     joint: JointConfig = field(default_factory=JointConfig)
+
+
+def with_prompts(job: TrainingJob) -> TrainingJob:
+    """The job with the prompts that tau is measured on: its own, or those that were held out of
+    the answers' data. Raises `UserError` where there are none and tau is to be measured."""
+    if job.config.prompts:
+        return job
+    found = held_out_prompts(job.data, "validation")
+    if found is not None:
+        return replace(job, config=replace(job.config, prompts=(str(found),)))
+    if job.config.eval_every:
+        raise UserError(
+            f"train.prompts is empty and '{job.data}' has no prompts that were held out of its "
+            "data (data.reserve.validation), so tau cannot be measured. Give held-out prompts (a "
+            ".jsonl file or a folder), or set train.eval_every=0 to keep the last weights "
+            "unmeasured."
+        )
+    return job
 
 
 def refuse_senseless(job: TrainingJob) -> None:

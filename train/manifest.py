@@ -39,10 +39,11 @@ class RunFacts(TypedDict):
 
 
 class DataFacts(TypedDict):
-    """The answers that were trained on."""
+    """The answers that were trained on, and the files of prompts that tau was measured on."""
 
     path: str
     manifest_sha256: str
+    validation: NotRequired[list[str]]
 
 
 class BestFacts(TypedDict):

@@ -20,7 +20,7 @@ from typing import Any
 from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE
 from inference.target.loading import TargetConfig, pick_device
-from train.config import TrainConfig, TrainingJob, refuse_senseless
+from train.config import TrainConfig, TrainingJob, refuse_senseless, with_prompts
 from train.distributed import join_world
 from train.engines.base import EngineConfig
 from train.features.config import FeaturesConfig
@@ -64,6 +64,7 @@ def train(
         return read_training(out)
     refuse_senseless(job)
     refuse_parts(job)
+    job = with_prompts(job)
     world = join_world(pick_device(target.device))
     if world.device.type == "cpu":
         keep_freed_memory()

@@ -21,10 +21,11 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.decoding.requests import Completion, Request
 from inference.manifest import write_manifest
-from inference.measure.prompts import load_prompts, select_prompts, to_requests
+from inference.measure.prompts import select_prompts, to_requests
 from inference.measure.run import quick_tau
 from inference.parity import check_parity
 from train.config import TrainingJob, require_same, run_facts
+from train.data.held_out import read_prompts
 from train.data.loader import StepLoader
 from train.data.masks import mask_report
 from train.data.pack import PackedData, parity_documents, read_documents, token_counts
@@ -82,7 +83,7 @@ class Run:
     def make_requests(self) -> list[Request]:
         """The held-out prompts of every measurement; raises `UserError` when none fits."""
         config, capacity = self.job.config, self.target.info.max_position_embeddings
-        prompts = load_prompts(config.prompts)
+        prompts = [one for path in config.prompts for one in read_prompts(path)]
         each = max(1, config.eval_prompts // len({prompt.domain for prompt in prompts}))
         chosen = select_prompts(prompts, each, seed=config.seed)[: config.eval_prompts]
         decode = replace(self.job.decode, max_new_tokens=config.eval_tokens)
@@ -319,7 +320,11 @@ class Run:
             "kind": self.job.kind,
             "head": facts["head"],
             "target": self.target.info.to_dict(),
-            "data": {"path": str(self.job.data), "manifest_sha256": facts["data"]},
+            "data": {
+                "path": str(self.job.data),
+                "manifest_sha256": facts["data"],
+                "validation": list(self.job.config.prompts),
+            },
             "checkpoint": BEST,
             "best": best,
             "steps": progress.step,

@@ -179,6 +179,24 @@ class Provenance(TypedDict, total=False):
     """Commit of the working tree and whether it had changes."""
 
 
+class LeakFacts(TypedDict):
+    """What of the prompts was compared with what the drafters were trained on."""
+
+    trained_on: dict[str, list[str]]
+    """Folders of answers by drafter."""
+    unknown: list[str]
+    """Drafters whose training data is not at hand, so that they were not compared."""
+    rows: int
+    """Rows of answers that were compared."""
+    prompts: int
+    """Prompts that were compared."""
+    exact: int
+    near: int
+    """Prompts that were trained on: as they are, or nearly."""
+    left_out: list[str]
+    """Their ids; they are not measured."""
+
+
 def process_facts() -> Provenance:
     """Command and versions of this process."""
     versions = {"python": platform.python_version()}

@@ -96,8 +96,9 @@ def prompt_facts(loaded: Loaded, measured: Sequence[Prompt]) -> dict[str, Any]:
 
 
 def prompt_hash(prompt: Prompt) -> str:
-    """Hex SHA-256, shortened to 16 digits, of a prompt's messages or tokens."""
-    content = json.dumps([prompt.messages, prompt.tokens], ensure_ascii=False)
+    """Hex SHA-256, shortened to 16 digits, of a prompt's content."""
+    more = [one for one in (prompt.text, prompt.tools, prompt.arguments) if one is not None]
+    content = json.dumps([prompt.messages, prompt.tokens, *more], ensure_ascii=False)
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 

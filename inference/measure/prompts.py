@@ -2,9 +2,10 @@
 answer.
 
 One line is {"id": ..., "domain": ..., and one of "messages" (OpenAI style), "prompt" (one user
-message), "tokens" (ids)}. A folder holds one `<domain>.jsonl` per domain. Ids are unique, and each
-prompt's sampling seed comes from its id, so a prompt gets the same answer in any order, batch or
-process.
+message), "tokens" (ids), "text" (continued as it is, without the chat template)}. Messages may come
+with "tools" and "template_arguments" for the template. In a .txt file every line is a user message.
+A folder holds one `<domain>.jsonl` per domain. Ids are unique, and each prompt's sampling seed
+comes from its id, so a prompt gets the same answer in any order, batch or process.
 """
 
 from __future__ import annotations
@@ -25,30 +26,52 @@ from inference.target.chat import Message, check_messages, render_prompt
 
 logger = logging.getLogger(__name__)
 
-CONTENT_KEYS = ("messages", "prompt", "tokens")
+CONTENT_KEYS = ("messages", "prompt", "tokens", "text")
+LINES = ".txt"
+"""Ending of files with a user message per line."""
 Requests = Mapping[str, Request]
 """By the ids of their prompts."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Something to answer: either `messages` for the chat template or ready token ids."""
+    """Something to answer: `messages` for the chat template, ready token ids, or the beginning of
+    a text. tools, arguments: what the template is given besides messages."""
 
     id: str
     domain: str
     messages: tuple[Message, ...] | None = None
     tokens: tuple[int, ...] | None = None
+    text: str | None = None
+    tools: tuple[Mapping[str, object], ...] | None = None
+    arguments: Mapping[str, object] | None = None
 
     def render(self, tokenizer: Any) -> list[int]:
         """Token ids that the target continues."""
         if self.tokens is not None:
             return list(self.tokens)
+        if self.text is not None:
+            return encode_text(tokenizer, self.text)
         assert self.messages is not None
-        return render_prompt(tokenizer, self.messages)
+        return render_prompt(tokenizer, self.messages, self.tools, self.arguments)
+
+    def to_line(self) -> dict[str, object]:
+        """The prompt as a line of a prompt file, as `load_prompts` reads it."""
+        content = {name: getattr(self, name) for name in ("messages", "tokens", "text", "tools")}
+        content["template_arguments"] = self.arguments
+        given = {name: value for name, value in content.items() if value}
+        return {"id": self.id, "domain": self.domain, **given}
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text outside any chat, with the special tokens that its tokenizer puts before
+    it."""
+    tokens: list[int] = list(tokenizer(text).input_ids)
+    return tokens[:-1] if tokens[-1:] == [tokenizer.eos_token_id] else tokens
 
 
 def load_prompts(path: str | Path | Sequence[str | Path]) -> list[Prompt]:
-    """Read prompts from a .jsonl file, a folder of <domain>.jsonl files, or a list of these.
+    """Read prompts from a .jsonl or .txt file, a folder of <domain>.jsonl, or a list of these.
 
     Raises `UserError` naming file and line for a missing or empty source, a broken line or an id
     that occurs twice.
@@ -57,7 +80,8 @@ def load_prompts(path: str | Path | Sequence[str | Path]) -> list[Prompt]:
     for file in _files(path):
         with file.open(encoding="utf-8") as lines:
             full = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-        prompts += [_parse(line, file, number) for number, line in full]
+        parse = _parse_text if file.suffix == LINES else _parse
+        prompts += [parse(line, file, number) for number, line in full]
     if twice := [name for name, count in Counter(one.id for one in prompts).items() if count > 1]:
         raise UserError(
             f"prompt id '{twice[0]}' occurs twice in {path}. Ids must be unique: an answer's seed "
@@ -143,8 +167,8 @@ def _files(path: str | Path | Sequence[str | Path]) -> list[Path]:
         return [found]
     if not found.is_dir():
         raise UserError(
-            f"there is no prompt file or folder '{found}'. Give a .jsonl file or a folder of "
-            "<domain>.jsonl files."
+            f"there is no prompt file or folder '{found}'. Give a .jsonl or .txt file, or a "
+            "folder of <domain>.jsonl files."
         )
     if files := sorted(found.glob("*.jsonl")):
         return files
@@ -173,12 +197,30 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
             words = "tokens must be a non-empty list of non-negative integers."
             raise UserError(f"{where}: {words}")
         return Prompt(name, domain, tokens=tuple(tokens))
+    if given == ["text"]:
+        if not isinstance(row["text"], str) or not row["text"].strip():
+            raise UserError(f"{where}: text must be text that is not empty.")
+        return Prompt(name, domain, text=row["text"])
     asked = [{"role": "user", "content": row.get("prompt")}]
     try:
         checked = check_messages(row["messages"] if given == ["messages"] else asked)
     except UserError as error:
         raise UserError(f"{where}: {error}.") from error
-    return Prompt(name, domain, messages=tuple(checked))
+    # Answers that the file has are not part of the prompt.
+    while len(checked) > 1 and checked[-1]["role"] == "assistant":
+        checked.pop()
+    tools, arguments = row.get("tools"), row.get("template_arguments")
+    if not (tools is None or isinstance(tools, list)) or not isinstance(arguments or {}, Mapping):
+        raise UserError(f"{where}: tools must be a list, template_arguments an object.")
+    described = tuple(tools) if tools else None
+    return Prompt(
+        name, domain, messages=tuple(checked), tools=described, arguments=arguments or None
+    )
+
+
+def _parse_text(line: str, file: Path, number: int) -> Prompt:
+    message: Message = {"role": "user", "content": line.strip()}
+    return Prompt(f"{file.stem}-{number}", file.stem, messages=(message,))
 
 
 def _is_id(token: Any) -> bool:

@@ -43,6 +43,7 @@ from inference.measure.breakdown.transcripts import discard_transcripts
 from inference.measure.config import (
     BASELINE,
     BenchConfig,
+    LeakFacts,
     Provenance,
     check_arms,
     process_facts,
@@ -97,14 +98,16 @@ def measure(
     console: Console | None = None,
     revision: str = "",
     recording: RecordsConfig | None = None,
+    leaks: LeakFacts | None = None,
 ) -> schema.Report:
     """Measure `arms` and the baseline on `prompts`; writes `out`/report.json and returns its
     content.
 
     provenance: `command`, `versions`, `git` for the report (default: this process's). revision: the
     commit of the dataset that the prompts are from. recording: of the arms' verifications, in
-    `out`/records/<arm>/. Raises `UserError` for arms that do not compare or prompts that do not
-    suffice, `WeakBaselineError` when a speedup exceeds tau.
+    `out`/records/<arm>/. leaks: how the prompts were compared with the training data. Raises
+    `UserError` for arms that do not compare or prompts that do not suffice, `WeakBaselineError`
+    when a speedup exceeds tau.
     """
     session = _prepare(config, target, arms, prompts)
     session.records = records = AnswerLog.open(out, session.fingerprint(), session.names)
@@ -121,7 +124,7 @@ def measure(
         "drafters": drafters,
         **session.optional_blocks(baseline, drafters),
         **(provenance if provenance is not None else process_facts()),
-        "run": session.conditions(Loaded([*prompts], config.prompts, revision)),
+        "run": session.conditions(Loaded([*prompts], config.prompts, revision), leaks),
     }
     report = schema.parse_report(content, "the new report")
     if recording is not None and recording.enabled:
@@ -329,7 +332,7 @@ class _Session:
             width=max(2, self.engines[arm.name].tree.num_nodes),
         )
 
-    def conditions(self, source: Loaded) -> schema.Conditions:
+    def conditions(self, source: Loaded, leaks: LeakFacts | None) -> schema.Conditions:
         """The `run` block: how the measurement was made, and further details of each arm."""
         baseline, decode = self.totals(BASELINE), self.arms[0].decode
         typical = {"epsilon": decode.typical_epsilon, "delta": decode.typical_delta}
@@ -344,7 +347,7 @@ class _Session:
                 flips=report.flips,
                 divergences=[item.to_dict() for item in report.divergences],
             )
-        return schema.Conditions(
+        found = schema.Conditions(
             bench=asdict(self.config),
             sampling=asdict(decode.sampling()),
             **({"typical": typical} if decode.rule == "typical" else {}),
@@ -353,6 +356,7 @@ class _Session:
             arms=arms,
             prompts=prompt_facts(source, self.prompts),
         )
+        return found if leaks is None else found.model_copy(update={"leaks": dict(leaks)})
 
 
 def _prepare(

@@ -104,8 +104,9 @@ def with_interval(value: float, interval: Interval) -> str:
 
 
 def facts(report: Report) -> list[str]:
-    """Target, device, settings and command as markdown list items."""
-    return list_conditions(report.target, report.device, report.settings, report.command)
+    """Target, device, settings, command, and what was left out, as markdown list items."""
+    found = list_conditions(report.target, report.device, report.settings, report.command)
+    return [*found, *([f"- {line}"] if (line := report.run.leak_line) else [])]
 
 
 def list_conditions(

@@ -625,6 +625,26 @@ class Conditions(BaseModel):
     """By drafter."""
     prompts: dict[str, Any] = {}
     """The prompts' source, its commit, and a hash of each prompt."""
+    leaks: dict[str, Any] | None = None
+    """How the prompts were compared with what the drafters were trained on, and which were left
+    out; see `inference.measure.config.LeakFacts`."""
+
+    @property
+    def leak_line(self) -> str:
+        """What is to be said about the comparison with the training data; empty for nothing."""
+        if self.leaks is None:
+            return ""
+        found, parts = self.leaks, []
+        if found["left_out"]:
+            parts.append(
+                f"{len(found['left_out'])} of {found['prompts']} prompts were left out, because "
+                f"they were trained on ({found['exact']} exactly, {found['near']} nearly)"
+            )
+        if found["unknown"]:
+            parts.append(
+                f"not compared with the prompts: what {', '.join(found['unknown'])} was trained on"
+            )
+        return "; ".join(parts)
 
 
 class Report(Block):

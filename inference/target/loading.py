@@ -31,6 +31,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+AUTO = "auto"
 _RECURRENT = (
     "it keeps a recurrent state, which cannot be taken back when drafted tokens are refused"
 )
@@ -92,7 +93,7 @@ class TargetConfig:
     revision: str | None = None
     """Hub revision (branch, tag or commit); None is the default branch. Ignored for folders."""
     dtype: str = "float32"
-    """float64, float32, bfloat16 or float16."""
+    """float64, float32, bfloat16, float16, or auto: bfloat16 on a GPU, float32 on a CPU."""
     device: str = "auto"
     """cpu, cuda, cuda:N, or auto: CUDA when there is one."""
     trust_remote_code: bool = False
@@ -105,6 +106,13 @@ class TargetConfig:
     prompts of every length. Off, the short set is used and prompts end where it does."""
     tensor_parallel: bool = False
     """Split the target over torchrun's processes: see `inference.target.parallel`."""
+
+    @property
+    def dtype_name(self) -> str:
+        """`dtype` without auto."""
+        if self.dtype != AUTO:
+            return self.dtype
+        return "bfloat16" if pick_device(self.device).type == "cuda" else "float32"
 
 
 def pick_device(name: str) -> torch.device:
@@ -135,7 +143,7 @@ def load_model(config: TargetConfig) -> Any:
     ranks = parallel.join_ranks(config.device) if config.tensor_parallel else None
     device = ranks.device if ranks else pick_device(config.device)
     own = getattr(described, "quantization_config", None)
-    quantised = quantization_settings(config.quantization, own, DTYPES[config.dtype], device)
+    quantised = quantization_settings(config.quantization, own, DTYPES[config.dtype_name], device)
     options: dict[str, Any] = {} if quantised is None else {"quantization_config": quantised}
     if ranks is not None:
         options |= _split(config, described, ranks)
@@ -155,8 +163,10 @@ def load_model(config: TargetConfig) -> Any:
 
 def checked_config(config: TargetConfig) -> Any:
     """The transformers config of what can be a target; raises `UserError` for anything else."""
-    if config.dtype not in DTYPES:
-        raise UserError(f"target.dtype '{config.dtype}' is unknown.{suggest(config.dtype, DTYPES)}")
+    allowed = (*DTYPES, AUTO)
+    if config.dtype not in allowed:
+        meant = suggest(config.dtype, allowed)
+        raise UserError(f"target.dtype '{config.dtype}' is unknown.{meant}")
     _check_path(config.path)
     described = load_config(config)
     require_supported(config.path, described)
@@ -182,7 +192,7 @@ def load_config(config: TargetConfig) -> Any:
 def _from_pretrained(config: TargetConfig, options: dict[str, Any]) -> tuple[Any, Any]:
     try:
         with _ONE_AT_A_TIME:
-            options = {**_source(config), "dtype": DTYPES[config.dtype], **options}
+            options = {**_source(config), "dtype": DTYPES[config.dtype_name], **options}
             return AutoModelForCausalLM.from_pretrained(output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(f"target '{config.path}' cannot be loaded: {_first_line(error)}") from error

@@ -41,8 +41,9 @@ class TrafficConfig:
     """Batch sizes at which costs are measured; between them they are interpolated."""
     temperature: NonNegativeFloat = 0.0
     """Of the traffic's sampling."""
-    prompts: str = "assets/prompts/training/validation.jsonl"
-    """What acceptance is measured on, domain by domain: as bench.prompts."""
+    prompts: str = ""
+    """What acceptance is measured on, domain by domain: as bench.prompts. Empty: the validation
+    prompts that were held out of the run's data."""
     prompts_per_domain: PositiveInt = 8
     """Prompts of each domain, at most."""
     max_new_tokens: AtLeastTwo = 64

@@ -40,9 +40,9 @@ class TuneConfig:
     thresholds: tuple[OpenFraction, ...] = (0.2, 0.4, 0.6)
     """Chains of the longest length that stop where the estimated chance of being reached and kept
     falls below this."""
-    prompts: str = "assets/prompts/training/validation.jsonl"
+    prompts: str = ""
     """What acceptance is measured on: as bench.prompts. Not the prompts of the measurement that
-    follows."""
+    follows. Empty: the validation prompts that were held out of the run's data."""
     domains: tuple[str, ...] = ()
     """Domains to use; empty: all."""
     prompts_per_domain: PositiveInt = 8

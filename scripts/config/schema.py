@@ -125,9 +125,10 @@ class Settings:
         What recipes, option files and conf/base.yaml say are defaults, which is not "given": a
         recipe describes a whole run, and a stage that chooses better values than its defaults (a
         drafter's own draft, a refresh's learning rate) still does so under it. The overrides that a
-        loop adds to a stage (loop.measures, loop.sweep, loop.round) count as its command line.
+        loop adds to a stage (loop.measures, loop.sweep, loop.round) count as its command line, and
+        so do settings that were changed after the composition.
         """
-        return any(item.key_or_group == key for item in self.overrides)
+        return key in self.changed or any(item.key_or_group == key for item in self.overrides)
 
     @property
     def arguments(self) -> list[str]:
@@ -182,9 +183,13 @@ class Settings:
 
 
 def understands(stage: Stage, override: Override) -> bool:
-    """Whether an override of a loop's command line concerns a stage of that loop."""
+    """Whether an override of a loop's command line concerns a stage of that loop. Which data and
+    bench are chosen concerns all: the data decides on the prompts, and the bench on whether
+    `generate` holds prompts out of its data."""
     key = override.key_or_group
-    return key == "debug" or (key != "experiment" and key.split(".")[0] in stage.groups)
+    if key in ("debug", "data", "bench"):
+        return True
+    return key != "experiment" and key.split(".")[0] in stage.groups
 
 
 def load_settings(stage: Stage, overrides: Sequence[str | Override]) -> Settings:

@@ -82,7 +82,7 @@ def report(given: argparse.Namespace) -> None:
     ]
     content: Facts = {
         "format": 1,
-        "target": {"id": config.path, "revision": target.info.revision, "dtype": config.dtype},
+        "target": {"id": config.path, "revision": target.info.revision, "dtype": config.dtype_name},
         "device": device_facts(target.device),
         "settings": settings,
         **process_facts(),

@@ -26,7 +26,7 @@ from inference.target.model import TargetModel
 from scripts.config.compose import conf_folders, options
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, plain
-from scripts.run.folder import CONFIG_FILE
+from scripts.run.folder import CONFIG_FILE, read_record
 from scripts.run.folder import read_config as read_stage_config
 
 BEST = "best"
@@ -275,6 +275,23 @@ def choose(run: RunConfig, *, several: bool = True) -> list[Found]:
             f"{', or all' if several else ''}: {', '.join(known)}."
         )
     return list(known.values())
+
+
+def answers_of(found: Found) -> list[Path] | None:
+    """The folders of answers that a drafter was trained on, those of the drafters that it started
+    from included; None where that is not known: it was not trained here, or they are gone."""
+    folder = found.stage_folder
+    record = read_record(folder) if folder is not None else None
+    if record is None:
+        return None
+    manifests = [Path(name) for name in record.inputs if Path(name).name == MANIFEST_FILE]
+    if not manifests or not all(path.is_file() for path in manifests):
+        return None
+    before: list[Path] | None = []
+    start = (found.trained_with("train").get("refresh") or {}).get("init_from") or ""
+    if start:
+        before = answers_of(at(Path(start))) if Path(start).is_dir() else None
+    return None if before is None else [*before, *(path.parent for path in manifests)]
 
 
 def weight_files(found: Iterable[Found]) -> list[Path]:

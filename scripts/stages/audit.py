@@ -23,7 +23,7 @@ from scripts.run import drafters
 from scripts.run.drafters import Found
 from scripts.run.folder import open_folder
 from scripts.run.process import console, prepare_process, progress, say, shown
-from scripts.stages.measure import load
+from scripts.run.prompts import load
 
 
 def run(settings: Settings) -> int:
@@ -62,9 +62,9 @@ def examine(settings: Settings, found: Sequence[Found], out: Path, git: dict[str
         # one that is initialised for the audit proves the loop, not the weights
         contestants.insert(0, Contestant(f"{head.kind} (fresh)", initialise, decode))
     with progress("audit") as show:
-        prompts = load(settings.bench).prompts
+        prompts = load(settings).prompts
         findings = run_audit(config, decode, load_target, contestants, prompts, show)
-    asked = {"audit": asdict(config), "decode": asdict(decode), "dtype": settings.target.dtype}
+    asked = {"audit": asdict(config), "decode": asdict(decode), "dtype": settings.target.dtype_name}
     audit = make_audit(findings, asked, {**process_facts(), "git": git})
     write(audit, out)
     write_markdown(audit, out)

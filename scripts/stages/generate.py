@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from inference.measure.config import BenchConfig
 from scripts.config.schema import Settings, load_settings
 from scripts.config.stages import STAGES
 from scripts.run.folder import open_folder
 from scripts.run.process import prepare_process
 from train.data.config import DataConfig, HeldOut
 from train.generate.run import generate
+
+OWN = "own"
+"""The bench whose prompts are held out of the data."""
 
 
 def run(settings: Settings) -> None:
@@ -23,7 +27,7 @@ def run(settings: Settings) -> None:
     prepare_process(settings.run)
     generate(
         settings.generate,
-        with_benches(settings.data),
+        data_of(settings),
         settings.sampling,
         settings.target,
         folder.path,
@@ -32,11 +36,25 @@ def run(settings: Settings) -> None:
     folder.finish()
 
 
-def with_benches(data: DataConfig) -> DataConfig:
-    """`data` with the prompts of `data.benches` held out: those that the named files of conf/bench/
-    measure on. Raises `UserError` for unknown ones."""
+def data_of(settings: Settings) -> DataConfig:
+    """`data` with all that is held out of it: prompts of its own for validation, unless
+    train.prompts names some, and for measuring, with bench=own; the prompts of `data.benches`,
+    those that the named files of conf/bench/ measure on. Raises `UserError` for unknown ones."""
+    data, bench = settings.data, settings.choices.get("bench")
+    reserve = replace(
+        data.reserve,
+        validation=0 if data.held_out else data.reserve.validation,
+        bench=data.reserve.bench if bench == OWN else 0,
+    )
+    data = replace(data, reserve=reserve)
     if data.decontaminate == "none":
         return data
     benches = [load_settings(STAGES["measure"], [f"bench={name}"]).bench for name in data.benches]
-    found = [HeldOut(str(one.prompts), one.dataset, tuple(one.domains)) for one in benches]
-    return replace(data, held_out_prompts=(*data.held_out_prompts, *found))
+    found = [held_out_of(one) for one in benches]
+    more = [one for one in data.held_out_prompts if one not in found]
+    return replace(data, held_out_prompts=(*more, *found))
+
+
+def held_out_of(bench: BenchConfig) -> HeldOut:
+    """The prompts of a benchmark, as `data` holds them out."""
+    return HeldOut(str(bench.prompts), bench.dataset, tuple(bench.domains))

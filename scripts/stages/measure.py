@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
-from inference.measure.config import BenchConfig
-from inference.measure.datasets import Loaded, load_bench_prompts
+from inference.measure.config import BenchConfig, LeakFacts
+from inference.measure.datasets import Loaded
+from inference.measure.prompts import Prompt
 from inference.measure.run import measure
 from inference.report.markdown import print_table
 from inference.report.model import REPORT_FILE, read_report
@@ -19,6 +22,8 @@ from scripts.run import drafters
 from scripts.run.drafters import Found
 from scripts.run.folder import open_folder
 from scripts.run.process import console, prepare_process, say, shown
+from scripts.run.prompts import bench_of, load
+from train.data.dedup.leaks import Leaks, find_leaks
 
 
 def run(settings: Settings) -> None:
@@ -30,17 +35,62 @@ def run(settings: Settings) -> None:
 def measure_run(settings: Settings) -> Path:
     """Measure unless that was done and nothing has changed since; returns report.json's path."""
     out = settings.run.directory / settings.measure.name
-    found = chosen(settings.measure, settings.run)
-    folder = open_folder(settings, out, drafters.weight_files(found), stage_decides=True)
+    found, bench = chosen(settings.measure, settings.run), bench_of(settings)
+    own = [] if bench.prompts == settings.bench.prompts else [Path(bench.prompts)]
+    files = [*drafters.weight_files(found), *own]
+    folder = open_folder(settings, out, files, stage_decides=True)
     if not folder.skip():
         prepare_process(settings.run)
         target = TargetModel.load(settings.target)
         arms = [arm(item, target, settings) for item in found]
-        bench, loaded, recording = settings.bench, load(settings.bench), settings.measure.records
-        prompts, revision = loaded.prompts, loaded.revision
-        measure(bench, target, arms, prompts, out, revision=revision, recording=recording)
+        loaded, recording = load(settings), settings.measure.records
+        prompts, leaks = without_leaks(loaded, bench, found, target.tokenizer)
+        measure(
+            bench,
+            target,
+            arms,
+            prompts,
+            out,
+            revision=loaded.revision,
+            recording=recording,
+            leaks=leaks,
+        )
         folder.finish()
     return out / REPORT_FILE
+
+
+def without_leaks(
+    loaded: Loaded, bench: BenchConfig, found: Sequence[Found], tokenizer: Any
+) -> tuple[list[Prompt], LeakFacts]:
+    """The prompts that none of the drafters was trained on, and what was compared. Raises
+    `UserError` when most were: what is measured would be what was learned."""
+    answers = {item.name: drafters.answers_of(item) for item in found if item.has_weights}
+    known = {name: folders for name, folders in answers.items() if folders is not None}
+    folders = sorted({folder for several in known.values() for folder in several})
+    named = [one for one in loaded.prompts if not bench.domains or one.domain in bench.domains]
+    leaks = find_leaks(named, folders, tokenizer) if folders else Leaks()
+    facts: LeakFacts = {
+        "trained_on": {name: [shown(one) for one in several] for name, several in known.items()},
+        "unknown": sorted(set(answers) - set(known)),
+        "rows": leaks.rows,
+        "prompts": len(named),
+        "exact": len(leaks.exact),
+        "near": len(leaks.near),
+        "left_out": sorted(leaks.all),
+    }
+    if not leaks.all:
+        return loaded.prompts, facts
+    counts = f"{len(leaks.exact)} exactly, {len(leaks.near)} nearly"
+    if len(named) - len(leaks.all) < max(2, len(named) / 2):
+        trained = ", ".join(known)
+        raise UserError(
+            f"{len(leaks.all)} of the {len(named)} prompts of '{loaded.source}' were trained on "
+            f"({counts}) by {trained}: answers in {', '.join(map(shown, folders))}. Such a "
+            "measurement says nothing about other prompts. Give prompts that were not trained on, "
+            "or none: bench=own takes those that `generate` holds out of the data."
+        )
+    say(f"left out: {len(leaks.all)} of {len(named)} prompts, which were trained on ({counts})")
+    return [one for one in loaded.prompts if one.id not in leaks.all], facts
 
 
 def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
@@ -71,8 +121,3 @@ def arm(found: Found, target: TargetModel, settings: Settings) -> Arm:
         own = drafters.draft_settings(found, settings.decode, changes)
     path = shown(found.checkpoint) if found.checkpoint else ""
     return Arm(found.name, drafters.load(found, target), own, path)
-
-
-def load(bench: BenchConfig) -> Loaded:
-    """The prompts to measure on, and the commit of the dataset they are from."""
-    return load_bench_prompts(bench.prompts, bench.dataset, bench.domains)

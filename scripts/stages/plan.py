@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from inference.manifest import write_json
+from inference.target.loading import AUTO
 from scripts.config.schema import Settings
 from scripts.run.process import prepare_process, shown
 from scripts.stages.train import job_of
@@ -31,6 +32,8 @@ from train.tracking.tracker import TrackerConfig
 def run(settings: Settings) -> None:
     prepare_process(settings.run)
     job = job_of(settings)
+    if settings.plan.gpu and job.target.dtype == AUTO:  # that of the planned machine
+        job = replace(job, target=replace(job.target, dtype="bfloat16"))
     content = make_plan(job, settings.plan, speed_of(job, settings.plan))
     path = settings.run.directory / "plan" / f"{job.out.name}.json"
     write_json(path, content)

@@ -22,6 +22,7 @@ from scripts.run import drafters
 from scripts.run.drafters import Found
 from scripts.run.folder import open_folder
 from scripts.run.process import console, prepare_process, result_facts, say, shown
+from scripts.run.prompts import validation_prompts
 
 TRAFFIC_FILE = "traffic.json"
 
@@ -36,7 +37,7 @@ def run(settings: Settings) -> None:
     limit = target.info.max_position_embeddings
     arrivals = read_traffic(config, target.tokenizer, min(config.context or limit, limit))
     context = needed_context(config, arrivals, limit)
-    prompts = load_prompts(config.prompts)
+    prompts = load_prompts(validation_prompts(settings, "traffic.prompts", config.prompts))
     loaded = {item.name: drafters.load(item, target) for item in found}
     ways = ways_to_serve(config, target, loaded, prompts, settings.decode, context, screen.print)
     advice = advise(ways, arrivals, config.rows, config.seed)

@@ -15,6 +15,7 @@ from scripts.config.schema import Settings
 from scripts.run.folder import answers_folder, open_folder, stage_folder
 from scripts.run.process import prepare_process, say, shown
 from train.config import TrainingJob
+from train.data.answers import held_out_prompts
 from train.run import train
 
 
@@ -32,20 +33,23 @@ def run(settings: Settings) -> None:
 
 
 def job_of(settings: Settings) -> TrainingJob:
-    """The training that the settings describe, with its answers' folder."""
-    out, tracker = stage_folder(settings), settings.train.tracker
-    named = replace(
-        tracker,
-        name=tracker.name or f"{settings.run.name}/{out.name}",
-        group=tracker.group or settings.run.name,
+    """The training that the settings describe, with its answers' folder. Prompts that were held out
+    of these answers' data come before those of recipes and options."""
+    answers, out, config = answers_folder(settings), stage_folder(settings), settings.train
+    if not settings.given("train.prompts") and held_out_prompts(answers, "validation"):
+        config = replace(config, prompts=())
+    tracker = replace(
+        config.tracker,
+        name=config.tracker.name or f"{settings.run.name}/{out.name}",
+        group=config.tracker.group or settings.run.name,
     )
     return TrainingJob(
         settings.head.kind,
         settings.head.config,
         settings.target,
-        answers_folder(settings),
+        answers,
         out,
-        replace(settings.train, tracker=named),
+        replace(config, tracker=tracker),
         settings.features,
         settings.engine,
         settings.optim,

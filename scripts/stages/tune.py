@@ -23,6 +23,7 @@ from scripts.run import drafters
 from scripts.run.drafters import Found
 from scripts.run.folder import open_folder
 from scripts.run.process import console, prepare_process, result_facts, say, shown
+from scripts.run.prompts import validation_prompts
 
 TUNE_FILE = "tune.json"
 
@@ -37,7 +38,8 @@ def run(settings: Settings) -> None:
     )
     prepare_process(settings.run)
     target = TargetModel.load(settings.target)
-    prompts = load_bench_prompts(config.prompts, config.dataset, config.domains).prompts
+    source = validation_prompts(settings, "tune.prompts", config.prompts)
+    prompts = load_bench_prompts(source, config.dataset, config.domains).prompts
     drafter = drafters.load(found, target)
     tuner = Tuner.prepare(config, target, drafter, prompts, settings.decode, screen.print)
     rows = tuner.tune()

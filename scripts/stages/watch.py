@@ -18,7 +18,7 @@ from scripts.run import drafters
 from scripts.run.drafters import Found
 from scripts.run.folder import open_folder
 from scripts.run.process import console, prepare_process, say, shown
-from scripts.stages.measure import load
+from scripts.run.prompts import bench_of, load
 
 BATCH = 32
 """Rows decoded together unless decode.batch_size says otherwise: nothing is timed."""
@@ -38,7 +38,7 @@ def learn(settings: Settings, found: Found, decode: DecodeConfig) -> int:
     path = reference_path(config.reference or found.folder)
     prepare_process(settings.run)
     target, own = TargetModel.load(settings.target), drafters.draft_settings(found, decode)
-    prompts = load(settings.bench).prompts
+    prompts = load(settings).prompts
     reference = learn_reference(config, prompts, found.folder, target, own, str(path))
     reference.write(path)
     say(f"{reference.summary()}\n{shown(path)}")
@@ -58,13 +58,13 @@ def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
         source, facts = config.records, read_facts(Path(config.records)).get("target") or {}
         comparison.add_records(Path(source))
     else:
-        source = str(settings.bench.prompts or settings.bench.dataset)
+        source = bench_of(settings).prompts
         prepare_process(settings.run)
         target = TargetModel.load(settings.target)
         own = drafters.draft_settings(found, decode, reference.draft)
         own = replace(own, temperature=reference.temperature, max_new_tokens=reference.tokens)
         say(f"decoding as for the reference: {reference.shown}")
-        comparison.add_decoded(load(settings.bench).prompts, found.folder, target, own)
+        comparison.add_decoded(load(settings).prompts, found.folder, target, own)
         facts = {"id": target.info.id, "revision": target.info.revision}
         facts |= {"quantization": settings.target.quantization, "system": config.system}
     comparison.require_fresh()

@@ -13,6 +13,7 @@ from heads.api.errors import UserError
 from scripts.config.own import SweepRow
 from scripts.config.schema import Settings, load_settings, read_settings
 from scripts.config.stages import STAGES
+from scripts.stages.generate import data_of
 from scripts.stages.loop.stage import plan
 from scripts.stages.loop.steps import Step, launch_step
 
@@ -114,3 +115,23 @@ def test_a_sweep_trains_every_row_at_every_rate() -> None:
         SweepRow(())
     with pytest.raises(UserError, match=r"loop\.sweep\.a\.rates\[0\] must be above 0; given: -1"):
         settings(["loop.sweep={a: {rates: [-1]}}"])
+
+
+def test_what_the_loop_measures_and_watches_tau_on_is_held_out_of_its_data() -> None:
+    given = ["data=jsonl", "data.path=p.jsonl", "train.prompts=[v.jsonl]"]
+    more = "loop.measures={gsm: ['bench=gsm8k','bench.prompts=openai/gsm8k']}"
+    bench = ["bench=jsonl", "bench.prompts=m.jsonl", more]
+    settings = load_settings(STAGES["loop"], [*given, *bench])
+    data = plan(settings)[0].settings.data
+    assert data.held_out == ("v.jsonl",)
+    assert [one.path for one in data.held_out_prompts] == ["m.jsonl", "openai/gsm8k"]
+    reserve = data_of(plan(settings)[0].settings).reserve
+    assert (reserve.validation, reserve.bench) == (0, 0)
+    # without any of it, the data's own prompts are held out
+    own = plan(load_settings(STAGES["loop"], given[:2]))[0].settings
+    assert own.data.held_out_prompts == () and own.changed == {}
+    assert (data_of(own).reserve.validation, data_of(own).reserve.bench) == (64, 128)
+    # the embedded prompts are held out by their own data, once
+    demo = plan(load_settings(STAGES["loop"], ["experiment=demo"]))[0].settings
+    assert demo.changed == {}
+    assert [one.path for one in data_of(demo).held_out_prompts] == ["assets/prompts"]

@@ -230,7 +230,7 @@ def test_shares_are_apart_and_together_the_whole(tmp_path, streaming):
 
 def test_missing_empty_and_odd_sources_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "notes.md").write_text("x")
     mixed = tmp_path / "mixed"
     jsonl(mixed / "a.jsonl", [{"prompt": "x"}])
     pq.write_table(pa.table({"prompt": ["x"]}), mixed / "b.parquet")
@@ -239,7 +239,7 @@ def test_missing_empty_and_odd_sources_are_refused(tmp_path):
         tmp_path / "none.jsonl": "no dataset file, folder or match",
         tmp_path / "*.jsn": "no dataset file, folder or match",
         tmp_path / "empty.jsonl": "is empty: it has no rows",
-        tmp_path / "notes.txt": "must end in .parquet, .arrow, .json, .jsonl",
+        tmp_path / "notes.md": "must end in .parquet, .arrow, .json, .jsonl, .txt",
         tmp_path / "cache": "no dataset file|no files ending",
         mixed: r"mixes .jsonl, .parquet files",
         tmp_path / "broken.parquet": "cannot be read",

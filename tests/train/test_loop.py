@@ -263,6 +263,7 @@ def test_a_best_lost_between_two_renames_is_put_back(micro: Path, tmp_path: Path
         ({"global_batch": 5}, "cannot be dealt to 1 processes"),
         ({"head": {"num_heads": 2}}, "of 2 heads cannot draft 3 tokens"),
         ({"prompts": ("nowhere.jsonl",)}, "there is no prompt file or folder 'nowhere.jsonl'"),
+        ({"prompts": ()}, "train.prompts is empty"),
         ({"eval_tokens": 500}, "none of the prompts"),
     ],
 )
@@ -282,7 +283,6 @@ def test_decoding_without_a_draft_is_refused(micro: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "train.prompts is empty"),
         ({"eval_every": 0, "epochs": 0.0}, "train.epochs must be above 0"),
         ({"eval_every": 0, "keep": 0}, "train.keep must be at least 1; given: 0"),
         ({"eval_every": -1}, "train.eval_every must not be negative"),

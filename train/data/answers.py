@@ -15,7 +15,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,14 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError
-from inference.manifest import MANIFEST_FILE, FileEntry, file_entry, read_manifest, write_bytes
+from inference.manifest import (
+    MANIFEST_FILE,
+    FileEntry,
+    file_entry,
+    read_manifest,
+    verify_file,
+    write_bytes,
+)
 from inference.target.chat import Span
 from train.memory import give_back_freed_memory
 
@@ -64,6 +71,8 @@ _MORE = {"status": pa.string(), "reason": pa.string(), "cut": pa.int32()}
 PART_SCHEMA = pa.schema([*SHARD_SCHEMA, *pa.schema(_MORE)])
 DONE, FAILED, SKIPPED = STATUSES = ("done", "failed", "skipped")
 PARTS, SHARDS, PACKED, INPUT = "parts", "shards", "packed", "input"
+USES, RESERVED = ("validation", "bench"), "{}.jsonl"
+"""What prompts are held out of the data for, and their files in `INPUT`."""
 FAILURES, SETTINGS, LOCK = "failures.jsonl", "generate.json", ".lock"
 
 
@@ -85,6 +94,8 @@ class AnswersManifest(TypedDict):
     """Rows and tokens."""
     reasons: NotRequired[dict[str, int]]
     """Rows without an answer."""
+    held_out: NotRequired[dict[str, FileEntry]]
+    """Prompts that were held out of the data, by use: validation, bench."""
     shards: list[FileEntry]
     failures: NotRequired[FileEntry]
     records: NotRequired[dict[str, Any]]
@@ -95,6 +106,31 @@ class AnswersManifest(TypedDict):
 def read_answers(folder: Path) -> AnswersManifest:
     """The manifest of a folder of answers; raises `UserError` where there is none."""
     return cast(AnswersManifest, read_manifest(folder, "generate"))
+
+
+def held_out_prompts(folder: Path, use: str) -> Path | None:
+    """The file of prompts that the generation of these answers held out, for `use` (validation or
+    bench); None where there are no answers or nothing was held out. Raises `UserError` for a file
+    that is not what was written."""
+    if not (folder / MANIFEST_FILE).is_file():
+        return None
+    entry = read_answers(folder).get("held_out", {}).get(use)
+    return verify_file(folder, entry) if entry else None
+
+
+def copy_held_out(sources: Sequence[Path], out: Path) -> dict[str, dict[str, FileEntry]]:
+    """Copy the prompts that were held out of the first of some folders of answers to `out`, whose
+    answers are made of theirs; the manifest's entry, empty for none."""
+    found = {}
+    for use in USES:
+        files = (held_out_prompts(folder, use) for folder in sources)
+        file = next((path for path in files if path is not None), None)
+        if file is not None:
+            name = f"{INPUT}/{RESERVED.format(use)}"
+            content = file.read_bytes()
+            write_bytes(out / name, content)
+            found[use] = file_entry(out, name, rows=content.count(b"\n"))
+    return {"held_out": found} if found else {}
 
 
 Watch = Callable[[str, int], None]

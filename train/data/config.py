@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from heads.api.config import Fraction, PositiveFloat, PositiveInt, config
+from heads.api.config import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, config
 from heads.api.errors import UserError
 from inference.measure.datasets import DatasetConfig
 
@@ -18,8 +18,8 @@ class SourceConfig:
     """One dataset, and how its columns are read."""
 
     path: str = ""
-    """Hub dataset id, or a local .jsonl, .json, .parquet or .arrow file, a folder of one kind of
-    them, a glob, or a saved dataset."""
+    """Hub dataset id, or a local .jsonl, .json, .parquet, .arrow or .txt file (a prompt per line),
+    a folder of one kind of them, a glob, or a saved dataset."""
     name: str | None = None
     """Configuration of a Hub dataset (its `name` in `datasets.load_dataset`)."""
     split: str = "train"
@@ -27,21 +27,25 @@ class SourceConfig:
     revision: str | None = None
     """Git revision of a Hub dataset; None takes the newest, so name one where runs must be
     repeatable."""
-    kind: Literal["auto", "messages", "prompt", "tokens"] = "auto"
+    kind: Literal["auto", "messages", "prompt", "tokens", "text"] = "auto"
     """What the column holds: messages (OpenAI {role, content} or ShareGPT {from, value}), prompt
-    (text), tokens (ids), or auto."""
+    (a user message), tokens (ids), text (plain text that is continued without the chat template),
+    or auto."""
     column: str | None = None
     """Column with the content; None looks for messages, conversations, conversation, tokens,
-    input_ids, prompt, in this order."""
+    input_ids, prompt, instruction, question, text, in this order. A column that is named and holds
+    text is a prompt."""
     spans_column: str = "spans"
-    """Column with answer spans [[start, end), ...] of pre-tokenised rows; used when it exists."""
+    """Column with answer spans [[start, end), ...] of pre-tokenised rows; used when it exists. Else
+    loss_mask, assistant_masks, completion_mask or labels tell the answers."""
     tools_column: str = "tools"
     """Column with descriptions of the tools that the assistant may call (a list, or its JSON); used
     when it exists."""
     id_column: str | None = None
     """Column with unique row ids; None makes ids from a hash of the content."""
     domain_column: str | None = None
-    """Column with the row's domain (code, chat, ...); None uses `domain` for all rows."""
+    """Column with the row's domain (code, chat, ...); None reads `domain` where there is such a
+    column and data.domain is not given."""
     domain: str = "general"
     """Domain of all rows when there is no `domain_column`, and of rows whose value there is
     empty."""
@@ -85,6 +89,25 @@ class HeldOut:
     """Of a folder: which domains; empty: all."""
 
 
+@config("data.reserve")
+@dataclass(frozen=True)
+class ReserveConfig:
+    """Prompts that are held out of the data: whole conversations, chosen by a hash of what their
+    users say. Rows that repeat one of them, exactly or nearly, are left out."""
+
+    validation: NonNegativeInt = 0
+    """Prompts for tau during training, where train.prompts names none."""
+    bench: NonNegativeInt = 0
+    """Prompts for measuring, with bench=own."""
+    share: Fraction = 0.1
+    """Largest part of the conversations that either may take."""
+    seed: int = 0
+    """Chooses other conversations."""
+    prompts: tuple[str, ...] = ()
+    """Files that an earlier `generate` wrote of what it held out: these are left out again, and
+    no others are chosen. The rounds of a loop share the first round's."""
+
+
 @config("data")
 @dataclass(frozen=True)
 class DataConfig(SourceConfig):
@@ -123,6 +146,8 @@ class DataConfig(SourceConfig):
     decontaminate: Literal["none", "exact", "overlap"] = "overlap"
     """Rows that repeat a held-out prompt are skipped: overlap (a run of 50 letters and digits of
     one, or a short one as a whole), exact (a whole prompt is repeated), or none."""
+    reserve: ReserveConfig = field(default_factory=ReserveConfig)
+    """Prompts that are held out of the data itself."""
     held_out: tuple[str, ...] = ()
     """Files and folders of prompts that are held out, such as those of `train.prompts`."""
     benches: tuple[str, ...] = ()

@@ -12,6 +12,8 @@ from train.data.tables import BadRowError
 THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 OPENED_BY_THE_PROMPT = re.compile(r"\A(?:(?!<think>).)*?</think>\s*", re.DOTALL)
 CUT_ATTEMPTS = 12
+LONGEST_BEGINNING = 600
+"""Characters of a plain text that the target is given to continue, at most."""
 
 
 def apply_reasoning(messages: Sequence[Message], policy: str) -> list[Message]:
@@ -52,6 +54,14 @@ def places_to_answer(messages: Sequence[Message], turn: str) -> list[int]:
         for place, after in following
         if not after or (after[0]["role"] == "assistant" and "tool_calls" not in after[0])
     ]
+
+
+def beginning_of(text: str) -> str:
+    """The part of a plain text that the target continues: half of it, at most `LONGEST_BEGINNING`
+    characters, up to the end of a word where there is one."""
+    end = max(1, min(len(text) // 2, LONGEST_BEGINNING))
+    cut = max(text.rfind(" ", 0, end + 1), text.rfind("\n", 0, end + 1))
+    return text[: cut if cut > 0 and text[:cut].strip() else end]
 
 
 def fit_prompt(

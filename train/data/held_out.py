@@ -9,16 +9,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
 
-from inference.measure.datasets import load_bench_prompts
-from inference.measure.prompts import Prompt, load_prompts
+from heads.api.errors import UserError
+from inference.measure.datasets import DatasetConfig, Loaded, load_bench_prompts
+from inference.measure.prompts import CONTENT_KEYS, Prompt, load_prompts
+from train.data import tables
 from train.data.config import DataConfig
 from train.data.dedup.shingles import Bytes, normalise, shingles, whole
+from train.data.reserve import prompt_of
+from train.data.sources import SkippedRow, Source
+from train.data.tables import BadRowError
+
+logger = logging.getLogger(__name__)
 
 WIDTH = 50
 """Bytes of a run."""
@@ -51,7 +61,8 @@ class HeldOutIndex:
         for number, (source, name, texts) in enumerate(prompts):
             self.names.append((source, name))
             for content in map(normalise, texts):
-                if len(content):
+                # A short message of several, such as "yes", is nothing of its own.
+                if len(content) >= (WIDTH if len(texts) > 1 else 1):
                     self._whole.setdefault(whole(content), number)
                 hashes.append(np.unique(shingles(content, WIDTH)))
                 owners.append(np.full(len(hashes[-1]), number, dtype=np.int64))
@@ -84,13 +95,56 @@ class HeldOutIndex:
         return None
 
 
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """The prompts in a prompt file or folder, or in a file of any other form that `data` reads,
+    whose rows without a prompt are left out. Raises `UserError` where there are none."""
+    file = Path(path).expanduser()
+    if not file.is_file() or is_prompt_file(file):
+        return load_prompts(path)
+    data, found, reasons = DataConfig(str(path)), dict[str, Prompt](), Counter[str]()
+    for row in Source(data):
+        try:
+            if isinstance(row, SkippedRow):
+                raise BadRowError(row.reason)
+            found.setdefault(row.id, prompt_of(row, data))
+        except (BadRowError, UserError) as error:
+            reasons[str(error)] += 1
+    if not found:
+        raise UserError(f"no row of '{path}' gives a prompt: {reasons.most_common(1)[0][0]}.")
+    if reasons:
+        logger.warning("%d rows of '%s' give no prompt: %s", reasons.total(), path, min(reasons))
+    return list(found.values())
+
+
+def is_prompt_file(file: Path) -> bool:
+    """Whether a file is read as prompts (`load_prompts`) and not as data: by its first line."""
+    if file.suffix != ".jsonl":
+        return file.suffix not in tables.BUILDERS
+    with file.open(encoding="utf-8") as lines:
+        line = next((line for line in lines if line.strip()), "")
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return True
+    return not isinstance(row, Mapping) or any(row.get(key) is not None for key in CONTENT_KEYS)
+
+
+def load_any_prompts(source: str, dataset: DatasetConfig, domains: Sequence[str] = ()) -> Loaded:
+    """The prompts of a measurement, from all that `load_bench_prompts` and `read_prompts` know."""
+    file = Path(source).expanduser()
+    known = file.suffix in (".jsonl", *tables.BUILDERS)
+    if not dataset.template and known and file.is_file() and not is_prompt_file(file):
+        return Loaded(read_prompts(source), source, "")
+    return load_bench_prompts(source, dataset, domains)
+
+
 def load_held_out(data: DataConfig) -> HeldOutIndex | None:
     """The held-out prompts of a configuration, None without; `UserError` for unreadable ones."""
     if data.decontaminate == "none":
         return None
-    loaded = [(path, load_prompts(path)) for path in data.held_out]
+    loaded = [(path, read_prompts(path)) for path in data.held_out]
     for bench in data.held_out_prompts:
-        found = load_bench_prompts(bench.path, bench.dataset, bench.domains)
+        found = load_any_prompts(bench.path, bench.dataset, bench.domains)
         loaded.append((bench.path, found.prompts))
     prompts = [(path, one.id, texts_of(one)) for path, several in loaded for one in several]
     return HeldOutIndex(prompts, exact=data.decontaminate == "exact") if prompts else None

@@ -4,10 +4,12 @@
     input/keys/, *.bin             what judging the rows needs, until it is done
     input/state.json               where an interrupted reading continues: after a whole block
     input/verdict.bin              uint8 per row: kept, or why not (`duplicates.REASONS`)
+    input/validation.jsonl         prompts that were held out of these rows, as bench.jsonl; they
+                                   stay
     input/input.json               what was read and left out; stays when the rows are removed
 
-Memory: one block, one partition of keys, one byte per row. The fingerprint covers id, domain and
-content of every row, in order.
+Memory: one block, one partition of keys, one byte per row (nine while prompts are held out). The
+fingerprint covers id, domain and content of every row, in order.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
@@ -28,12 +30,13 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError
-from inference.manifest import PARTIAL, write_bytes, write_json
-from train.data.answers import parquet_bytes
+from inference.manifest import PARTIAL, file_sha256, write_bytes, write_json
+from train.data.answers import RESERVED, USES, parquet_bytes
 from train.data.config import DataConfig, SourceConfig
 from train.data.dedup.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
 from train.data.dedup.shingles import SIGNATURE, band_keys, normalise, signature, whole
 from train.data.held_out import Findings, HeldOutIndex, add_finding
+from train.data.reserve import UNUSABLE, Fits, StoredRows, conversation_of, reserve
 from train.data.sources import Mixture, Row, RowContent, SkippedRow, content_hash
 from train.data.tables import local_files
 
@@ -43,6 +46,7 @@ BLOCK = 4096
 FORMAT = 1
 ROWS, KEYS, STATE = "rows-{:05d}.parquet", "keys", "state.json"
 VERDICT, SUMMARY, SIGNATURES, HELD = "verdict.bin", "input.json", "signatures.bin", "held_out.bin"
+CONVERSATIONS = "conversations.bin"
 SCHEMA = pa.schema([(name, pa.string()) for name in ("id", "domain", "reason", "hash", "content")])
 
 
@@ -68,6 +72,7 @@ class InputBlock:
     texts: list[int] = field(default_factory=list)
     signatures: list[NDArray[np.uint32]] = field(default_factory=list)
     held_out: list[int] = field(default_factory=list)
+    conversations: list[int] = field(default_factory=list)
 
 
 def ingest(
@@ -78,10 +83,12 @@ def ingest(
     *,
     progress: Callable[[int], None] = lambda rows: None,
     answered: bool = False,
+    fits: Fits = lambda prompt: True,
 ) -> Input:
     """Read all rows into `folder`, or continue, or find them there. decode: text of token ids;
-    progress: called with the rows read; answered: the rows themselves are not needed any more.
-    Raises `UserError` for sources that cannot be read."""
+    progress: called with the rows read; answered: the rows themselves are not needed any more;
+    fits: whether the target can answer a prompt that may be held out. Raises `UserError` for
+    sources that cannot be read."""
     identity = identity_of(data, held_out)
     known = read_input(folder)
     if known is not None and known[0] == identity and (answered or (folder / VERDICT).is_file()):
@@ -92,8 +99,9 @@ def ingest(
     if state is None or state["identity"] != identity:
         shutil.rmtree(folder, ignore_errors=True)
         state = {"identity": identity, "rows": 0, "place": None, "findings": None, "held_out": 0}
-    mixture = Reader(data, folder, held_out, decode).read(state, progress)
-    return _finish(data, folder, mixture, state)
+    reader = Reader(data, folder, held_out, decode)
+    mixture = reader.read(state, progress)
+    return reader.finish(mixture, state, fits)
 
 
 @dataclass
@@ -107,12 +115,14 @@ class Reader:
 
     def __post_init__(self) -> None:
         self.keys = KeyFiles(self.folder / KEYS)
+        self.reserves = is_reserving(self.data)
 
     def read(self, state: dict[str, Any], progress: Callable[[int], None]) -> Mixture:
         """Read from where `state` (input/state.json) stands to the end, keeping it up to date."""
         self.keys.forget_from(state["rows"])
         _cut(self.folder / SIGNATURES, state["rows"] * SIGNATURE * 4)
         _cut(self.folder / HELD, state["held_out"] * 8)
+        _cut(self.folder / CONVERSATIONS, state["rows"] * 8)
         mixture = Mixture(self.data)
         findings: Findings = state["findings"] or Findings(counts={}, examples=[])
         rows = mixture.read(state["place"])
@@ -123,6 +133,9 @@ class Reader:
             write_bytes(self.folder / name, parquet_bytes(table))
             self._write_keys(made, len(block))
             _append(self.folder / HELD, np.array(made.held_out, dtype=np.int64))
+            if self.reserves:
+                found = np.array(made.conversations, dtype=np.uint64)
+                _append(self.folder / CONVERSATIONS, found)
             state |= {
                 "rows": state["rows"] + len(block),
                 "place": mixture.place(),
@@ -146,6 +159,11 @@ class Reader:
                     "content": json.dumps(content, ensure_ascii=False) if content else "",
                 }
             )
+            if self.reserves:
+                known = UNUSABLE
+                if isinstance(row, Row):
+                    known = conversation_of(row, self.data, self.decode)
+                made.conversations.append(known)
             if isinstance(row, SkippedRow):
                 continue
             texts = self._texts(row)
@@ -166,6 +184,8 @@ class Reader:
         return made
 
     def _texts(self, row: Row) -> list[str]:
+        if row.text is not None:
+            return [row.text]
         if row.messages is not None:
             return [message["content"] for message in row.messages]
         needed = self.held_out is not None or self.data.deduplicate != "none"
@@ -185,35 +205,62 @@ class Reader:
                 self.keys.add("band", bands.reshape(-1), np.repeat(numbers, bands.shape[1]))
             _append(self.folder / SIGNATURES, table)
 
+    def finish(self, mixture: Mixture, state: dict[str, Any], fits: Fits) -> Input:
+        """Judge the rows, hold prompts out, write the summary, remove what is not needed."""
+        data, folder, total = self.data, self.folder, state["rows"]
+        signatures = folder / SIGNATURES
+        near = signatures if data.deduplicate == "near" and signatures.is_file() else None
+        held = np.fromfile(folder / HELD, dtype=np.int64) if total else np.zeros(0, dtype=np.int64)
+        verdict = judge(self.keys, near, total, data.near_share, held)
+        if self.reserves and total:
+            rows = StoredRows(
+                total,
+                np.fromfile(folder / CONVERSATIONS, dtype=np.uint64),
+                lambda numbers: load_rows(folder, numbers),
+            )
+            found = reserve(data, rows, verdict, self.decode, fits)
+            for use, prompts in found.prompts.items():
+                lines = [json.dumps(one.to_line(), ensure_ascii=False) + "\n" for one in prompts]
+                write_bytes(folder / RESERVED.format(use), "".join(lines).encode())
+        write_bytes(folder / VERDICT, verdict.tobytes())
+        counts = Counter(verdict[verdict != KEPT].tolist())
+        left_out = hashlib.sha256(verdict.tobytes()).hexdigest()[:32] if counts else ""
+        report = {
+            "rows": total,
+            "sources": mixture.report(),
+            "left_out": {REASONS[code]: count for code, count in sorted(counts.items())},
+        }
+        if counts[HELD_OUT]:
+            report["held_out"] = state["findings"]
+        result = Input(total, _fingerprint(folder), left_out, report)
+        summary = {"format": FORMAT, "identity": state["identity"], **asdict(result)}
+        write_json(folder / SUMMARY, summary)
+        shutil.rmtree(folder / KEYS)
+        for name in (STATE, SIGNATURES, HELD, CONVERSATIONS):
+            (folder / name).unlink(missing_ok=True)
+        return result
+
+
+def is_reserving(data: DataConfig) -> bool:
+    """Whether prompts are held out of the data itself."""
+    return bool(data.reserve.validation or data.reserve.bench or data.reserve.prompts)
+
 
 def _append(path: Path, values: NDArray[Any]) -> None:
     with path.open("ab") as file:
         file.write(values.tobytes())
 
 
-def _finish(data: DataConfig, folder: Path, mixture: Mixture, state: dict[str, Any]) -> Input:
-    """Judge the rows, write the summary, remove what is not needed any more."""
-    signatures, total = folder / SIGNATURES, state["rows"]
-    near = signatures if data.deduplicate == "near" and signatures.is_file() else None
-    held = np.fromfile(folder / HELD, dtype=np.int64) if total else np.zeros(0, dtype=np.int64)
-    verdict = judge(KeyFiles(folder / KEYS), near, total, data.near_share, held)
-    write_bytes(folder / VERDICT, verdict.tobytes())
-    counts = Counter(verdict[verdict != KEPT].tolist())
-    left_out = hashlib.sha256(verdict.tobytes()).hexdigest()[:32] if counts else ""
-    report = {
-        "rows": total,
-        "sources": mixture.report(),
-        "left_out": {REASONS[code]: count for code, count in sorted(counts.items())},
-    }
-    if counts[HELD_OUT]:
-        report["held_out"] = state["findings"]
-    result = Input(total, _fingerprint(folder), left_out, report)
-    summary = {"format": FORMAT, "identity": state["identity"], **asdict(result)}
-    write_json(folder / SUMMARY, summary)
-    shutil.rmtree(folder / KEYS)
-    for name in (STATE, SIGNATURES, HELD):
-        (folder / name).unlink(missing_ok=True)
-    return result
+def load_rows(folder: Path, numbers: Sequence[int]) -> list[Row]:
+    """The usable rows with these numbers, in ascending order."""
+    found: list[Row] = []
+    for first in sorted({number - number % BLOCK for number in numbers}):
+        own = sorted(number for number in numbers if first <= number < first + BLOCK)
+        table = pq.read_table(folder / ROWS.format(first // BLOCK))
+        rows = table.take([number - first for number in own]).to_pylist()
+        read = [_row(number, row, KEPT) for number, row in zip(own, rows, strict=True)]
+        found += [row for row in read if isinstance(row, Row)]
+    return found
 
 
 def read_rows(
@@ -234,7 +281,8 @@ def read_rows(
 
 def require_own_input(folder: Path) -> None:
     """Raise `UserError` where `folder` holds what reading never writes, and would remove."""
-    ours = {KEYS, STATE, VERDICT, SUMMARY, SIGNATURES, HELD}
+    ours = {KEYS, STATE, VERDICT, SUMMARY, SIGNATURES, HELD, CONVERSATIONS}
+    ours |= {RESERVED.format(use) for use in USES}
     for path in folder.iterdir() if folder.is_dir() else ():
         if not (path.name in ours or path.name.startswith("rows-") or path.name.endswith(PARTIAL)):
             raise UserError(
@@ -272,6 +320,9 @@ def identity_of(data: DataConfig, held_out: HeldOutIndex | None) -> str:
         content += [own, [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]]
     if held_out is not None:
         content.append(held_out.digest())
+    if is_reserving(data):  # folders of before prompts were held out stay what they are
+        known = [file_sha256(Path(path)) for path in data.reserve.prompts if Path(path).is_file()]
+        content += [asdict(data.reserve), known, data.turn, data.reasoning]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -294,7 +345,9 @@ def _row(index: int, stored: Mapping[str, str], verdict: int) -> Row | SkippedRo
     if stored["reason"] or verdict != KEPT:
         return SkippedRow(*named, stored["reason"] or REASONS[verdict])
     content: dict[str, Any] = json.loads(stored["content"])
-    content = {name: value and tuple(value) for name, value in content.items()}
+    content = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
+    }
     if content["spans"] is not None:
         content["spans"] = tuple((start, end) for start, end in content["spans"])
     return Row(*named, **content)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -18,26 +18,16 @@ from typing import Any, TypedDict, cast
 
 import numpy as np
 
-from heads.api.errors import UserError, suggest
-from inference.target.chat import Message, Span, check_messages, check_unicode
+from heads.api.errors import UserError
+from inference.target.chat import Message, Span, check_unicode
 from train.data.config import DataConfig, SourceConfig
+from train.data.forms import find_form
 from train.data.permute import stable_permutation, unit_interval
 from train.data.streams import Place, StreamedRows, TableRows
 from train.data.tables import BadRowError, RawRow, open_table
 
 __all__ = ["DataConfig", "Mixture", "Row", "SkippedRow", "Source", "content_hash"]
 
-COLUMN_NAMES = {
-    "messages": ("messages", "conversations", "conversation"),
-    "tokens": ("tokens", "input_ids"),
-    "prompt": ("prompt",),
-}
-SHAREGPT_ROLES = {
-    "system": "system",
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "assistant", "bing", "bard"), "assistant"),
-    "tool": "tool",
-}
 KIND_PROBE = 1000
 """Rows that are looked at to find what a column holds."""
 
@@ -49,12 +39,13 @@ class RowContent(TypedDict, total=False):
     tokens: tuple[int, ...] | None
     spans: tuple[Span, ...] | None
     tools: tuple[dict[str, object], ...] | None
+    text: str | None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One usable row. `messages` or `tokens` is set; `spans` only for pre-tokenised rows that bring
-    them, `tools` only for conversations that do."""
+    """One usable row. `messages`, `tokens` or `text` is set; `spans` only for pre-tokenised rows
+    that bring them, `tools` only for conversations that do."""
 
     index: int
     id: str
@@ -63,10 +54,13 @@ class Row:
     tokens: tuple[int, ...] | None = None
     spans: tuple[Span, ...] | None = None
     tools: tuple[dict[str, object], ...] | None = None
+    text: str | None = None
 
     @property
     def content(self) -> RowContent:
-        names = ("messages", "tokens", "spans", *(("tools",) if self.tools else ()))
+        """What the row's hash covers; what earlier versions did not know only where it is set."""
+        more = [name for name in ("tools", "text") if getattr(self, name)]
+        names = ("messages", "tokens", "spans", *more)
         return cast(RowContent, {name: getattr(self, name) for name in names})
 
 
@@ -86,8 +80,8 @@ class Source:
     def __init__(self, config: SourceConfig, label: str = "") -> None:
         self.config, self.label, self.taken = config, label, 0
         self.rows = StreamedRows(config) if config.streaming else open_rows(config)
-        self.column = self._find_column()
-        self.kind = self._find_kind()
+        probe = (row for _, row in islice(self.rows.read(None), KIND_PROBE))
+        self.form = find_form(config, self.rows.columns, probe)
 
     def __iter__(self) -> Iterator[Row | SkippedRow]:
         return self.read(None)
@@ -115,76 +109,23 @@ class Source:
         """Where the last row that `read` gave ends."""
         return {"taken": self.taken, "rows": self.rows.place()}
 
-    def _find_column(self) -> str:
-        config, columns = self.config, self.rows.columns
-        for field in ("column", "id_column", "domain_column"):
-            name = getattr(config, field)
-            if name is not None and name not in columns:
-                raise UserError(
-                    f"dataset '{config.path}' has no column '{name}' "
-                    f"(data.{field}).{suggest(name, columns)}"
-                )
-        if config.column is not None:
-            return config.column
-        kinds = COLUMN_NAMES if config.kind == "auto" else [config.kind]
-        known = [name for kind in kinds for name in COLUMN_NAMES[kind]]
-        for name in known:
-            if name in columns:
-                return name
-        raise UserError(
-            f"dataset '{config.path}' has none of the columns {', '.join(known)}. "
-            f"Set data.column to one of: {', '.join(columns) or 'nothing'}."
-        )
-
-    def _find_kind(self) -> str:
-        """The configured kind, or that of the first row with text, ids or messages."""
-        if self.config.kind != "auto":
-            return self.config.kind
-        for _, row in islice(self.rows.read(None), KIND_PROBE):
-            value = None if isinstance(row, BadRowError) else row.get(self.column)
-            if isinstance(value, str):
-                return "prompt"
-            if isinstance(value, Mapping):
-                return "messages"
-            if isinstance(value, Sequence) and value and isinstance(value[0], (int, Mapping)):
-                return "tokens" if isinstance(value[0], int) else "messages"
-        raise UserError(
-            f"column '{self.column}' of dataset '{self.config.path}' holds neither text, token "
-            "ids nor messages in any row."
-        )
+    def describe(self) -> str:
+        """What was understood of the dataset, in words."""
+        return self.form.describe(self.rows.columns)
 
     def _read(self, index: int, number: int, raw: RawRow | BadRowError) -> Row | SkippedRow:
         identity, domain = f"{self.label}row-{number}", self.config.domain
         try:
             if isinstance(raw, BadRowError):
                 raise raw
-            if self.config.domain_column is not None:
-                given = raw.get(self.config.domain_column) or domain
+            if self.form.domain:
+                given = raw.get(self.form.domain) or domain
                 domain = check_unicode(str(given), "the domain")
-            content = self._content(raw)
+            content = cast(RowContent, self.form.content(raw))
             identity = self._identity(raw, content)
         except (BadRowError, UserError) as error:
             return SkippedRow(index, identity, domain, str(error))
         return Row(index, identity, domain, **content)
-
-    def _content(self, raw: RawRow) -> RowContent:
-        value = raw.get(self.column)
-        if value is None:
-            raise BadRowError(f"column '{self.column}' is missing or null")
-        if self.kind == "messages":
-            tools = read_tools(raw.get(self.config.tools_column))
-            content: RowContent = {"messages": tuple(check_messages(from_sharegpt(value)))}
-            # Without tools the id is that of versions that did not know them.
-            return {**content, "tools": tools} if tools else content
-        if self.kind == "tokens":
-            tokens = read_tokens(value)
-            spans = read_spans(raw.get(self.config.spans_column), len(tokens))
-            return {"tokens": tokens, "spans": spans}
-        if not isinstance(value, str):
-            raise BadRowError(f"the prompt is {type(value).__name__}, not text")
-        if not check_unicode(value, "the prompt").strip():
-            raise BadRowError("the prompt is empty")
-        return {"messages": ({"role": "user", "content": value},)}
 
     def _identity(self, raw: RawRow, content: RowContent) -> str:
         if self.config.id_column is None:
@@ -252,6 +193,8 @@ class Mixture:
                 "share_asked": source.config.weight / weights,
                 "share": source.used / max(1, self.index),
                 "ran_out_at": self.ended.get(number),
+                "kind": source.form.kind,
+                "read_as": source.describe(),
             }
             for number, (label, source) in enumerate(zip(self.labels, self.sources, strict=True))
         ]
@@ -281,63 +224,3 @@ def content_hash(content: RowContent) -> str:
     """Hex SHA-256 of a row's messages, tokens and spans; the same on every machine."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def from_sharegpt(messages: Any) -> Any:
-    """ShareGPT {from, value} entries, also as a mapping of lists (older sequences of `datasets`),
-    as {role, content}; anything else unchanged, for `check_messages` to judge."""
-    if isinstance(messages, Mapping) and messages:
-        columns = list(messages.values())
-        if all(isinstance(column, list) for column in columns):
-            entries = zip(*columns, strict=False)
-            messages = [dict(zip(messages, entry, strict=True)) for entry in entries]
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        return messages
-    return [_from_sharegpt(message) for message in messages]
-
-
-def _from_sharegpt(message: Any) -> Any:
-    given = message if isinstance(message, Mapping) else {}
-    speaker = given.get("from")
-    if speaker is None or given.get("role") is not None:
-        return message
-    if speaker not in SHAREGPT_ROLES:
-        raise BadRowError(f"speaker {speaker!r} is not one of {', '.join(SHAREGPT_ROLES)}")
-    return {"role": SHAREGPT_ROLES[speaker], "content": given.get("value")}
-
-
-def read_tools(value: Any) -> tuple[dict[str, object], ...] | None:
-    """Descriptions of tools, given as a list or its JSON, None for none; or `BadRowError`."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise BadRowError("the tools are not JSON") from error
-    if not value:
-        return None
-    if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
-        raise BadRowError("the tools are not a list of descriptions")
-    return tuple(dict(tool) for tool in value)
-
-
-def read_tokens(value: Any) -> tuple[int, ...]:
-    """Token ids; raises `BadRowError` unless a non-empty list of non-negative integers."""
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
-        raise BadRowError("tokens are empty or not a list")
-    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in value):
-        raise BadRowError("tokens are not all non-negative integers")
-    return tuple(value)
-
-
-def read_spans(value: Any, length: int) -> tuple[Span, ...] | None:
-    """Answer spans or None; raises `BadRowError` unless ascending and inside the tokens."""
-    if value is None:
-        return None
-    try:
-        spans = tuple((int(start), int(end)) for start, end in value)
-    except (TypeError, ValueError) as error:
-        raise BadRowError("spans are not a list of [start, end) pairs") from error
-    bounds = [0, *(bound for span in spans for bound in span), length]
-    if bounds != sorted(bounds) or any(start >= end for start, end in spans):
-        raise BadRowError("spans are not ascending [start, end) pairs inside the tokens")
-    return spans

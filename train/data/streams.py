@@ -54,7 +54,8 @@ class TableRows:
 
 
 class LineStream:
-    """The lines of .jsonl files, read in order; `at`: file, byte in it, number of the next row."""
+    """The lines of .jsonl or .txt files, read in order; `at`: file, byte in it, number of the next
+    row."""
 
     def __init__(self, files: list[Path]) -> None:
         self.files = files
@@ -64,11 +65,12 @@ class LineStream:
         for number in range(self.at["file"], len(self.files)):
             with self.files[number].open("rb") as file:
                 file.seek(self.at["byte"])
+                parse = tables.parser_of(self.files[number])
                 for line in iter(file.readline, b""):
                     if line.strip():
                         row = self.at["number"]
                         self.at = {"file": number, "byte": file.tell(), "number": row + 1}
-                        yield row, tables.parse_line(line)
+                        yield row, parse(line)
             self.at = {"file": number + 1, "byte": 0, "number": self.at["number"]}
 
 
@@ -178,7 +180,7 @@ class StreamedRows:
 def open_stream(source: SourceConfig, files: list[Path] | Path | None) -> Stream:
     """The rows of a source in order; files: its `local_files`."""
     kinds = {file.suffix for file in files} if isinstance(files, list) else set()
-    if isinstance(files, list) and kinds == {tables.LINES}:
+    if isinstance(files, list) and kinds in ({tables.LINES}, {tables.PROMPTS}):
         return LineStream(files)
     if isinstance(files, list) and kinds == {".parquet"}:
         return ParquetStream(files, source.path)

@@ -1,8 +1,8 @@
 """Opens any dataset, on the Hub or local, as a table with random access to rows.
 
-Local jsonl is read line by line here rather than through `datasets`, which infers one schema for
-the whole file: there, one odd row would refuse the file, and here it is one skipped row with a
-reason. Everything else goes through `datasets`.
+Local jsonl and txt are read line by line here rather than through `datasets`, which infers one
+schema for the whole file: there, one odd row would refuse the file, and here it is one skipped row
+with a reason. Everything else goes through `datasets`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,8 @@ from heads.api.errors import UserError, suggest
 from train.data.config import SourceConfig
 
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json"}
-LINES = ".jsonl"
+LINES, PROMPTS = ".jsonl", ".txt"
+"""Endings of files that are read line by line: JSON objects, prompts."""
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 COLUMN_PROBE = 100
 
@@ -38,7 +39,7 @@ class BadRowError(Exception):
 
 
 class Table(Protocol):
-    """Rows by number, as `datasets.Dataset` and `JsonLines` have them."""
+    """Rows by number, as `datasets.Dataset` and `Lines` have them."""
 
     @property
     def column_names(self) -> list[str]: ...
@@ -51,16 +52,18 @@ class Table(Protocol):
 def open_table(source: SourceConfig) -> Table:
     """A local file, folder or glob, else a Hub dataset; raises `UserError` when it is neither."""
     files = local_files(source.path)
-    if isinstance(files, list) and _one_kind(source.path, files) == LINES:
-        return JsonLines(files)
+    if isinstance(files, list) and _one_kind(source.path, files) in (LINES, PROMPTS):
+        return Lines(files)
     table: Table = open_dataset(source, files)
     return table
 
 
-class JsonLines:
-    """Rows of .jsonl files, parsed when asked for; memory holds line offsets (24 bytes per row)."""
+class Lines:
+    """Rows of .jsonl or .txt files, parsed when asked for; memory holds line offsets (24 bytes per
+    row)."""
 
     def __init__(self, files: list[Path]) -> None:
+        self._parse = parser_of(files[0])
         self._opened = [file.open("rb") for file in files]
         bounds = array("q")  # flat: file, begin, end; a list of tuples would take ten times as much
         for number, file in enumerate(self._opened):
@@ -77,7 +80,20 @@ class JsonLines:
 
     def __getitem__(self, index: int) -> RawRow | BadRowError:
         number, begin, end = self._lines[index].tolist()
-        return parse_line(os.pread(self._opened[number].fileno(), end - begin, begin))
+        return self._parse(os.pread(self._opened[number].fileno(), end - begin, begin))
+
+
+def parser_of(file: Path) -> Callable[[bytes], RawRow | BadRowError]:
+    """How a line of this file becomes a row."""
+    return parse_prompt if file.suffix == PROMPTS else parse_line
+
+
+def parse_prompt(line: bytes) -> RawRow | BadRowError:
+    """A line of text as a prompt, or what is wrong with it."""
+    try:
+        return {"prompt": line.decode("utf-8").strip()}
+    except UnicodeDecodeError:
+        return BadRowError("the line is not UTF-8")
 
 
 def parse_line(line: bytes) -> RawRow | BadRowError:
@@ -118,7 +134,7 @@ def open_dataset(
 def local_files(path: str) -> list[Path] | Path | None:
     """Local files; the folder that `Dataset.save_to_disk` wrote; None for what must be a Hub id."""
     expanded = Path(path).expanduser()
-    known = [*BUILDERS, LINES]
+    known = [*BUILDERS, LINES, PROMPTS]
     if expanded.is_dir():
         if (expanded / "state.json").is_file() or (expanded / "dataset_dict.json").is_file():
             return expanded

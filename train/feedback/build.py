@@ -47,6 +47,7 @@ from train.data.answers import (
     SHARDS,
     AnswerRow,
     AnswersManifest,
+    copy_held_out,
     read_answers,
 )
 from train.data.masks import mask_of
@@ -235,6 +236,7 @@ def build(
         },
         "shards": writer.shards,
         "feedback": _report(key, tally, weighing, writer),
+        **copy_held_out(answers, out),
     }
     write_manifest(out, "generate", content, provenance)
     return cast(FeedbackManifest, read_answers(out))

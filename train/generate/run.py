@@ -20,23 +20,44 @@ import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
+from rich.console import Console
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
-from inference.manifest import MANIFEST_FILE, verify_file, write_json, write_manifest
+from inference.manifest import (
+    MANIFEST_FILE,
+    FileEntry,
+    file_entry,
+    verify_file,
+    write_json,
+    write_manifest,
+)
+from inference.measure.prompts import Prompt
 from inference.target.loading import TargetConfig
 from train.data import answers
-from train.data.answers import DONE, INPUT, SETTINGS, AnswersManifest, output_lock, read_answers
+from train.data.answers import (
+    DONE,
+    INPUT,
+    RESERVED,
+    SETTINGS,
+    USES,
+    AnswersManifest,
+    output_lock,
+    read_answers,
+)
 from train.data.config import DataConfig
+from train.data.dedup.duplicates import HELD_OUT, REASONS
 from train.data.held_out import load_held_out
 from train.data.ingest import Input, ingest, remove_rows, require_own_input
+from train.data.masks import mask_report
+from train.data.pack import weighted_documents
 from train.generate.config import GenerateConfig, GenerateJob
 from train.generate.loop import answer_rows, console_of, load_target
 from train.generate.sampling import sampling_of
@@ -47,6 +68,7 @@ from train.processes import join_processes, on_main
 from train.recording import RECORDS, count_records, drop_unanswered, require_drafts
 
 SHOWN_REASONS = 5
+REPORTED_DOCUMENTS = 256
 SHOWN_ROWS = 25
 """Blocks of input after which the number of rows is printed."""
 
@@ -89,9 +111,22 @@ def generate(
             # returns once every process has written its last part
             gather_object([state.process_index])
             manifest = on_main(state, lambda: finish(job, model, settings, read, provenance))
+            if state.is_main_process:
+                show_sample(manifest, out, model)
         if state.is_main_process:
-            console_of().print(summary(manifest, out))
+            console_of().print(summary(manifest, out), soft_wrap=True)
         return manifest
+
+
+def show_sample(manifest: AnswersManifest, out: Path, target: AnyTarget) -> None:
+    """Print how much of the answers will be learned from, and a coloured sample: a wrong chat
+    template shows there."""
+    shards = [out / entry["file"] for entry in manifest["shards"][:1]]
+    rows = islice(weighted_documents(shards, target.info), REPORTED_DOCUMENTS)
+    documents = [(tokens, spans) for tokens, spans, _ in rows]
+    if any(spans for _, spans in documents):
+        report = mask_report(documents, target.tokenizer)
+        Console(stderr=True, highlight=False).print(str(report), soft_wrap=True)
 
 
 def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Input:
@@ -108,16 +143,56 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
         return str(target.tokenizer.decode(tokens))
 
     finished = (job.out / MANIFEST_FILE).is_file() and not again
-    read = ingest(job.data, job.out / INPUT, held_out, text, progress=progress, answered=finished)
+    read = ingest(
+        job.data,
+        job.out / INPUT,
+        held_out,
+        text,
+        progress=progress,
+        answered=finished,
+        fits=lambda prompt: is_answerable(job, target, prompt),
+    )
     for source in read.report["sources"]:
+        # Folders of earlier versions do not say how their rows were read.
+        if "read_as" in source:
+            line = f"data: {source['rows']} rows of {source['read_as']}"
+            console.print(f"{line}; {use_of(job, source['kind'])}", soft_wrap=True)
         if source["ran_out_at"] is not None and len(read.report["sources"]) > 1:
             console.print(
                 f"source '{source['name']}' ran out after {source['rows']} rows: it is "
                 f"{source['share']:.1%} of the mixture, {source['share_asked']:.1%} were asked for"
             )
     for reason, count in read.report["left_out"].items():
-        console.print(f"left out: {count} of {read.total} rows, {reason}")
+        console.print(f"left out: {count} of {read.total} rows, {reason}", soft_wrap=True)
+    if read.report["left_out"].get(REASONS[HELD_OUT]) == read.total:
+        files = ", ".join(read.report["held_out"]["counts"])
+        raise UserError(
+            f"all {read.total} rows of the data repeat prompts that are held out ({files}): what "
+            "is measured must not be trained on. Give other prompts, or none: bench=own and an "
+            "empty train.prompts hold some of the data out."
+        )
     return read
+
+
+def use_of(job: GenerateJob, kind: str) -> str:
+    """What becomes of the rows of a kind (`train.data.forms`), in words."""
+    plain = kind == "text"
+    if job.config.answers == "dataset":
+        return "all of it is learned" if plain else "the answers in it are kept"
+    if plain:
+        return "the target continues the beginning of each, without its chat template"
+    turns = {"first": "the first turn", "last": "the last turn", "all": "every turn"}
+    return f"the target answers {turns[job.data.turn]} of each"
+
+
+def is_answerable(job: GenerateJob, target: AnyTarget, prompt: Prompt) -> bool:
+    """Whether the target's template takes a prompt, and its positions hold it with an answer."""
+    room = target.info.max_position_embeddings - job.decode.max_new_tokens
+    try:
+        length = len(prompt.render(target.tokenizer))
+    except UserError:
+        return False
+    return 0 < length <= min(room, job.data.max_prompt_tokens or room)
 
 
 def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> dict[str, Any]:
@@ -139,7 +214,7 @@ def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> dict[str, An
         },
     }
     if job.config.answers == "sample":
-        settings["target"]["dtype"] = job.target.dtype
+        settings["target"]["dtype"] = job.target.dtype_name
         settings["sampling"] = sampling_of(job.decode)
     return settings
 
@@ -167,7 +242,7 @@ def prepare_output(
             raise UserError(
                 f"'{out}' holds answers of another configuration: {'; '.join(differences)}. Give "
                 "another output folder, restore the configuration to continue, or set "
-                "overwrite=true to replace them."
+                "run.overwrite=true to replace them."
             )
         if differences:
             answers.clear_output(out)
@@ -238,6 +313,7 @@ def finish(
         "reasons": merged.reasons,
         "shards": merged.shards,
         "failures": merged.failures,
+        **held_out_files(job.out),
     }
     if (job.out / RECORDS).is_dir():
         content["records"] = count_records(job.out, merged.counts[DONE])
@@ -245,6 +321,16 @@ def finish(
     answers.remove_parts(job.out)
     remove_rows(job.out / INPUT)
     return read_answers(job.out)
+
+
+def held_out_files(out: Path) -> dict[str, dict[str, FileEntry]]:
+    """The manifest's entry of prompts that were held out of the data, by use; empty for none."""
+    found = {}
+    for use in USES:
+        name = f"{INPUT}/{RESERVED.format(use)}"
+        if (out / name).is_file():
+            found[use] = file_entry(out, name, rows=(out / name).read_bytes().count(b"\n"))
+    return {"held_out": found} if found else {}
 
 
 def summary(manifest: AnswersManifest, out: Path) -> str:

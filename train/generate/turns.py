@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from heads.api.target_info import TargetInfo
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Completion, Request
-from inference.measure.prompts import prompt_seed
+from inference.measure.prompts import encode_text, prompt_seed
 from inference.target import chat
 from inference.target.chat import Message, Span, closing_ids, render_prompt
 from train.data.answers import StoredAnswer
 from train.data.config import DataConfig
-from train.data.conversation import apply_reasoning, fit_document, fit_prompt, places_to_answer
+from train.data.conversation import (
+    apply_reasoning,
+    beginning_of,
+    fit_document,
+    fit_prompt,
+    places_to_answer,
+)
+from train.data.reserve import prompt_tokens
 from train.data.sources import Row
 from train.data.tables import BadRowError
 from train.generate.target_facts import AnyTarget
@@ -136,11 +143,11 @@ class Talk:
         return fit_prompt(messages, longest, self.data.truncate, render, tokenizer)
 
     def _ready_tokens(self, longest: int, room: int) -> tuple[list[int], int]:
-        tokens, spans = self.row.tokens, self.row.spans
-        assert tokens is not None
-        check_vocabulary(tokens, self.target.info)
-        end = len(tokens) if not spans else spans[0 if self.data.turn == "first" else -1][0]
-        prompt = list(tokens[:end])
+        if self.row.text is not None:
+            prompt = encode_text(self.target.tokenizer, beginning_of(self.row.text))
+        else:
+            check_vocabulary(self.row.tokens or (), self.target.info)
+            prompt = list(prompt_tokens(self.row, self.data.turn))
         if self.data.truncate == "skip":
             self._require_room(len(prompt), room)
             return prompt, 0
@@ -163,10 +170,20 @@ _NEXT: Message = {"role": "assistant", "content": "."}
 def keep_answer(row: Row, target: AnyTarget, data: DataConfig) -> StoredAnswer:
     """The dataset's own answers, tokenised; raises `BadRowError` or `UserError` without any."""
     if row.messages is not None:
+        if all(message["role"] != "assistant" for message in row.messages):
+            raise BadRowError(
+                "the row has no answer of its own: no assistant message, and no column completion, "
+                "response, output or answer"
+            )
         found = _kept_documents(apply_reasoning(row.messages, data.reasoning), row, target, data)
+    elif row.text is not None:
+        found = [text_document(target.tokenizer, row.text)]
     else:
         if not row.spans:
-            raise BadRowError("the pre-tokenised row has no answer spans")
+            raise BadRowError(
+                "the pre-tokenised row has no answer: nothing in spans or a loss mask says which "
+                "tokens are one"
+            )
         assert row.tokens is not None
         check_vocabulary(row.tokens, target.info)
         chosen = {"all": row.spans, "first": row.spans[:1], "last": row.spans[-1:]}[data.supervise]
@@ -179,6 +196,17 @@ def keep_answer(row: Row, target: AnyTarget, data: DataConfig) -> StoredAnswer:
     tokens, spans, parts = join_documents(found)
     named = (row.id, row.index, row.domain)
     return StoredAnswer(*named, tokens, spans, finish="dataset", parts=parts, cut=cut)
+
+
+def text_document(tokenizer: Any, text: str) -> tuple[list[int], list[Span]]:
+    """A plain text with the token that ends one: all of it is supervised but its first token."""
+    tokens = encode_text(tokenizer, text)
+    end = tokenizer.eos_token_id
+    if end is not None:
+        tokens.append(end)
+    if len(tokens) < 2:
+        raise BadRowError("the text is a single token")
+    return tokens, [(1, len(tokens))]
 
 
 def join_documents(
@@ -197,7 +225,7 @@ def join_documents(
 
 
 def check_vocabulary(tokens: Sequence[int], info: TargetInfo) -> None:
-    if max(tokens) >= info.vocab_size:
+    if max(tokens, default=0) >= info.vocab_size:
         raise BadRowError(f"token ids reach beyond the target's vocabulary of {info.vocab_size}")
 
 

@@ -77,7 +77,7 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
     described = checked_config(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        model = AutoModelForCausalLM.from_config(described, dtype=DTYPES[config.dtype])
+        model = AutoModelForCausalLM.from_config(described, dtype=DTYPES[config.dtype_name])
     model.requires_grad_(False)
     info = describe(model, _NoTokenizer(), config)
     layers = find_layers(find_decoder(model), info.num_layers)
@@ -87,7 +87,7 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
         info=info,
         weights=shared_weights(model),
         mode=mode,
-        dtype=DTYPES[config.dtype],
+        dtype=DTYPES[config.dtype_name],
         weight_bytes=sum(p.nbytes for p in model.parameters()),
         layer_bytes=sum(sizes),
         largest_layer=max(sizes),

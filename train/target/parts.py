@@ -117,7 +117,7 @@ def empty_model(config: TargetConfig, described: Any) -> Any:
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             described,
-            dtype=loading.DTYPES[config.dtype],
+            dtype=loading.DTYPES[config.dtype_name],
             trust_remote_code=config.trust_remote_code,
         )
     model.tie_weights()

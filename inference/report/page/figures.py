@@ -276,4 +276,6 @@ def _conditions(run: Run) -> str:
     drafts = sorted({drafter.draft.label for drafter in run.drafters})
     shapes = drafts[0] if len(drafts) == 1 else f"{len(drafts)} kinds of drafts"
     rule = "" if settings.rule == "match" else f"rule {settings.rule_text}, "
-    return f"Temperature {settings.temperature:g}, {rule}{shapes}, {settings.prompts} prompts."
+    line = f"Temperature {settings.temperature:g}, {rule}{shapes}, {settings.prompts} prompts."
+    leaks = run.report.run.leak_line
+    return f"{line} {leaks[:1].upper()}{leaks[1:]}." if leaks else line

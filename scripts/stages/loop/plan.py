@@ -18,7 +18,9 @@ from scripts.config.schema import Settings, understands
 from scripts.config.stages import STAGES
 from scripts.run.drafters import DRAFT_KEYS
 from scripts.run.folder import stage_folder
-from scripts.stages.loop.steps import Step
+from scripts.run.process import shown
+from scripts.stages.loop.steps import Step, derive_generation
+from train.data.answers import USES, held_out_prompts
 from train.data.config import SourceConfig
 from train.generate.sampling import backend_of
 
@@ -44,7 +46,7 @@ class RoundPlan:
         loop = self.settings.loop
         self.recipe = loop.recipes[0] if loop.recipes else None
         self.train = self.settings.derive("train", self.recipe)
-        self.generate = self.settings.derive("generate", self.recipe)
+        self.generate = derive_generation(self.settings, self.recipe)
         self.drafter = stage_folder(self.train).name
         self.shares = loop.round.prompts == "share" and loop.rounds > 1
         """Whether every round answers prompts of its own."""
@@ -78,7 +80,11 @@ class RoundPlan:
     def compose(self, stage: str, number: int) -> Settings:
         """A stage of a round before further changes: its own overrides, its own folder."""
         own = self.own(stage, number)
-        return place(self.settings.derive(stage, self.recipe, more=own), self.folder(number))
+        if stage == "generate":
+            found = derive_generation(self.settings, self.recipe, more=own)
+        else:
+            found = self.settings.derive(stage, self.recipe, more=own)
+        return place(found, self.folder(number))
 
     def own(self, stage: str, number: int) -> list[str]:
         """The round's own overrides (loop.round.overrides) that the stage reads."""
@@ -108,9 +114,27 @@ class RoundPlan:
         found = self.change(number, found, "data", **self.prompts(number, hard))
         return Step(f"round {number}: generate", found)
 
+    def hold_out(self, settings: Settings) -> Settings:
+        """A generate stage with the same prompts held out of its data as the first round."""
+        files = [self.held_out(use) for use in USES]
+        known = tuple(str(path) for path in files if path is not None)
+        reserve = replace(settings.data.reserve, validation=0, bench=0, prompts=known)
+        return settings.put(data=replace(settings.data, reserve=reserve))
+
+    def held_out(self, use: str) -> Path | None:
+        """The prompts that the first round held out of the data for `use`."""
+        return held_out_prompts(self.folder(0) / "generate", use)
+
+    def validation(self) -> tuple[str, ...]:
+        """The prompts that tau is measured on in all rounds."""
+        own = None if self.train.given("train.prompts") else self.held_out("validation")
+        return self.train.train.prompts if own is None else (shown(own),)
+
     def answering(self, number: int, drafter: str, records: bool) -> Settings:
         """The generate stage of a round with its seed and the drafter that helps (empty: none)."""
         found = self.compose("generate", number)
+        if number:
+            found = self.hold_out(found)
         seed = self.generate.sampling.seed + number
         found = self.change(number, found, "sampling", seed=seed)
         found = self.change(number, found, "generate", round=max(0, number - 1))
@@ -127,6 +151,8 @@ class RoundPlan:
         path = str(self.made_prompts(number, switch))
         whole = {"name": None, "mixture": (), "limit": None, "shuffle": False, "share": (0, 1)}
         data: Any = {"path": path, **whole, **TOKEN_ROWS}
+        if number == 0:
+            found = self.hold_out(found)
         run = replace(found.run, root=str(self.folder(number)), name=switch)
         found = found.put(data=replace(found.data, **data), run=run)
         return Step(f"round {number}: generate from {switch}", found)
@@ -175,7 +201,8 @@ class RoundPlan:
         """The train stage of a round with its seed, answers and start. on_policy: whether it may
         train on the drafter's own drafts."""
         found = self.compose("train", number)
-        found = self.change(number, found, "train", seed=self.train.train.seed + number)
+        seed = self.train.train.seed + number
+        found = self.change(number, found, "train", seed=seed, prompts=self.validation())
         run = replace(found.run, answers=str(answers))
         return begin(found.put(run=run), start, on_policy)
 
@@ -184,7 +211,7 @@ class RoundPlan:
     ) -> Settings:
         """The measurement that judges a round's drafter, or others as that one. folder: the run
         where these lie; None: the round's."""
-        judge, prompts = self.settings.loop.round.judge, self.train.train.prompts
+        judge, prompts = self.settings.loop.round.judge, self.validation()
         chosen = any(item.key_or_group == "bench.prompts" for item in parse(judge))
         if len(prompts) != 1 and not chosen:
             raise UserError(

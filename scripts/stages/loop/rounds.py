@@ -26,7 +26,7 @@ from scripts.run.process import shown
 from scripts.stages.loop import facts
 from scripts.stages.loop.plan import HARD_PROMPTS, MORE, PLAIN, TRIALS, RoundPlan, begin, place
 from scripts.stages.loop.speed import measure_generation
-from scripts.stages.loop.steps import Step, perform
+from scripts.stages.loop.steps import Step, derive_generation, perform
 from scripts.stages.loop.table import change, show
 from scripts.stages.measure import measure_run
 from train.feedback.branches import write_branches
@@ -269,7 +269,8 @@ class Rounds:
         plan, first, folder = self.plan, self.training(0), self.run_folder / OPEN_LOOP
         if plan.shares or plan.own("generate", 0):
             answers = folder / "generate"
-            generation = place(self.settings.derive("generate", plan.recipe), folder)
+            own = plan.hold_out(derive_generation(self.settings, plan.recipe))
+            generation = place(own, folder)
             self.perform(Step("open loop: generate", generation))
         else:
             answers = plan.folder(0) / "generate"
@@ -277,7 +278,7 @@ class Rounds:
         training = begin(place(self.settings.derive("train", plan.recipe), folder), "", False)
         training = training.put(
             run=replace(training.run, answers=str(answers)),
-            train=replace(training.train, max_steps=steps),
+            train=replace(training.train, max_steps=steps, prompts=plan.validation()),
         )
         self.perform(Step("open loop: train", training))
         out, measured = folder / "train" / plan.drafter, folder / "measure"

@@ -10,12 +10,16 @@ reads; a recipe of `loop.recipes` is put before the loop's experiments, whose va
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 from heads.api.errors import UserError
+from inference.measure.config import BenchConfig
 from scripts.config.schema import Settings
 from scripts.run.drafters import SWEPT
+from scripts.stages.generate import data_of, held_out_of
 from scripts.stages.loop.rounds import Rounds
-from scripts.stages.loop.steps import Step, perform
+from scripts.stages.loop.steps import Step, derive_generation, perform
 
 
 def run(settings: Settings) -> None:
@@ -43,17 +47,30 @@ def plan(settings: Settings) -> list[Step]:
                 f"its own. Leave {key} out, or train one drafter with loop.recipes=[]."
             )
     common = loop.recipes[0] if loop.recipes else None
-    steps = [Step("generate", settings.derive("generate", common))]
+    measures = [Step("measure", settings.derive("measure", common))]
+    for name, extra in loop.measures.items():
+        more = [f"measure.name={name}", *extra]
+        measures.append(Step(f"measure {name}", settings.derive("measure", common, more=more)))
+    generate = derive_generation(settings, common)
+    benches = [step.settings.bench for step in measures if step.settings.bench.prompts]
+    steps = [Step("generate", hold_out(generate, benches))]
     for recipe in loop.recipes or ((None,) if not loop.sweep else ()):
         title = f"train {recipe}" if recipe else "train"
         steps.append(Step(title, settings.derive("train", recipe)))
     steps += sweep_steps(settings, common)
-    steps.append(Step("measure", settings.derive("measure", common)))
-    for name, extra in loop.measures.items():
-        more = [f"measure.name={name}", *extra]
-        steps.append(Step(f"measure {name}", settings.derive("measure", common, more=more)))
+    steps += measures
     steps.append(Step("report", settings.derive("report", common)))
     return steps
+
+
+def hold_out(settings: Settings, benches: Sequence[BenchConfig]) -> Settings:
+    """The settings of a generate stage with the prompts held out that the loop measures on."""
+    known = data_of(settings).held_out_prompts
+    more = dict.fromkeys(one for one in map(held_out_of, benches) if one not in known)
+    if not more or settings.data.decontaminate == "none":
+        return settings
+    data = settings.data
+    return settings.put(data=replace(data, held_out_prompts=(*data.held_out_prompts, *more)))
 
 
 def sweep_steps(settings: Settings, common: str | None) -> list[Step]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from heads.api.errors import UserError
@@ -29,6 +30,15 @@ class Step:
     def stage(self) -> Stage:
         """The stage that is run."""
         return self.settings.stage
+
+
+def derive_generation(settings: Settings, recipe: str | None, more: Sequence[str] = ()) -> Settings:
+    """The generate stage of a loop (see `Settings.derive`). It does not read train.prompts, but
+    holds those out that the loop's command line gives."""
+    found, train = settings.derive("generate", recipe, more=more), settings.derive("train", recipe)
+    if not train.given("train.prompts") or found.given("data.held_out"):
+        return found
+    return found.put(data=replace(found.data, held_out=train.train.prompts))
 
 
 def perform(launch: str, step: Step) -> None:

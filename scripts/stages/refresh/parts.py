@@ -24,8 +24,8 @@ from scripts.config.schema import Settings
 from scripts.run.drafters import DRAFT_KEYS, Found
 from scripts.run.folder import open_folder
 from scripts.run.process import is_main_process
-from scripts.stages.generate import with_benches
-from scripts.stages.measure import load
+from scripts.run.prompts import load
+from scripts.stages.generate import data_of
 from train.data.answers import AnswersManifest
 from train.generate.loop import OwnDecoder
 from train.generate.run import generate
@@ -53,7 +53,7 @@ def answer(
 ) -> AnswersManifest:
     """The new target's answers to some of the prompts, drafted for by the old drafter."""
     rows = min(settings.refresh.prompts, settings.data.limit or settings.refresh.prompts)
-    data, sampling = with_benches(replace(settings.data, limit=rows)), settings.sampling
+    data, sampling = replace(data_of(settings), limit=rows), settings.sampling
     backend = None
     if sampling.chosen_backend == "own" and not (out / MANIFEST_FILE).is_file():
         target, drafter = load_pair(settings, old.folder)
@@ -124,7 +124,7 @@ def measure_tau(settings: Settings, decode: DecodeConfig, checkpoint: Path) -> T
     """tau of a checkpoint with the new target on the prompts of `bench`."""
     target, drafter = load_pair(settings, checkpoint)
     bench, limit = settings.bench, target.info.max_position_embeddings
-    prompts = select_prompts(load(bench).prompts, bench.prompts_per_domain, bench.seed)
+    prompts = select_prompts(load(settings).prompts, bench.prompts_per_domain, bench.seed)
     rows = replace(decode, batch_size=settings.train.eval_batch)
     requests = to_requests(prompts, target.tokenizer, rows, capacity=limit, overlong="skip")
     if not requests:

@@ -44,7 +44,7 @@ def test_a_folder_has_one_file_per_domain(tmp_path):
     [
         ("{", "line 1: not a JSON object"),
         ("[1]", "expected a JSON object, found list"),
-        ('{"id": "a"}', "exactly one of messages, prompt, tokens; found: none"),
+        ('{"id": "a"}', "exactly one of messages, prompt, tokens, text; found: none"),
         ('{"prompt": "x", "tokens": [1]}', "found: prompt, tokens"),
         ('{"prompt": ""}', "role 'user' is empty"),
         ('{"tokens": [1, -1]}', "non-negative integers"),

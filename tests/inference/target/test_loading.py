@@ -18,6 +18,7 @@ from inference.kernels.packed_linear import supported
 from inference.target.loading import (
     REFUSED,
     TargetConfig,
+    checked_config,
     load_model,
     require_supported,
     shared_weights,
@@ -260,3 +261,10 @@ def test_targets_loaded_by_several_threads_at_once_leave_the_library_as_it_was(
     )
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert len({id(model) for model in [*loaded, load_model(config)]}) == 5
+
+
+def test_an_automatic_dtype_is_float32_on_a_cpu() -> None:
+    assert TargetConfig("x", dtype="auto", device="cpu").dtype_name == "float32"
+    assert TargetConfig("x", dtype="bfloat16", device="cpu").dtype_name == "bfloat16"
+    with pytest.raises(UserError, match=r"target\.dtype 'bf16' is unknown"):
+        checked_config(TargetConfig("x", dtype="bf16"))

@@ -132,6 +132,9 @@ def test_held_out_prompts_are_found_whole_or_in_part():
     assert index.find([f"{template} and something else"]) is None, (
         "what many prompts share is their template"
     )
+    talk = HeldOutIndex([("bench", "talk", ["Hi", question])])
+    assert talk.find(["hi"]) is None, "a short message of several is nothing of its own"
+    assert talk.find([question]).prompt == "talk"
     exact = HeldOutIndex(prompts, exact=True)
     assert exact.find([f"before {question}"]) is None
     assert exact.find([question.upper()]).prompt == "long"

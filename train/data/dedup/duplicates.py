@@ -21,12 +21,15 @@ Numbers = NDArray[np.int64]
 COMPARED = 8192
 """Pairs whose signatures are compared together."""
 
-KEPT, SAME_ID, SAME_TEXT, NEAR, HELD_OUT = range(5)
+KEPT, SAME_ID, SAME_TEXT, NEAR, HELD_OUT, VALIDATION, BENCH, REPEATS_HELD = range(8)
 REASONS = {
     SAME_ID: "the id or the content is that of an earlier row",
     SAME_TEXT: "the text is that of an earlier row but for case, signs and spaces",
     NEAR: "most of the text is that of an earlier row",
     HELD_OUT: "it repeats a held-out prompt",
+    VALIDATION: "held out for tau during training",
+    BENCH: "held out for measuring",
+    REPEATS_HELD: "it repeats a prompt that is held out of this data",
 }
 """Why rows are left out, by verdict."""
 

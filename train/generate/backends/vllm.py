@@ -34,8 +34,9 @@ class VllmBackend:
                 "it in this environment, or start `vllm serve` in one of its own and give its "
                 "address: sampling.server=http://host:8000."
             ) from error
-        names = ("revision", "dtype", "trust_remote_code")
+        names = ("revision", "trust_remote_code")
         given = {"model": target.path, **{name: getattr(target, name) for name in names}}
+        given["dtype"] = target.dtype_name
         self.engine = self.vllm.LLM(**given | dict(sampling.vllm_arguments))
 
     def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:

@@ -1,0 +1,67 @@
+"""Which prompts a stage decodes: those it is given, or those held out of the run's data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from heads.api.errors import UserError
+from inference.measure.config import BenchConfig
+from inference.measure.datasets import Loaded
+from scripts.config.own import RunConfig
+from scripts.config.schema import Settings
+from scripts.run.process import shown
+from train.data.answers import held_out_prompts
+from train.data.held_out import load_any_prompts
+
+EMBEDDED = "embedded"
+"""The bench that comes with the embedded target's prompts."""
+FIRST_ROUND = "round-0"
+"""Folder of a loop's first round, which holds prompts out for all rounds."""
+
+
+def bench_of(settings: Settings) -> BenchConfig:
+    """`bench` with the prompts that it stands for. Prompts that were held out of the run's own data
+    come before the embedded ones, unless these were asked for. Raises `UserError` without any."""
+    bench, chosen = settings.bench, settings.choices.get("bench")
+    named = settings.given("bench.prompts")
+    if chosen == EMBEDDED and named and not settings.given("bench.domains"):
+        return replace(bench, domains=())  # of the embedded prompts
+    if bench.prompts and (chosen != EMBEDDED or named or settings.given("bench")):
+        return bench
+    found = held_out(settings.run, "bench")
+    if found is not None:
+        return replace(bench, prompts=shown(found), domains=())
+    if bench.prompts:
+        return bench
+    raise UserError(
+        f"there are no prompts to measure on: '{settings.run.directory}' holds none out of its "
+        "data (`headstart generate` does, data.reserve.bench). Give prompts of your own, "
+        "bench=jsonl bench.prompts=<file or folder>, or choose a benchmark, such as bench=mtbench."
+    )
+
+
+def load(settings: Settings) -> Loaded:
+    """The prompts of `bench`, and the commit of the dataset they are from."""
+    bench = bench_of(settings)
+    return load_any_prompts(bench.prompts, bench.dataset, bench.domains)
+
+
+def validation_prompts(settings: Settings, key: str, given: str) -> str:
+    """The prompts named by setting `key` with the value `given`, or those that were held out of the
+    run's data for validation. Raises `UserError` without any."""
+    own = None if settings.given(key) else held_out(settings.run, "validation")
+    if own is None and not given:
+        raise UserError(
+            f"{key} is empty, and '{settings.run.directory}' holds no prompts out of its data "
+            f"(`headstart generate` does, data.reserve.validation). Set {key}=<file or folder>."
+        )
+    return given if own is None else shown(own)
+
+
+def held_out(run: RunConfig, use: str) -> Path | None:
+    """The file of prompts that a run held out of its data for `use`: validation or bench."""
+    own = Path(run.answers) if run.answers else run.directory / "generate"
+    places = (own, run.directory / FIRST_ROUND / "generate")
+    found = (held_out_prompts(place, use) for place in places)
+    return next((path for path in found if path is not None), None)
