@@ -14,6 +14,8 @@ import time
 from heads.api.errors import UserError
 from scripts.config.schema import Settings
 from scripts.run.drafters import SWEPT
+from scripts.run.process import console
+from scripts.stages.loop.progress import Forecast, clock
 from scripts.stages.loop.rounds import Rounds
 from scripts.stages.loop.steps import Step, perform
 
@@ -25,10 +27,12 @@ def run(settings: Settings) -> None:
     if settings.loop.rounds:
         Rounds(settings).run()
         steps = [step for step in steps if step.stage.name in ("measure", "report")]
-    for number, step in enumerate(steps, 1):
-        elapsed = clock(time.monotonic() - start)
-        print(f"\n[{number}/{len(steps)}] {step.title}  ({elapsed})", flush=True)
+    forecast = Forecast.of(steps)
+    for step in steps:
+        forecast.show(step.title, console())
+        begun = time.monotonic()
         perform(settings.loop.launch, step)
+        forecast.finish(time.monotonic() - begun)
     print(f"\nloop finished in {clock(time.monotonic() - start)}", flush=True)
 
 
@@ -67,7 +71,3 @@ def sweep_steps(settings: Settings, common: str | None) -> list[Step]:
             found = settings.derive("train", common, before=own, more=more)
             steps.append(Step(f"train {drafter}", found))
     return steps
-
-
-def clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
