@@ -97,7 +97,7 @@ def test_the_next_loop_expects_what_the_last_one_took(tmp_path: Path) -> None:
     again = Forecast.of(three_steps(tmp_path))
     assert again.expected == pytest.approx([40.0, 200.0, 60.0])
     assert again.words() == "0:00, about 5 min left"
-    again.finish(20.0)
+    again.finish(20.0)  # half of it: so will the others
     assert again.words() == "0:20, about 2 min left"
     (tmp_path / "loop_times.json").write_text("{")  # damaged: as if no loop had run
     assert Forecast.of(three_steps(tmp_path)).left is None

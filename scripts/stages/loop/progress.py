@@ -1,7 +1,7 @@
 """How far a loop is and how long it will still take.
 
-A step is expected to take its amount of work times the seconds per unit of work. These rates are
-learnt: `<run.root>/loop_times.json` keeps those of the last loops, by target and step; a step that
+A step is expected to take some seconds to start, and its amount of work times the seconds per unit
+of work. These rates are learnt: `<run.root>/loop_times.json` keeps those of the last loops, by target and step; a step that
 was never run takes the rate of its stage. The steps that this loop has done correct the rest by one
 common factor, since another machine or load changes all of them. Where nothing is known yet, no
 time is named.
@@ -26,11 +26,13 @@ from scripts.stages.loop.steps import Step
 
 TIMES_FILE = "loop_times.json"
 FORMAT = 1
-USUAL_RATES = {"generate": 6e-4, "train": 0.1, "measure": 5e-3, "report": 5.0}
+USUAL_RATES = {"generate": 6e-4, "train": 0.1, "measure": 5e-3, "report": 1.0}
 """Seconds per unit of work (`work`) on two cores with the embedded target: the proportion of the
 stages, before any loop has been timed."""
-USUAL_ROWS = 1000
-"""Rows of prompts where `data.limit` does not say."""
+START_SECONDS = 5.0
+"""What every step takes besides its work."""
+USUAL_ROWS, USUAL_DOMAINS = 1000, 3
+"""Rows of prompts and domains of a measurement where the settings do not say."""
 BAR_WIDTH = 30
 
 
@@ -55,8 +57,7 @@ class Forecast:
         """The forecast before the first step."""
         times = read_times(steps[0])
         expected = [
-            0.0 if is_complete(step.settings) else rate(step, times) * work(step, steps)
-            for step in steps
+            0.0 if is_complete(step.settings) else expect(step, steps, times) for step in steps
         ]
         return cls(steps, expected, bool(times), times)
 
@@ -67,7 +68,7 @@ class Forecast:
         if not self.expected[place]:
             return  # it was skipped
         step = self.steps[place]
-        self.times[step.title] = seconds / work(step, self.steps)
+        self.times[step.title] = max(0.0, seconds - START_SECONDS) / work(step, self.steps)
         write_times(step, self.times)
 
     @property
@@ -112,6 +113,11 @@ class Forecast:
         console.print(grid)
 
 
+def expect(step: Step, steps: Sequence[Step], times: dict[str, float]) -> float:
+    """Seconds that one of `steps` takes. times: rates of earlier loops."""
+    return START_SECONDS + rate(step, times) * work(step, steps)
+
+
 def work(step: Step, steps: Sequence[Step]) -> float:
     """How much one of `steps` has to do. Units differ by stage: tokens of answers (generate,
     measure), rows that are trained on, measurements that are shown."""
@@ -124,8 +130,8 @@ def work(step: Step, steps: Sequence[Step]) -> float:
     if step.stage.name == "measure":
         drafters = sum(one.stage.name == "train" for one in steps)
         bench, arms = settings.bench, 1 + drafters + len(settings.measure.kinds)
-        prompts = bench.prompts_per_domain * max(1, len(bench.domains)) * bench.repeats
-        return float(arms * prompts * settings.decode.max_new_tokens)
+        prompts = bench.prompts_per_domain * (len(bench.domains) or USUAL_DOMAINS)
+        return float(arms * prompts * bench.repeats * settings.decode.max_new_tokens)
     return 1.0
 
 
