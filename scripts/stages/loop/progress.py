@@ -1,10 +1,10 @@
 """How far a loop is and how long it will still take.
 
 A step is expected to take some seconds to start, and its amount of work times the seconds per unit
-of work. These rates are learnt: `<run.root>/loop_times.json` keeps those of the last loops, by target and step; a step that
-was never run takes the rate of its stage. The steps that this loop has done correct the rest by one
-common factor, since another machine or load changes all of them. Where nothing is known yet, no
-time is named.
+of work. These rates are learnt: `<run.root>/loop_times.json` keeps those of the last loops, by
+target and step; a step that was never run takes the rate of its stage. The steps that this loop has
+done correct the rest by one common factor, since another machine or load changes all of them. Where
+nothing is known yet, no time is named.
 """
 
 from __future__ import annotations

@@ -166,6 +166,7 @@ def test_render_writes_markdown_and_plots(tmp_path: Path) -> None:
         image = imread(tmp_path / "out" / name)
         assert image.shape[0] > 200
         assert image.std() > 0.05  # something was drawn
+        assert image.shape[1] < min(1500, 2 * image.shape[0])  # labels are read at 800 pixels
     assert sorted(file.name for file in path.parent.iterdir()) == [
         "acceptance.png",
         "report.md",
