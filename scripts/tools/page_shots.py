@@ -60,7 +60,7 @@ KEEP = """() => {
   const wanted = [
     ...show("header.top > div", 1), ...show("#summary-0", 1),
     ...show("#lost-0 > h2, #lost-0 > .grid:first-of-type", 2),
-    ...show("#answers-0 > h2, #answers-0 .legend, #answers-0 .answer", 3),
+    ...show("#answers-0:has(.answer) > h2, #answers-0 .legend, #answers-0 .answer", 3),
   ];
   const keep = new Set();
   for (const e of wanted) for (let p = e; p; p = p.parentElement) keep.add(p);
@@ -68,7 +68,7 @@ KEEP = """() => {
     if (!keep.has(e) && !wanted.some((w) => w.contains(e))) e.style.display = "none";
   }
   for (const e of show(".columns, .reader", 9)) e.style.display = "block";
-  for (const e of show("#lost-0 .grid figure", 99).slice(3)) e.style.display = "none";
+  for (const e of show("#lost-0 .grid figure", 99).slice(2)) e.style.display = "none";
   for (const e of show("#answers-0 .answer > *", 9999).slice(90)) e.style.display = "none";
   for (const e of show("main, section", 99)) e.style.paddingBottom = "1.5rem";
 }"""
