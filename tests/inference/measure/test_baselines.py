@@ -145,6 +145,7 @@ def test_a_measurement_with_baselines_reports_them(
     config = BenchConfig(
         prompts_per_domain=3,
         repeats=2,
+        retries=0,
         warmup_prompts=1,
         baselines=BaselinesConfig(transformers=("generate", "assisted"), assistant="small"),
     )

@@ -454,6 +454,27 @@ def test_a_disturbed_repeat_is_measured_again_and_left_out(
         assert (said in text) == (place != "terminal")
 
 
+def test_an_interrupted_further_repeat_continues(
+    target: TargetModel, arms: list[Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slower(engine: Engine, repeat: int) -> float:
+        answers.append(repeat)
+        if len(answers) == 4 + 2 * 16 + 6:  # warm-up, two repeats, a prompt and a half
+            raise InterruptedRunError
+        return 1.5 if repeat == 0 and engine.drafter else 1.0
+
+    answers: list[int] = []
+    with monkeypatch.context() as patch:
+        disturb(patch, slower)
+        with pytest.raises(InterruptedRunError):
+            measure(CONFIG, target, arms, prompts(), tmp_path, console=QUIET)
+    repeats = measure(CONFIG, target, arms, prompts(), tmp_path, console=QUIET).repeats
+    assert repeats is not None
+    assert (repeats.measured, repeats.kept, repeats.disturbed) == (3, [1, 2], False)
+    lines = (tmp_path / "records.jsonl").read_text(encoding="utf-8").splitlines()[1:]
+    assert len(lines) == 3 * 16
+
+
 def test_a_machine_that_stays_disturbed_is_said_everywhere(
     target: TargetModel, arms: list[Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
