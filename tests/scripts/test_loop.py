@@ -81,7 +81,7 @@ def three_steps(root: Path) -> list[Step]:
 def test_a_loop_names_a_time_once_it_knows_one(tmp_path: Path) -> None:
     forecast = Forecast.of(three_steps(tmp_path))
     assert (forecast.left, forecast.share) == (None, 0.0)
-    assert forecast.words() == "0:00, time left: known after the first stage"
+    assert forecast.words() == "0:00, time left: not known yet"
     forecast.finish(2 * forecast.expected[0])  # twice as long as expected: so will the others
     assert forecast.left == pytest.approx(2 * sum(forecast.expected[1:]))
     assert forecast.share == pytest.approx(forecast.expected[0] / sum(forecast.expected))
@@ -123,7 +123,7 @@ def test_a_step_is_announced_in_one_line(tmp_path: Path) -> None:
     log = Console(file=io.StringIO(), record=True, width=60)
     forecast.show("train embedded_medusa", log)
     assert log.export_text() == (
-        "\n[1/3] train embedded_medusa  (0:00, time left: known after the first stage)\n"
+        "\n[1/3] train embedded_medusa  (0:00, time left: not known yet)\n"
     )
     forecast.finish(1e5)
     terminal = Console(

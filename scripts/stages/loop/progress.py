@@ -95,7 +95,7 @@ class Forecast:
     def words(self) -> str:
         """ "1:10, about 5 min left"."""
         elapsed = clock(sum(self.spent))
-        left = "time left: known after the first stage" if self.left is None else about(self.left)
+        left = "time left: not known yet" if self.left is None else about(self.left)
         return f"{elapsed}, {left}"
 
     def show(self, title: str, console: Console) -> None:
