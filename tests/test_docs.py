@@ -15,7 +15,7 @@ import yaml
 
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
-from scripts.tools.docs_site import BLOCK, OUTSIDE, TITLES, on_page_markdown
+from scripts.tools.docs_site import BLOCK, OUTSIDE, TITLES, on_page_markdown, repository_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -121,6 +121,22 @@ def test_the_sites_hooks() -> None:
     assert f'```bash title="{TITLES["gpu"]}"' in shown
     assert "`a.py` and the loader (`train/loader.py`) and [here](data.md)" in shown
     assert not OUTSIDE.search(shown)
+    picture = on_page_markdown("![the loop](../assets/loop.svg) and [card](../assets/card.md)")
+    assert picture == "![the loop](assets/loop.svg) and card (`assets/card.md`)"
+
+
+@pytest.mark.parametrize(
+    ("remote", "page"),
+    [
+        ("git@github.com:some/headstart.git", "https://github.com/some/headstart"),
+        ("https://github.com/some/headstart.git", "https://github.com/some/headstart"),
+        ("https://token@git.example.org/some/headstart", "https://git.example.org/some/headstart"),
+        ("/srv/headstart.git", ""),
+        ("", ""),
+    ],
+)
+def test_the_site_links_the_repository_it_is_cloned_from(remote: str, page: str) -> None:
+    assert repository_page(remote) == page
 
 
 def test_the_comparison_with_speculators_holds_the_reports_numbers() -> None:

@@ -304,8 +304,8 @@ class Run:
             return
         report = check_parity(self.target, self.serving(weights), documents, depth)
         display.say(
-            f"parity: training and decoding agree at {report.compared} places, depth 1 to {depth} "
-            f"(largest relative difference {max(report.worst, default=0.0):.1e}, allowed "
+            f"parity: training and decoding agree at {report.compared} positions, depth 1 to "
+            f"{depth} (largest relative difference {max(report.worst, default=0.0):.1e}, allowed "
             f"{report.tolerance:.0e})"
         )
 

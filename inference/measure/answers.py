@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,20 @@ class AnswerLog:
         with (self.directory / PARTIAL_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(record)) + "\n")
 
-    def of(self, arm: str) -> list[Record]:
-        """An arm's records by repeat, then in the order in which prompts were first answered."""
-        return sorted((found[arm] for found in self.done.values()), key=lambda item: item.repeat)
+    def of(self, arm: str, repeats: Collection[int] | None = None) -> list[Record]:
+        """An arm's records by repeat, then in the order in which prompts were first answered.
+        repeats: None: all."""
+        found = [each[arm] for each in self.done.values()]
+        wanted = [one for one in found if repeats is None or one.repeat in repeats]
+        return sorted(wanted, key=lambda item: item.repeat)
+
+    def decode_seconds(self, arm: str, repeats: Collection[int]) -> dict[int, float]:
+        """Repeat -> what an arm's answers took, prefill excluded."""
+        spent = dict.fromkeys(repeats, 0.0)
+        for record in self.of(arm, repeats):
+            phases = record.seconds.items()
+            spent[record.repeat] += sum(value for phase, value in phases if phase != "prefill")
+        return spent
 
     def finish(self) -> None:
         """Give the records their final name, so that the next measurement begins afresh."""

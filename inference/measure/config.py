@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TypedDict
 
-from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveInt, config
+from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
@@ -76,8 +76,15 @@ class BenchConfig:
     """Measured prompts of each domain, at most."""
     warmup_prompts: PositiveInt = 2
     """Prompts decoded beforehand by every arm, not measured."""
-    repeats: PositiveInt = 1
-    """How often every prompt is measured. More repeats steady the clock; answers do not change."""
+    repeats: PositiveInt = 2
+    """How often every prompt is measured; answers do not change. From two on, the time of the
+    repeats tells whether the machine was quiet."""
+    spread: PositiveFloat = 0.1
+    """How much longer than its fastest repeat an arm's slowest one may take. Above it the machine
+    counts as disturbed: another repeat is measured, and the fastest `repeats` are kept."""
+    retries: NonNegativeInt = 2
+    """Most further repeats that are measured on a disturbed machine; after that the report says
+    that it was."""
     compare_noise: bool = True
     """Above temperature 0, rule match: measure trained drafters also with their own noise."""
     seed: int = 0
@@ -130,17 +137,19 @@ def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
             f"bench.lost splits what rule match reaches, but decode.rule is '{decode.rule}' at "
             f"temperature {decode.temperature:g}. Set decode.rule=match, or leave bench.lost out."
         )
+    fastest = any(arm.decode.compile for arm in arms)  # no arm is measured in a slower mode
     result = []
     for arm in arms:
         if arm.decode.shape == "none":
             words = "which drafts nothing. Give it a chain or a tree."
             raise UserError(f"'{arm.name}' has decode.shape 'none', {words}")
-        result.append(replace(arm, decode=replace(arm.decode, batch_size=1)))
+        own = replace(arm.decode, batch_size=1, compile=fastest)
+        result.append(replace(arm, decode=own))
         # other rules share no noise
         sampled = arm.decode.temperature > 0 and arm.decode.rule == "match"
         both = config.compare_noise and sampled and arm.decode.share_noise
         if both and isinstance(arm.drafter, TrainableDrafter):
-            own = replace(arm.decode, batch_size=1, share_noise=False)
+            own = replace(own, share_noise=False)
             result.append(replace(arm, name=arm.name + OWN_NOISE, decode=own))
     names = [BASELINE, *(arm.name for arm in result)]
     if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -57,13 +57,13 @@ def served_loops(
 
 def baseline_block(plain: Loop, loops: Mapping[str, Loop], seed: int) -> dict[str, LoopResult]:
     """Every other loop, and ours without a drafter (`plain`), by name."""
-    known = {(record.prompt, record.repeat): record.tokens for record in plain.records}
+    known = {record.prompt: record.tokens for record in plain.records}
     ours, found = end_to_end(plain.records), {}
     for name, loop in loops.items():
         totals, whole = loop.totals, end_to_end(loop.records)
         ratio, interval = metrics.speedup(totals, plain.totals, seed)
         own_tau = divide(totals.committed.sum(), totals.passes.sum())
-        same = (record.tokens == known[record.prompt, record.repeat] for record in loop.records)
+        same = (record.tokens == known[record.prompt] for record in loop.records)
         found[name] = LoopResult(
             tokens_per_second=metrics.tokens_per_second(totals),
             tokens_per_second_ci95=metrics.tokens_per_second_ci95(totals, seed),

@@ -12,18 +12,21 @@ from rich.table import Table
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
+from inference.report import claims
 from inference.report import model as schema
-from inference.report.model import REPORT_FILE, Interval, Report, read_report
+from inference.report.claims import ratio_text, speedup_text, with_interval
+from inference.report.model import REPORT_FILE, Report, read_report
 
 HEADLINE = "# Measured by Headstart"
 DEFINITIONS = (
     "**tau**: committed tokens / verify passes (bonus included, cut at end-of-text, prefill's "
-    "token excluded). **TAR**: accepted drafted tokens / (accepted + the refusal that ended a "
+    "token excluded). **TAR**: accepted drafted tokens / (accepted + the rejection that ended a "
     "pass, if any). **speedup**: tokens/s over the same loop without a drafter (N = 1), same "
     "engine, same run, ratio of sums, prefill excluded. **ideal**: tau / (1 + draft time per pass "
     "/ baseline time per pass). **efficiency**: speedup / ideal. **lossless**: measured sequences "
     "identical to the baseline's; a near tie is a difference within the measured numerical gap of "
-    "the number format, a mismatch is not. Brackets: 95% bootstrap interval over prompts."
+    "the number format, a mismatch is not. Brackets: 95% bootstrap interval over prompts; where "
+    "that of a speedup holds 1, **no difference shown**."
 )
 NO_REPORT = "no report was given. Name at least one report.json, or a folder that holds one."
 TABLE_WIDTH = 120
@@ -71,7 +74,15 @@ def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
     for image in images:
         lines += [f"![{Path(image).stem.replace('_', ' ')}]({image})", ""]
     for label, report in reports.items():
-        lines += [f"## {label}", "", *facts(report), "", *main_table(report), ""]
+        lines += [
+            f"## {claims.title(label, report)}",
+            "",
+            *headline(report),
+            "",
+            *main_table(report),
+            "",
+        ]
+        lines += [*facts(report), ""]
         captioned = [
             ("Per domain: tau [interval], TAR, speedup", domain_table(report)),
             (
@@ -95,17 +106,22 @@ def markdown_table(
     return [f"| {' | '.join(header)} |", f"|{line}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def with_interval(value: float, interval: Interval) -> str:
-    """ "2.31 [2.20, 2.43]"."""
-    return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
-
-
 # Tables of every report
 
 
+def headline(report: Report) -> list[str]:
+    """The statements of `claims.summary` as markdown list items."""
+    return [
+        f"- **{one.subject}**{one.text}" if one.subject else f"- **{one.text}**"
+        for one in claims.summary(report)
+    ]
+
+
 def facts(report: Report) -> list[str]:
-    """Target, device, settings, command, and what was left out, as markdown list items."""
+    """Target, device, settings, repeats, command, and what was left out, as markdown list items."""
     found = list_conditions(report.target, report.device, report.settings, report.command)
+    if report.repeats is not None:
+        found.insert(3, f"- repeats: {claims.repeats_text(report.repeats)}")
     return [*found, *([f"- {line}"] if (line := report.run.leak_line) else [])]
 
 
@@ -123,38 +139,39 @@ def list_conditions(
         f"- device: {device.name} ({device.kind}, {device.threads} threads)",
         f"- settings: temperature {settings.temperature}, up to {settings.max_new_tokens} new "
         f"tokens, batch size {settings.batch_size}, rule {rule}, {settings.prompts} "
-        f"prompts, seed {settings.seed}",
+        f"prompts, seed {settings.seed}{', compiled steps' if settings.compile else ''}",
         *([f"- command: `{command}`"] if command else []),
     ]
 
 
-def _main_rows(report: Report) -> list[list[str]]:
-    plain = f"{report.baseline.tokens_per_second:.1f}"
-    rows = [["no drafter", "", "1.00", "", plain, "1.00", "", "", "baseline"]]
-    for drafter in report.drafters:
+def _main_rows(report: Report, separator: str = ", ") -> list[list[str]]:
+    """The cells of the main table. separator: between a speedup and the verdict on it."""
+    rows = []
+    for drafter in report.ranked:
         cells = [
             drafter.name,
             drafter.draft.label,
             with_interval(drafter.tau, drafter.tau_ci95),
             f"{drafter.tar:.2f}",
             f"{drafter.tokens_per_second:.1f}",
-            with_interval(drafter.speedup, drafter.speedup_ci95),
+            speedup_text(report, drafter, separator),
             f"{drafter.ideal_speedup:.2f}",
             f"{100 * drafter.efficiency:.0f}%",
             drafter.lossless.describe(report.settings.promise),
         ]
         rows.append(cells)
-    return rows
+    plain = f"{report.baseline.tokens_per_second:.1f}"
+    return [*rows, ["no drafter", "", "1.00", "", plain, "1.00", "", "", "baseline"]]
 
 
 def main_table(report: Report) -> list[str]:
-    """The drafters of a report and its baseline as a markdown table."""
-    return markdown_table(MAIN_HEADER, _main_rows(report))
+    """The drafters of a report, trained ones first, and its baseline as a markdown table."""
+    return markdown_table(MAIN_HEADER, _main_rows(report), texts=2)
 
 
 def _comparison(reports: Mapping[str, Report]) -> list[str]:
     """Rows: drafters of all reports; columns: tau and speedup of each report."""
-    measured = [{drafter.name: drafter for drafter in one.drafters} for one in reports.values()]
+    measured = [{drafter.name: drafter for drafter in one.ranked} for one in reports.values()]
     header = ["drafter", *(f"{label}: {what}" for label in reports for what in ("tau", "speedup"))]
     settings = [one.settings for one in reports.values() for _ in ("tau", "speedup")]
     rows = [["temperature", *(str(one.temperature) for one in settings)]]
@@ -162,9 +179,10 @@ def _comparison(reports: Mapping[str, Report]) -> list[str]:
         rows.append(["rule", *(one.rule_text for one in settings)])
     for name in dict.fromkeys(name for drafters in measured for name in drafters):
         cells = []
-        for one in (drafters.get(name) for drafters in measured):
+        for report, drafters in zip(reports.values(), measured, strict=True):
+            one = drafters.get(name)
             cells += [with_interval(one.tau, one.tau_ci95) if one else "-"]
-            cells += [with_interval(one.speedup, one.speedup_ci95) if one else "-"]
+            cells += [speedup_text(report, one) if one else "-"]
         rows.append([name, *cells])
     return markdown_table(header, rows)
 
@@ -172,11 +190,14 @@ def _comparison(reports: Mapping[str, Report]) -> list[str]:
 def domain_table(report: Report) -> list[str]:
     """tau, TAR and speedup per drafter and domain as a markdown table."""
     rows = []
-    for drafter in report.drafters:
+    for drafter in report.ranked:
         cells = dict.fromkeys(report.domains, "-")
         for name, found in drafter.domains.items():
             tau = with_interval(found.tau, found.tau_ci95)
             cells[name] = f"{tau}, {found.tar:.2f}, {found.speedup:.2f}x"
+            interval = report.domain_intervals(drafter.name).get(name)
+            if interval is not None and (words := claims.verdict(interval)):
+                cells[name] += f" ({words})"
         rows.append([drafter.name, *cells.values()])
     return markdown_table(["drafter", *report.domains], rows)
 
@@ -184,7 +205,7 @@ def domain_table(report: Report) -> list[str]:
 def depth_table(report: Report) -> list[str]:
     """Acceptance by depth, unconditional (conditional), as a markdown table."""
     rows = []
-    for drafter in report.drafters:
+    for drafter in report.ranked:
         found = drafter.acceptance
         pairs = zip(found.unconditional, found.conditional, strict=True)
         rows.append([drafter.name, *(f"{beta:.2f} ({alpha:.2f})" for beta, alpha in pairs)])
@@ -200,7 +221,7 @@ def _by_depth(header: Sequence[str], rows: Sequence[list[str]]) -> list[str]:
 
 def _step_table(report: Report) -> list[str]:
     rows = []
-    for drafter in report.drafters:
+    for drafter in report.ranked:
         times, memory = dict(drafter.step_ms.items()), drafter.memory_bytes
         cells = [f"{times.get(phase, 0.0):.2f}" for phase in report.phases]
         cells += [f"{size / 1e6:.1f}" for size in (memory.target, memory.drafter, memory.kv)]
@@ -217,7 +238,7 @@ def _optional_tables(report: Report) -> list[tuple[str, list[str]]]:
         (
             report.lost,
             _loss_tables,
-            "Where the speed goes: from the ceiling (every draft kept, at the cost of a plain "
+            "Where the speed goes: from the ceiling (every draft accepted, at the cost of a plain "
             "step) to the measured speedup, factor by factor. Their product is exact; what no "
             "term explains stands in the rows marked rest",
         ),
@@ -274,7 +295,7 @@ def _baselines_table(loops: Mapping[str, schema.LoopResult]) -> list[str]:
         [
             name if loop.interleaved else f"{name} (not interleaved)",
             f"{loop.tokens_per_second:.1f}",
-            with_interval(loop.ratio, loop.ratio_ci95),
+            ratio_text(loop.ratio, loop.ratio_ci95),
             f"{loop.end_to_end_tokens_per_second:.1f}",
             f"{loop.end_to_end_ratio:.2f}",
             f"{loop.tau:.2f}",
@@ -302,7 +323,7 @@ def _profile_table(block: schema.Profile) -> list[str]:
             f"{point.tau:.2f}",
             f"{point.tokens_per_second:.1f}",
             f"{point.baseline_tokens_per_second:.1f}",
-            with_interval(point.speedup, point.speedup_ci95),
+            ratio_text(point.speedup, point.speedup_ci95),
         ]
         rows.append(cells)
     return markdown_table(header, rows)
@@ -336,7 +357,8 @@ def _step_cells(step: schema.RooflineStep | schema.RooflineDraft) -> list[str]:
 
 
 def print_table(report: Report, console: Console | None = None) -> None:
-    """Print the measured numbers of a report; a file or pipe is given 120 columns."""
+    """Print the measured numbers of a report and what they show; a file or pipe is given 120
+    columns."""
     if console is None:
         console = Console() if Console().is_terminal else Console(width=TABLE_WIDTH)
     settings = report.settings
@@ -353,6 +375,9 @@ def print_table(report: Report, console: Console | None = None) -> None:
         number = name in ("tau", "TAR", "tokens/s", "speedup")
         unbroken = number and console.width >= TABLE_WIDTH
         table.add_column(name, justify=justify, overflow="fold", no_wrap=unbroken)
-    for row in _main_rows(report):
+    for row in _main_rows(report, "\n"):
         table.add_row(*(row[place] for place in shown))
     console.print(table)
+    for sentence in claims.summary(report):
+        unbroken = not console.is_terminal  # so that lines of a log can be searched
+        console.print(str(sentence), soft_wrap=unbroken, highlight=False, markup=False)

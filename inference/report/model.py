@@ -96,6 +96,8 @@ class ReportSettings(Block):
     seed: Count
     prompts: Count
     """Measured prompts."""
+    compile: bool | None = None
+    """Whether all arms, plain decoding included, ran compiled steps (`decode.compile`)."""
 
     @property
     def promise(self) -> str:
@@ -266,6 +268,38 @@ class DrafterResult(Block):
     def efficiency(self) -> float:
         """speedup / ideal_speedup."""
         return divide(self.speedup, self.ideal_speedup)
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has weights that were trained: it was loaded from a checkpoint."""
+        return bool(self.path or self.draft.weights_sha256)
+
+
+class Repeats(Block):
+    """How alike the repeats of the measurement were, which tells whether the machine was quiet.
+
+    Every repeat decodes the same text with every arm. Speeds are computed from the kept repeats."""
+
+    measured: Count
+    """Repeats that were decoded."""
+    kept: list[Count]
+    """Numbers of those that count, from 0."""
+    limit: float
+    """Spread above which the machine counts as disturbed (`bench.spread`)."""
+    spread: dict[str, float]
+    """Arm (plain decoding included) to slowest kept repeat / fastest - 1; empty for one repeat."""
+    above_tau: list[str]
+    """Drafters with a speedup above tau, which is impossible: plain decoding was slowed down."""
+
+    @property
+    def largest(self) -> tuple[str, float]:
+        """The arm whose repeats differ most, and by how much; ("", 0.0) for one repeat."""
+        return max(self.spread.items(), key=lambda item: item[1], default=("", 0.0))
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the speeds are not reliable."""
+        return self.largest[1] > self.limit or bool(self.above_tau)
 
 
 # Blocks that `bench` asks for
@@ -656,6 +690,8 @@ class Report(Block):
     settings: ReportSettings
     baseline: Baseline
     drafters: list[DrafterResult]
+    repeats: Repeats | None = None
+    """Missing in reports from before version 0.1.0."""
     profile: Profile | None = None
     costs: Costs | None = None
     roofline: Roofline | None = None
@@ -694,6 +730,11 @@ class Report(Block):
     def domains(self) -> list[str]:
         """All domains, in alphabetical order."""
         return sorted({domain for drafter in self.drafters for domain in drafter.domains})
+
+    @property
+    def ranked(self) -> list[DrafterResult]:
+        """Its drafters: the trained ones, then those without weights, each the fastest first."""
+        return sorted(self.drafters, key=lambda one: (not one.trained, -one.speedup))
 
     def drafter(self, name: str) -> DrafterResult:
         """The drafter of this name; raises `UserError` when it was not measured."""

@@ -1,5 +1,7 @@
 """The PNGs of reports: acceptance by depth, speedup by domain, time per step by phase, and speedup
 by batch size where that was measured. One panel per report.
+
+They are at most 10 inches wide, so that labels can be read at the 800 pixels of a model card.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ PHASE_COLOURS = dict(
     zip((*PHASES, GAP), ("#E69F00", "#0072B2", "#009E73", "#BBBBBB", "#CC79A7"), strict=True)
 )
 DARK = "#222222"
+MOST_WIDTH = 8.5
+"""Inches of the panels; a legend comes to their right."""
 
 
 def plot_all(reports: Mapping[str, Report], out: Path) -> list[Path]:
@@ -52,7 +56,7 @@ def _save(figure: Figure, path: Path) -> Path:
 
 def _styles(reports: Mapping[str, Report]) -> dict[str, tuple[str, str]]:
     """Drafter name to colour and marker, the same in every panel."""
-    names = [drafter.name for report in reports.values() for drafter in report.drafters]
+    names = [drafter.name for report in reports.values() for drafter in report.ranked]
     return {
         name: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)])
         for i, name in enumerate(dict.fromkeys(names))
@@ -73,23 +77,21 @@ def _panels(
     x_label: str = "",
     y_label: str = "",
 ) -> Figure:
-    """A panel per report with one legend; those with a label share their y axis."""
-    shared = bool(y_label)
-    size = (width * len(reports) + (1.4 if shared else 1.2), height)
-    figure, grid = plt.subplots(1, len(reports), figsize=size, sharey=shared, squeeze=False)
-    for axes, (label, report) in zip(grid[0], reports.items(), strict=True):
+    """A panel per report, below one another, with one legend."""
+    size = (min(width, MOST_WIDTH), height * len(reports))
+    figure, grid = plt.subplots(len(reports), 1, figsize=size, squeeze=False)
+    for (axes,), (label, report) in zip(grid, reports.items(), strict=True):
         draw(axes, report)
-        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
         axes.set_title(_title(label, report))
-    grid[0][0].set_ylabel(y_label)
-    if not shared:
-        figure.subplots_adjust(wspace=0.45)
-    _add_legend(figure, grid[0])
+    grid[-1][0].set_xlabel(x_label)
+    figure.tight_layout()
+    _add_legend(figure, grid[:, 0])
     return figure
 
 
 def _title(label: str, report: Report) -> str:
-    return f"{label}, temperature {report.settings.temperature:g}"
+    return f"Temperature {report.settings.temperature:g} ({label})"
 
 
 def _mark_plain_speed(axes: Axes) -> None:
@@ -104,14 +106,14 @@ def _add_legend(figure: Figure, panels: Sequence[Axes]) -> None:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     if handles:
-        place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (0.93, 0.5)}
+        place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (0.99, 0.5)}
         figure.legend(handles.values(), handles.keys(), frameon=False, **place)
 
 
 def acceptance(reports: Mapping[str, Report]) -> Figure:
     """Unconditional (above) and conditional (below) acceptance by depth."""
     styles = _styles(reports)
-    size = (5.2 * len(reports) + 1.4, 6.6)
+    size = (min(5.2 * len(reports), MOST_WIDTH), 6.6)
     figure, grid = plt.subplots(2, len(reports), figsize=size, sharey=True, squeeze=False)
     for column, (label, report) in enumerate(reports.items()):
         for row, which in enumerate(("unconditional", "conditional")):
@@ -120,6 +122,7 @@ def acceptance(reports: Mapping[str, Report]) -> Figure:
         grid[1][column].set_xlabel("drafted depth")
     grid[0][0].set_ylabel("accepted, share of passes")
     grid[1][0].set_ylabel("accepted, given the depth before")
+    figure.tight_layout()
     _add_legend(figure, grid[0])
     return figure
 
@@ -153,7 +156,7 @@ def speedup(reports: Mapping[str, Report]) -> Figure:
     def draw(axes: Axes, report: Report) -> None:
         groups, count = [*report.domains, "all"], max(1, len(report.drafters))
         bar = 0.8 / count
-        for place, drafter in enumerate(report.drafters):
+        for place, drafter in enumerate(report.ranked):
             name = drafter.name
             intervals = {**report.domain_intervals(name), "all": drafter.speedup_ci95}
             values = {domain: numbers.speedup for domain, numbers in drafter.domains.items()}
@@ -170,16 +173,16 @@ def speedup(reports: Mapping[str, Report]) -> Figure:
         axes.set_xticks(range(len(groups)), groups)
         _tidy(axes)
 
-    width = max(4.5, 0.42 * max(bars, default=1))
-    return _panels(reports, width, 4.2, draw, y_label="speedup over plain decoding")
+    width = max(5.5, 0.42 * max(bars, default=1))
+    return _panels(reports, width, 3.4, draw, y_label="speedup over plain decoding")
 
 
 def step_time(reports: Mapping[str, Report]) -> Figure:
     """Stacked bars: milliseconds per verify pass by phase, next to one pass of plain decoding."""
 
     def draw(axes: Axes, report: Report) -> None:
-        names = [drafter.name for drafter in report.drafters]
-        times = [dict(drafter.step_ms.items()) for drafter in report.drafters]
+        names = [drafter.name for drafter in report.ranked]
+        times = [dict(drafter.step_ms.items()) for drafter in report.ranked]
         left = [0.0] * len(names)
         for phase in report.phases:
             values = [one.get(phase, 0.0) for one in times]
@@ -191,7 +194,7 @@ def step_time(reports: Mapping[str, Report]) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
 
     rows = max((len(report.drafters) for report in reports.values()), default=1)
-    return _panels(reports, 5.6, 0.5 * rows + 1.8, draw, x_label="ms per verify pass")
+    return _panels(reports, 7.0, 0.5 * rows + 1.2, draw, x_label="ms per verify pass")
 
 
 def _batch_points(report: Report) -> list[ProfilePoint]:
@@ -230,7 +233,7 @@ def speedup_by_batch(reports: Mapping[str, Report]) -> Figure:
         _tidy(axes)
 
     labels = ("rows decoded together", "speedup over plain decoding")
-    return _panels(reports, 5.2, 4.2, draw, *labels)
+    return _panels(reports, 6.5, 3.8, draw, *labels)
 
 
 def families(rows: Mapping[str, Mapping[str, float]], path: Path) -> Path:

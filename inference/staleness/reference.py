@@ -281,7 +281,9 @@ def from_report(path: Path, weights_sha256: str) -> Reference:
         for name, cell in drafter.domains.items()
     }
     figures = {name: pair for name, pair in figures.items() if pair[0] > 0 and pair[1] > 0}
-    return Reference(*common, {}, depth, str(path), figures=figures, passes=drafter.verify_passes)
+    repeats = len(report.repeats.kept) if report.repeats else 1  # the same passes again
+    passes = drafter.verify_passes // repeats
+    return Reference(*common, {}, depth, str(path), figures=figures, passes=passes)
 
 
 def tallies_of(

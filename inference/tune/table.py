@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from inference.report.claims import ratio_text
 from inference.tune.tuner import TuneRow
 
 
@@ -24,6 +25,6 @@ def tune_table(name: str, rows: Sequence[TuneRow]) -> Table:
             f"{row['predicted_tokens_per_second']:.0f}",
             f"{row['tokens_per_second']:.0f}",
             f"{row['baseline_tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]",
+            ratio_text(row["speedup"], (low, high)),
         )
     return found

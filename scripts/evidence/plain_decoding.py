@@ -109,9 +109,11 @@ def measure_loops(
     ends = [prompts[place // 2 if place % 2 else -1 - place // 2] for place in range(len(prompts))]
     with TemporaryDirectory() as scratch:
         found = measure(bench, target, arms, ends, Path(scratch))
+        assert found.repeats is not None
         records = defaultdict[str, list[Record]](list)
         for record in read_records(Path(scratch) / FINAL_FILE):
-            records[record.arm].append(record)
+            if record.repeat in found.repeats.kept:
+                records[record.arm].append(record)
     drafted = {one.name: one for one in found.drafters}
     suffix = "_compiled" if compiled else ""
     result = {}

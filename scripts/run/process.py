@@ -123,6 +123,15 @@ def prepare_process(config: RunConfig) -> None:
         transformers.utils.logging.disable_progress_bar()
 
 
+def say_what_debug_means(settings: Settings) -> None:
+    """Say that the numbers of a run with `debug=fast` mean nothing."""
+    if settings.choices.get("debug"):
+        say(
+            f"debug={settings.choices['debug']}: a few training steps on a few prompts show that "
+            "every stage works; they cannot teach a drafter. For numbers, leave debug out."
+        )
+
+
 def is_main_process() -> bool:
     """Whether this is rank 0 of a launched job, or the only process."""
     return int(os.environ.get("RANK", "0")) == 0

@@ -74,7 +74,9 @@ def run_one(settings: Settings) -> int:
 
 def output_folder(settings: Settings) -> Path:
     name = settings.stage.name
-    return stage_folder(settings) if name == "train" else settings.run.directory / name
+    if name == "train":
+        return stage_folder(settings)
+    return settings.run.directory / (settings.measure.name if name == "measure" else name)
 
 
 def is_complete(settings: Settings) -> bool:

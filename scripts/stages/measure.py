@@ -21,7 +21,7 @@ from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
 from scripts.run.folder import open_folder
-from scripts.run.process import console, prepare_process, say, shown
+from scripts.run.process import console, prepare_process, say, say_what_debug_means, shown
 from scripts.run.prompts import bench_of, load
 from train.data.dedup.leaks import Leaks, find_leaks
 
@@ -29,6 +29,7 @@ from train.data.dedup.leaks import Leaks, find_leaks
 def run(settings: Settings) -> None:
     report = measure_run(settings)
     print_table(read_report(report), console())
+    say_what_debug_means(settings)
     say(shown(report))
 
 

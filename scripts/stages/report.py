@@ -13,7 +13,7 @@ from inference.report.model import REPORT_FILE, read_report
 from inference.report.page.render import write_page
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
-from scripts.run.process import console, shown
+from scripts.run.process import console, say_what_debug_means, shown
 
 
 def run(settings: Settings) -> None:
@@ -28,6 +28,7 @@ def run(settings: Settings) -> None:
         write_bytes(out / REPORT_FILE, main.read_bytes())
     for path in reports:
         print_table(read_report(path), console())
+    say_what_debug_means(settings)
     for written in (out / REPORT_FILE, text, page, *sorted(out.glob("*.png"))):
         print(shown(written), flush=True)
 

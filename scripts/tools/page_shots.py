@@ -1,6 +1,11 @@
 """Opens report.html in headless Chromium, checks it and takes screenshots.
 
     python -m scripts.tools.page_shots outputs/demo/report.html --out shots
+    python -m scripts.tools.page_shots outputs/demo/report.html --picture assets/report.png
+
+The second command takes one picture of the page's best parts, whole elements below one another, for
+a README: the head with the summary, the first charts of where the speed goes, and the beginning of
+an answer.
 
 It needs `pip install playwright` and a Chromium: Debian's package `chromium`, or any other that
 `--chromium` or HEADSTART_CHROMIUM names. What is checked, 400 and 1600 pixels wide, light and dark:
@@ -49,7 +54,31 @@ FOCUSED = """() => {
 }"""
 
 
+PICTURE_WIDTH = 1280
+KEEP = """() => {
+  const show = (selector, most) => [...document.querySelectorAll(selector)].slice(0, most);
+  const wanted = [
+    ...show("header.top > div", 1), ...show("#summary-0", 1),
+    ...show("#lost-0 > h2, #lost-0 > .grid:first-of-type", 2),
+    ...show("#answers-0:has(.answer) > h2, #answers-0 .legend, #answers-0 .answer", 3),
+  ];
+  const keep = new Set();
+  for (const e of wanted) for (let p = e; p; p = p.parentElement) keep.add(p);
+  for (const e of document.body.querySelectorAll("*")) {
+    if (!keep.has(e) && !wanted.some((w) => w.contains(e))) e.style.display = "none";
+  }
+  for (const e of show(".columns, .reader", 9)) e.style.display = "block";
+  for (const e of show("#lost-0 .grid figure", 99).slice(2)) e.style.display = "none";
+  for (const e of show("#answers-0 .answer > *", 9999).slice(90)) e.style.display = "none";
+  for (const e of show("main, section", 99)) e.style.paddingBottom = "1.5rem";
+}"""
+"""Hides everything but whole elements that the picture shows."""
+
+
 def report(given: argparse.Namespace) -> int:
+    if given.picture is not None:
+        take_picture(given.page, given.picture, given.chromium)
+        return 0
     found = check(given.page, given.out, given.chromium, given.sections)
     print("\n".join(found) or "nothing found")
     return int(bool(found))
@@ -80,6 +109,17 @@ def check(
                 found += [f"{width} {theme}: {problem}" for problem in problems]
                 tab.context.close()
     return found
+
+
+def take_picture(page: Path, picture: Path, chromium: str | None = None) -> None:
+    """Write one picture of a page's best parts; nothing in it is cut."""
+    if not page.is_file():
+        raise UserError(f"there is no page '{page}'. `headstart report` writes one.")
+    with launch(find_chromium(chromium)) as browser:
+        tab, _ = open_page(browser, page, PICTURE_WIDTH, "light")
+        tab.evaluate(KEEP)
+        tab.screenshot(path=picture, full_page=True)
+        tab.context.close()
 
 
 def find_chromium(named: str | None = None) -> str:
@@ -165,6 +205,7 @@ def walk(tab: Any) -> list[str]:
 main = command(
     report,
     page={"positional": True, "type": Path},
+    picture={"type": Path, "help": "take one picture of the best parts and check nothing"},
     out={"type": Path, "help": "folder for screenshots; default: none"},
     chromium={},
     sections={"nargs": "*", "default": [], "help": "ids of elements for close-ups"},

@@ -3,17 +3,21 @@ launcher is put before them."""
 
 from __future__ import annotations
 
+import io
 import stat
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from heads.api.errors import UserError
 from scripts.config.own import SweepRow
 from scripts.config.schema import Settings, load_settings, read_settings
 from scripts.config.stages import STAGES
+from scripts.run.folder import RunRecord
 from scripts.stages.generate import data_of
+from scripts.stages.loop.progress import Forecast, about
 from scripts.stages.loop.stage import plan
 from scripts.stages.loop.steps import Step, launch_step
 
@@ -60,6 +64,89 @@ def test_what_cannot_apply_to_several_recipes_is_refused(override: str) -> None:
         UserError, match=rf"{key} is given, but this loop trains the recipes {A}, {B}"
     ):
         plan(settings([override], recipes=(A, B)))
+
+
+def three_steps(root: Path) -> list[Step]:
+    given = ["data.limit=100", "sampling.max_new_tokens=10", f"run.root={root}", "run.name=x"]
+    return [
+        Step(
+            name,
+            load_settings(
+                STAGES[name], [item for item in given if item.split(".")[0] in STAGES[name].groups]
+            ),
+        )
+        for name in ("generate", "train", "measure")
+    ]
+
+
+def test_a_loop_names_a_time_once_it_knows_one(tmp_path: Path) -> None:
+    forecast = Forecast.of(three_steps(tmp_path))
+    assert (forecast.left, forecast.share) == (None, 0.0)
+    assert forecast.words() == "0:00, time left: not known yet"
+    forecast.finish(2 * forecast.expected[0])  # twice as long as expected: so will the others
+    assert forecast.left == pytest.approx(2 * sum(forecast.expected[1:]))
+    assert forecast.share == pytest.approx(forecast.expected[0] / sum(forecast.expected))
+    forecast.finish(2 * forecast.expected[1])
+    forecast.finish(2 * forecast.expected[2])
+    assert (forecast.left, forecast.share) == (0.0, 1.0)
+
+
+def test_the_next_loop_expects_what_the_last_one_took(tmp_path: Path) -> None:
+    first = Forecast.of(three_steps(tmp_path))
+    for seconds in (40.0, 200.0, 60.0):
+        first.finish(seconds)
+    again = Forecast.of(three_steps(tmp_path))
+    assert again.expected == pytest.approx([40.0, 200.0, 60.0])
+    assert again.words() == "0:00, about 5 min left"
+    again.finish(20.0)  # half of it: so will the others
+    assert again.words() == "0:20, about 2 min left"
+    (tmp_path / "loop_times.json").write_text("{")  # damaged: as if no loop had run
+    assert Forecast.of(three_steps(tmp_path)).left is None
+
+
+def test_complete_steps_take_no_time(in_folder: Path) -> None:
+    steps = three_steps(in_folder)
+    RunRecord(stage="generate", state="complete").write(made(in_folder / "x" / "generate"))
+    forecast = Forecast.of(steps)
+    assert forecast.expected[0] == 0.0 and min(forecast.expected[1:]) > 0
+    forecast.finish(3.0)  # skipping says nothing of the others
+    assert forecast.left is None
+    assert not (in_folder / "loop_times.json").exists()
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_a_step_is_announced_in_one_line(tmp_path: Path) -> None:
+    forecast = Forecast.of(three_steps(tmp_path))
+    log = Console(file=io.StringIO(), record=True, width=60)
+    forecast.show("train embedded_medusa", log)
+    assert log.export_text() == (
+        "\n[1/3] train embedded_medusa  (0:00, time left: not known yet)\n"
+    )
+    forecast.finish(1e5)
+    terminal = Console(
+        file=io.StringIO(), record=True, width=100, force_terminal=True, color_system=None
+    )
+    forecast.show("measure", terminal)
+    (line,) = terminal.export_text().split("\n")[1:-1]
+    assert line.startswith("[2/3] measure ") and "1666:40, about" in line
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (5, "some seconds left"),
+        (33, "about 30 s left"),
+        (130, "about 2 min left"),
+        (3700, "about 62 min left"),
+        (9000, "about 2.5 h left"),
+    ],
+)
+def test_a_forecast_is_no_more_exact_than_it_is(seconds: float, words: str) -> None:
+    assert about(seconds) == words
 
 
 def step(name: str = "generate") -> Step:

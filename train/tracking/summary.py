@@ -30,6 +30,8 @@ from train.tracking.meter import energy_used, total_seconds, utilisation
 from train.tracking.tracker import read_log
 
 SUMMARY_FILE, PLOT_FILE = "summary.json", "tau.png"
+NO_NVIDIA = "no NVIDIA GPU"
+"""Why energy is not known: only NVML tells it."""
 
 
 class Device(BaseModel):
@@ -178,7 +180,7 @@ def energy_source(world: World, joules: float | None) -> str:
     if joules is not None:
         return f"NVML, the GPUs of {world.size} training process{'es' * (world.size > 1)}"
     if world.device.type != "cuda":
-        return "NVML tells of NVIDIA GPUs alone"
+        return NO_NVIDIA
     return (
         "NVML did not tell in every process and session; it is read through the package "
         "nvidia-ml-py"
@@ -212,7 +214,9 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     helpers = device.processes - device.trainers
     running = f", of which {helpers} run{'s' * (helpers == 1)} the target" if helpers else ""
     used = "unknown" if mfu is None else f"{mfu:.1%} of {peak.tflops:.4g} TFLOP/s"
-    energy = "unknown" if joules is None else f"{joules / 3.6e6:.3f} kWh"
+    measured = "unknown" if joules is None else f"{joules / 3.6e6:.3f} kWh"
+    source = summary.energy_source
+    energy = f"n/a ({source})" if source == NO_NVIDIA else f"{measured} ({source})"
     before, after = f"{summary.setup_seconds:,.1f} s", f"{summary.wall_seconds:,.1f} s"
     hours = f"{summary.device_hours:.4g} ({device.processes} x {device.name}{running})"
     shares = (f"{name} {part:.1%}" for name, part in summary.shares.items() if part >= 0.0005)
@@ -224,7 +228,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("time", ", ".join(shares)),
         ("utilisation", f"{used} ({peak.source})"),
         ("peak memory", gib(summary.peak_memory_bytes)),
-        ("energy", f"{energy} ({summary.energy_source})"),
+        ("energy", energy),
     ]
     if best is not None:
         low, high = best.tau_ci95

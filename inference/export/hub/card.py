@@ -16,7 +16,7 @@ from inference.decoding.decode_file import Tuned
 from inference.decoding.rules import names
 from inference.decoding.rules.names import LOSSY, TEXT, promise, rule_text
 from inference.export.hub.config import PushConfig
-from inference.report import markdown
+from inference.report import claims, markdown
 from inference.report.model import DraftFacts, Report
 
 LIBRARY = "headstart"
@@ -28,7 +28,12 @@ ENVIRONMENT = Environment(
     keep_trailing_newline=True,
     undefined=StrictUndefined,
 )
-ENVIRONMENT.globals |= {"markdown": markdown, "promises": names, "lines": "\n".join}
+ENVIRONMENT.globals |= {
+    "claims": claims,
+    "markdown": markdown,
+    "promises": names,
+    "lines": "\n".join,
+}
 TEMPLATE = ENVIRONMENT.get_template("card.md.j2")
 
 

@@ -188,7 +188,7 @@ TERMS = {
     "sample": "rest of tau",
     "widening": "wider verification",
     "drafting": "drafting",
-    "commit": "takeover",
+    "commit": "commit",
     "host": "host",
     "clock": "rest of time",
 }
@@ -250,7 +250,32 @@ class Reliability:
         return 2.0 + 9.0 * (cell.count / self.most) ** 0.5
 
 
-Chart = Dots | Lines | Waterfall | Reliability
+class Segment(NamedTuple):
+    """A part of a bar: from `start` to `end` in the unit of the chart. style: its colour."""
+
+    name: str
+    start: float
+    end: float
+    style: int
+
+
+class Stack:
+    """A bar of segments per row, and a line at `reference`; a legend of the segments' names."""
+
+    kind: ClassVar[str] = "stack"
+
+    def __init__(
+        self, title: str, rows: Sequence[tuple[str, list[Segment]]], reference: float, unit: str
+    ) -> None:
+        self.title, self.rows, self.reference, self.unit = title, rows, reference, unit
+        self.bottom = TOP + ROW * len(rows)
+        ends = [segments[-1].end for _, segments in rows]
+        self.x, self.marks = Scale.over([*ends, reference], 126.0, WIDTH - 46.0, zero=True, about=4)
+        found = {one.name: one.style for _, segments in rows for one in segments}
+        self.legend = list(found.items())
+
+
+Chart = Dots | Lines | Waterfall | Reliability | Stack
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from inference.report.page.charts import (
     Line,
     Lines,
     Reliability,
+    Segment,
+    Stack,
     Waterfall,
     ticks,
 )
@@ -82,8 +84,9 @@ def depths(run: Run) -> list[Figure]:
 
 
 def costs(run: Run) -> list[Figure]:
-    """Cost curves with the fastest draft marked, and speed by rows, where measured."""
-    figures = []
+    """Time by phase; cost curves with the headline's draft marked, and speed by rows, where
+    measured."""
+    figures = [_phases(run)]
     if run.report.costs is not None:
         figures += [_verification(run, run.report.costs), _drafting(run, run.report.costs)]
     if run.report.profile is not None:
@@ -91,8 +94,27 @@ def costs(run: Run) -> list[Figure]:
     return figures
 
 
+def _phases(run: Run) -> Figure:
+    """Milliseconds per verification by phase, beside a step of plain decoding."""
+    rows = []
+    for drafter in run.drafters:
+        times = [value for _, value in drafter.step_ms.items()]
+        ends = np.cumsum(times).tolist()
+        segments = [
+            Segment(phase, end - time, end, place)
+            for place, ((phase, time), end) in enumerate(
+                zip(drafter.step_ms.items(), ends, strict=True)
+            )
+        ]
+        rows.append((drafter.name, segments))
+    plain = run.report.baseline.step_ms
+    title = "Milliseconds per verification by phase"
+    note = f"The dashed line is a step of plain decoding, {number(plain)} ms."
+    return Figure("Time by phase", Stack(title, rows, plain, " ms"), note)
+
+
 def _verification(run: Run, block: Costs) -> Figure:
-    """Time by nodes, rows and cached tokens; the fastest drafter's width is ringed."""
+    """Time by nodes, rows and cached tokens; the width of the headline's drafter is ringed."""
     found: dict[tuple[int, int], list[CostPoint]] = {}
     for point in sorted(block.verify, key=lambda point: (point.rows, point.length, point.nodes)):
         found.setdefault((point.rows, point.length), []).append(point)
@@ -124,7 +146,7 @@ def _verification(run: Run, block: Costs) -> Figure:
     )
     note = (
         "Lines are named rows × cached tokens; whiskers are quartiles. The ring is the draft that "
-        "was chosen: the one that the fastest drafter was measured with."
+        "the drafter of the headline was measured with."
     )
     return Figure("Verification, by nodes", chart, note)
 
@@ -259,13 +281,13 @@ def comparison(page: Page, key: str, title: str, unit: str) -> list[Figure]:
     for run in page.runs:
         measured = {drafter.name: drafter for drafter in run.drafters}
         found = [measured[name] for name in page.names if name in measured]
-        rows[run.label] = [
+        rows[run.title] = [
             Dot(one.name, getattr(one, key), getattr(one, f"{key}_ci95"), one is run.best)
             for one in found
         ]
     figures = _dots(title, rows, unit, None if key == "speedup" else 1.0)
     return [
-        replace(figure, title=run.label, note=_conditions(run))
+        replace(figure, title=run.title, note=_conditions(run))
         for run, figure in zip(page.runs, figures, strict=True)
     ]
 

@@ -63,6 +63,11 @@ def interval(bounds: Sequence[float], digits: int = 2) -> str:
     return f"{number(bounds[0], digits)} to {number(bounds[1], digits)}"
 
 
+def claimed(bounds: Sequence[float], verdict: str) -> str:
+    """The interval of a speedup: "1.52 to 1.74", or "0.82 to 2.31, no difference shown"."""
+    return ", ".join(filter(None, (interval(bounds), verdict)))
+
+
 def percent(share: float, digits: int = 0) -> str:
     """ "52%"."""
     return f"{100 * share:.{digits}f}%"

@@ -12,6 +12,7 @@ from typing import Any
 from heads.api.errors import UserError
 from inference.decoding.rules.names import TEXT
 from inference.measure.breakdown.transcripts import Transcript, read_transcripts
+from inference.report import claims
 from inference.report.markdown import NO_REPORT
 from inference.report.model import DrafterResult, Report, read_report
 
@@ -28,13 +29,19 @@ class Run:
     answers: Sequence[Transcript] = ()
 
     @property
+    def title(self) -> str:
+        """What sets the measurement apart, and its name."""
+        return claims.title(self.label, self.report)
+
+    @property
     def drafters(self) -> list[DrafterResult]:
-        """Its drafters, the fastest first."""
-        return sorted(self.report.drafters, key=lambda drafter: -drafter.speedup)
+        """Its drafters: trained ones, then those without weights, each the fastest first."""
+        return self.report.ranked
 
     @property
     def best(self) -> DrafterResult | None:
-        """The fastest drafter; None in a report without drafters."""
+        """The drafter of the headline: the fastest trained one, or the fastest where none is
+        trained; None in a report without drafters."""
         return next(iter(self.drafters), None)
 
     @property
@@ -42,7 +49,7 @@ class Run:
         """Whether the drafters changed the text, as a sentence."""
         settings = self.report.settings
         if settings.promise != TEXT:
-            return f"Drafts are kept by rule {settings.rule_text}."
+            return f"Drafts are accepted by rule {settings.rule_text}."
         if wrong := [drafter.name for drafter in self.drafters if drafter.lossless.mismatches]:
             names = ", ".join(wrong)
             return f"Answers differ from plain decoding for {names}: see the last column."

@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from inference.manifest import write_bytes
+from inference.report import claims
 from inference.report.page import figures, formats
 from inference.report.page.charts import TERMS
 from inference.report.page.gather import Page, gather
@@ -68,9 +69,9 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for name in ("fit", "interval", "number", "percent", "share", "tick", "to_json"):
+    for name in ("claimed", "fit", "interval", "number", "percent", "share", "tick", "to_json"):
         made.filters[name] = getattr(formats, name)
-    made.globals.update(figures=figures, numbered=formats.numbered, TERMS=TERMS)
+    made.globals.update(claims=claims, figures=figures, numbered=formats.numbered, TERMS=TERMS)
     return made
 
 

@@ -17,7 +17,9 @@ from heads.api.errors import UserError
 from inference.measure.config import BenchConfig
 from scripts.config.schema import Settings
 from scripts.run.drafters import SWEPT
+from scripts.run.process import console
 from scripts.stages.generate import data_of, held_out_of
+from scripts.stages.loop.progress import Forecast, clock
 from scripts.stages.loop.rounds import Rounds
 from scripts.stages.loop.steps import Step, derive_generation, perform
 
@@ -29,10 +31,12 @@ def run(settings: Settings) -> None:
     if settings.loop.rounds:
         Rounds(settings).run()
         steps = [step for step in steps if step.stage.name in ("measure", "report")]
-    for number, step in enumerate(steps, 1):
-        elapsed = clock(time.monotonic() - start)
-        print(f"\n[{number}/{len(steps)}] {step.title}  ({elapsed})", flush=True)
+    forecast = Forecast.of(steps)
+    for step in steps:
+        forecast.show(step.title, console())
+        begun = time.monotonic()
         perform(settings.loop.launch, step)
+        forecast.finish(time.monotonic() - begun)
     print(f"\nloop finished in {clock(time.monotonic() - start)}", flush=True)
 
 
@@ -84,7 +88,3 @@ def sweep_steps(settings: Settings, common: str | None) -> list[Step]:
             found = settings.derive("train", common, before=own, more=more)
             steps.append(Step(f"train {drafter}", found))
     return steps
-
-
-def clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

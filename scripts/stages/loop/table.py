@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from inference.measure.metrics import Gain
+from inference.report.claims import verdict
 from scripts.run.process import console
 from scripts.stages.loop.facts import LoopRecord, Measured, OpenLoopRecord, RoundRecord
 
@@ -42,7 +43,7 @@ def table(record: LoopRecord) -> Table:
         found.add_row(*cells(entry))
     if record.open_loop:
         other, answers = record.open_loop, f"{record.open_loop.generated.answers:,}"
-        tokens, speedup = f"{other.spent.tokens:,.0f}", f"{other.measured.speedup:.2f}"
+        tokens, speedup = f"{other.spent.tokens:,.0f}", speedup_text(other.measured)
         row = ("open loop", answers, "plain", tokens, tau(other.measured), "-", speedup, "answers")
         found.add_row(*row)
     return found
@@ -71,7 +72,7 @@ def cells(entry: RoundRecord) -> list[str]:
         f"{entry.spent.tokens:,.0f}",
         tau(entry.measured),
         "-" if entry.gain is None else change(entry.gain, 2),
-        f"{entry.measured.speedup:.2f}",
+        speedup_text(entry.measured),
         ", ".join(entry.switches) or "answers",
     ]
 
@@ -80,6 +81,12 @@ def tau(measured: Measured) -> str:
     """tau with its interval."""
     low, high = measured.tau_ci95
     return f"{measured.tau:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def speedup_text(measured: Measured) -> str:
+    """The speedup, with what it does not show."""
+    words = verdict(measured.speedup_ci95)
+    return f"{measured.speedup:.2f}{f', {words}' if words else ''}"
 
 
 def change(gain: Gain, digits: int = 3) -> str:

@@ -14,7 +14,7 @@ from heads.api.errors import UserError
 from inference.decoding.buffers import Lanes
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.decoding.execution.compiled import CompiledStep, prefetching
+from inference.decoding.execution.compiled import CompiledStep, parsing_templates_once, prefetching
 from inference.decoding.execution.graphs import Pending
 from inference.target.model import TargetModel
 from tests.inference.decoding.test_lossless import SHAPES, requests
@@ -96,6 +96,19 @@ def test_the_generator_of_products_can_still_be_told_to_prefetch() -> None:
         assert told
     with prefetching() as told_again:
         assert told_again
+
+
+def test_templates_of_products_are_parsed_once_while_compiling() -> None:
+    import torch._inductor.compile_fx  # noqa: F401  first: its modules import each other
+    from torch._inductor.codegen.common import KernelTemplate
+
+    parse = KernelTemplate._template_from_string
+    assert parse("{{ a }} rows") is not parse("{{ a }} rows")
+    with parsing_templates_once():
+        once = KernelTemplate._template_from_string("{{ a }} rows")
+        assert KernelTemplate._template_from_string("{{ a }} rows") is once
+        assert [once.render(a=number) for number in (1, 2)] == ["1 rows", "2 rows"]
+    assert KernelTemplate._template_from_string is parse
 
 
 def test_without_a_compiler_the_error_says_what_to_do(

@@ -145,6 +145,7 @@ def test_a_measurement_with_baselines_reports_them(
     config = BenchConfig(
         prompts_per_domain=3,
         repeats=2,
+        retries=0,
         warmup_prompts=1,
         baselines=BaselinesConfig(transformers=("generate", "assisted"), assistant="small"),
     )
@@ -277,7 +278,9 @@ def test_vllm_is_measured_in_its_own_process(
     target: TargetModel, arms: list[Arm], stand_in: str, tmp_path: Path
 ) -> None:
     baselines = BaselinesConfig(vllm_python=stand_in)
-    config = BenchConfig(prompts_per_domain=4, repeats=2, warmup_prompts=1, baselines=baselines)
+    config = BenchConfig(
+        prompts_per_domain=4, repeats=2, retries=0, warmup_prompts=1, baselines=baselines
+    )
     measure(config, target, arms, prompts(), tmp_path / "out", console=Console(quiet=True))
     block = read_report(tmp_path / "out").to_dict()["baselines"]
     assert {"vllm_plain", "vllm_ngram", "vllm_draft_model", "baseline", "medusa", "small"} == set(
@@ -312,11 +315,11 @@ def test_vllms_failures_are_quoted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # two prompts on a busy machine: no statement on speed
-    monkeypatch.setattr("inference.measure.metrics.TIMING_NOISE", 100.0)
 
     def run(baselines: BaselinesConfig, decode: DecodeConfig = DECODE) -> None:
-        config = BenchConfig(prompts_per_domain=2, compare_noise=False, baselines=baselines)
+        config = BenchConfig(
+            prompts_per_domain=2, repeats=1, compare_noise=False, baselines=baselines
+        )
         contestants = [replace(arm, decode=decode) for arm in arms]
         measure(
             config, target, contestants, prompts(), tmp_path / "out", console=Console(quiet=True)

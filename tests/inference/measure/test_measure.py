@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
+import re
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,6 @@ from inference.measure.config import (
     report_settings,
     split_prompts,
 )
-from inference.measure.metrics import WeakBaselineError
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.run import measure, quick_tau
 from inference.report.markdown import print_table, render
@@ -215,6 +217,7 @@ def test_the_report_describes_target_device_and_drafts(
         "rule": "match",
         "seed": 0,
         "prompts": 4,
+        "compile": False,
     }
     ngram = entry(report, "ngram")
     assert (
@@ -249,6 +252,7 @@ def test_a_report_names_the_rule_that_ran_and_what_it_promises(
         "rule": ran.name,
         "seed": 4,
         "prompts": 2,
+        "compile": False,
     }
     assert report["run"].get("typical") == (
         {"epsilon": 0.09, "delta": 0.3} if rule == "typical" else None
@@ -326,7 +330,7 @@ def test_weights_are_named_by_their_hash_and_own_noise_stands_beside(
     shared, own = report["drafters"]
     assert [shared["draft"]["noise"], own["draft"]["noise"]] == ["shared", "none"]
     assert own["draft"]["name"] == "medusa (own noise)"
-    assert shared["lossless"]["identical"] == own["lossless"]["identical"] == 2
+    assert shared["lossless"]["identical"] == own["lossless"]["identical"] == 4
     assert shared["draft"]["weights_sha256"] == file_sha256(tmp_path / "best" / "model.safetensors")
     assert shared["parameters"] == sum(p.numel() for p in drafter.parameters()) > 0
 
@@ -361,7 +365,7 @@ def test_an_interrupted_measurement_continues(
 
     monkeypatch.setattr(measure_module, "_answer", until_the_seventh)
     config, limit = (
-        BenchConfig(prompts_per_domain=2, warmup_prompts=1),
+        BenchConfig(prompts_per_domain=2, warmup_prompts=1, repeats=1),
         4 + 7,
     )  # warm-up, then 1 prompt and a half
     with pytest.raises(InterruptedRunError):
@@ -394,24 +398,131 @@ def test_records_of_other_settings_are_not_continued(
     report = measure(
         BenchConfig(prompts_per_domain=1), target, arms[:1], prompts(), tmp_path, console=QUIET
     ).to_dict()
-    assert entry(report, "right")["lossless"]["sequences"] == 2
+    assert entry(report, "right")["lossless"]["sequences"] == 4
 
 
-def test_a_weak_baseline_writes_no_report(
+def disturb(
+    monkeypatch: pytest.MonkeyPatch, slower: Callable[[Engine, int], float], prompts: int = 4
+) -> None:
+    """Let every arm take `slower`(engine, repeat) times as long, as other programs would; one
+    warm-up prompt."""
+    calls: Counter[int] = Counter()
+
+    def answer(engine: Engine, request: Request) -> tuple[Completion, dict[str, float]]:
+        completion, seconds = steady_answer(engine, request)
+        factor = slower(engine, (calls[id(engine)] - 1) // prompts)
+        calls[id(engine)] += 1
+        return completion, {phase: factor * value for phase, value in seconds.items()}
+
+    monkeypatch.setattr(measure_module, "_answer", answer)
+
+
+def everything_said(folder: Path) -> dict[str, str]:
+    """What report.md, report.html and the terminal say of a measurement, each on one line."""
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_table(read_report(folder), console)
+    page = html.unescape(write_page([("measure", folder)], folder / "out").read_text())
+    said = {
+        "report.md": render([folder], folder / "out").read_text(),
+        "report.html": re.sub("<[^>]*>", "", page),
+        "terminal": console.export_text(),
+    }
+    return {name: " ".join(text.split()) for name, text in said.items()}
+
+
+def test_a_disturbed_repeat_is_measured_again_and_left_out(
+    target: TargetModel, arms: list[Arm], report: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    disturb(monkeypatch, lambda engine, repeat: 1.5 if repeat == 0 and engine.drafter else 1.0)
+    console = Console(width=120, record=True, file=io.StringIO())
+    found = measure(CONFIG, target, arms, prompts(), tmp_path, console=console)
+    repeats = found.repeats
+    assert repeats is not None
+    assert (repeats.measured, repeats.kept, repeats.disturbed) == (3, [1, 2], False)
+    assert set(repeats.spread) == {"baseline", "right", "wrong", "ngram"}
+    heard = " ".join(console.export_text().split())
+    assert "disturbed: the repeats of 'right' differ by 50% (limit 10%). Measuring again." in heard
+    for name in ("right", "wrong", "ngram"):  # numbers are those of a quiet machine
+        again, before = entry(found.to_dict(), name), entry(report, name)
+        for key in ("speedup", "speedup_ci95", "tokens_per_second", "step_ms", "tokens"):
+            assert again[key] == pytest.approx(before[key]), key
+        counts = again["lossless"]  # what was left out was compared as well
+        assert counts["sequences"] == counts["identical"] == 12
+    said = "3, of which the 2 fastest count, which differ by at most 0%"
+    for place, text in everything_said(tmp_path).items():
+        assert "was disturbed" not in text, place
+        assert (said in text) == (place != "terminal")
+
+
+def test_an_interrupted_further_repeat_continues(
     target: TargetModel, arms: list[Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = measure_module._answer
+    def slower(engine: Engine, repeat: int) -> float:
+        answers.append(repeat)
+        if len(answers) == 4 + 2 * 16 + 6:  # warm-up, two repeats, a prompt and a half
+            raise InterruptedRunError
+        return 1.5 if repeat == 0 and engine.drafter else 1.0
 
-    def slow_when_plain(engine: Engine, request: Any) -> Any:
-        completion, seconds = real(engine, request)
-        return completion, {
-            k: v * (20 if engine.drafter is None else 1) for k, v in seconds.items()
-        }
+    answers: list[int] = []
+    with monkeypatch.context() as patch:
+        disturb(patch, slower)
+        with pytest.raises(InterruptedRunError):
+            measure(CONFIG, target, arms, prompts(), tmp_path, console=QUIET)
+    repeats = measure(CONFIG, target, arms, prompts(), tmp_path, console=QUIET).repeats
+    assert repeats is not None
+    assert (repeats.measured, repeats.kept, repeats.disturbed) == (3, [1, 2], False)
+    lines = (tmp_path / "records.jsonl").read_text(encoding="utf-8").splitlines()[1:]
+    assert len(lines) == 3 * 16
 
-    monkeypatch.setattr(measure_module, "_answer", slow_when_plain)
-    with pytest.raises(WeakBaselineError, match="the baseline is weak: 'right'"):
-        measure(CONFIG, target, arms, prompts(), tmp_path, console=QUIET)
-    assert not (tmp_path / "report.json").exists()
+
+def test_a_machine_that_stays_disturbed_is_said_everywhere(
+    target: TargetModel, arms: list[Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disturb(monkeypatch, lambda engine, repeat: 1.3**repeat if engine.drafter else 1.0)
+    found = measure(replace(CONFIG, retries=1), target, arms, prompts(), tmp_path, console=QUIET)
+    assert found.repeats is not None
+    assert (found.repeats.measured, found.repeats.kept) == (3, [0, 1])
+    assert found.repeats.disturbed and found.repeats.above_tau == []
+    assert found.repeats.spread == pytest.approx(
+        {"baseline": 0.0, "right": 0.3, "wrong": 0.3, "ngram": 0.3}
+    )
+    for place, text in everything_said(tmp_path).items():
+        assert "The machine was disturbed: the repeats of 'right' differ by 30%" in text, place
+        assert "Speeds and speedups of this measurement are not reliable" in text, place
+
+
+def test_one_repeat_tells_nothing_of_the_machine(
+    target: TargetModel, arms: list[Arm], tmp_path: Path
+) -> None:
+    config = replace(CONFIG, repeats=1)
+    found = measure(config, target, arms[:1], prompts(), tmp_path, console=QUIET).repeats
+    assert found is not None
+    assert (found.measured, found.spread, found.disturbed) == (1, {}, False)
+    said = everything_said(tmp_path)
+    assert "repeats: 1, so a disturbance of the machine would not have been" in said["report.md"]
+
+
+def test_a_weak_baseline_is_reported_as_a_disturbance(
+    target: TargetModel, arms: list[Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disturb(monkeypatch, lambda engine, repeat: 1.0 if engine.drafter else 20.0)
+    found = measure(CONFIG, target, arms, prompts(), tmp_path, console=QUIET)
+    assert found.repeats is not None
+    assert found.repeats.measured == CONFIG.repeats + CONFIG.retries
+    assert found.repeats.above_tau == ["right", "wrong", "ngram"]
+    assert found.drafter("right").tau == 4.0 and found.drafter("right").lossless.mismatches == 0
+    for place, text in everything_said(tmp_path).items():
+        assert "'right', 'wrong', 'ngram' measured a speedup above tau" in text, place
+        assert "not valid: above tau" in text, place
+        assert "times as fast" not in text, place
+
+
+def test_all_arms_run_in_the_fastest_mode_of_any(arms: list[Arm]) -> None:
+    compiled = replace(arms[1], decode=replace(DECODE, compile=True))
+    checked = check_arms(BenchConfig(), [arms[0], compiled])
+    assert [arm.decode.compile for arm in checked] == [True, True]
+    assert report_settings({arm.name: arm.decode for arm in checked}, 4).compile is True
+    assert not any(arm.decode.compile for arm in check_arms(BenchConfig(), arms))
 
 
 def test_a_drafter_that_changes_the_text_is_reported_as_a_mismatch(
@@ -429,7 +540,7 @@ def test_a_drafter_that_changes_the_text_is_reported_as_a_mismatch(
     report = measure(
         BenchConfig(prompts_per_domain=1), target, arms[:2], prompts(), tmp_path, console=QUIET
     ).to_dict()
-    assert entry(report, "right")["lossless"]["mismatches"] == 2
+    assert entry(report, "right")["lossless"]["mismatches"] == 4
     assert entry(report, "wrong")["lossless"]["mismatches"] == 0
     divergence = report["run"]["arms"]["right"]["divergences"][0]
     assert (divergence["place"], divergence["near_tie"]) == (5, False)

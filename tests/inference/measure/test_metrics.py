@@ -181,22 +181,34 @@ def timed(pass_seconds: Sequence[float], accepted: int) -> Totals:
     return Totals.collect(rows, accepted)
 
 
-def test_a_speedup_above_tau_is_refused() -> None:
+def test_a_speedup_above_tau_is_noticed() -> None:
     plain_times = [1.0, 1.1, 0.9, 1.0, 1.0, 1.05]
-    metrics.require_speedup_within_tau("eagle3", timed(plain_times, 1), timed(plain_times, 0))
+    assert not metrics.exceeds_tau(timed(plain_times, 1), timed(plain_times, 0))
     close = timed([t * 0.98 for t in plain_times], 1)  # within the clock's noise
-    metrics.require_speedup_within_tau("eagle3", close, timed(plain_times, 0))
+    assert not metrics.exceeds_tau(close, timed(plain_times, 0))
     cheap = timed([t * 0.9 for t in plain_times], 1)
-    with pytest.raises(
-        metrics.WeakBaselineError, match=r"'eagle3' measured a speedup of 2\.22 with only 2\.00"
-    ):
-        metrics.require_speedup_within_tau("eagle3", cheap, timed(plain_times, 0))
+    assert metrics.exceeds_tau(cheap, timed(plain_times, 0))
 
 
 def test_one_disturbed_prompt_does_not_condemn_the_baseline() -> None:
     # something else ran while the last prompt was decoded plainly
     disturbed = [1.0, 1.0, 1.0, 1.0, 1.0, 3.0]
-    metrics.require_speedup_within_tau("eagle3", timed([1.0] * 6, 1), timed(disturbed, 0))
+    assert not metrics.exceeds_tau(timed([1.0] * 6, 1), timed(disturbed, 0))
+
+
+def test_the_fastest_repeats_are_those_of_all_arms_together() -> None:
+    seconds = {"plain": {0: 9.0, 1: 10.0, 2: 10.1}, "eagle3": {0: 8.0, 1: 5.0, 2: 5.2}}
+    assert metrics.fastest_repeats(seconds, 2) == [1, 2]  # though plain was fastest in the first
+    assert metrics.fastest_repeats(seconds, 1) == [1]
+    assert metrics.fastest_repeats(seconds, 5) == [0, 1, 2]
+
+
+def test_the_spread_is_of_the_slowest_repeat_over_the_fastest() -> None:
+    seconds = {0: 8.0, 1: 5.0, 2: 5.2}
+    assert metrics.repeat_spread(seconds, [0, 1, 2]) == pytest.approx(0.6)
+    assert metrics.repeat_spread(seconds, [1, 2]) == pytest.approx(0.04)
+    assert metrics.repeat_spread(seconds, [1]) == 0.0
+    assert metrics.repeat_spread({0: 0.0, 1: 0.0}, [0, 1]) == 0.0  # answers of one token
 
 
 def test_nothing_to_measure_is_said_plainly() -> None:

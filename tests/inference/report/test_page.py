@@ -14,7 +14,8 @@ import pytest
 from jinja2 import UndefinedError
 
 from heads.api.errors import UserError
-from inference.report.page.charts import Chart, Dot, Dots, Line, Lines, Scale, spread, ticks
+from inference.report.model import write_report
+from inference.report.page.charts import Chart, Dot, Dots, Figure, Line, Lines, Scale, spread, ticks
 from inference.report.page.formats import clean, fit, number, to_json
 from inference.report.page.gather import Page, gather, read_rounds, read_trainings
 from inference.report.page.render import FILE, asset, environment, render, write_page
@@ -152,6 +153,31 @@ def test_what_is_said_is_what_was_measured(tame: str) -> None:
     for words in ("ceiling", "drafter error", "rest of tau", "rest of time", "answers end"):
         assert words in text
     assert "1·1" in text  # the best tree's path of two first candidates
+
+
+def test_the_cost_of_a_step_is_drawn_without_cost_curves(tmp_path: Path) -> None:
+    write_report(example_report(), tmp_path / "report.json")
+    page = write_page([("measure", tmp_path)], tmp_path / "out").read_text(encoding="utf-8")
+    section = page.split('id="costs-0"')[1].split("</section>")[0]
+    assert 'aria-label="Milliseconds per verification by phase"' in section
+    for phase, ms in example_report()["drafters"][0]["step_ms"].items():
+        assert f"eagle3, {phase}: {ms:.2f} ms" in section
+    assert "a step of plain decoding, 2.00 ms" in section
+
+
+def test_a_measurement_is_named_by_its_conditions(tame: str) -> None:
+    names = re.findall(r'<option value="\d">([^<]+)</option>', tame.split('id="run"')[1])[:2]
+    assert names == ["Temperature 0, 64 prompts (measure)", "Temperature 1, 64 prompts (sampled)"]
+
+
+@pytest.mark.parametrize(
+    ("count", "even"), [(1, False), (3, False), (4, True), (6, False), (7, False), (10, True)]
+)
+def test_no_chart_of_four_stands_alone(count: int, even: bool) -> None:
+    chart = Dots("t", [Dot("a", 1.0)], 1.0, "", (0.0, 2.0))
+    parts = environment().get_template("parts.html.j2").module
+    drawn = parts.grid([Figure("t", chart)] * count)  # type: ignore[attr-defined]
+    assert ('class="grid even"' in drawn) == even
 
 
 # Data

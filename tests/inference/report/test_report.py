@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import html
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,10 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from heads.api.errors import UserError
+from inference.report import claims
 from inference.report import markdown as report_module
 from inference.report.model import Report, parse_report, read_report, write_report
+from inference.report.page.render import write_page
 from tests.inference.example_report import BLOCKS, example_report, merged
 
 REPORTS = Path(__file__).parents[3] / "docs" / "reports"
@@ -161,6 +166,7 @@ def test_render_writes_markdown_and_plots(tmp_path: Path) -> None:
         image = imread(tmp_path / "out" / name)
         assert image.shape[0] > 200
         assert image.std() > 0.05  # something was drawn
+        assert image.shape[1] < min(1500, 2 * image.shape[0])  # labels are read at 800 pixels
     assert sorted(file.name for file in path.parent.iterdir()) == [
         "acceptance.png",
         "report.md",
@@ -200,8 +206,13 @@ def test_the_table_shows_every_drafter_and_the_baseline(capsys: pytest.CaptureFi
         "lossless": {"identical": 63, "near_ties": 1},
     }
     report_module.print_table(parse_report(example_report({}, own)))
-    lines = capsys.readouterr().out.splitlines()
+    *lines, headline = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines) <= 120
+    assert headline == (
+        "eagle3, the fastest trained drafter, makes assets/tiny-target 1.80 times as fast at "
+        "temperature 0 (95% interval 1.70 to 1.90), drafting chains of 4: 2.75 tokens per "
+        "verification."
+    )
     row = next(line for line in lines if line.strip().startswith("eagle3 (own noise)"))
     for text in ("chain 4", "2.75 [2.60, 2.90]", "0.72", "900.0", "1.80 [1.70, 1.90]"):
         assert text in row
@@ -218,8 +229,87 @@ def test_the_table_shows_every_drafter_and_the_baseline(capsys: pytest.CaptureFi
         assert text in shown
 
 
+UNTRAINED = {"kind": "ngram", "path": "", "draft": {"name": "ngram", "weights_sha256": None}}
+UNCERTAIN = {"speedup": 1.4, "speedup_ci95": [0.82, 2.31]}
+
+
+def outputs(report: dict[str, Any], folder: Path) -> dict[str, str]:
+    """What report.md, report.html and the terminal say of a report."""
+    write_report(report, folder / "measure" / "report.json")
+    console = Console(width=160, file=io.StringIO(), record=True)
+    report_module.print_table(parse_report(report), console)
+    page = write_page([("measure", folder / "measure")], folder / "out").read_text("utf-8")
+    return {
+        "report.md": report_module.render([folder / "measure"], folder / "out").read_text("utf-8"),
+        "report.html": html.unescape(re.sub("<[^>]*>", "", page.split("<body>")[1])),
+        "terminal": console.export_text(),
+    }
+
+
+def test_an_interval_that_holds_one_is_no_gain_in_any_output(tmp_path: Path) -> None:
+    report = example_report({**UNCERTAIN, "domains": {"code": {"speedup": 2.0}}})
+    report["run"]["arms"]["eagle3"]["speedup_ci95_by_domain"]["code"] = [0.9, 2.2]
+    for place, text in outputs(report, tmp_path).items():
+        assert "times as fast" not in text, place
+        assert (
+            "eagle3, the fastest trained drafter: no difference shown against plain decoding at "
+            "temperature 0 (1.40 times its speed, 95% interval 0.82 to 2.31)"
+        ) in text.replace("**", ""), place
+    page, text = (outputs(report, tmp_path)[name] for name in ("report.html", "report.md"))
+    assert "| 1.40 [0.82, 2.31], no difference shown |" in text
+    assert "2.00x (no difference shown)" in text and "1.60x |" in text  # by domain
+    assert "0.82 to 2.31, no difference shown" in page
+    assert "0.90 to 2.20, no difference shown" in page
+
+
+@pytest.mark.parametrize(
+    ("interval", "words"),
+    [
+        ((1.01, 1.2), ""),
+        ((0.5, 0.99), ""),
+        ((1.0, 1.3), "no difference shown"),
+        ((0.9, 1.0), "no difference shown"),
+    ],
+)
+def test_a_ratio_is_claimed_where_its_interval_excludes_one(
+    interval: tuple[float, float], words: str
+) -> None:
+    assert claims.verdict(interval) == words
+
+
+def test_a_slower_drafter_is_called_slower(tmp_path: Path) -> None:
+    report = example_report({"speedup": 0.7, "speedup_ci95": [0.6, 0.8]})
+    for place, text in outputs(report, tmp_path).items():
+        assert "is slower than plain decoding at temperature 0 (0.70 times its speed" in text, place
+        assert "times as fast" not in text, place
+
+
+def test_the_best_trained_drafter_comes_first_and_a_faster_lookup_beside_it(tmp_path: Path) -> None:
+    medusa = {"kind": "medusa", "speedup": 1.2, "speedup_ci95": [1.1, 1.3]}
+    medusa["draft"] = {"name": "medusa"}
+    lookup = {**UNTRAINED, "speedup": 2.3, "speedup_ci95": [2.1, 2.6], "tau": 3.3}
+    report = example_report(lookup, medusa, {})
+    for place, text in outputs(report, tmp_path).items():
+        plain = text.replace("**", "")
+        first = plain.index("eagle3, the fastest trained drafter, makes")
+        assert first < plain.index("ngram, the fastest without training, makes"), place
+    rows = [line.split(" | ")[0] for line in outputs(report, tmp_path)["report.md"].splitlines()]
+    assert [row for row in rows if row in ("| eagle3", "| medusa", "| ngram", "| no drafter")][
+        :4
+    ] == ["| eagle3", "| medusa", "| ngram", "| no drafter"]
+    found = parse_report(example_report(lookup))  # nothing is trained
+    assert [one.name for one in claims.leaders(found)] == ["ngram"]
+
+
+def test_a_drafter_that_has_learned_nothing_is_said(tmp_path: Path) -> None:
+    report = example_report({"tau": 1.0, "tau_ci95": [1.0, 1.0], **UNCERTAIN}, {**UNTRAINED})
+    for place, text in outputs(report, tmp_path).items():
+        assert "accepts practically no draft (tau 1.00): it has not learned to draft yet" in text
+        assert text.count("practically no draft") == 1, place
+
+
 def test_the_table_folds_into_a_narrow_terminal() -> None:
-    console = Console(width=60)
+    console = Console(width=60, force_terminal=True, color_system=None)
     with console.capture() as capture:
         report_module.print_table(parse_report(example_report()), console)
     assert max(len(line) for line in capture.get().splitlines()) <= 60
@@ -238,7 +328,8 @@ def test_optional_blocks_are_checked_and_shown(tmp_path: Path) -> None:
         "63/64 |",
         "| eagle3 | 1 | 90 | 0 | chain 2 | 2.50 | 150.0 | 100.0 | 1.50 [1.40, 1.60] |",
         "| eagle3 | 1 | 90 | 0 | **chain 4** | 2.50 | 180.0 | 100.0 | 1.80 [1.70, 1.90] |",
-        "| eagle3 | 8 | 90 | 0 | chain 2 | 2.50 | 720.0 | 800.0 | 0.90 [0.80, 1.00] |",
+        "| eagle3 | 8 | 90 | 0 | chain 2 | 2.50 | 720.0 | 800.0 | 0.90 [0.80, 1.00], "
+        "no difference shown |",
         "| call | rows | cached | n=1 | n=2 | n=8 |",
         "| verify | 1 | 128 | 3.12 |  | 4.81 |",
         "| draft: eagle3 | 1 | 128 |  | 0.55 |  |",

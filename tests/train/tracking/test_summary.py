@@ -110,16 +110,14 @@ def test_the_figures_of_a_training_add_up(
     )
     # at the start and at the end
     assert re.search(r"measured: .* highest of ([2-9]|\d\d+) probes$", found["peak"]["source"])
-    assert (found["energy_joules"], found["energy_source"]) == (
-        None,
-        "NVML tells of NVIDIA GPUs alone",
-    )
+    assert (found["energy_joules"], found["energy_source"]) == (None, "no NVIDIA GPU")
     assert [(each["step"], each["tau"]) for each in found["taus"]] == [
         (line["step"], line["tau"]) for line in lines if "tau" in line
     ]
     assert found["best"] == manifest["best"]
     shown = capsys.readouterr().err
     assert f"{found['device_hours']:.4g} (1 x {found['device']['name']})" in shown
+    assert re.search(r"energy +n/a \(no NVIDIA GPU\)", shown)
     assert f"{found['setup_seconds']:,.1f} s before the first step" in shown
     # no terminal: plain lines
     assert re.search(r"^step 1/6: loss .* tokens/s .* memory", shown, re.MULTILINE)

@@ -86,6 +86,29 @@ def test_numbers_are_the_reports() -> None:
     assert set(re.findall(r"\d+\.\d+", changed)) - digits == {"2.22", "2.11", "2.33"}
 
 
+def test_a_gain_is_claimed_only_where_the_measurement_shows_one() -> None:
+    target = CONFIG["target"]["id"]
+    claim = f"**eagle3**, the fastest trained drafter, makes {target} 1.80 times as fast at"
+    assert claim in written()[1]
+    uncertain = report_of(DIGEST, {"speedup": 1.4, "speedup_ci95": [0.82, 2.31]})
+    text = written(uncertain)[1]
+    assert "no difference shown against plain decoding at temperature 0 (1.40 times" in text
+    assert "| 1.40 [0.82, 2.31], no difference shown |" in text
+    assert "times as fast" not in text
+
+
+def test_a_disturbed_machine_is_said() -> None:
+    report = report_of(DIGEST)
+    repeats = {"measured": 4, "kept": [0, 2], "limit": 0.1, "above_tau": []}
+    report["repeats"] = {**repeats, "spread": {"baseline": 0.02, "eagle3": 0.34}}
+    text = written(report)[1]
+    assert "**The machine was disturbed: the repeats of 'eagle3' differ by 34%" in text
+    report["repeats"]["spread"]["eagle3"] = 0.04
+    text = written(report)[1]
+    assert "The machine was disturbed" not in text
+    assert "- repeats: 4, of which the 2 fastest count, which differ by at most 4% (eagle3)" in text
+
+
 def test_the_statement_on_losslessness_follows_the_measurement() -> None:
     assert "The text does not change" in written()[1]
     wrong = report_of(DIGEST, {"lossless": {"identical": 60, "mismatches": 4}})
@@ -139,10 +162,7 @@ def test_the_code_on_the_card_runs(
     tree = DecodeConfig(shape="tree", choices=((0,), (1,), (0, 0)), max_new_tokens=8)
     prompts = [Prompt(str(i), "x", tokens=(5, 6, 7 + i)) for i in range(3)]
     arm = Arm("medusa", drafter, tree, str(tmp_path / "best"))
-    monkeypatch.setattr(
-        "inference.measure.metrics.TIMING_NOISE", 100.0
-    )  # three prompts on a busy machine: no statement on speed
-    measure(BenchConfig(warmup_prompts=1), target, [arm], prompts, tmp_path / "measured")
+    measure(BenchConfig(warmup_prompts=1, repeats=1), target, [arm], prompts, tmp_path / "measured")
     folder = build(
         tmp_path / "best",
         [tmp_path / "measured"],

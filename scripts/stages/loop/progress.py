@@ -1,0 +1,201 @@
+"""How far a loop is and how long it will still take.
+
+A step is expected to take some seconds to start, and its amount of work times the seconds per unit
+of work. These rates are learnt: `<run.root>/loop_times.json` keeps those of the last loops, by
+target and step; a step that was never run takes the rate of its stage. The steps that this loop has
+done correct the rest by one common factor, since another machine or load changes all of them. Where
+nothing is known yet, no time is named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from inference.manifest import write_json
+from scripts.run.runner import is_complete
+from scripts.stages.loop.steps import Step
+
+TIMES_FILE = "loop_times.json"
+FORMAT = 1
+USUAL_RATES = {"generate": 6e-4, "train": 0.1, "measure": 5e-3, "report": 1.0}
+"""Seconds per unit of work (`work`) on two cores with the embedded target: the proportion of the
+stages, before any loop has been timed."""
+START_SECONDS = 5.0
+"""What every step takes besides its work."""
+USUAL_ROWS, USUAL_DOMAINS = 1000, 3
+"""Rows of prompts and domains of a measurement where the settings do not say."""
+BAR_WIDTH = 30
+
+
+@dataclass
+class Forecast:
+    """What the steps of a loop are expected to take, and what they took.
+
+    expected: seconds per step, 0 for one that is complete already. learnt: whether they come from
+    an earlier loop.
+    """
+
+    steps: Sequence[Step]
+    expected: list[float]
+    learnt: bool
+    times: dict[str, float] = field(default_factory=dict)
+    """Step's title -> seconds per unit of work, as the file keeps them for this target."""
+    spent: list[float] = field(default_factory=list)
+    """Seconds of the steps that were done."""
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> Forecast:
+        """The forecast before the first step."""
+        times = read_times(steps[0])
+        expected = [
+            0.0 if is_complete(step.settings) else expect(step, steps, times) for step in steps
+        ]
+        return cls(steps, expected, bool(times), times)
+
+    def finish(self, seconds: float) -> None:
+        """Take down what the next step took, and keep its rate for later loops."""
+        place = len(self.spent)
+        self.spent.append(seconds)
+        if not self.expected[place]:
+            return  # it was skipped
+        step = self.steps[place]
+        self.times[step.title] = max(0.0, seconds - START_SECONDS) / work(step, self.steps)
+        write_times(step, self.times)
+
+    @property
+    def factor(self) -> float | None:
+        """By how much steps take longer than expected; None where nothing is known."""
+        done = sum(self.expected[: len(self.spent)])
+        if done:
+            pairs = zip(self.spent, self.expected, strict=False)
+            return sum(seconds for seconds, expected in pairs if expected) / done
+        return 1.0 if self.learnt else None
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the loop ends; None where nothing is known."""
+        rest = sum(self.expected[len(self.spent) :])
+        return None if self.factor is None else self.factor * rest
+
+    @property
+    def share(self) -> float:
+        """How much of the whole is done, in [0, 1]."""
+        done, rest = sum(self.spent), sum(self.expected[len(self.spent) :]) * (self.factor or 1.0)
+        return done / (done + rest) if done + rest else 1.0
+
+    def words(self) -> str:
+        """ "1:10, about 5 min left"."""
+        elapsed = clock(sum(self.spent))
+        left = "time left: not known yet" if self.left is None else about(self.left)
+        return f"{elapsed}, {left}"
+
+    def show(self, title: str, console: Console) -> None:
+        """Announce the next step: with a bar on a terminal, as one plain line elsewhere."""
+        line = f"[{len(self.spent) + 1}/{len(self.steps)}] {title}"
+        console.print()
+        if not console.is_terminal:
+            console.print(
+                f"{line}  ({self.words()})", soft_wrap=True, markup=False, highlight=False
+            )
+            return
+        grid = Table.grid(padding=(0, 1))
+        bar = ProgressBar(total=1.0, completed=self.share, width=BAR_WIDTH)
+        grid.add_row(line.replace("[", "\\["), bar, self.words())
+        console.print(grid)
+
+
+def expect(step: Step, steps: Sequence[Step], times: dict[str, float]) -> float:
+    """Seconds that one of `steps` takes. times: rates of earlier loops."""
+    return START_SECONDS + rate(step, times) * work(step, steps)
+
+
+def work(step: Step, steps: Sequence[Step]) -> float:
+    """How much one of `steps` has to do. Units differ by stage: tokens of answers (generate,
+    measure), rows that are trained on, measurements that are shown."""
+    settings = step.settings
+    if step.stage.name == "generate":
+        return float(prompt_rows(step) * settings.sampling.max_new_tokens)
+    if step.stage.name == "train":
+        train, rows = settings.train, max(map(prompt_rows, steps))
+        return float(train.max_steps * train.global_batch or train.epochs * rows)
+    if step.stage.name == "measure":
+        drafters = sum(one.stage.name == "train" for one in steps)
+        bench, arms = settings.bench, 1 + drafters + len(settings.measure.kinds)
+        prompts = bench.prompts_per_domain * (len(bench.domains) or USUAL_DOMAINS)
+        return float(arms * prompts * bench.repeats * settings.decode.max_new_tokens)
+    return 1.0
+
+
+def prompt_rows(step: Step) -> int:
+    """Prompts that a generate step answers; 0 for another step."""
+    return (step.settings.data.limit or USUAL_ROWS) if step.stage.name == "generate" else 0
+
+
+def rate(step: Step, times: dict[str, float]) -> float:
+    """Seconds per unit of a step's work: its own, or the mean of its stage, or the usual one."""
+    name = step.stage.name
+    if step.title in times:
+        return times[step.title]
+    known = [seconds for title, seconds in times.items() if title.split()[0] == name]
+    return sum(known) / len(known) if known else USUAL_RATES[name]
+
+
+# What earlier loops took
+
+
+def times_file(step: Step) -> Path:
+    return Path(step.settings.run.root) / TIMES_FILE
+
+
+def target_name(step: Step) -> str:
+    return str((step.settings.resolved.get("target") or {}).get("path"))
+
+
+def read_times(step: Step) -> dict[str, float]:
+    """The rates of earlier loops with this step's target; none from a file that is damaged."""
+    content: Any = None
+    with suppress(OSError, ValueError):
+        content = json.loads(times_file(step).read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        return {}
+    found = content["targets"].get(target_name(step), {})
+    return {str(title): float(seconds) for title, seconds in found.items()}
+
+
+def write_times(step: Step, times: dict[str, float]) -> None:
+    """Keep the rates of this step's target; those of other targets stay."""
+    content: dict[str, Any] = {"format": FORMAT, "targets": {}}
+    with suppress(OSError, ValueError):
+        stored = json.loads(times_file(step).read_text(encoding="utf-8"))
+        if isinstance(stored, dict) and stored.get("format") == FORMAT:
+            content = stored
+    content["targets"][target_name(step)] = times
+    write_json(times_file(step), content)
+
+
+# Words
+
+
+def clock(seconds: float) -> str:
+    """ "1:10"."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def about(seconds: float) -> str:
+    """A forecast, no more exact than it is."""
+    if seconds < 20:
+        return "some seconds left"
+    if seconds < 100:
+        return f"about {round(seconds / 10) * 10} s left"
+    if seconds < 7000:
+        return f"about {round(seconds / 60)} min left"
+    return f"about {seconds / 3600:.1f} h left"
