@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from heads.api.errors import UserError, suggest
-from scripts.config.stages import STAGES
+from scripts.config.flags import Flags, read_flags
+from scripts.config.stages import EXTRA_VARIABLE, STAGES, Stage
 from scripts.run.signals import leave_in_order
 
 DEBUG_VARIABLE = "HEADSTART_DEBUG"
@@ -25,11 +26,16 @@ USAGE = """\
 Headstart trains drafters for speculative decoding and measures what each one is worth.
 
 usage: headstart <stage> [group=option] [key=value] ...
-       headstart <stage> --help          groups, options and keys of a stage
-       headstart <stage> --show [...]    the composed configuration, without running it
+       headstart <stage> --help [group]  options and keys; --help all: every key
+       headstart <stage> --show [...]    all settings, without running; --show=changed: without
+                                         defaults
        headstart train --plan [...]      what a training will take: memory, disk, hours
        headstart train --complete [...]  whether train (or generate) is complete: status 0, else 3
-       headstart <stage> -m key=a,b      once for every combination of the listed values
+       headstart <stage> -m key=a,b      once for every combination of the listed values; with
+                                         hydra/launcher= in parallel, with hydra/sweeper=optuna
+                                         searching
+       headstart <stage> --cfg job       and --info, --config-dir <folder>, ~group: as in Hydra
+       headstart -sc install=bash        completion for bash, zsh or fish: eval "$(...)"
        headstart --version
 
 stages:
@@ -37,6 +43,8 @@ stages:
 
 First steps:  headstart loop experiment=demo     the whole loop on the embedded target
               headstart chat experiment=demo     talk to the result
+
+{extra}=<folder>:<folder> adds folders with options and recipes of your own.
 Errors are one message; {debug}=1 adds the traceback."""
 
 
@@ -65,18 +73,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def dispatch(given: list[str]) -> int:
     """Find stage and flags and hand over; raises `UserError` for an unknown stage."""
+    if given and given[0] == "help" and given[1:]:
+        given = [given[1], "--help", *given[2:]]
     if not given or given[0] in ("--help", "-h", "help"):
         width = max(map(len, STAGES))
         stages = [f"  {stage.name:<{width}}  {stage.summary}" for stage in STAGES.values()]
-        print(USAGE.format(stages="\n".join(stages), debug=DEBUG_VARIABLE))
+        names = {"debug": DEBUG_VARIABLE, "extra": EXTRA_VARIABLE}
+        print(USAGE.format(stages="\n".join(stages), **names))
         return 0
-    if given[0] in ("--version", "-V"):
+    if given[0] in ("--version", "-V", "-v", "version"):
         print(f"headstart {version()}")
+        return 0
+    if given[0] in ("-sc", "--shell-completion"):
+        importlib.import_module("scripts.config.completion").run(given[1:])
         return 0
     name, rest = given[0], given[1:]
     if name not in STAGES:
         raise UserError(f"there is no stage '{name}'.{suggest(name, STAGES)} See: headstart --help")
-    flags, overrides, file = split_flags(rest)
+    if "-sc" in rest or "--shell-completion" in rest:
+        raise UserError("completion is not a stage's: headstart -sc install=bash, zsh or fish.")
+    flags = read_flags(rest, (*STAGES[name].groups, "all"))
     if "--plan" in flags:
         if name not in ("train", "plan"):
             raise UserError(f"--plan belongs to `headstart train`; 'headstart {name}' has no plan.")
@@ -85,49 +101,49 @@ def dispatch(given: list[str]) -> int:
     if "--complete" in flags and not stage.recorded:
         able = " and ".join(other.name for other in STAGES.values() if other.recorded)
         raise UserError(f"--complete belongs to {able}; 'headstart {name}' cannot be asked.")
+    if "--config-dir" in flags:
+        add_folder(flags.get("--config-dir"))
+    overrides = stage.expand_short(flags.overrides)
     if "--help" in flags:
         helper = importlib.import_module("scripts.config.help")
-        print(helper.stage_help(stage, overrides))
+        print(helper.stage_help(stage, overrides, flags.get("--help")))
         return 0
-    works = stage.continued and not flags & {"--show", "--complete"}
+    if flags.values.keys() & {"--cfg", "--info", "--hydra-help"}:
+        return show_as_hydra(stage, flags, overrides)
+    works = stage.continued and not flags.values.keys() & {"--show", "--complete"}
     with leave_in_order() if works else nullcontext():
         runner = importlib.import_module("scripts.run.runner")
         status: int = runner.run_stage(
             stage,
-            stage.expand_short(overrides),
+            overrides,
             multirun="--multirun" in flags,
-            show="--show" in flags,
+            show=flags.get("--show"),
             ask="--complete" in flags,
-            file=file,
+            file=flags.get("--config"),
         )
     return status
 
 
-def split_flags(rest: list[str]) -> tuple[set[str], list[str], str]:
-    """Separate flags, overrides and the file of `--config`; raises `UserError` for an unknown flag.
-    `--config <file>` is how a loop starts a stage in another process: all settings stand in the
-    file."""
-    spellings = {name: name for name in ("--help", "--multirun", "--show", "--plan", "--complete")}
-    spellings |= {"-h": "--help", "-m": "--multirun", "--cfg": "--show"}
-    flags, overrides, file = set(), [], ""
-    items = iter(rest)
-    for item in items:
-        if item == "--config":
-            file = next(items, "")
-            if not file:
-                raise UserError("--config is to be followed by the file with the settings.")
-        elif item in spellings:
-            flags.add(spellings[item])
-        elif item.startswith("-"):
-            raise UserError(
-                f"there is no flag '{item}'.{suggest(item, spellings)} Settings are given without "
-                "dashes, as key=value."
-            )
-        else:
-            overrides.append(item)
-    if file and (overrides or "--multirun" in flags):
-        raise UserError("--config holds all settings of a stage: give no others beside it.")
-    return flags, overrides, file
+def show_as_hydra(stage: Stage, flags: Flags, overrides: list[str]) -> int:
+    """Print what --cfg, --info or --hydra-help ask for."""
+    view = importlib.import_module("scripts.config.hydra_view")
+    parsed = importlib.import_module("scripts.config.compose").parse(overrides)
+    if "--cfg" in flags:
+        package, resolve = flags.get("--package"), "--resolve" in flags
+        view.print_config(stage, parsed, flags.get("--cfg"), package, resolve)
+    elif "--info" in flags:
+        view.print_info(stage, parsed, flags.get("--info"))
+    else:
+        view.print_help(stage, parsed)
+    return 0
+
+
+def add_folder(folder: str) -> None:
+    """`--config-dir`: one more folder with options, for this process and those that it starts."""
+    if not os.path.isdir(folder):
+        raise UserError(f"--config-dir: '{folder}' is not a folder.")
+    more = os.environ.get(EXTRA_VARIABLE, "")
+    os.environ[EXTRA_VARIABLE] = os.pathsep.join([os.path.abspath(folder), *filter(None, [more])])
 
 
 def disk_complaint(error: BaseException | None) -> str | None:

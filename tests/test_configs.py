@@ -11,7 +11,8 @@ import yaml
 from heads.api.errors import UserError
 from heads.api.registry import get_kind, kind_names
 from heads.api.target_info import TargetInfo
-from scripts.config.compose import REPOSITORY, options
+from scripts.config.compose import options
+from scripts.config.fields import REPOSITORY
 from scripts.config.schema import attribute, load_settings
 from scripts.config.stages import OPTION_GROUPS, RECIPE_GROUPS, STAGES, Stage
 

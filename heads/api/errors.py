@@ -16,7 +16,7 @@ class UserError(ValueError):
 
 def suggest(given: str, allowed: Iterable[str]) -> str:
     """Return " Did you mean 'x'? Allowed: a, b, x." for a name that is not among `allowed`."""
-    names = sorted(allowed)
+    names = sorted(set(allowed))
     close = difflib.get_close_matches(given, names, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
     return f"{hint} Allowed: {', '.join(names) or 'nothing'}."

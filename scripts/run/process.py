@@ -26,7 +26,7 @@ from rich.console import Console
 
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
-from scripts.config.compose import REPOSITORY
+from scripts.config.fields import REPOSITORY
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from heads.api.errors import UserError
-from scripts.config.compose import REPOSITORY
+from scripts.config.fields import REPOSITORY
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, load_settings
 from scripts.config.stages import STAGES
