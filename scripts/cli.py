@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 from heads.api.errors import UserError, suggest
 from scripts.config.flags import Flags, read_flags
@@ -76,31 +77,42 @@ def dispatch(given: list[str]) -> int:
     if given and given[0] == "help" and given[1:]:
         given = [given[1], "--help", *given[2:]]
     if not given or given[0] in ("--help", "-h", "help"):
-        width = max(map(len, STAGES))
-        stages = [f"  {stage.name:<{width}}  {stage.summary}" for stage in STAGES.values()]
-        names = {"debug": DEBUG_VARIABLE, "extra": EXTRA_VARIABLE}
-        print(USAGE.format(stages="\n".join(stages), **names))
-        return 0
-    if given[0] in ("--version", "-V", "-v", "version"):
+        print_usage()
+    elif given[0] in ("--version", "-V", "-v", "version"):
         print(f"headstart {version()}")
-        return 0
-    if given[0] in ("-sc", "--shell-completion"):
+    elif given[0] in ("-sc", "--shell-completion"):
         importlib.import_module("scripts.config.completion").run(given[1:])
-        return 0
-    name, rest = given[0], given[1:]
-    if name not in STAGES:
-        raise UserError(f"there is no stage '{name}'.{suggest(name, STAGES)} See: headstart --help")
-    if "-sc" in rest or "--shell-completion" in rest:
-        raise UserError("completion is not a stage's: headstart -sc install=bash, zsh or fish.")
-    flags = read_flags(rest, (*STAGES[name].groups, "all"))
+    elif given[0] not in STAGES:
+        near = suggest(given[0], STAGES)
+        raise UserError(f"there is no stage '{given[0]}'.{near} See: headstart --help")
+    else:
+        flags = read_flags(given[1:], (*STAGES[given[0]].groups, "all"))
+        return run_stage(stage_of(given[0], flags), flags)
+    return 0
+
+
+def print_usage() -> None:
+    """Print what `headstart --help` says."""
+    width = max(map(len, STAGES))
+    stages = [f"  {stage.name:<{width}}  {stage.summary}" for stage in STAGES.values()]
+    names = {"debug": DEBUG_VARIABLE, "extra": EXTRA_VARIABLE}
+    print(USAGE.format(stages="\n".join(stages), **names))
+
+
+def stage_of(name: str, flags: Flags) -> Stage:
+    """The stage that is meant; raises `UserError` for flags that it does not have."""
     if "--plan" in flags:
         if name not in ("train", "plan"):
             raise UserError(f"--plan belongs to `headstart train`; 'headstart {name}' has no plan.")
         name = "plan"
-    stage = STAGES[name]
-    if "--complete" in flags and not stage.recorded:
+    if "--complete" in flags and not STAGES[name].recorded:
         able = " and ".join(other.name for other in STAGES.values() if other.recorded)
         raise UserError(f"--complete belongs to {able}; 'headstart {name}' cannot be asked.")
+    return STAGES[name]
+
+
+def run_stage(stage: Stage, flags: Flags) -> int:
+    """Run a stage, or print what the flags ask for; returns the exit status."""
     if "--config-dir" in flags:
         add_folder(flags.get("--config-dir"))
     overrides = stage.expand_short(flags.overrides)
@@ -110,8 +122,10 @@ def dispatch(given: list[str]) -> int:
         return 0
     if flags.values.keys() & {"--cfg", "--info", "--hydra-help"}:
         return show_as_hydra(stage, flags, overrides)
-    works = stage.continued and not flags.values.keys() & {"--show", "--complete"}
-    with leave_in_order() if works else nullcontext():
+    shows = bool(flags.values.keys() & {"--show", "--complete"})
+    if stage.name in ("chat", "serve") and not shows and sys.stderr.isatty():
+        print("loading the target and the drafter ...", file=sys.stderr, flush=True)
+    with leave_in_order() if stage.continued and not shows else nullcontext():
         runner = importlib.import_module("scripts.run.runner")
         status: int = runner.run_stage(
             stage,
@@ -140,10 +154,11 @@ def show_as_hydra(stage: Stage, flags: Flags, overrides: list[str]) -> int:
 
 def add_folder(folder: str) -> None:
     """`--config-dir`: one more folder with options, for this process and those that it starts."""
-    if not os.path.isdir(folder):
+    path = Path(folder).resolve()
+    if not path.is_dir():
         raise UserError(f"--config-dir: '{folder}' is not a folder.")
     more = os.environ.get(EXTRA_VARIABLE, "")
-    os.environ[EXTRA_VARIABLE] = os.pathsep.join([os.path.abspath(folder), *filter(None, [more])])
+    os.environ[EXTRA_VARIABLE] = os.pathsep.join([str(path), *filter(None, [more])])
 
 
 def disk_complaint(error: BaseException | None) -> str | None:

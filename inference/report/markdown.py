@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
 from inference.report import model as schema
 from inference.report.model import REPORT_FILE, Interval, Report, read_report
+from inference.terminal import make_table
 
 HEADLINE = "# Measured by Headstart"
 DEFINITIONS = (
@@ -345,7 +344,7 @@ def print_table(report: Report, console: Console | None = None) -> None:
     )
     if settings.rule != "match":
         title += f", rule {settings.rule_text}"
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    table = make_table(title)
     shown = [i for i, name in enumerate(MAIN_HEADER) if name not in ("ideal", "efficiency")]
     for column, name in enumerate(MAIN_HEADER[place] for place in shown):
         justify: Literal["left", "right"] = "left" if column < 2 else "right"

@@ -115,7 +115,9 @@ def candidates(words: list[str], word: str) -> Iterable[str]:
         return files("", word)
     after = WITH_VALUE.get({"-c": "--cfg", "-i": "--info"}.get(words[-1], words[-1]), ())
     key, equals, value = word.partition("=")
-    return [*after, *(values(stage, words, key, value) if equals else keys(stage, words, word))]
+    if after:
+        return after
+    return values(stage, words, key, value) if equals else keys(stage, words, word)
 
 
 def keys(stage: Stage, words: list[str], word: str) -> Iterator[str]:
@@ -199,12 +201,12 @@ def folders(path: Path) -> list[Path]:
 
 def files(prefix: str, start: str) -> list[str]:
     """Paths that begin with `start`, folders with a slash at their end."""
-    place, name = os.path.split(start)
-    parent = Path(place or ".").expanduser()
+    place, slash, name = start.rpartition("/")
+    parent = Path(f"{place}{slash}" or ".").expanduser()
     if not parent.is_dir():
         return []
     return [
-        f"{prefix}{os.path.join(place, item.name)}{'/' if item.is_dir() else ''}"
+        f"{prefix}{place}{slash}{item.name}{'/' if item.is_dir() else ''}"
         for item in parent.iterdir()
         if item.name.startswith(name) and (name.startswith(".") or not item.name.startswith("."))
     ]

@@ -9,6 +9,7 @@ accept).
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,10 @@ from scripts.config.fields import REPOSITORY, keys_named
 from scripts.config.stages import EXTRA_VARIABLE, GROUPS, OPTION_GROUPS, RECIPE_GROUPS, Stage
 
 CONF = Path(conf.__file__).resolve().parent
+
+
+PLAIN_VALUE = re.compile(r"[+]*[\w./-]+=[\w./@:-]+=[\w./@:=-]*")
+"""A setting whose value holds an equals sign, which Hydra reads in quotes only."""
 
 
 class ExtraFolders(SearchPathPlugin):
@@ -103,6 +108,9 @@ def parse(overrides: Sequence[str | Override], loader: Any = None) -> list[Overr
                 parsed.append(text)
                 continue
             text = str(text.input_line)
+        if PLAIN_VALUE.fullmatch(text):  # a drafter's name such as medusa-lr=0.001
+            key, _, value = text.partition("=")
+            text = f"{key}='{value}'"
         try:
             if "=" not in text and not text.startswith("~"):
                 raise UserError(
@@ -162,7 +170,7 @@ def require_key(stage: Stage, override: Override) -> None:
 
 
 def nearest(stage: Stage, override: Override) -> str:
-    """" Did you mean ...?" for a name that is no group: the keys that end in it, or groups."""
+    """ " Did you mean ...?" for a name that is no group: the keys that end in it, or groups."""
     key = override.key_or_group
     _, equals, value = str(override.input_line).partition("=")
     found = [] if "." in key else keys_named(key, stage.groups)

@@ -37,8 +37,8 @@ def stage_help(stage: Stage, overrides: list[str], topic: str = "") -> str:
         "",
         f"usage: headstart {stage.name} [group=option] [key=value] ...",
         f"       headstart {stage.name} --help <group>  the keys of a group; --help all: every key",
-        f"       headstart {stage.name} --show [...]    the settings without running; --show=changed: "
-        "without defaults",
+        f"       headstart {stage.name} --show [...]    all settings, without running; "
+        "--show=changed: without defaults",
         f"       headstart {stage.name} -m key=a,b      every combination of the listed values",
         "",
         "groups (group=option; the option in use is marked):",

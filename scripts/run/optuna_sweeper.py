@@ -15,26 +15,25 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep, Transformer
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from hydra.utils import get_method
+from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from heads.api.errors import UserError
 
-PLACE = "hydra_plugins.headstart"
-"""Hydra makes plug-ins only of classes whose module begins with hydra_plugins."""
 SAMPLERS: dict[str, dict[str, Any]] = {
     "tpe": {
         "_target_": "optuna.samplers.TPESampler",
         "n_startup_trials": 10,
         "n_ei_candidates": 24,
         "multivariate": False,
-        "warn_independent_sampling": True,
     },
     "random": {"_target_": "optuna.samplers.RandomSampler"},
     "cmaes": {"_target_": "optuna.samplers.CmaEsSampler", "sigma0": None},
@@ -54,10 +53,8 @@ def installed(name: str) -> bool:
 
 def register() -> None:
     """Make `hydra/sweeper=optuna` known to Hydra, in place of the plug-in's where that is there."""
-    plugins, store = Plugins.instance(), ConfigStore.instance()
-    plugins.register(OptunaSweeper)
+    store = ConfigStore.instance()
     node = {
-        "_target_": f"{PLACE}.OptunaSweeper",
         "defaults": [{"sampler": "tpe"}],
         "direction": "maximize",
         "storage": None,
@@ -71,9 +68,7 @@ def register() -> None:
     store.store(group="hydra/sweeper", name="optuna", node=node, provider="headstart")
     for name, sampler in SAMPLERS.items():
         content = {**sampler, "seed": None}
-        store.store(
-            group="hydra/sweeper/sampler", name=name, node=content, provider="headstart"
-        )
+        store.store(group="hydra/sweeper/sampler", name=name, node=content, provider="headstart")
 
 
 def defaults(composed: DictConfig) -> dict[str, str]:
@@ -82,6 +77,20 @@ def defaults(composed: DictConfig) -> dict[str, str]:
         return {}
     key = "hydra.sweeper.sampler.seed"
     return {key: f"{key}={OmegaConf.select(composed, 'run.seed')}"}
+
+
+def search(hydra: Hydra, config: DictConfig, task: TaskFunction) -> None:
+    """Run the jobs of a composed sweep: what `Hydra.multirun` does with a plug-in, which has to
+    come from a package of its own."""
+    callbacks = Callbacks(config)
+    callbacks.on_multirun_start(config=config, config_name=config.hydra.job.config_name)
+    settings: Any = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
+    sampler = instantiate(settings.pop("sampler"))
+    sweeper = OptunaSweeper(sampler=sampler, **settings)
+    context = HydraContext(config_loader=hydra.config_loader, callbacks=callbacks)
+    sweeper.setup(hydra_context=context, task_function=task, config=config)
+    sweeper.sweep([str(item) for item in config.hydra.overrides.task])
+    callbacks.on_multirun_end(config=config, config_name=config.hydra.job.config_name)
 
 
 class OptunaSweeper(Sweeper):
@@ -118,6 +127,8 @@ class OptunaSweeper(Sweeper):
         """Run the trials; returns what the launcher did for each batch."""
         import optuna
 
+        assert self.config is not None and self.hydra_context is not None and self.launcher
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         given = parser.parse_overrides([*(f"{k}={v}" for k, v in self.params.items()), *arguments])
         space = {i.get_key_element(): distribution(i) for i in given if i.is_sweep_override()}
@@ -196,25 +207,14 @@ class OptunaSweeper(Sweeper):
             if not done:
                 return
             trial = study.best_trial
-            content = {
-                "name": "optuna",
-                "best_params": trial.params,
-                "best_value": trial.value,
-            }
+            content = {"name": "optuna", "best_params": trial.params, "best_value": trial.value}
         OmegaConf.save(OmegaConf.create(content), folder / RESULTS_FILE)
-
-
-OptunaSweeper.__module__ = PLACE
 
 
 def distribution(override: Override) -> Any:
     """The values of a key as Optuna knows them: `interval(a, b)`, `tag(log, interval(a, b))`,
     `range(a, b)`, `choice(a, b)`, `a,b` and `glob(...)`."""
-    from optuna.distributions import (
-        CategoricalDistribution,
-        FloatDistribution,
-        IntDistribution,
-    )
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     value: Any = override.value()
     if isinstance(value, IntervalSweep):

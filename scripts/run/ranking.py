@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from heads.api.config import build
 from inference.manifest import MANIFEST_FILE, read_manifest, write_json
 from inference.report.model import REPORT_FILE, read_report
+from inference.terminal import make_table
 from scripts.config.schema import Settings
 from scripts.config.stages import Stage
 from scripts.run.folder import stage_folder
@@ -72,10 +70,12 @@ def result_of(settings: Settings) -> tuple[float | None, Reached]:
         folder = stage_folder(settings)
         best = read_manifest(folder, "train")["best"]
         tau, interval = best["tau"], best.get("tau_ci95")
-        return tau, Reached(shown(folder), folder.name, tau, interval and tuple(interval))
-    file = run / {"measure": settings.measure.name, "loop": "measure"}[stage] / REPORT_FILE if (
-        stage in ("measure", "loop")
-    ) else None
+        return tau, Reached(shown(folder), folder.name, tau, interval and pair(interval))
+    file = (
+        run / {"measure": settings.measure.name, "loop": "measure"}[stage] / REPORT_FILE
+        if (stage in ("measure", "loop"))
+        else None
+    )
     if file is None or not file.is_file():
         return None, Reached()
     entries = read_report(file).drafters
@@ -83,8 +83,15 @@ def result_of(settings: Settings) -> tuple[float | None, Reached]:
         entries = [item for item in entries if item.path] or entries
     value = "speedup" if stage == "measure" else "tau"
     best = max(entries, key=lambda item: getattr(item, value) or 0.0)
-    facts = (best.tau, tuple(best.tau_ci95), best.speedup, tuple(best.speedup_ci95))
+    tau_ci95, speedup_ci95 = pair(best.tau_ci95), pair(best.speedup_ci95)
+    facts = (best.tau, tau_ci95, best.speedup, speedup_ci95)
     return getattr(best, value), Reached(shown(file.parent), best.name, *facts)
+
+
+def pair(bounds: Sequence[float]) -> tuple[float, float]:
+    """An interval as it is kept."""
+    low, high = bounds
+    return low, high
 
 
 def print_ranking(stage: Stage, records: Sequence[JobRecord]) -> None:
@@ -94,7 +101,7 @@ def print_ranking(stage: Stage, records: Sequence[JobRecord]) -> None:
     valued = any(record.value is not None for record in records)
     by = {"measure": "speedup", "train": "tau", "loop": "tau"}.get(stage.name)
     title = f"{len(records)} jobs of {stage.name}" + (f", by {by}" if valued else "")
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    table = make_table(title)
     for name in ["job", *list(dict.fromkeys(key for record in records for key in record.swept))]:
         table.add_column(name, overflow="fold")
     numbers = ["drafter", "tau", "speedup"] if measured else ["tau"] if valued else []
@@ -110,10 +117,7 @@ def print_ranking(stage: Stage, records: Sequence[JobRecord]) -> None:
         }
         state = "done" if not record.status else f"failed ({record.status})"
         table.add_row(
-            str(record.number),
-            *record.swept.values(),
-            *(cells[name] for name in numbers),
-            state,
+            str(record.number), *record.swept.values(), *(cells[name] for name in numbers), state
         )
     console().print(table)
     if valued:

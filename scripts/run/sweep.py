@@ -28,9 +28,10 @@ from omegaconf import OmegaConf
 
 from heads.api.errors import UserError, suggest
 from scripts.config.compose import force, hydra_of, parse, require_key, root_of
-from scripts.config.schema import Settings, load_settings
+from scripts.config.schema import load_settings
 from scripts.config.stages import RECIPE_GROUPS, STAGES, Stage
 from scripts.run import optuna_sweeper
+from scripts.run.folder import require_answers
 from scripts.run.process import is_main_process
 from scripts.run.ranking import JobRecord, print_ranking, read_records, result_of
 from scripts.run.runner import run_one
@@ -47,6 +48,7 @@ PLUGINS = {
 FOLDER = "${run.root}/${run.name}/%s/%s-${now:%%Y-%%m-%%d_%%H-%%M-%%S}"
 QUIET = ("hydra/hydra_logging=none", "hydra/job_logging=none")
 """Of a sweep unless they are given: libraries' log lines stay out of the output."""
+DRAWN = re.compile(r"-?\d*\.\d{7,}(e-?\d+)?")
 NAMED = ("measure", "audit", "watch")
 """Stages whose jobs are told apart by <stage>.name; those of the others by run.drafter."""
 
@@ -77,6 +79,7 @@ def run_single(hydra: Hydra, stage: Stage, own: list[Override], hydras: Mapping[
     folder = f"hydra.run.dir={FOLDER % ('hydra', stage.name)}"
     texts = [*map(force, own), *({"hydra.run.dir": folder} | dict(hydras)).values()]
     done = hydra.run(root_of(stage), partial(run_job, stage.name, (), 1), texts)
+    assert done.hydra_cfg is not None
     folder = str(OmegaConf.select(done.hydra_cfg, "hydra.runtime.output_dir"))
     return max((record.status for record in read_records(Path(folder))), default=0)
 
@@ -89,7 +92,7 @@ def run_multiple(hydra: Hydra, stage: Stage, own: list[Override], hydras: dict[s
     if sweeper in ("basic", "optuna"):
         # those of YAML files become part of the command line, whose values win
         keys = {item.key_or_group for item in own}
-        params = (OmegaConf.to_container(composed.hydra.sweeper) or {}).get("params") or {}
+        params = OmegaConf.select(composed, "hydra.sweeper.params") or {}
         more = parse([f"{key}={value}" for key, value in params.items()], hydra.config_loader)
         own = [*(item for item in more if item.key_or_group not in keys), *own]
         hydras["hydra.sweeper.params"] = "hydra.sweeper.params=null"
@@ -99,17 +102,24 @@ def run_multiple(hydra: Hydra, stage: Stage, own: list[Override], hydras: dict[s
     if sweeper == "basic":
         jobs = combine(stage, own)
         for job in jobs:  # all are checked before the first one starts
-            load_settings(stage, job)
+            settings = load_settings(stage, job)
+            if stage.name == "train":
+                require_answers(settings)
         total = len(jobs)
     if sweeper == "optuna":
         hydras = {**optuna_sweeper.defaults(composed), **hydras}
+        total = int(composed.hydra.sweeper.n_trials)
     folder = Path(str(composed.hydra.sweep.dir))
     hydras["hydra.sweep.dir"] = f"hydra.sweep.dir='{folder}'"  # its time is now
     swept = tuple(item.key_or_group for item in own if item.is_sweep_override())
     texts = [*map(force, own), *hydras.values()]
     try:
         task = partial(run_job, stage.name, swept, total)
-        hydra.multirun(root_of(stage), task, texts, with_log_configuration=False)
+        if sweeper == "optuna":
+            final = hydra.compose_config(root_of(stage), texts, RunMode.MULTIRUN)
+            optuna_sweeper.search(hydra, final, task)
+        else:
+            hydra.multirun(root_of(stage), task, texts, with_log_configuration=False)
     finally:
         records = read_records(folder)
         if records:
@@ -123,9 +133,11 @@ def run_multiple(hydra: Hydra, stage: Stage, own: list[Override], hydras: dict[s
 def run_job(stage_name: str, swept: tuple[str, ...], total: int, config: Any) -> float | None:
     """One job, wherever the launcher has put it; returns its value. config: as Hydra composed it,
     which the stage does again with its own checks."""
-    hydra, stage = HydraConfig.get(), STAGES[stage_name]
+    whole = HydraConfig.instance().cfg
+    assert whole is not None, "Hydra runs the jobs"
+    hydra, stage = whole.hydra, STAGES[stage_name]
     job, keys = name_job(stage, [str(item) for item in hydra.overrides.task], swept)
-    number = int(OmegaConf.select(hydra, "job.num", default=0) or 0) + 1
+    number = int(OmegaConf.select(whole, "hydra.job.num", default=0) or 0) + 1
     record = JobRecord(number, stage.name, job, keys)
     if swept:
         print(heading(stage, job, number, total), flush=True)
@@ -218,13 +230,18 @@ def name_job(
     if not named or key in values:
         return texts, found
     label = [values["head"]] if "head" in values and stage.name not in NAMED else []
-    label += [f"{name.split('.')[-1]}={values[name]}" for name in named]
+    label += [f"{name.split('.')[-1]}={short(values[name])}" for name in named]
     folder = re.sub(r"[^\w.=-]", "_", "-".join(label))
     if stage.name == "loop":
         settings = load_settings(stage, texts)
         if settings.loop.recipes or settings.loop.sweep:  # which name their drafters themselves
             key, folder = "run.name", f"{settings.run.name}-{folder}"
     return [*texts, f"{key}='{folder}'"], found
+
+
+def short(value: str) -> str:
+    """A value for a folder's name: a number that a sweeper has drawn has six digits of its own."""
+    return f"{float(value):.6g}" if DRAWN.fullmatch(value) else value
 
 
 def require_plugins(hydra: Hydra, given: Sequence[Override]) -> None:
