@@ -110,7 +110,7 @@ class Settings:
         self.stage = stage
         self.choices = dict(choices)
         self.resolved = dict(values)
-        """The plain values behind the groups, as config.yaml holds them."""
+        """The plain values behind the groups, without the defaults of their classes."""
         self.overrides = list(overrides)
         self.changed: dict[str, Any] = {}
         """What was replaced after the composition: dotted path -> plain value."""
@@ -131,7 +131,8 @@ class Settings:
     @property
     def with_defaults(self) -> dict[str, Any]:
         """The plain values of every group with all defaults."""
-        return {group: complete(group, self.resolved.get(group)) for group in self.stage.groups}
+        own = {group: complete(group, self.resolved.get(group)) for group in self.stage.groups}
+        return {**self.resolved, **own}
 
     @property
     def without_defaults(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """One stage's folder: what was run, with which settings, on what; and whether it may be continued.
 
-A stage folder holds `config.yaml` (all settings, defaults included) and `run.json` (command, git revision and
-difference, package versions, seed, device, inputs and state). The same command continues an
-interrupted folder and skips a complete one; other settings or other inputs are refused, never mixed
-in silently.
+A stage folder holds `config.yaml` (all settings, defaults included) and `run.json` (command, git
+revision and difference, package versions, seed, device, inputs and state). The same command
+continues an interrupted folder and skips a complete one; other settings or other inputs are
+refused, never mixed in silently.
 """
 
 from __future__ import annotations

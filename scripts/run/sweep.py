@@ -81,7 +81,7 @@ def run_single(hydra: Hydra, stage: Stage, own: list[Override], hydras: Mapping[
     done = hydra.run(root_of(stage), partial(run_job, stage.name, (), 1), texts)
     assert done.hydra_cfg is not None
     folder = str(OmegaConf.select(done.hydra_cfg, "hydra.runtime.output_dir"))
-    return max((record.status for record in read_records(Path(folder))), default=0)
+    return worst(read_records(Path(folder)))
 
 
 def run_multiple(hydra: Hydra, stage: Stage, own: list[Override], hydras: dict[str, str]) -> int:
@@ -124,9 +124,15 @@ def run_multiple(hydra: Hydra, stage: Stage, own: list[Override], hydras: dict[s
         records = read_records(folder)
         if records:
             print_ranking(stage, records)
+    return worst(records)
+
+
+def worst(records: Sequence[JobRecord]) -> int:
+    """The highest exit status of the jobs, whose errors are printed."""
     for record in records:
         if record.error:
-            print(f"headstart: job {record.number}: {record.error}", file=sys.stderr)
+            job = f"job {record.number}: " if record.swept else ""
+            print(f"headstart: {job}{record.error}", file=sys.stderr)
     return max((record.status for record in records), default=0)
 
 

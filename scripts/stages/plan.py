@@ -71,8 +71,7 @@ def show_ways(job: TrainingJob, config: PlanConfig, speed: Speed, screen: Consol
     lines = [f"  {words}  ({gib(count)})" for words, count in fitting]
     if lines:
         lines.insert(0, "It fits with any one of these lines of settings:")
-        screen.print("
-".join(lines), soft_wrap=True, highlight=False)
+        screen.print("\n".join(lines), soft_wrap=True, highlight=False)
     elif closest:
         words, count = closest
         screen.print(f"Nothing that was tried fits; the closest is {words} ({gib(count)}).")
