@@ -23,6 +23,7 @@ from scripts.run.signals import leave_in_order
 DEBUG_VARIABLE = "HEADSTART_DEBUG"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Of a full disk; libraries that wrap such an error (safetensors, pyarrow) spell it in words."""
+SEARCH_PATH = "hydra.searchpath="
 USAGE = """\
 Headstart trains drafters for speculative decoding and measures what each one is worth.
 
@@ -115,7 +116,12 @@ def run_stage(stage: Stage, flags: Flags) -> int:
     """Run a stage, or print what the flags ask for; returns the exit status."""
     if "--config-dir" in flags:
         add_folder(flags.get("--config-dir"))
-    overrides = stage.expand_short(flags.overrides)
+    for item in flags.overrides:
+        if item.startswith(SEARCH_PATH):
+            for folder in item.removeprefix(SEARCH_PATH).strip("[]").split(","):
+                add_folder(folder.strip().removeprefix("file://"), "hydra.searchpath")
+    given = [item for item in flags.overrides if not item.startswith(SEARCH_PATH)]
+    overrides = stage.expand_short(given)
     if "--help" in flags:
         helper = importlib.import_module("scripts.config.help")
         print(helper.stage_help(stage, overrides, flags.get("--help")))
@@ -152,11 +158,11 @@ def show_as_hydra(stage: Stage, flags: Flags, overrides: list[str]) -> int:
     return 0
 
 
-def add_folder(folder: str) -> None:
-    """`--config-dir`: one more folder with options, for this process and those that it starts."""
+def add_folder(folder: str, name: str = "--config-dir") -> None:
+    """One more folder with options, for this process and those that it starts."""
     path = Path(folder).resolve()
     if not path.is_dir():
-        raise UserError(f"--config-dir: '{folder}' is not a folder.")
+        raise UserError(f"{name}: '{folder}' is not a folder.")
     more = os.environ.get(EXTRA_VARIABLE, "")
     os.environ[EXTRA_VARIABLE] = os.pathsep.join([str(path), *filter(None, [more])])
 

@@ -54,6 +54,12 @@ def test_a_folder_of_ones_own(
     assert yaml.safe_load(capsys.readouterr().out)["optim"] == {"lr": 0.125}
     assert main([*given, "--info", "searchpath"]) == 0
     assert str(tmp_path) in capsys.readouterr().out
+    monkeypatch.setenv("HEADSTART_CONF", "")
+    path = f"hydra.searchpath=[file://{tmp_path}]"
+    assert main(["train", path, "optim=mine", "--show=changed"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["optim"] == {"lr": 0.125}
+    monkeypatch.setenv("HEADSTART_CONF", "")
+    assert main(["train", "optim=mine", "--show"]) == 2
 
 
 def test_every_combination_is_a_job_with_a_name_of_its_own() -> None:
