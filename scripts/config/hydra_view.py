@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from hydra._internal.utils import get_args_parser
@@ -23,9 +24,13 @@ def print_config(
 
 def print_info(stage: Stage, overrides: Sequence[Override], part: str) -> None:
     """Print what Hydra knows: search path, plug-ins, defaults list, composition."""
-    texts = forced(stage, overrides)
-    with hydra_of(stage) as hydra:
-        hydra.show_info(part, root_of(stage), texts)
+    texts, root = forced(stage, overrides), logging.getLogger()
+    before, level = list(root.handlers), root.level
+    try:
+        with hydra_of(stage) as hydra:
+            hydra.show_info(part, root_of(stage), texts)
+    finally:  # it prints by logging, at the level of debugging
+        root.handlers, root.level = before, level
 
 
 def print_help(stage: Stage, overrides: Sequence[Override]) -> None:

@@ -139,7 +139,7 @@ def worst(records: Sequence[JobRecord]) -> int:
 def run_job(stage_name: str, swept: tuple[str, ...], total: int, config: Any) -> float | None:
     """One job, wherever the launcher has put it; returns its value. config: as Hydra composed it,
     which the stage does again with its own checks."""
-    whole = HydraConfig.instance().cfg
+    whole: Any = HydraConfig.instance().cfg
     assert whole is not None, "Hydra runs the jobs"
     hydra, stage = whole.hydra, STAGES[stage_name]
     job, keys = name_job(stage, [str(item) for item in hydra.overrides.task], swept)
