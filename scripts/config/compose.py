@@ -35,8 +35,9 @@ from scripts.config.stages import EXTRA_VARIABLE, GROUPS, OPTION_GROUPS, RECIPE_
 CONF = Path(conf.__file__).resolve().parent
 
 
-PLAIN_VALUE = re.compile(r"[+]*[\w./-]+=[\w./@:-]+=[\w./@:=-]*")
-"""A setting whose value holds an equals sign, which Hydra reads in quotes only."""
+NAMED = re.compile(r"[\w./@:-]+=[\w./@:=-]*")
+"""A value that holds an equals sign, as a drafter's name does (medusa-lr=0.001); Hydra reads it in
+quotes only."""
 
 
 class ExtraFolders(SearchPathPlugin):
@@ -108,9 +109,7 @@ def parse(overrides: Sequence[str | Override], loader: Any = None) -> list[Overr
                 parsed.append(text)
                 continue
             text = str(text.input_line)
-        if PLAIN_VALUE.fullmatch(text):  # a drafter's name such as medusa-lr=0.001
-            key, _, value = text.partition("=")
-            text = f"{key}='{value}'"
+        text = quote_names(text)
         try:
             if "=" not in text and not text.startswith("~"):
                 raise UserError(
@@ -124,6 +123,19 @@ def parse(overrides: Sequence[str | Override], loader: Any = None) -> list[Overr
                 "special characters: 'key=\"a, b\"'."
             ) from error
     return parsed
+
+
+def quote_names(text: str) -> str:
+    """A setting whose value, or items of whose list, are put into quotes where they need them."""
+    key, _, value = text.partition("=")
+    if NAMED.fullmatch(value):
+        return f"{key}='{value}'"
+    items = [item.strip() for item in value[1:-1].split(",")]
+    flat = value.startswith("[") and value.endswith("]") and not set("[]{}()'\"") & set(value[1:-1])
+    if not flat or not any(NAMED.fullmatch(item) for item in items):
+        return text
+    quoted = [f"'{item}'" if NAMED.fullmatch(item) else item for item in items]
+    return f"{key}=[{','.join(quoted)}]"
 
 
 def check_override(stage: Stage, override: Override) -> str:

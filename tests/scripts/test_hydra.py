@@ -84,6 +84,23 @@ def test_every_combination_is_a_job_with_a_name_of_its_own() -> None:
     assert drawn == ["optim.lr=0.0012520653814999472", "run.drafter='lr=0.00125207'"]
 
 
+def test_names_of_swept_drafters_can_be_given_as_they_are() -> None:
+    given = parse(
+        [
+            "run.drafter=medusa-lr=0.001",
+            "measure.drafters=[medusa-lr=0.001, outputs/x/train/b=1/best,plain]",
+            "measure.drafts={ngram: {depth: 8}}",
+            "loop.measures={sampled: ['decode.temperature=1']}",
+        ]
+    )
+    assert [item.value() for item in given] == [
+        "medusa-lr=0.001",
+        ["medusa-lr=0.001", "outputs/x/train/b=1/best", "plain"],
+        {"ngram": {"depth": 8}},
+        {"sampled": ["decode.temperature=1"]},
+    ]
+
+
 def test_hydras_own_settings_give_a_run_hydras_folder(
     in_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
