@@ -24,10 +24,11 @@ def missing_folder(path: Path) -> str:
     while not parent.is_dir():
         parent, name = parent.parent, parent.name
     try:
-        names = sorted(item.name for item in parent.iterdir() if item.is_dir())
+        folders = (item.name for item in parent.iterdir() if item.is_dir())
+        names = sorted(folder for folder in folders if not folder.startswith("."))
     except OSError:
         names = []
-    if not names or len(names) > MOST_NAMED:
+    if not names or len(names) > MOST_NAMED or not path.parent.parts:
         close = difflib.get_close_matches(name, names, n=1)
         near = f" Did you mean '{close[0]}'?" if close else ""
     else:
