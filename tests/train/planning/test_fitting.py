@@ -19,7 +19,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "assets" / "configs"
 
 
 def job_for(target: str, *more: str) -> TrainingJob:
-    given = [f"target.path={CONFIGS / target}", "target.dtype=bfloat16", "head=medusa", *more]
+    given = [f"target.path={CONFIGS / target}", "target.dtype=bfloat16", *more]
     return job_of(load_settings(STAGES["plan"], given))
 
 
@@ -27,6 +27,7 @@ def job_for(target: str, *more: str) -> TrainingJob:
 def test_what_is_named_does_fit() -> None:
     """8 billion weights on 24 GB: the rows of one forward pass are too many."""
     rows = ["train.sequence_length=4096", "train.micro_batch=4", "train.global_batch=16"]
+    rows += ["head=eagle3", "head.draft_vocab_size=32000"]
     config = PlanConfig(gpu="l4", count=2, tokens=10**6)
     job, speed = job_for("llama-3.1-8b", *rows), Speed.of(config)
     plan = make_plan(job, config, speed)
