@@ -65,8 +65,8 @@ def read_manifest(directory: Path, stage: str) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(
             f"'{directory}' holds no finished '{stage}' stage: there is no {MANIFEST_FILE}. Run "
-            f"`headstart {stage}` with this output folder (an interrupted run continues), or give "
-            "the folder of a finished one."
+            f"`headstart {stage}` for that run first (an interrupted one continues), or give the "
+            "folder of a finished one."
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -13,23 +13,31 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 from heads.api.errors import UserError, suggest
-from scripts.config.stages import STAGES
+from scripts.config.flags import Flags, read_flags
+from scripts.config.stages import EXTRA_VARIABLE, STAGES, Stage
 from scripts.run.signals import leave_in_order
 
 DEBUG_VARIABLE = "HEADSTART_DEBUG"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Of a full disk; libraries that wrap such an error (safetensors, pyarrow) spell it in words."""
+SEARCH_PATH = "hydra.searchpath="
 USAGE = """\
 Headstart trains drafters for speculative decoding and measures what each one is worth.
 
 usage: headstart <stage> [group=option] [key=value] ...
-       headstart <stage> --help          groups, options and keys of a stage
-       headstart <stage> --show [...]    the composed configuration, without running it
+       headstart <stage> --help [group]  options and keys; --help all: every key
+       headstart <stage> --show [...]    all settings, without running; --show=changed: without
+                                         defaults
        headstart train --plan [...]      what a training will take: memory, disk, hours
        headstart train --complete [...]  whether train (or generate) is complete: status 0, else 3
-       headstart <stage> -m key=a,b      once for every combination of the listed values
+       headstart <stage> -m key=a,b      once for every combination of the listed values; with
+                                         hydra/launcher= in parallel, with hydra/sweeper=optuna
+                                         searching
+       headstart <stage> --cfg job       and --info, --config-dir <folder>, ~group: as in Hydra
+       headstart -sc install=bash        completion for bash, zsh or fish: eval "$(...)"
        headstart --version
 
 stages:
@@ -37,6 +45,8 @@ stages:
 
 First steps:  headstart loop experiment=demo     the whole loop on the embedded target
               headstart chat experiment=demo     talk to the result
+
+{extra}=<folder>:<folder> adds folders with options and recipes of your own.
 Errors are one message; {debug}=1 adds the traceback."""
 
 
@@ -65,69 +75,96 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def dispatch(given: list[str]) -> int:
     """Find stage and flags and hand over; raises `UserError` for an unknown stage."""
+    if given and given[0] == "help" and given[1:]:
+        given = [given[1], "--help", *given[2:]]
     if not given or given[0] in ("--help", "-h", "help"):
-        width = max(map(len, STAGES))
-        stages = [f"  {stage.name:<{width}}  {stage.summary}" for stage in STAGES.values()]
-        print(USAGE.format(stages="\n".join(stages), debug=DEBUG_VARIABLE))
-        return 0
-    if given[0] in ("--version", "-V"):
+        print_usage()
+    elif given[0] in ("--version", "-V", "-v", "version"):
         print(f"headstart {version()}")
-        return 0
-    name, rest = given[0], given[1:]
-    if name not in STAGES:
-        raise UserError(f"there is no stage '{name}'.{suggest(name, STAGES)} See: headstart --help")
-    flags, overrides, file = split_flags(rest)
+    elif given[0] in ("-sc", "--shell-completion"):
+        importlib.import_module("scripts.config.completion").run(given[1:])
+    elif given[0] not in STAGES:
+        near = suggest(given[0], STAGES)
+        raise UserError(f"there is no stage '{given[0]}'.{near} See: headstart --help")
+    else:
+        flags = read_flags(given[1:], (*STAGES[given[0]].groups, "all"))
+        return run_stage(stage_of(given[0], flags), flags)
+    return 0
+
+
+def print_usage() -> None:
+    """Print what `headstart --help` says."""
+    width = max(map(len, STAGES))
+    stages = [f"  {stage.name:<{width}}  {stage.summary}" for stage in STAGES.values()]
+    names = {"debug": DEBUG_VARIABLE, "extra": EXTRA_VARIABLE}
+    print(USAGE.format(stages="\n".join(stages), **names))
+
+
+def stage_of(name: str, flags: Flags) -> Stage:
+    """The stage that is meant; raises `UserError` for flags that it does not have."""
     if "--plan" in flags:
         if name not in ("train", "plan"):
             raise UserError(f"--plan belongs to `headstart train`; 'headstart {name}' has no plan.")
         name = "plan"
-    stage = STAGES[name]
-    if "--complete" in flags and not stage.recorded:
+    if "--complete" in flags and not STAGES[name].recorded:
         able = " and ".join(other.name for other in STAGES.values() if other.recorded)
         raise UserError(f"--complete belongs to {able}; 'headstart {name}' cannot be asked.")
+    return STAGES[name]
+
+
+def run_stage(stage: Stage, flags: Flags) -> int:
+    """Run a stage, or print what the flags ask for; returns the exit status."""
+    if "--config-dir" in flags:
+        add_folder(flags.get("--config-dir"))
+    for item in flags.overrides:
+        if item.startswith(SEARCH_PATH):
+            for folder in item.removeprefix(SEARCH_PATH).strip("[]").split(","):
+                add_folder(folder.strip().removeprefix("file://"), "hydra.searchpath")
+    given = [item for item in flags.overrides if not item.startswith(SEARCH_PATH)]
+    overrides = stage.expand_short(given)
     if "--help" in flags:
         helper = importlib.import_module("scripts.config.help")
-        print(helper.stage_help(stage, overrides))
+        print(helper.stage_help(stage, overrides, flags.get("--help")))
         return 0
-    works = stage.continued and not flags & {"--show", "--complete"}
-    with leave_in_order() if works else nullcontext():
+    if flags.values.keys() & {"--cfg", "--info", "--hydra-help"}:
+        return show_as_hydra(stage, flags, overrides)
+    shows = bool(flags.values.keys() & {"--show", "--complete"})
+    if stage.name in ("chat", "serve") and not shows and sys.stderr.isatty():
+        print("loading the target and the drafter ...", file=sys.stderr, flush=True)
+    with leave_in_order() if stage.continued and not shows else nullcontext():
         runner = importlib.import_module("scripts.run.runner")
         status: int = runner.run_stage(
             stage,
-            stage.expand_short(overrides),
+            overrides,
             multirun="--multirun" in flags,
-            show="--show" in flags,
+            show=flags.get("--show"),
             ask="--complete" in flags,
-            file=file,
+            file=flags.get("--config"),
         )
     return status
 
 
-def split_flags(rest: list[str]) -> tuple[set[str], list[str], str]:
-    """Separate flags, overrides and the file of `--config`; raises `UserError` for an unknown flag.
-    `--config <file>` is how a loop starts a stage in another process: all settings stand in the
-    file."""
-    spellings = {name: name for name in ("--help", "--multirun", "--show", "--plan", "--complete")}
-    spellings |= {"-h": "--help", "-m": "--multirun", "--cfg": "--show"}
-    flags, overrides, file = set(), [], ""
-    items = iter(rest)
-    for item in items:
-        if item == "--config":
-            file = next(items, "")
-            if not file:
-                raise UserError("--config is to be followed by the file with the settings.")
-        elif item in spellings:
-            flags.add(spellings[item])
-        elif item.startswith("-"):
-            raise UserError(
-                f"there is no flag '{item}'.{suggest(item, spellings)} Settings are given without "
-                "dashes, as key=value."
-            )
-        else:
-            overrides.append(item)
-    if file and (overrides or "--multirun" in flags):
-        raise UserError("--config holds all settings of a stage: give no others beside it.")
-    return flags, overrides, file
+def show_as_hydra(stage: Stage, flags: Flags, overrides: list[str]) -> int:
+    """Print what --cfg, --info or --hydra-help ask for."""
+    view = importlib.import_module("scripts.config.hydra_view")
+    parsed = importlib.import_module("scripts.config.compose").parse(overrides)
+    if "--cfg" in flags:
+        package, resolve = flags.get("--package"), "--resolve" in flags
+        view.print_config(stage, parsed, flags.get("--cfg"), package, resolve)
+    elif "--info" in flags:
+        view.print_info(stage, parsed, flags.get("--info"))
+    else:
+        view.print_help(stage, parsed)
+    return 0
+
+
+def add_folder(folder: str, name: str = "--config-dir") -> None:
+    """One more folder with options, for this process and those that it starts."""
+    path = Path(folder).resolve()
+    if not path.is_dir():
+        raise UserError(f"{name}: '{folder}' is not a folder.")
+    more = os.environ.get(EXTRA_VARIABLE, "")
+    os.environ[EXTRA_VARIABLE] = os.pathsep.join([str(path), *filter(None, [more])])
 
 
 def disk_complaint(error: BaseException | None) -> str | None:

@@ -87,7 +87,7 @@ def test_one_python_file_and_one_yaml_make_a_kind(tmp_path: Path) -> None:
     settings = load_settings(STAGES["train"], ["head=bigram", "head.start_std=0.05"])
     assert settings.head.kind == "bigram"
     assert settings.head.config == get_kind("bigram").config_class(start_std=0.05)
-    assert "head.start_std = 0.02" in stage_help(STAGES["train"], ["head=bigram"])
+    assert "head.start_std = 0.02" in stage_help(STAGES["train"], ["head=bigram"], "head")
     with pytest.raises(
         UserError, match=r"head\.start_sdt: there is no such key\. Did you mean 'start_std'"
     ):

@@ -13,7 +13,8 @@ from heads.api.errors import UserError
 from heads.api.kinds import kind_names
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo
-from scripts.config.compose import REPOSITORY, options
+from scripts.config.compose import options
+from scripts.config.fields import REPOSITORY
 from scripts.config.schema import attribute, load_settings
 from scripts.config.stages import OPTION_GROUPS, RECIPE_GROUPS, STAGES, Stage
 from train.engines.deepspeed import import_deepspeed

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from heads.api.config import build
 from heads.api.drafter import TrainableDrafter
-from heads.api.errors import UserError
+from heads.api.errors import UserError, missing_folder
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo, TargetWeights
 
@@ -58,6 +58,8 @@ def save_drafter(
 def read_config(directory: Path) -> dict[str, Any]:
     """A checkpoint's config.json; raises `UserError` when absent, broken or of another format."""
     path = directory / CONFIG_FILE
+    if not directory.is_dir():
+        raise UserError(f"{missing_folder(directory)} Give the folder of a drafter's checkpoint.")
     if not path.is_file():
         raise UserError(
             f"'{directory}' is not a drafter checkpoint: it has no {CONFIG_FILE}. Give the folder "

@@ -19,6 +19,7 @@ from inference.folders import EXPORT_FILE
 from inference.hub.config import OWN, PullConfig
 from inference.hub.exchange import Exchange, hub_address, hub_token
 from inference.manifest import MANIFEST_FILE, verify_listed, write_json
+from inference.terminal import make_console
 
 EVERYTHING = "all"
 PUBLISHED = "push"
@@ -64,7 +65,7 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
     os.replace(partial, out)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     text = f"{config.repo} at {commit[:12]}: {len(wanted)} files, {size:,} bytes, in {out}"
-    (console or Console()).print(text, soft_wrap=True)
+    (console or make_console()).print(text, soft_wrap=True)
     return out
 
 

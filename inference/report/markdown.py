@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
@@ -16,6 +14,7 @@ from inference.report import claims
 from inference.report import model as schema
 from inference.report.claims import ratio_text, speedup_text, with_interval
 from inference.report.model import REPORT_FILE, Report, read_report
+from inference.terminal import make_table
 
 HEADLINE = "# Measured by Headstart"
 DEFINITIONS = (
@@ -368,7 +367,7 @@ def print_table(report: Report, console: Console | None = None) -> None:
     )
     if settings.rule != "match":
         title += f", rule {settings.rule_text}"
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    table = make_table(title)
     shown = [i for i, name in enumerate(MAIN_HEADER) if name not in ("ideal", "efficiency")]
     for column, name in enumerate(MAIN_HEADER[place] for place in shown):
         justify: Literal["left", "right"] = "left" if column < 2 else "right"

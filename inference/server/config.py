@@ -31,7 +31,7 @@ class ServeConfig:
 
     drafter: str = ""
     """Name of a drafter of this run, checkpoint folder, kind without weights, or none; empty: the
-    run's only or first one."""
+    run's fastest one, as measured."""
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs a token, or serve.open=true."""
     port: Annotated[int, Ge(0), Le(65535)] = 8000

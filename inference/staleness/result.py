@@ -8,15 +8,14 @@ from math import isfinite
 from pathlib import Path
 from typing import TypedDict
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from inference.decoding.draft import DraftSettings
 from inference.manifest import write_json
 from inference.staleness.evidence import interval
 from inference.staleness.reference import DomainAnswers, Reference
 from inference.staleness.sequential_test import ALARM, MISS, OVERALL, Change, DriftTest
+from inference.terminal import make_table
 
 STALENESS_FILE = "staleness.json"
 FORMAT = 1
@@ -138,7 +137,7 @@ def summarise(
 def show(found: Staleness, console: Console) -> None:
     """Print the table and the verdict."""
     title = "accepted drafted tokens per verify pass"
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title_justify="left", title=title)
+    table = make_table(title)
     table.add_column("domain", no_wrap=True)
     for name in ("answers", "reference", "now", "change"):
         table.add_column(name, justify="right", no_wrap=True)

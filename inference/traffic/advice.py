@@ -21,6 +21,7 @@ from inference.measure.metrics import divide
 from inference.measure.prompts import Prompt
 from inference.target.memory import gib
 from inference.target.model import TargetModel
+from inference.terminal import make_table
 from inference.traffic.arrivals import Arrival
 from inference.traffic.config import TrafficConfig
 from inference.traffic.server import kept_tokens, measure_prefill, memory_bytes, server_costs
@@ -218,7 +219,7 @@ def seen_by_users(jobs: Sequence[SimulatedRequest], served: Sequence[Served]) ->
 def traffic_table(advice: TrafficAdvice) -> Table:
     """One line per drafter and length."""
     level, requests = advice["concurrency"], advice["traffic"]["requests"]
-    found = Table(title=f"{requests} requests, at most {advice['rows']} decoded together")
+    found = make_table(f"{requests} requests, at most {advice['rows']} decoded together")
     found.add_column("drafter")
     found.add_column("draft")
     speedups = (f"speedup at {level['p50']} (p50)", f"at {level['p95']} (p95)")

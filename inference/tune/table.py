@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from inference.report.claims import ratio_text
+from inference.terminal import make_table
 from inference.tune.tuner import TuneRow
 
 
 def tune_table(name: str, rows: Sequence[TuneRow]) -> Table:
     """What was chosen, for the terminal."""
-    found = Table(title=name)
+    found = make_table(name)
     titles = "batch size|temperature|draft|predicted tokens/s|measured|without|speedup"
     for title in titles.split("|"):
         found.add_column(title, justify="left" if title == "draft" else "right")

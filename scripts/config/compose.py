@@ -9,54 +9,85 @@ accept).
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
+from hydra._internal.hydra import Hydra
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import conf
 from heads.api.errors import UserError, suggest
 from heads.api.kinds import offered_kinds
-from scripts.config.stages import GROUPS, OPTION_GROUPS, RECIPE_GROUPS, Stage
+from scripts.config.fields import REPOSITORY, keys_named
+from scripts.config.stages import EXTRA_VARIABLE, GROUPS, OPTION_GROUPS, RECIPE_GROUPS, Stage
 
 CONF = Path(conf.__file__).resolve().parent
-REPOSITORY = CONF.parent
-EXTRA_VARIABLE = "HEADSTART_CONF"
-"""Environment variable: more folders (separated like PATH) with groups and recipes of one's own,
-searched after conf/."""
 CONF_ENTRY_POINTS = "headstart.conf"
+NAMED = re.compile(r"[\w./@:-]+=[\w./@:=-]*")
+"""A value that holds an equals sign, as a drafter's name does (medusa-lr=0.001); Hydra reads it in
+quotes only."""
+
+
+class ExtraFolders(SearchPathPlugin):
+    """Adds the user's own folders to Hydra's search path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in extra_folders():
+            search_path.append(provider=EXTRA_VARIABLE, path=f"file://{folder}")
+
+
+@contextmanager
+def hydra_of(stage: Stage) -> Iterator[Hydra]:
+    """Yield Hydra with the folders of configuration; its errors leave the block as `UserError`."""
+    OmegaConf.register_new_resolver("repo", repository_path, replace=True)
+    OmegaConf.register_new_resolver("default_engine", default_engine, replace=True)
+    for name in {*offered_kinds(tuple(sys.path))} - {*files("head")}:
+        ConfigStore.instance().store(name=name, group="head", node={"kind": name})
+    Plugins.instance().register(ExtraFolders)
+    outer = GlobalHydra.instance().hydra  # a sweep's, whose jobs compose their own settings
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("conf", job_name="headstart", version_base="1.3"):
+            hydra = GlobalHydra.instance().hydra
+            assert hydra is not None
+            yield hydra
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(
+            f"the configuration of '{stage.name}' cannot be composed: {first_line(error)}."
+        ) from error
+    finally:
+        GlobalHydra.instance().hydra = outer
+
+
+def root_of(stage: Stage) -> str:
+    """The name of the stage's primary config in conf/."""
+    return stage.root if (CONF / f"{stage.root}.yaml").is_file() else "base"
 
 
 def compose_stage(stage: Stage, given: Sequence[Override]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compose a stage's configuration; raises `UserError` for what cannot be composed. Returns
     group -> plain values, interpolations resolved, of the groups that the stage reads; and option
-    group -> chosen option, or options for recipes, None where there is none."""
-    OmegaConf.register_new_resolver("repo", repository_path, replace=True)
-    OmegaConf.register_new_resolver("default_engine", default_engine, replace=True)
-    for name in {*offered_kinds(tuple(sys.path))} - {*files("head")}:
-        ConfigStore.instance().store(name=name, group="head", node={"kind": name})
-    accepted = [check_override(stage, item) for item in given]
-    searchpath = ",".join(f"file://{folder}" for folder in extra_folders())
-    if searchpath:
-        accepted.append(f"hydra.searchpath=[{searchpath}]")
-    try:
-        with initialize_config_module("conf", version_base="1.3"):
-            root = stage.root if (CONF / f"{stage.root}.yaml").is_file() else "base"
-            composed = compose(root, overrides=accepted, return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(
-            f"the configuration of '{stage.name}' cannot be composed: {first_line(error)}"
-        ) from error
+    group -> chosen option, or options for recipes, None where there is none. Overrides of Hydra's
+    own settings are left out: they say how jobs are run, not what a stage does."""
+    accepted = [check_override(stage, item) for item in given if not item.is_hydra_override()]
+    with hydra_of(stage):
+        composed = compose(root_of(stage), overrides=accepted, return_hydra_config=True)
     choices = {group: composed.hydra.runtime.choices.get(group) for group in OPTION_GROUPS}
     OmegaConf.set_struct(composed, False)
     composed.pop("hydra")
@@ -75,20 +106,24 @@ def plain(composed: Any, group: str) -> Any:
         raise UserError(f"{error.full_key or group}: {first_line(error)}.") from error
 
 
-def parse(overrides: Sequence[str | Override]) -> list[Override]:
-    """Hydra's reading of the overrides; raises `UserError` for one that cannot be read."""
+def parse(overrides: Sequence[str | Override], loader: Any = None) -> list[Override]:
+    """Hydra's reading of the overrides; raises `UserError` for one that cannot be read. loader:
+    what knows the options, for `glob(...)`."""
     parsed = []
     for text in overrides:
         if isinstance(text, Override):
-            parsed.append(text)
-            continue
+            if loader is None:
+                parsed.append(text)
+                continue
+            text = str(text.input_line)
+        text = quote_names(text)
         try:
-            if "=" not in text:
+            if "=" not in text and not text.startswith("~"):
                 raise UserError(
                     f"'{text}' is not a setting. Settings are key=value, for instance head=eagle3 "
                     "or optim.lr=1e-4."
                 )
-            parsed += OverridesParser.create().parse_overrides([text])
+            parsed += OverridesParser.create(config_loader=loader).parse_overrides([text])
         except HydraException as error:
             raise UserError(
                 f"'{text}' cannot be read ({first_line(error)}). Put quotes around values with "
@@ -97,19 +132,30 @@ def parse(overrides: Sequence[str | Override]) -> list[Override]:
     return parsed
 
 
+def quote_names(text: str) -> str:
+    """A setting whose value, or items of whose list, are put into quotes where they need them."""
+    key, _, value = text.partition("=")
+    if NAMED.fullmatch(value):
+        return f"{key}='{value}'"
+    items = [item.strip() for item in value[1:-1].split(",")]
+    flat = value.startswith("[") and value.endswith("]") and not set("[]{}()'\"") & set(value[1:-1])
+    if not flat or not any(NAMED.fullmatch(item) for item in items):
+        return text
+    quoted = [f"'{item}'" if NAMED.fullmatch(item) else item for item in items]
+    return f"{key}=[{','.join(quoted)}]"
+
+
 def check_override(stage: Stage, override: Override) -> str:
     """The override as Hydra shall apply it; raises `UserError` for one that sets nothing."""
-    key, value, given = override.key_or_group, override.value(), f"'{override.input_line}'"
     if override.is_sweep_override():
         raise UserError(
-            f"{given} lists several values. Add -m to run once per value, or write [a,b] for a "
-            "list."
+            f"'{override.input_line}' lists several values. Add -m to run once per value, or write "
+            "[a,b] for a list."
         )
-    if override.is_delete() or override.package is not None:
-        raise UserError(
-            f"{given}: only key=value is understood here; to clear a value write {key}=null."
-        )
-    text = f"{key}={override.get_value_element_as_str()}"
+    key, value = override.key_or_group, override.value()
+    require_key(stage, override)
+    if override.is_delete():
+        return str(override.input_line)
     if key in OPTION_GROUPS and not isinstance(value, dict):
         for name in value if isinstance(value, list) and key in RECIPE_GROUPS else [value]:
             if name is not None and str(name) not in options(key):
@@ -118,19 +164,49 @@ def check_override(stage: Stage, override: Override) -> str:
                     f"{key}={name}: there is no such option.{suggest(str(name), options(key))}"
                     f"{own if key == 'target' else ''}"
                 )
-        return text
+    return force(override)
+
+
+def require_key(stage: Stage, override: Override) -> None:
+    """Raise `UserError` for an override of something that the stage does not have."""
+    key, given = override.key_or_group, f"'{override.input_line}'"
     group, *below = key.split(".")
+    if override.package is not None:
+        raise UserError(
+            f"{given}: options cannot be put elsewhere (@package); every group has one place."
+        )
+    if key in OPTION_GROUPS and not isinstance(override._value, dict):
+        return
     if group not in GROUPS:
-        near = suggest(group, {*GROUPS, *OPTION_GROUPS})
-        raise UserError(f"{given}: there is no group '{group}'.{near}")
+        raise UserError(f"{given}: there is no group '{group}'.{nearest(stage, override)}")
     if group not in stage.groups:
         raise UserError(
             f"{given}: stage '{stage.name}' does not read '{group}'. It reads: "
             f"{', '.join(stage.groups)}."
         )
-    if not below:
+    if not below and not override.is_delete():
         raise UserError(f"{given}: set one key at a time, as {group}.<key>=value.")
-    return f"++{text}"
+
+
+def nearest(stage: Stage, override: Override) -> str:
+    """ " Did you mean ...?" for a name that is no group: the keys that end in it, or groups."""
+    key = override.key_or_group
+    _, equals, value = str(override.input_line).partition("=")
+    found = [] if "." in key else keys_named(key, stage.groups)
+    if found:
+        return f" Did you mean {' or '.join(f'{name}{equals}{value}' for name in found[:3])}?"
+    return suggest(key.split(".")[0], {*GROUPS, *OPTION_GROUPS})
+
+
+def force(override: Override) -> str:
+    """An override as text that Hydra applies whether or not a YAML file has the key, so that a
+    misspelt one reaches our own check; listed values (`-m`) stay as they are."""
+    text = str(override.input_line)
+    if override.is_delete() or override.is_hydra_override():
+        return text
+    text = f"{override.key_or_group}={text.split('=', 1)[1]}"
+    chosen = override.key_or_group in OPTION_GROUPS and not isinstance(override._value, dict)
+    return text if chosen else f"++{text}"
 
 
 def options(group: str) -> list[str]:

@@ -103,7 +103,7 @@ class ChatConfig:
 
     drafter: str = ""
     """Name of a drafter of this run, checkpoint folder, name on the Hub (user/name), kind without
-    weights, or none; empty: the run's only or first one."""
+    weights, or none; empty: the run's fastest one, as measured."""
     system: str = ""
     """System message put before the conversation; empty for none."""
 

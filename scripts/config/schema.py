@@ -10,7 +10,7 @@ import json
 import keyword
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -111,7 +111,7 @@ class Settings:
         self.stage = stage
         self.choices = dict(choices)
         self.resolved = dict(values)
-        """The plain values behind the groups, as config.yaml holds them."""
+        """The plain values behind the groups, without the defaults of their classes."""
         self.overrides = list(overrides)
         self.changed: dict[str, Any] = {}
         """What was replaced after the composition: dotted path -> plain value."""
@@ -129,6 +129,19 @@ class Settings:
         so do settings that were changed after the composition.
         """
         return key in self.changed or any(item.key_or_group == key for item in self.overrides)
+
+    @property
+    def with_defaults(self) -> dict[str, Any]:
+        """The plain values of every group with all defaults."""
+        own = {group: complete(group, self.resolved.get(group)) for group in self.stage.groups}
+        return {**self.resolved, **own}
+
+    @property
+    def without_defaults(self) -> dict[str, Any]:
+        """The plain values that differ from the classes' defaults; a value that has no default is
+        among them."""
+        found = {group: changed(group, self.resolved.get(group)) for group in self.stage.groups}
+        return {group: values for group, values in found.items() if values}
 
     @property
     def arguments(self) -> list[str]:
@@ -194,7 +207,7 @@ def understands(stage: Stage, override: Override) -> bool:
 
 def load_settings(stage: Stage, overrides: Sequence[str | Override]) -> Settings:
     """The checked settings of a stage under `overrides`; raises `UserError`."""
-    given = parse(overrides)
+    given = [item for item in parse(overrides) if not item.is_hydra_override()]
     return Settings(stage, *compose_stage(stage, given), given)
 
 
@@ -256,11 +269,35 @@ def differences(
             yield (*place, item.name), plain(after)
 
 
-def complete(group: str, values: Any) -> Any:
+def complete(group: str, values: Any) -> dict[str, Any]:
     """Plain values of a group with the defaults of all keys that they leave out. Raises `UserError`
     for values that the group's class does not take."""
-    found = plain(build_group(group, values))
+    found: dict[str, Any] = plain(build_group(group, values or {}))
     return found if group != "head" else {"kind": found["kind"], **found["config"]}
+
+
+def changed(group: str, values: Any) -> dict[str, Any]:
+    """The keys of a group whose values are not the defaults of its class."""
+    built = build_group(group, values or {})
+    if group == "head":
+        return {"kind": built.kind, **unlike_default(built.config)}
+    return unlike_default(built)
+
+
+def unlike_default(config: Any) -> dict[str, Any]:
+    """The fields of a configuration that differ from their defaults, as plain values."""
+    found = {}
+    for item in fields(config):
+        value, default = getattr(config, item.name), item.default
+        if item.default_factory is not MISSING:
+            default = item.default_factory()
+        if is_dataclass(value) and type(value) is type(default):
+            inner = unlike_default(value)
+            if inner:
+                found[item.name] = inner
+        elif value != default:
+            found[item.name] = plain(value)
+    return found
 
 
 # Files for other processes

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+EXTRA_VARIABLE = "HEADSTART_CONF"
+"""Environment variable: more folders (separated like PATH) with groups and recipes of one's own,
+searched after conf/. `--config-dir` adds one."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -38,6 +42,11 @@ class Stage:
         """The stage's root in conf/, which is base.yaml where there is no such file."""
         return self.name.replace("-", "_")
 
+    @property
+    def common(self) -> tuple[str, ...]:
+        """The keys that are set most often."""
+        return join(COMMON[self.name])
+
     def expand_short(self, overrides: list[str]) -> list[str]:
         """The overrides with short spellings replaced; the long one wins where both are given."""
         names = dict(self.short)
@@ -58,6 +67,50 @@ def join(*groups: str) -> tuple[str, ...]:
 GENERATE = "run target data sampling generate"
 TRAIN = "run target head features engine optim schedule train decode joint"
 MEASURE = "run target decode bench measure"
+
+COMMON = {
+    "generate": (
+        "run.name target.path data.path data.limit sampling.temperature sampling.max_new_tokens "
+        "sampling.batch_size generate.answers run.overwrite"
+    ),
+    "features": "run.name features.format features.quota_gib features.serve train.sequence_length",
+    "train": (
+        "run.name run.drafter head.kind target.path optim.lr train.epochs train.max_steps "
+        "train.global_batch train.micro_batch train.sequence_length train.eval_every "
+        "train.prompts engine.name train.tracker.wandb run.overwrite"
+    ),
+    "plan": (
+        "plan.gpu plan.count plan.tokens plan.measured train.sequence_length train.micro_batch "
+        "train.global_batch train.epochs"
+    ),
+    "measure": (
+        "run.name measure.drafters measure.kinds target.path bench.prompts "
+        "bench.prompts_per_domain bench.repeats decode.temperature decode.max_new_tokens"
+    ),
+    "audit": "run.name audit.drafters audit.kinds audit.checks audit.temperatures audit.batch_size",
+    "watch": "watch.drafter watch.learn watch.records watch.tolerance watch.alarm_rate",
+    "refresh": "refresh.drafter refresh.prompts refresh.old_target refresh.until target.path",
+    "feedback": (
+        "run.name feedback.records feedback.answers feedback.token_weights feedback.hard_prompts"
+    ),
+    "tune": "run.name tune.drafter tune.batches tune.temperatures tune.depths",
+    "traffic": "run.name traffic.file traffic.drafters traffic.depths traffic.rows",
+    "report": "run.name report.reports report.out",
+    "push": "run.name run.drafter push.repo push.license push.dry_run",
+    "pull": "pull.repo pull.revision pull.out",
+    "export": "run.name run.drafter export.engine export.checkpoint export.out",
+    "verify-export": "verify.dir verify.mode verify.source",
+    "import": "run.name run.drafter import.source target.path",
+    "chat": (
+        "run.name chat.drafter chat.system decode.temperature decode.max_new_tokens target.path"
+    ),
+    "serve": "run.name serve.drafter serve.host serve.port serve.token_file target.path",
+    "loop": (
+        "run.name head.kind target.path data.path data.limit bench.prompts optim.lr "
+        "train.epochs train.max_steps loop.recipes loop.rounds loop.launch run.overwrite"
+    ),
+}
+"""Stage -> the keys that are set most often, which `--help` shows first."""
 
 STAGES: dict[str, Stage] = {
     stage.name: stage
@@ -87,7 +140,7 @@ STAGES: dict[str, Stage] = {
             "plan",
             "predict a training's memory, disk and hours without training (also: headstart train "
             "--plan)",
-            join(TRAIN, "plan"),
+            join(TRAIN, "data sampling plan"),
         ),
         Stage(
             "measure",

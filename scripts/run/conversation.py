@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from heads.api.errors import UserError
+from heads.api.errors import UserError, suggest
 from inference.decoding.engine import Engine
 from inference.decoding.requests import PassRecord, Request
 from inference.measure.metrics import divide
@@ -17,6 +22,15 @@ from inference.measure.prompts import prompt_seed
 from inference.target.chat import render_prompt
 from inference.target.text_pieces import TextPieces
 
+COMMANDS = {
+    "/help": "this list",
+    "/clear": "forget the conversation",
+    "/quit": "end (also Ctrl-D); Ctrl-C stops an answer",
+}
+COMMAND = re.compile(r"/\w*")
+"""What is taken for a command: a slash and one word, no path and no sentence."""
+HISTORY = 1000
+"""Lines that the history keeps."""
 GREEN, PLAIN = "\033[32m", "\033[0m"
 
 
@@ -94,27 +108,62 @@ def summary(answer: Answer, name: str) -> str:
 
 def converse(chat: Chat, name: str) -> None:
     """Read prompts from the terminal and stream the answers until the input ends."""
-    console = Console()
-    console.print(
-        f"{chat.engine.target.info.id} with {name}. /clear forgets the conversation, /quit or "
-        "Ctrl-D ends it."
+    console = Console(highlight=False, markup=False)
+    console.print(f"{chat.engine.target.info.id} with {name}. /help lists the commands.")
+    with line_editing() as read:
+        while True:
+            try:
+                prompt = read("> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                console.print()
+                return
+            if prompt in ("/quit", "/exit"):
+                return
+            if COMMAND.fullmatch(prompt):
+                console.print(obey(chat, prompt), style="dim")
+                continue
+            try:
+                if prompt:
+                    console.print(summary(chat.answer(prompt), name), style="dim")
+            except UserError as error:  # most often a conversation that no longer fits
+                console.print(f"{error} (/clear starts a new conversation)", style="red")
+            except KeyboardInterrupt:
+                console.print("\n(stopped)", style="dim")
+
+
+def obey(chat: Chat, command: str) -> str:
+    """Carry out a command; what to say about it."""
+    if command == "/clear":
+        chat.clear()
+        return "the conversation is forgotten"
+    if command == "/help":
+        width = max(map(len, COMMANDS))
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return f"there is no command '{command}'.{suggest(command, COMMANDS)}"
+
+
+@contextmanager
+def line_editing() -> Iterator[Callable[[str], str]]:
+    """Yield what reads a line with the keys and the history of readline, which is kept from one
+    chat to the next; where Python has no readline, plain input."""
+    try:
+        import readline
+    except ImportError:  # Windows
+        yield input
+        return
+    place = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    file = Path(place) / "headstart" / "chat_history"
+    readline.set_history_length(HISTORY)
+    readline.set_completer(
+        lambda text, state: [*(n for n in COMMANDS if n.startswith(text)), None][state]
     )
-    while True:
-        try:
-            prompt = console.input("[bold]> [/bold]").strip()
-        except (EOFError, KeyboardInterrupt):
-            console.print()
-            return
-        if prompt in ("/quit", "/exit"):
-            return
-        if prompt == "/clear":
-            chat.clear()
-            continue
-        try:
-            if prompt:
-                line = summary(chat.answer(prompt), name)
-                console.print(line, style="dim", highlight=False, markup=False)
-        except UserError as error:  # most often a conversation that no longer fits
-            console.print(f"{error} (/clear starts a new conversation)", style="red", markup=False)
-        except KeyboardInterrupt:
-            console.print("\n(stopped)", style="dim")
+    readline.set_completer_delims(" ")
+    readline.parse_and_bind("tab: complete")
+    with suppress(OSError):  # there is none yet
+        readline.read_history_file(file)
+    try:
+        yield input
+    finally:
+        with suppress(OSError):  # a home that cannot be written to
+            file.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(file)

@@ -15,21 +15,24 @@ import yaml
 from heads.api.checkpoint import CONFIG_FILE as CHECKPOINT_FILE
 from heads.api.checkpoint import WEIGHTS_FILE, load_drafter, new_drafter, read_config
 from heads.api.config import build
-from heads.api.errors import UserError, suggest
+from heads.api.errors import UserError, missing_folder, suggest
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.decoding.decode_file import DECODE_FILE, advice
 from inference.hub.fetch import REVISION, fetch, is_published_name
 from inference.manifest import MANIFEST_FILE, read_manifest
+from inference.report.model import REPORT_FILE, read_report
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from scripts.config.compose import conf_folders, options
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, plain
-from scripts.run.folder import CONFIG_FILE, read_record
+from scripts.run.folder import CONFIG_FILE, missing_run, read_record, require_run
 from scripts.run.folder import read_config as read_stage_config
 
 BEST = "best"
+NO_DRAFTER = "none"
+"""As chat.drafter and serve.drafter: plain decoding."""
 ALL = "all"
 """As run.drafter: every trained drafter of the run."""
 SWEPT = "@"
@@ -136,10 +139,14 @@ def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | No
                 f"there is no drafter '{given}' in '{run.directory}', no checkpoint folder of that "
                 f"name, and {error}"
             ) from error
-    raise UserError(
+    if len(Path(given).parts) > 1:
+        raise UserError(f"{missing_folder(Path(given))} Give the folder of a drafter's checkpoint.")
+    where = missing_run(run) or (
         f"there is no drafter '{given}' in '{run.directory}', and no checkpoint folder of that "
-        f"name.{suggest(given, known)} Recipes that need no training are given by their names: "
-        f"{', '.join(recipes)}."
+        f"name.{suggest(given, known)}"
+    )
+    raise UserError(
+        f"{where} Recipes that need no training are given by their names: {', '.join(recipes)}."
     )
 
 
@@ -251,6 +258,36 @@ def asked_draft(settings: Settings) -> dict[str, Any]:
     return {key: getattr(decode, key) for key in named}
 
 
+def preferred(run: RunConfig) -> tuple[str, str]:
+    """The drafter of a run that chat and serve take unless one is named, and a line that says why:
+    the fastest one measured, else the one with the highest tau in training."""
+    known = list_trained(run)
+    if not known:
+        return NO_DRAFTER, f"no drafter: '{run.directory}' has trained none"
+    report = run.directory / "measure" / REPORT_FILE
+    found: dict[str, float] = {}
+    word = "the highest measured speedup"
+    if report.is_file():
+        measured = {item.name: item.speedup for item in read_report(report).drafters}
+        found = {name: measured[name] for name in known if name in measured}
+    if not found:
+        word = "the highest tau in training"
+        done = {name: item.folder.parent for name, item in known.items()}
+        manifests = {
+            name: read_manifest(folder, "train")
+            for name, folder in done.items()
+            if (folder / MANIFEST_FILE).is_file()
+        }
+        found = {name: one["best"]["tau"] or 0.0 for name, one in manifests.items()}
+    if not found:
+        return next(iter(known)), f"drafter: {next(iter(known))}, whose training has not finished"
+    best = max(found, key=lambda name: found[name])
+    if len(known) == 1:
+        return best, f"drafter: {best}, the only one of '{run.directory}'"
+    others = ", ".join(name for name in known if name != best)
+    return best, f"drafter: {best}, with {word} ({found[best]:.2f}); also here: {others}"
+
+
 def choose(run: RunConfig, *, several: bool = True) -> list[Found]:
     """The drafter named by run.drafter, or the only one, or (`several`) with `all` every one.
     Raises `UserError` when it is not clear which."""
@@ -258,6 +295,7 @@ def choose(run: RunConfig, *, several: bool = True) -> list[Found]:
     if run.drafter in known:
         return [known[run.drafter]]
     if not known:
+        require_run(run)
         raise UserError(
             f"'{run.directory}' holds no trained drafter. Train one first, or choose another "
             "run.name."

@@ -1,9 +1,9 @@
 """One stage's folder: what was run, with which settings, on what; and whether it may be continued.
 
-A stage folder holds `config.yaml` (the resolved settings) and `run.json` (command, git revision and
-difference, package versions, seed, device, inputs and state). The same command continues an
-interrupted folder and skips a complete one; other settings or other inputs are refused, never mixed
-in silently.
+A stage folder holds `config.yaml` (all settings, defaults included) and `run.json` (command, git
+revision and difference, package versions, seed, device, inputs and state). The same command
+continues an interrupted folder and skips a complete one; other settings or other inputs are
+refused, never mixed in silently.
 """
 
 from __future__ import annotations
@@ -18,9 +18,18 @@ from typing import Any
 import yaml
 
 from heads.api.config import build
-from heads.api.errors import UserError
+from heads.api.errors import UserError, missing_folder, suggest
 from inference.folders import RUN_FILE, delete_own, stage_of
-from inference.manifest import PARTIAL, file_sha256, remove_leftovers, write_bytes, write_json
+from inference.manifest import (
+    MANIFEST_FILE,
+    PARTIAL,
+    file_sha256,
+    read_manifest,
+    remove_leftovers,
+    write_bytes,
+    write_json,
+)
+from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, complete
 from scripts.run.process import Session, is_main_process, now, say, shown, this_session
 
@@ -132,7 +141,9 @@ def open_folder(
     )
     if is_main_process():
         path.mkdir(parents=True, exist_ok=True)
-        write_bytes(path / CONFIG_FILE, yaml.safe_dump(settings.resolved, sort_keys=False).encode())
+        write_bytes(
+            path / CONFIG_FILE, yaml.safe_dump(settings.with_defaults, sort_keys=False).encode()
+        )
         record.write(path)
     return StageFolder(path, False, record)
 
@@ -230,6 +241,41 @@ def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, values
+
+
+def missing_run(run: RunConfig) -> str:
+    """Say that a run does not exist, with the nearest names; empty where it does. A run that nobody
+    has named may be new."""
+    if run.directory.is_dir() or run.name == RunConfig().name:
+        return ""
+    root = Path(run.root)
+    names = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    near = suggest(run.name, names).replace("Allowed:", f"Runs in '{root}':")
+    return f"there is no run '{run.name}' in '{root}'.{near}"
+
+
+def require_run(run: RunConfig, instead: str = "") -> None:
+    """Raise `UserError` for a run that does not exist. instead: what to do without one."""
+    missing = missing_run(run)
+    if missing:
+        raise UserError(f"{missing} {instead}".rstrip())
+
+
+def require_answers(settings: Settings) -> Path:
+    """The folder with the answers to train on; raises `UserError` unless they are complete, naming
+    the command that makes them."""
+    run, folder = settings.run, answers_folder(settings)
+    if run.answers and not folder.is_dir():
+        raise UserError(f"run.answers: {missing_folder(folder)}")
+    if not run.answers and not (folder / MANIFEST_FILE).is_file():
+        root = f" run.root={run.root}" if run.root != RunConfig().root else ""
+        problem = missing_run(run) or f"'{folder}' holds no complete answers."
+        raise UserError(
+            f"{problem} To train there run `headstart generate run.name={run.name}{root}` first, "
+            "with the same target and data; answers elsewhere are given as run.answers=<folder>."
+        )
+    read_manifest(folder, "generate")
+    return folder
 
 
 def stage_folder(settings: Settings) -> Path:

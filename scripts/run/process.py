@@ -26,7 +26,8 @@ from rich.console import Console
 
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
-from scripts.config.compose import REPOSITORY
+from inference.terminal import make_console
+from scripts.config.fields import REPOSITORY
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
 
@@ -37,8 +38,6 @@ PROGRAMS = ("headstart", "cli.py", "__main__.py")
 """Names of files by which the command line is started."""
 LONGEST_DIFF = 200_000
 PROGRESS_SECONDS = 30.0
-WIDE = 132
-"""Columns of a table that is not printed on a terminal."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +112,14 @@ def device(settings: Settings) -> dict[str, Any]:
 
 
 def prepare_process(config: RunConfig) -> None:
-    """Seed all generators, set torch's threads, keep libraries' progress bars out of files."""
+    """Seed all generators, set torch's threads, keep libraries' progress bars out of ours."""
     random.seed(config.seed)
     np.random.seed(config.seed)  # libraries draw from the global state
     torch.manual_seed(config.seed)
     if config.threads:
         torch.set_num_threads(config.threads)
-    if not sys.stderr.isatty():
-        transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when it is imported
 
 
 def say_what_debug_means(settings: Settings) -> None:
@@ -144,8 +143,8 @@ def say(text: str) -> None:
 
 
 def console() -> Console:
-    """The terminal, or wide lines elsewhere: a table that is cut off says nothing."""
-    return Console() if sys.stdout.isatty() else Console(width=WIDE)
+    """The terminal; elsewhere lines that are not broken."""
+    return make_console()
 
 
 @contextmanager

@@ -4,8 +4,6 @@ something runs."""
 from __future__ import annotations
 
 import importlib
-import itertools
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ import yaml
 from heads.api.errors import UserError
 from scripts.config.compose import parse
 from scripts.config.schema import Settings, load_settings, read_settings
-from scripts.config.stages import OPTION_GROUPS, Stage
+from scripts.config.stages import Stage
 from scripts.run.folder import read_record, stage_folder
 from scripts.run.process import is_main_process
 
@@ -28,33 +26,42 @@ def run_stage(
     overrides: Sequence[str],
     *,
     multirun: bool = False,
-    show: bool = False,
+    show: str = "",
     ask: bool = False,
     file: str = "",
 ) -> int:
     """Compose and run `stage`; returns the exit status, the worst of its runs. multirun: run every
-    combination of listed values. show: only print what was composed. ask: only say whether it is
-    complete. file: the settings, instead of overrides."""
-    combinations = expand(overrides) if multirun else [list(overrides)]
+    combination of listed values. show: only print the settings: `all`, or those `changed` from the
+    defaults. ask: only say whether it is complete. file: the settings, instead of overrides."""
     if file:
-        jobs = [read_settings(stage, Path(file))]
-    else:  # all are checked before the first one starts
-        jobs = [load_settings(stage, combination) for combination in combinations]
+        return act(read_settings(stage, Path(file)), show, ask)
+    given = parse(overrides)
+    if not multirun and not any(item.is_hydra_override() for item in given):
+        return act(load_settings(stage, given), show, ask)
+    sweep = importlib.import_module("scripts.run.sweep")
+    if not show and not ask:
+        status: int = sweep.run(stage, given, multirun)
+        return status
+    jobs = sweep.expand(stage, given) if multirun else [overrides]
     status = 0
-    for number, (settings, combination) in enumerate(zip(jobs, combinations, strict=True), 1):
+    for number, job in enumerate(jobs, 1):
         if len(jobs) > 1:
-            words = " ".join(combination)
-            print(f"[{number}/{len(jobs)}] headstart {stage.name} {words}", flush=True)
-        if show:
-            yaml.safe_dump(settings.resolved, sys.stdout, sort_keys=False)
-        elif ask:
-            done = is_complete(settings)
-            state = "complete" if done else "not complete"
-            print(f"{output_folder(settings)} is {state}", flush=True)
-            status = max(status, 0 if done else INCOMPLETE)
-        else:
-            status = max(status, run_one(settings))
+            print(sweep.heading(stage, job, number, len(jobs)), flush=True)
+        status = max(status, act(load_settings(stage, job), show, ask))
     return status
+
+
+def act(settings: Settings, show: str, ask: bool) -> int:
+    """Run a stage, or print its settings, or say whether it is complete; returns the status."""
+    if show:
+        values = settings.with_defaults if show == "all" else settings.without_defaults
+        yaml.safe_dump(values, sys.stdout, sort_keys=False)
+        return 0
+    if not ask:
+        return run_one(settings)
+    done = is_complete(settings)
+    print(f"{output_folder(settings)} is {'complete' if done else 'not complete'}", flush=True)
+    return 0 if done else INCOMPLETE
 
 
 def run_one(settings: Settings) -> int:
@@ -73,6 +80,7 @@ def run_one(settings: Settings) -> int:
 
 
 def output_folder(settings: Settings) -> Path:
+    """The folder that a stage with a record fills."""
     name = settings.stage.name
     if name == "train":
         return stage_folder(settings)
@@ -83,36 +91,3 @@ def is_complete(settings: Settings) -> bool:
     """Whether nothing is left to do: stopped by a signal, a stage ends without an error."""
     record = read_record(output_folder(settings))
     return record is not None and record.complete
-
-
-def expand(overrides: Sequence[str]) -> list[list[str]]:
-    """Every combination of the values listed in `overrides`, in order; each gets a drafter name of
-    its own. `head=medusa,eagle3` needs no other name. Sweeping anything else names the drafter's
-    folder after the values, so that two runs never share one."""
-    parsed = parse(overrides)
-    if not any(override.is_sweep_override() for override in parsed):
-        raise UserError(
-            "-m runs a stage for several values, but none are listed. Write for instance "
-            "head=medusa,eagle3."
-        )
-    choices = [
-        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        if override.is_sweep_override()
-        else [override.input_line or ""]
-        for override in parsed
-    ]
-    keys = [override.key_or_group for override in parsed]
-    swept = [
-        place
-        for place, override in enumerate(parsed)
-        if override.is_sweep_override() and keys[place] not in OPTION_GROUPS
-    ]
-    combinations = [list(combination) for combination in itertools.product(*choices)]
-    if swept and "run.drafter" not in keys:
-        for job in combinations:
-            values = [item.split("=", 1)[1] for item in job]
-            name = [values[keys.index("head")]] if "head" in keys else []
-            name += [f"{keys[place].split('.')[-1]}={values[place]}" for place in swept]
-            folder = re.sub(r"[^\w.=-]", "_", "-".join(name))
-            job.append(f"run.drafter='{folder}'")
-    return combinations

@@ -21,7 +21,7 @@ from inference.target.model import TargetModel
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
-from scripts.run.folder import open_folder
+from scripts.run.folder import open_folder, require_run
 from scripts.run.process import console, prepare_process, progress, say, shown
 from scripts.run.prompts import load
 
@@ -29,6 +29,8 @@ from scripts.run.prompts import load
 def run(settings: Settings) -> int:
     """Audit, print the summary; returns the exit status."""
     config, out = settings.audit, settings.run.directory / settings.audit.name
+    if not config.drafters and not settings.given("audit.kinds"):
+        require_run(settings.run, "To audit in a new run, give audit.drafters or audit.kinds.")
     named = [drafters.find(name, settings.run) for name in config.drafters]
     found = named or list(drafters.list_trained(settings.run).values())
     found += [drafters.find(kind, settings.run) for kind in config.kinds]

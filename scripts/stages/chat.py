@@ -17,9 +17,8 @@ from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.conversation import Chat, converse, summary
 from scripts.run.drafters import Found
+from scripts.run.folder import require_run
 from scripts.run.process import prepare_process
-
-NO_DRAFTER = "none"
 
 
 def run(settings: Settings) -> None:
@@ -42,8 +41,12 @@ def run(settings: Settings) -> None:
 
 def build_engine(settings: Settings, given: str) -> tuple[Engine, Found | None]:
     """The decoder with the drafter `given`, and that drafter; None where nothing is drafted."""
-    given = given or next(iter(drafters.list_trained(settings.run)), NO_DRAFTER)
-    found = None if given == NO_DRAFTER else drafters.find(given, settings.run)
+    if not given:
+        plain = f"{settings.stage.name}.drafter={drafters.NO_DRAFTER}"
+        require_run(settings.run, f"Or decode without a drafter: {plain}.")
+        given, why = drafters.preferred(settings.run)
+        print(why, file=sys.stderr, flush=True)
+    found = None if given == drafters.NO_DRAFTER else drafters.find(given, settings.run)
     target, decode = TargetModel.load(settings.target), settings.decode
     if found is not None:
         decode = drafters.decode_settings(found, settings, target, decode.batch_size)

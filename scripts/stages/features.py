@@ -12,10 +12,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from inference.manifest import MANIFEST_FILE, read_manifest
+from inference.manifest import MANIFEST_FILE
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings, load_settings
-from scripts.run.folder import answers_folder, open_folder
+from scripts.run.folder import open_folder, require_answers
 from scripts.run.process import prepare_process, shown
 from train.features.remote.server import serve
 from train.features.store.claims import folder_lock
@@ -28,8 +28,7 @@ def run(settings: Settings) -> None:
     if settings.features.serve:
         serve(TargetModel.load(settings.target), settings.features, settings.engine.dtype, say)
         return
-    answers = answers_folder(settings)
-    read_manifest(answers, "generate")  # its error tells how to generate answers
+    answers = require_answers(settings)
     job = StoreJob(
         heads=all_heads(settings),
         target=settings.target,

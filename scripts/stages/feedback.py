@@ -10,7 +10,7 @@ from inference.manifest import MANIFEST_FILE
 from inference.target.model import TargetModel
 from inference.verifications import FACTS_FILE
 from scripts.config.schema import Settings
-from scripts.run.folder import open_folder
+from scripts.run.folder import open_folder, require_run
 from scripts.run.process import is_main_process, say, shown
 from train.feedback.branches import BRANCHES, write_branches
 from train.feedback.build import build, summary
@@ -25,6 +25,8 @@ def run(settings: Settings) -> None:
     named = config.answers or (str(settings.run.directory / "generate"),)
     answers = [] if config.sequences else [Path(name) for name in named]
     records = [Path(name) for name in config.records] or [folder / RECORDS for folder in answers]
+    if not config.records and not config.answers:
+        require_run(settings.run)
     for one in records:  # to `build` they may be missing; here they were asked for
         if not (one / FACTS_FILE).is_file():
             raise UserError(

@@ -20,7 +20,7 @@ from scripts.config.own import MeasureConfig, RunConfig
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
-from scripts.run.folder import open_folder
+from scripts.run.folder import open_folder, require_run
 from scripts.run.process import console, prepare_process, say, say_what_debug_means, shown
 from scripts.run.prompts import bench_of, load
 from train.data.dedup.leaks import Leaks, find_leaks
@@ -36,6 +36,12 @@ def run(settings: Settings) -> None:
 def measure_run(settings: Settings) -> Path:
     """Measure unless that was done and nothing has changed since; returns report.json's path."""
     out = settings.run.directory / settings.measure.name
+    if not settings.measure.drafters and not settings.given("measure.kinds"):
+        require_run(
+            settings.run,
+            "To measure in a new run, say what: measure.drafters=[<checkpoint folder>], or "
+            "measure.kinds=[ngram] for drafters that need no training.",
+        )
     found, bench = chosen(settings.measure, settings.run), bench_of(settings)
     own = [] if bench.prompts == settings.bench.prompts else [Path(bench.prompts)]
     files = [*drafters.weight_files(found), *own]

@@ -13,6 +13,7 @@ from inference.report.model import REPORT_FILE, read_report
 from inference.report.page.render import write_page
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
+from scripts.run.folder import require_run
 from scripts.run.process import console, say_what_debug_means, shown
 
 
@@ -52,6 +53,7 @@ def measurements(run: RunConfig) -> list[Path]:
     """Folders of a run's measurements, `measure` first; raises `UserError` for none."""
     folders = sorted(path.parent for path in run.directory.glob(f"*/{REPORT_FILE}"))
     if not folders:
+        require_run(run, "Or set report.reports.")
         raise UserError(
             f"'{run.directory}' holds no measurement. Run `headstart measure run.name={run.name}` "
             "first, or set report.reports."

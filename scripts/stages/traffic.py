@@ -20,7 +20,7 @@ from inference.traffic.arrivals import needed_context, read_traffic
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
-from scripts.run.folder import open_folder
+from scripts.run.folder import open_folder, require_run
 from scripts.run.process import console, prepare_process, result_facts, say, shown
 from scripts.run.prompts import validation_prompts
 
@@ -51,6 +51,8 @@ def run(settings: Settings) -> None:
 
 def chosen(settings: Settings) -> list[Found]:
     """The drafters to advise on; raises `UserError` for none, or two of one name."""
+    if not settings.traffic.drafters:
+        require_run(settings.run, "Or give checkpoint folders in traffic.drafters.")
     found = [drafters.find(name, settings.run) for name in settings.traffic.drafters]
     found = found or drafters.best_of_sweeps(drafters.list_trained(settings.run))
     if not found:

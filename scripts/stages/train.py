@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from inference.manifest import MANIFEST_FILE, read_manifest
+from inference.manifest import MANIFEST_FILE
 from scripts.config.schema import Settings
-from scripts.run.folder import answers_folder, open_folder, stage_folder
+from scripts.run.folder import answers_folder, open_folder, require_answers, stage_folder
 from scripts.run.process import prepare_process, say, shown
 from train.config import TrainingJob
 from train.data.answers import held_out_prompts
@@ -21,8 +21,8 @@ from train.run import train
 
 def run(settings: Settings) -> None:
     """Train, continuing an interrupted folder; a complete one is left alone."""
+    require_answers(settings)
     job = job_of(settings)
-    read_manifest(job.data, "generate")  # its error tells how to generate answers
     folder = open_folder(settings, job.out, [job.data / MANIFEST_FILE])
     if folder.skip():
         return

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -97,24 +96,31 @@ class Lines:
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
 
-    def __call__(self, _: Any, prompt: str = "", **__: Any) -> str:
+    def __call__(self, prompt: str = "") -> str:
         if not self.lines:
             raise EOFError
         return self.lines.pop(0)
 
 
 def test_the_terminal_loop(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engine: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     too_long = "word " * 400
-    monkeypatch.setattr(
-        "rich.console.Console.input",
-        Lines(["hello", "", too_long, "/clear", "again", "/quit", "never"]),
-    )
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "500")
+    typed = ["hello", "", too_long, "/help", "/clera", "/etc is a folder", "/clear", "again"]
+    monkeypatch.setattr("builtins.input", Lines([*typed, "/quit", "never"]))
     chat = Chat(engine, "", seed=0)
     converse(chat, "no drafter")
     text = capsys.readouterr().out
-    assert text.count("[no drafter: tau 1.00") == 2
+    # a sentence that begins with a path is a prompt, an unknown command is none
+    assert text.count("[no drafter: tau 1.00") == 3
+    assert "there is no command '/clera'. Did you mean '/clear'?" in text
+    assert "/clear  forget the conversation" in text
+    assert (tmp_path / "headstart" / "chat_history").is_file()
     assert "(/clear starts a new conversation)" in text
     assert [message["content"] for message in chat.messages if message["role"] == "user"] == [
         "again"

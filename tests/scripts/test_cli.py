@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from scripts.cli import main
-from scripts.config.stages import STAGES
+from scripts.config.fields import group_fields, leaves
+from scripts.config.stages import STAGES, Stage
 from tests import forked
 
 
@@ -70,7 +72,7 @@ def test_stage_help_lists_groups_options_and_keys(capsys: pytest.CaptureFixture[
 def test_help_follows_imports_and_names_the_keys_below_a_key(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["measure", "bench=profile", "--help"]) == 0
+    assert main(["measure", "bench=profile", "--help", "all"]) == 0
     text = capsys.readouterr().out
     # its dataclass is imported into the module that the group names
     assert "decode.temperature = 0.0" in text
@@ -108,10 +110,28 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             "-m runs a stage for several values, but none are listed.",
         ),
         (["train", "--hed"], "there is no flag '--hed'. Did you mean '--help'?"),
+        (["train", "--lr", "1e-3"], "Settings are given without dashes: optim.lr=..."),
+        (["train", "--optim.lr=1e-3"], "Settings are given without dashes: optim.lr=1e-3"),
+        (["train", "lr=1e-3"], "there is no group 'lr'. Did you mean optim.lr=1e-3?"),
+        (["train", "overwrite=true"], "Did you mean run.overwrite=true?"),
+        (["train", "--help", "optm"], "does not read such a group. Did you mean 'optim'?"),
+        (["train", "--cfg"], "--cfg is to be followed by one of job, hydra, all."),
+        (["train", "--cfg", "jobs"], "--cfg jobs: unknown. Did you mean 'job'?"),
+        (["train", "--cfg", "job", "-m"], "--multirun and --cfg do not go together"),
+        (["train", "--resolve"], "--resolve and --package go with --cfg"),
+        (["train", "--config-name", "x"], "--config-name is not for this program."),
+        (["train", "--config-dir", "nowhere"], "--config-dir: 'nowhere' is not a folder."),
+        (["-sc", "install=tcsh"], "'tcsh' is none of them."),
+        (["train", "hydra/launcher=basic"], "add -m and list values"),
+        (["train", "-m", "hydra/launcher=slurm", "head=medusa,eagle3"], "no such option."),
+        (["train", "-m", "optim.lr=interval(0,1)"], "is an interval, which hydra/sweeper=optuna"),
+        (["train", "-m", "head=glob(x*)"], "matches no option"),
+        (["train", "head@other=medusa"], "options cannot be put elsewhere"),
         (["train", "optim"], "'optim' is not a setting."),
         (["train", "optim=3"], "optim=3: there is no such option."),
         (["train", "optim.lr=[1"], "'optim.lr=[1' cannot be read"),
-        (["train", "~optim.lr=3"], "to clear a value write optim.lr=null"),
+        (["train", "~optim.lr=3"], "the configuration of 'train' cannot be composed"),
+        (["train", "~optm"], "there is no group 'optm'. Did you mean 'optim'?"),
         (["train", "run.name=a/b"], "run.name: 'a/b' must be a plain folder name"),
         (
             ["train", "experiment=demmo"],
@@ -144,6 +164,57 @@ def test_show_prints_the_composed_settings(capsys: pytest.CaptureFixture[str]) -
     assert text.count("lr: 0.5") == 2
     assert "kind: medusa" in text
     assert "kind: eagle3" in text
+
+
+def test_what_is_shown_has_all_defaults_or_only_what_differs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "optim.lr=0.5", "train.tracker.project=mine", "--show"]) == 0
+    whole = yaml.safe_load(capsys.readouterr().out)
+    assert set(whole) == set(STAGES["train"].groups)
+    assert whole["optim"] == {
+        "lr": 0.5,
+        "betas": [0.9, 0.95],
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "clip": 1.0,
+    }
+    assert whole["head"]["kind"] == "medusa"
+    assert {"num_heads", "num_layers"} <= set(whole["head"])  # no YAML file sets all of them
+    arguments = ["optim.lr=0.5", "optim.clip=1.0", "train.tracker.project=mine"]
+    assert main(["train", *arguments, "--show=changed"]) == 0
+    changed = yaml.safe_load(capsys.readouterr().out)
+    assert changed["optim"] == {"lr": 0.5}  # what is given but equal is no change
+    assert changed["train"]["tracker"] == {"project": "mine"}
+    assert changed["head"] == {"kind": "medusa"}
+    assert "schedule" not in changed
+    # what is shown can be given back
+    assert main(["train", "optim.lr=0.5", "train.tracker.project=mine", "--show", "all"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == whole
+
+
+def test_help_of_a_group_of_everything_and_of_what_is_set_most(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    texts = {}
+    for topic in ("", "optim", "all"):
+        assert main(["help", "train", *([topic] if topic else [])]) == 0
+        texts[topic] = capsys.readouterr().out
+    assert texts["optim"].startswith("optim: AdamW")
+    assert "optim.betas = " in texts["optim"]
+    assert "train." not in texts["optim"]
+    assert "optim.betas = " in texts["all"]
+    assert "optim.betas = " not in texts[""]
+    assert len(texts[""].splitlines()) < 80 < len(texts["all"].splitlines())
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=lambda stage: stage.name)
+def test_the_keys_set_most_often_exist(stage: Stage) -> None:
+    for key in stage.common:
+        group, *below = key.split(".")
+        assert group in stage.groups
+        found = dict(leaves(group, group_fields(group, {"kind": "medusa"})))
+        assert ".".join([group, *below]) in found
 
 
 def test_a_closed_pipe_is_not_an_error() -> None:

@@ -139,6 +139,9 @@ def test_a_measurement_takes_all_trained_drafters_and_the_kinds(
 
 
 def test_a_push_needs_to_know_which_drafter(target: TargetModel, in_folder: Path) -> None:
+    with pytest.raises(UserError, match="there is no run 'x' in 'outputs'"):
+        choose(RUN)
+    RUN.directory.mkdir(parents=True)
     with pytest.raises(UserError, match="'outputs/x' holds no trained drafter"):
         choose(RUN)
     train_folder(target, "b")

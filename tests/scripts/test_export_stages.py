@@ -122,7 +122,7 @@ def test_a_checkpoint_folder_needs_no_run(run: Path, capsys: pytest.CaptureFixtu
         (["export", "run.drafter=medusa", "export.engine=vlm"], "Did you mean 'vllm'?"),
         (["export", "run.drafter=medusa", "export.dtype=int8"], "export.dtype 'int8'"),
         (["export", "run.drafter=medusa", "export.engine=sglang"], "it has no Medusa"),
-        (["export", "export.checkpoint=nowhere", "export.out=x"], "is not a drafter checkpoint"),
+        (["export", "export.checkpoint=nowhere", "export.out=x"], "there is no folder 'nowhere'"),
         (["verify-export"], "verify.dir: give the folder"),
         (["verify-export", "verify.dir=nowhere"], "is not a folder"),
         (["verify-export", "verify.mode=dead"], "verify.mode 'dead'"),

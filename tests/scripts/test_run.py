@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from heads.api.errors import UserError
-from scripts.config.compose import REPOSITORY
+from scripts.config.fields import REPOSITORY
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, load_settings
 from scripts.config.stages import STAGES
@@ -45,6 +45,18 @@ def test_a_folder_records_what_made_it(in_folder: Path) -> None:
     assert isinstance(session["git"]["diff"], str)
     assert read_config(Path("out"))["optim"] == {"lr": 0.1}
     assert not list(Path("out").glob("*.partial"))
+
+
+def test_a_folder_records_defaults_too(in_folder: Path) -> None:
+    given = load_settings(STAGES["train"], ["head=eagle3", "optim.lr=0.5"])
+    open_folder(given, Path("out"))
+    kept = read_config(Path("out"))
+    assert kept == yaml.safe_load(yaml.safe_dump(given.with_defaults))
+    assert kept["optim"]["eps"] == 1e-8  # in no YAML file
+    assert kept["head"]["kind"] == "eagle3"
+    assert kept["train"]["keep"] == given.train.keep
+    (Path("out") / "part").write_text("x")  # the same settings are no change
+    assert not open_folder(given, Path("out")).complete
 
 
 def test_a_record_names_the_threads_and_the_device_that_the_stage_computes_with(

@@ -20,6 +20,7 @@ from heads.api.errors import UserError
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
 from inference.target.model import TargetModel
+from inference.terminal import make_console
 from train.data.answers import FAILED, INPUT, SKIPPED, PartWriter, StoredAnswer
 from train.data.ingest import read_rows
 from train.data.sources import Row, SkippedRow
@@ -209,4 +210,4 @@ def _until_refused(engine: Engine, waiting: dict[int, Request]) -> Iterator[Comp
 
 def console_of(quiet: bool = False) -> Console:
     """Where progress and results for people go."""
-    return Console(stderr=True, quiet=quiet, markup=False, highlight=False)
+    return make_console(stderr=True, quiet=quiet, markup=False, highlight=False)

@@ -240,9 +240,9 @@ def prepare_output(
         differences = _differences(stored, settings)
         if differences and not overwrite:
             raise UserError(
-                f"'{out}' holds answers of another configuration: {'; '.join(differences)}. Give "
-                "another output folder, restore the configuration to continue, or set "
-                "run.overwrite=true to replace them."
+                f"'{out}' holds answers of another configuration: {'; '.join(differences)}. Choose "
+                "another run.name, restore the configuration to continue, or replace them with "
+                "run.overwrite=true."
             )
         if differences:
             answers.clear_output(out)
@@ -282,6 +282,8 @@ def _differences(old: Any, new: Any, path: str = "") -> list[str]:
         inner = {key: f"{path}.{key}" if path else key for key in sorted({*old, *new})}
         found = [_differences(old.get(key), new.get(key), name) for key, name in inner.items()]
         return list(chain.from_iterable(found))
+    if path == "data.rows" and old != new:  # their hash
+        return ["the rows of the data have changed"]
     return [] if old == new else [f"{path} was {_short(old)} and is now {_short(new)}"]
 
 

@@ -14,10 +14,11 @@ Legend: P trained weights, W processes that train.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypedDict, TypeVar
+
+import torch
 
 from heads.api.config import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, config
 from heads.api.errors import UserError
@@ -29,7 +30,8 @@ from train.engines.base import EngineConfig
 from train.engines.deepspeed import BUCKET_ELEMENTS, LIVE_BUCKETS
 from train.features.group import Division, divide
 from train.features.store.codec import FORMATS, bytes_per_token, store_bytes
-from train.planning.devices import GIGA, TERA, gpu
+from train.planning.amount import Amount, packed_amount
+from train.planning.devices import GIGA, TERA, find_peak, gpu
 from train.planning.dry_run import DryStep, dry_step, held_in_parts, plan_drafter
 from train.planning.target import PlannedTarget, plan_target
 from train.target.parts import refuse_parts
@@ -130,6 +132,7 @@ class Plan(TypedDict):
     speed: SpeedFacts
     step_seconds: dict[str, float]
     tokens: int
+    tokens_source: str
     supervised: float
     steps: int
     hours: float
@@ -155,7 +158,8 @@ class PlanConfig:
     """Share of the GPU's peak that training reaches (0 to 1); the default is an assumption, see
     docs/scale.md."""
     tokens: NonNegativeInt = 0
-    """Tokens of the answers, once through; 0: those of the run's packed answers."""
+    """Tokens of the answers, once through; 0: those of the run's packed answers, and before there
+    are any an upper bound from `data` and `sampling`."""
     supervised: Fraction = 0.7
     """Share of the tokens that are supervised, where no packed answers say so (0 to 1)."""
     measured: str = ""
@@ -183,6 +187,14 @@ class Speed:
         basis = "assumed" if config.mfu == ASSUMED_MFU else "given"
         source = f"{config.gpu}: {peak / TERA:g} TFLOP/s x {config.mfu:g} ({basis})"
         return cls(peak * config.mfu, source)
+
+    @classmethod
+    def here(cls, device: torch.device, engine: EngineConfig, mfu: float) -> Speed:
+        """Of this machine where there is nothing to take real steps on."""
+        peak = find_peak(device, engine.dtype)
+        if not peak.flops:
+            raise UserError(f"{peak.source}; or give plan.gpu.")
+        return cls(peak.flops * mfu, f"{peak.source} x {mfu:g} (assumed; no answers to train on)")
 
     @classmethod
     def read(cls, summary: Summary, source: str) -> Speed:
@@ -332,7 +344,13 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
             f"micro-batches of {train.micro_batch}: it must be a multiple of "
             f"{train.micro_batch * trainers}."
         )
-    tokens, supervised = amount(job, config)
+    amount = known_amount(job, config)
+    if amount is None:
+        raise UserError(
+            f"how much will be trained on is not known: '{job.data}' holds no answers packed to "
+            f"{job.config.sequence_length} tokens. Give plan.tokens (and plan.supervised)."
+        )
+    tokens, supervised = amount.tokens, amount.supervised
     shape, settings = (train.micro_batch, train.sequence_length), (job.target, job.engine)
     counted = count_step(job.kind, job.head, *settings, *shape, round(supervised, 2))
     target, needs, weights, _, dry = counted
@@ -385,6 +403,7 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
         "speed": {"flops": speed.flops, "source": speed.source},
         "step_seconds": seconds,
         "tokens": tokens,
+        "tokens_source": amount.source,
         "supervised": supervised,
         "steps": steps,
         "hours": hours,
@@ -419,16 +438,8 @@ def count_step(
     return Counted(described, drafter.needs, weights, parts, step)
 
 
-def amount(job: TrainingJob, config: PlanConfig) -> tuple[int, float]:
-    """Tokens of the answers and the share supervised, as given or as they were packed."""
+def known_amount(job: TrainingJob, config: PlanConfig) -> Amount | None:
+    """Tokens of the answers as given or as they were packed; None before anything was packed."""
     if config.tokens:
-        return config.tokens, config.supervised
-    for header in sorted((job.data / "packed").glob("*/packed.json")):
-        content = json.loads(header.read_text(encoding="utf-8"))
-        counts, length = content.get("counts") or {}, content.get("key", {}).get("sequence_length")
-        if length == job.config.sequence_length and counts.get("tokens"):
-            return int(counts["tokens"]), counts["supervised"] / counts["tokens"]
-    raise UserError(
-        f"how much will be trained on is not known: '{job.data}' holds no answers packed to "
-        f"{job.config.sequence_length} tokens. Give plan.tokens (and plan.supervised)."
-    )
+        return Amount(config.tokens, config.supervised, "plan.tokens")
+    return packed_amount(job.data, job.config.sequence_length)

@@ -49,6 +49,7 @@ def plan_table(content: Plan) -> Table:
         )
     parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in step.items() if name != "total")
     found.add_row("seconds per step", f"{step['total']:.3g} ({parts})")
+    found.add_row("tokens", f"{content['tokens']:,}, {content['tokens_source']}")
     found.add_row("speed", content["speed"]["source"])
     found.add_row(
         "time",

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from inference.target.memory import gib
+from inference.terminal import make_console
 from train.tracking.clock import PARTS
 
 REFRESHES_PER_SECOND = 4
@@ -35,7 +36,7 @@ class Display:
         active: bool = True,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.console = console or Console(stderr=True, quiet=not active)
+        self.console = console or make_console(stderr=True, quiet=not active)
         self.active, self.steps = active, steps
         self.tau = ""
         text = [

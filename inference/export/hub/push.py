@@ -17,7 +17,6 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi
 from rich.console import Console
-from rich.table import Table
 
 from heads.api.checkpoint import build_config, read_config
 from heads.api.errors import UserError
@@ -26,6 +25,7 @@ from inference.export.hub.config import PushConfig
 from inference.export.hub.folder import Sources, build_folder, check_folder
 from inference.export.layouts.registry import ROUTES, Route
 from inference.hub.exchange import Exchange, hub_address, hub_token
+from inference.terminal import make_console, make_table
 
 
 @dataclass
@@ -51,7 +51,7 @@ def push(
         raise UserError(
             "push.repo is not set: give the repository as 'user/name', in a dry run too."
         )
-    console = console or Console()
+    console = console or make_console()
     folder = build_folder(sources, out, config)
     result = PushResult(folder, check_folder(folder))
     show(config, result, console)
@@ -71,7 +71,7 @@ def show(config: PushConfig, result: PushResult, console: Console) -> None:
     """Print what is in the folder and what a push does with it."""
     say = partial(console.print, soft_wrap=True)
     say(f"Hub folder: {result.folder}")
-    table = Table()
+    table = make_table()
     table.add_column("file", no_wrap=True)
     table.add_column("bytes", justify="right")
     for name, size in result.files.items():

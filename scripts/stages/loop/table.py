@@ -6,6 +6,7 @@ from rich.table import Table
 
 from inference.measure.metrics import Gain
 from inference.report.claims import verdict
+from inference.terminal import make_table
 from scripts.run.process import console
 from scripts.stages.loop.facts import LoopRecord, Measured, OpenLoopRecord, RoundRecord
 
@@ -35,7 +36,7 @@ def show(record: LoopRecord) -> None:
 
 def table(record: LoopRecord) -> Table:
     """A line per round, and one for the training that they are compared with."""
-    found = Table(title=f"rounds of {record.kind}")
+    found = make_table(f"rounds of {record.kind}")
     for name in COLUMNS:
         found.add_column(name, justify="right")
     found.add_column("learns from")

@@ -208,7 +208,7 @@ def test_an_unfinished_or_finished_folder_is_only_continued_with_its_own_setting
     ):
         generate(GenerateConfig(), prompts, warmer, target, out)
     fewer = DataConfig(prompts.path, id_column="name", domain_column="domain", limit=5)
-    with pytest.raises(UserError, match=r"data.rows was"):
+    with pytest.raises(UserError, match=r"the rows of the data have changed"):
         generate(GenerateConfig(), fewer, decode, target, out)
     assert same_files(reference, out)
 

@@ -1,0 +1,208 @@
+"""The keys of the configuration groups: names, defaults, meanings and what they allow.
+
+They are read from the dataclasses' source without importing it, so that help, completion and the
+suggestions in error messages need no heavy library. The meanings are the docstrings under the
+fields; what is allowed stands in their types.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Annotated, Any
+
+import annotated_types
+
+import heads
+from heads.api import config as bounds
+from heads.api.kinds import find_kind
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCHEMA = Path(__file__).with_name("schema.py")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One key of a group as written in its dataclass."""
+
+    name: str
+    default: str
+    """The default, as source text."""
+    meaning: str
+    below: tuple[Field, ...] = ()
+    """The keys of the type, when that is a dataclass itself."""
+    allowed: str = ""
+    """Which values the type allows, in words; empty where that is all of them."""
+
+
+def spelt(value: Any) -> str:
+    """A value as one would write it on the command line."""
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def group_fields(group: str, values: Mapping[str, Any]) -> list[Field]:
+    """The keys of a group; those of `head` follow from the kind in `values`."""
+    if group == "head":
+        kind = str(values.get("kind"))
+        file = kind_module(kind).replace(".", "/")
+        return [Field("kind", kind, f"Drafter kind: {file}.py."), *kind_fields(kind)]
+    return list(entry(group).below)
+
+
+def group_meaning(group: str) -> str:
+    """What a group is about, in one sentence."""
+    return entry(group).meaning
+
+
+@cache
+def entry(group: str) -> Field:
+    """The group as a field of `Settings`; its meaning is the first sentence of its class."""
+    file, node = find_class(SCHEMA, "Settings")
+    assert file is not None and node is not None
+    (annotated,) = (
+        item
+        for item in node.body
+        if isinstance(item, ast.AnnAssign)
+        and isinstance(item.target, ast.Name)
+        and item.target.id.rstrip("_") == group
+    )
+    name = ast.unparse(annotated.annotation)
+    owner = find_class(file, name)[1]
+    meaning = " ".join((ast.get_docstring(owner) or "").split()) if owner else ""
+    return Field(group, "", meaning.partition(". ")[0].rstrip("."), tuple(fields_of(file, name)))
+
+
+def kind_fields(kind: str) -> list[Field]:
+    """The keys of a kind's own configuration."""
+    # also finds kinds in folders that were added to heads.__path__
+    spec = find_spec(kind_module(kind))
+    return fields_of(Path(spec.origin), "Config") if spec and spec.origin else []
+
+
+def kind_module(kind: str) -> str:
+    """The module of a kind, which may be another package's."""
+    place = find_kind(kind)
+    return place if isinstance(place, str) else place.module
+
+
+def leaves(prefix: str, found: Sequence[Field]) -> Iterator[tuple[str, Field]]:
+    """Every key below a prefix with its dotted path."""
+    for item in found:
+        if item.below:
+            yield from leaves(f"{prefix}.{item.name}", item.below)
+        else:
+            yield f"{prefix}.{item.name}", item
+
+
+def keys_named(name: str, groups: Sequence[str]) -> list[str]:
+    """The dotted paths of the keys called `name` in the groups, shortest first: `lr` ->
+    `optim.lr`. Keys of every drafter kind count for `head`."""
+    found = []
+    for group in groups:
+        if group == "head":
+            kinds = [item.name for item in iter_modules(heads.__path__) if not item.ispkg]
+            keys = {item.name for kind in kinds for item in kind_fields(kind)}
+            found += ["head.kind"] if name == "kind" else []
+            found += [f"head.{name}"] if name in keys else []
+        else:
+            found += [
+                key for key, _ in leaves(group, entry(group).below) if key.endswith(f".{name}")
+            ]
+    return sorted(found, key=lambda key: key.count("."))
+
+
+@cache
+def fields_of(file: Path, name: str) -> list[Field]:
+    """Fields of a dataclass that a source file defines or imports, inherited ones first."""
+    source, node = find_class(file, name)
+    if source is None or node is None:
+        return []
+    bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+    inherited = [field for base in bases for field in fields_of(source, base)]
+    return inherited + list(class_fields(source, node))
+
+
+@cache
+def find_class(file: Path, name: str) -> tuple[Path | None, ast.ClassDef | None]:
+    """A class that a source file defines or imports, with the file that defines it."""
+    if not file.is_file():
+        return None, None
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return file, node
+        if isinstance(node, ast.ImportFrom) and name in [
+            alias.asname or alias.name for alias in node.names
+        ]:
+            return find_class(source_of(str(node.module)), name)
+    return None, None
+
+
+def allowed(file: Path, kind: str) -> str:
+    """What a type allows, in words: options of a `Literal`, or limits."""
+    node = type_node(file, kind)
+    if node is None:
+        return ""
+    names = [item.id for item in ast.walk(node) if isinstance(item, ast.Name)]
+    if "Literal" in names:
+        values = [item.value for item in ast.walk(node) if isinstance(item, ast.Constant)]
+        return "one of " + ", ".join(str(value) for value in values if value is not None)
+    found = [name for name in names if name in bounds.BOUNDED]
+    marks = [
+        getattr(annotated_types, ast.unparse(item.func))(ast.literal_eval(item.args[0]))
+        for item in ast.walk(node)
+        if isinstance(item, ast.Call)
+    ]
+    if not found and not marks:
+        return ""
+    hint = getattr(bounds, found[0]) if found else Annotated[(float, *marks)]
+    words = bounds.limits(hint).replace("not be negative", "0 or more")
+    return words.removeprefix("be ").removeprefix("lie ")
+
+
+def type_node(file: Path, kind: str) -> ast.expr | None:
+    """The expression of a type; a name is followed to the assignment that gives it."""
+    node = ast.parse(kind, mode="eval").body
+    if not isinstance(node, ast.Name) or kind in PLAIN or kind in bounds.BOUNDED:
+        return node
+    for item in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == kind:
+            return item.value
+        if isinstance(item, ast.ImportFrom) and kind in [alias.name for alias in item.names]:
+            other = source_of(str(item.module))
+            return type_node(other, kind) if other.is_file() else None
+    return None
+
+
+def source_of(module: str) -> Path:
+    return REPOSITORY / Path(*module.split(".")).with_suffix(".py")
+
+
+PLAIN = ("int", "float", "bool", "str", "Any", "Path")
+"""Types without keys of their own."""
+
+
+def class_fields(file: Path, node: ast.ClassDef) -> Iterator[Field]:
+    """Annotated assignments of a class body, each with the string that follows it."""
+    for item, follower in zip_longest(node.body, node.body[1:]):
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            meaning, kind = "", ast.unparse(item.annotation)
+            if isinstance(follower, ast.Expr) and isinstance(follower.value, ast.Constant):
+                meaning = str(follower.value.value)
+            default = "???" if item.value is None else default_text(item.value)
+            below = fields_of(file, kind) if kind.isidentifier() and kind not in PLAIN else []
+            yield Field(item.target.id, default, meaning, tuple(below), allowed(file, kind))
+
+
+def default_text(node: ast.expr) -> str:
+    """A default value as on the command line; a factory is named by what it makes."""
+    try:
+        return spelt(ast.literal_eval(node))
+    except ValueError:
+        return "{}" if "default_factory=dict" in ast.unparse(node) else ast.unparse(node)

@@ -1,0 +1,131 @@
+"""What the jobs of a sweep reached: a record per job, and the table that ranks them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from heads.api.config import build
+from inference.manifest import MANIFEST_FILE, read_manifest, write_json
+from inference.report.model import REPORT_FILE, read_report
+from inference.terminal import make_table
+from scripts.config.schema import Settings
+from scripts.config.stages import Stage
+from scripts.run.folder import stage_folder
+from scripts.run.process import console, say, shown
+
+JOB_FILE = "job.json"
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A result of a job. path: where it lies; tau and speedup with their 95% intervals."""
+
+    path: str = ""
+    name: str = ""
+    """The drafter's name."""
+    tau: float | None = None
+    tau_ci95: tuple[float, float] | None = None
+    speedup: float | None = None
+    speedup_ci95: tuple[float, float] | None = None
+
+
+@dataclass
+class JobRecord:
+    """job.json: one job of a sweep."""
+
+    number: int
+    stage: str
+    overrides: list[str]
+    """As for a command of its own."""
+    swept: dict[str, str] = field(default_factory=dict)
+    """Key -> this job's value of what the sweep varies."""
+    status: int = 0
+    """Exit status."""
+    error: str = ""
+    value: float | None = None
+    """What a sweeper maximises: tau of a training, speedup of a measurement."""
+    reached: Reached = field(default_factory=Reached)
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / JOB_FILE, asdict(self))
+
+
+def read_records(folder: Path) -> list[JobRecord]:
+    """The records of the jobs below a sweep's folder, in order."""
+    found = [
+        build(JobRecord, json.loads(path.read_text(encoding="utf-8")), JOB_FILE)
+        for path in folder.rglob(JOB_FILE)
+    ]
+    return sorted(found, key=lambda record: record.number)
+
+
+def result_of(settings: Settings) -> tuple[float | None, Reached]:
+    """The value that a finished stage reached, and where. train: the best tau; measure: the best
+    drafter's speedup; loop: the tau of its best trained drafter. Other stages have none."""
+    stage, run = settings.stage.name, settings.run.directory
+    if stage == "train" and (stage_folder(settings) / MANIFEST_FILE).is_file():
+        folder = stage_folder(settings)
+        best = read_manifest(folder, "train")["best"]
+        tau, interval = best["tau"], best.get("tau_ci95")
+        return tau, Reached(shown(folder), folder.name, tau, interval and pair(interval))
+    file = (
+        run / {"measure": settings.measure.name, "loop": "measure"}[stage] / REPORT_FILE
+        if (stage in ("measure", "loop"))
+        else None
+    )
+    if file is None or not file.is_file():
+        return None, Reached()
+    entries = read_report(file).drafters
+    if stage == "loop":
+        entries = [item for item in entries if item.path] or entries
+    value = "speedup" if stage == "measure" else "tau"
+    best = max(entries, key=lambda item: getattr(item, value) or 0.0)
+    tau_ci95, speedup_ci95 = pair(best.tau_ci95), pair(best.speedup_ci95)
+    facts = (best.tau, tau_ci95, best.speedup, speedup_ci95)
+    return getattr(best, value), Reached(shown(file.parent), best.name, *facts)
+
+
+def pair(bounds: Sequence[float]) -> tuple[float, float]:
+    """An interval as it is kept."""
+    low, high = bounds
+    return low, high
+
+
+def print_ranking(stage: Stage, records: Sequence[JobRecord]) -> None:
+    """Print a line per job, the best first, and where the best one lies."""
+    ranked = sorted(records, key=lambda record: (-(record.value or 0.0), record.number))
+    measured = any(record.reached.speedup is not None for record in records)
+    valued = any(record.value is not None for record in records)
+    by = {"measure": "speedup", "train": "tau", "loop": "tau"}.get(stage.name)
+    title = f"{len(records)} jobs of {stage.name}" + (f", by {by}" if valued else "")
+    table = make_table(title)
+    for name in ["job", *list(dict.fromkeys(key for record in records for key in record.swept))]:
+        table.add_column(name, overflow="fold")
+    numbers = ["drafter", "tau", "speedup"] if measured else ["tau"] if valued else []
+    for name in numbers:
+        table.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for record in ranked:
+        reached = record.reached
+        cells = {
+            "drafter": reached.name,
+            "tau": interval(reached.tau, reached.tau_ci95),
+            "speedup": interval(reached.speedup, reached.speedup_ci95),
+        }
+        state = "done" if not record.status else f"failed ({record.status})"
+        table.add_row(
+            str(record.number), *record.swept.values(), *(cells[name] for name in numbers), state
+        )
+    console().print(table)
+    if valued:
+        say(f"best: job {ranked[0].number}; {ranked[0].reached.path}")
+
+
+def interval(value: float | None, bounds: tuple[float, float] | None) -> str:
+    """A number with its 95% interval; a dash where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}" + (f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else "")

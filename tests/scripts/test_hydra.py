@@ -1,0 +1,213 @@
+"""What Hydra's manual promises: --cfg, --info, --config-dir, ~group, hydra.* settings, sweeps with
+launchers and sweepers, and a ranking at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts.cli import main
+from scripts.config.compose import parse
+from scripts.config.stages import STAGES
+from scripts.run.sweep import expand, name_job
+from tests.scripts.loops import micro_loop
+
+
+def test_cfg_prints_the_composition_as_hydra_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "head=eagle3", "optim.lr=0.5", "optim.eps=1e-6", "--cfg", "job"]) == 0
+    job = yaml.safe_load(capsys.readouterr().out)
+    assert job["head"]["kind"] == "eagle3"
+    assert (job["optim"]["lr"], job["optim"]["eps"]) == (0.5, 1e-6)  # eps is in no YAML file
+    assert job["data"]["held_out"] == "${train.prompts}"
+    assert "hydra" not in job
+    assert main(["train", "-c", "job", "-p", "data", "--resolve"]) == 0
+    data = yaml.safe_load(capsys.readouterr().out)
+    assert data["held_out"][0].endswith("validation.jsonl")
+    assert main(["train", "--cfg", "hydra"]) == 0
+    assert set(yaml.safe_load(capsys.readouterr().out)) == {"hydra"}
+    assert main(["train", "--cfg", "all"]) == 0
+    assert {"hydra", "optim"} <= set(yaml.safe_load(capsys.readouterr().out))
+    assert main(["train", "optim.lrr=1", "--cfg", "job"]) == 0  # as in Hydra: composed, not checked
+
+
+def test_deleting_a_group_or_a_key_leaves_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "~optim", "~schedule.warmup", "--show"]) == 0
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert main(["train", "--show"]) == 0
+    usual = yaml.safe_load(capsys.readouterr().out)
+    assert set(found["optim"]) == set(usual["optim"])
+    assert main(["train", "~head", "--show"]) == 2
+    assert "head.kind is missing" in capsys.readouterr().err
+
+
+def test_a_folder_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADSTART_CONF", "")
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "mine.yaml").write_text("lr: 0.125\n")
+    given = ["train", "--config-dir", str(tmp_path)]
+    assert main([*given, "optim=mine", "--show=changed"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["optim"] == {"lr": 0.125}
+    assert main([*given, "--info", "searchpath"]) == 0
+    assert str(tmp_path) in capsys.readouterr().out
+    monkeypatch.setenv("HEADSTART_CONF", "")
+    path = f"hydra.searchpath=[file://{tmp_path}]"
+    assert main(["train", path, "optim=mine", "--show=changed"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["optim"] == {"lr": 0.125}
+    monkeypatch.setenv("HEADSTART_CONF", "")
+    assert main(["train", "optim=mine", "--show"]) == 2
+
+
+def test_every_combination_is_a_job_with_a_name_of_its_own() -> None:
+    train = STAGES["train"]
+    jobs = expand(train, parse(["head=medusa,eagle3", "optim.lr=1e-3,0.5"]))
+    assert [job[-1] for job in jobs] == [
+        "run.drafter='medusa-lr=0.001'",
+        "run.drafter='medusa-lr=0.5'",
+        "run.drafter='eagle3-lr=0.001'",
+        "run.drafter='eagle3-lr=0.5'",
+    ]
+    heads = expand(train, parse(["head=glob(eagle*)"]))
+    assert heads == [["head=eagle"], ["head=eagle3"]]  # the head names the drafter's folder
+    (job, _), *_ = [name_job(train, ["optim.lr=1", "run.drafter=x"], ["optim.lr"])]
+    assert job == ["optim.lr=1", "run.drafter=x"]
+    measured = expand(STAGES["measure"], parse(["decode.depth=2,4"]))
+    assert [job[-1] for job in measured] == ["measure.name='depth=2'", "measure.name='depth=4'"]
+    # a loop whose recipes name their drafters is told apart by its run
+    loops = expand(STAGES["loop"], parse(["experiment=demo", "data.limit=8,16"]))
+    assert [job[-1] for job in loops] == ["run.name='demo-limit=8'", "run.name='demo-limit=16'"]
+    drawn = name_job(train, ["++optim.lr=0.0012520653814999472"], ["optim.lr"])[0]
+    assert drawn == ["optim.lr=0.0012520653814999472", "run.drafter='lr=0.00125207'"]
+
+
+def test_names_of_swept_drafters_can_be_given_as_they_are() -> None:
+    given = parse(
+        [
+            "run.drafter=medusa-lr=0.001",
+            "measure.drafters=[medusa-lr=0.001, outputs/x/train/b=1/best,plain]",
+            "measure.drafts={ngram: {depth: 8}}",
+            "loop.measures={sampled: ['decode.temperature=1']}",
+        ]
+    )
+    assert [item.value() for item in given] == [
+        "medusa-lr=0.001",
+        ["medusa-lr=0.001", "outputs/x/train/b=1/best", "plain"],
+        {"ngram": {"depth": 8}},
+        {"sampled": ["decode.temperature=1"]},
+    ]
+
+
+def test_hydras_own_settings_give_a_run_hydras_folder(
+    in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["plan", *plan_of(in_folder), "hydra.run.dir=here"]
+    assert main(given) == 0
+    assert "memory per process" in capsys.readouterr().out
+    overrides = yaml.safe_load(Path("here/.hydra/overrides.yaml").read_text())
+    assert "++plan.count=2" in overrides
+    record = json.loads(Path("here/job.json").read_text())
+    assert (record["stage"], record["status"]) == ("plan", 0)
+
+
+def plan_of(folder: Path) -> list[str]:
+    """Overrides of a plan that takes a second."""
+    return [*micro_train(folder), "plan.gpu=h100", "plan.count=2", "train.global_batch=4"]
+
+
+def micro_train(folder: Path) -> list[str]:
+    """Overrides of a training of seconds."""
+    groups = STAGES["plan"].groups
+    return [item for item in micro_loop(folder) if item.split("=")[0].split(".")[0] in groups]
+
+
+def test_a_sweep_says_what_failed_and_goes_on(
+    in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # 3 is no multiple of the processes times the micro-batch
+    assert main(["plan", *plan_of(in_folder), "train.global_batch=3,4", "-m"]) == 2
+    shown = capsys.readouterr()
+    assert "[1/2] headstart plan" in shown.out
+    assert "[2/2] headstart plan" in shown.out
+    assert "2 jobs of plan" in shown.out
+    assert shown.out.count("failed (2)") == 1
+    assert "headstart: job 1: train.global_batch=3 cannot be dealt" in shown.err
+    (folder,) = Path("outputs/default/sweeps").iterdir()
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*/job.json"))]
+    assert [record["swept"] for record in records] == [
+        {"train.global_batch": "3"},
+        {"train.global_batch": "4"},
+    ]
+    assert (folder / "1" / ".hydra" / "config.yaml").is_file()
+    assert json.loads(Path("outputs/default/plan/medusa-global_batch=4.json").read_text())["fits"]
+
+
+def test_what_a_recipe_sweeps(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """hydra.sweeper.params in YAML; a value of the command line wins."""
+    monkeypatch.setenv("HEADSTART_CONF", str(in_folder / "mine"))
+    recipe = in_folder / "mine" / "experiment" / "counts.yaml"
+    recipe.parent.mkdir(parents=True)
+    params = "{plan.count: '1,2', plan.per_machine: '4,8'}"
+    recipe.write_text(f"# @package _global_\nhydra:\n  sweeper:\n    params: {params}\n")
+    given = [item for item in plan_of(in_folder) if not item.startswith("plan.count")]
+    assert main(["plan", "experiment=counts", *given, "plan.per_machine=8", "-m"]) == 0
+    assert "2 jobs of plan" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_trainings_are_ranked_by_tau_here_and_in_other_processes(
+    in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    given = micro_loop(in_folder)
+    reads = [
+        item for item in given if item.split(".")[0].split("=")[0] in STAGES["generate"].groups
+    ]
+    assert main(["generate", *reads]) == 0
+    capsys.readouterr()
+    train = [i for i in given if i.split(".")[0].split("=")[0] in STAGES["train"].groups]
+    train = [item for item in train if not item.startswith("optim.lr")]
+    swept = "optim.lr=1e-5,2e-2"
+    assert main(["train", "-m", *train, swept]) == 0
+    rows = capsys.readouterr().out.split("2 jobs of train, by tau")[1].splitlines()
+    taus = [float(line.split()[2]) for line in rows if line.strip()[:1] in "12" and line.strip()]
+    assert taus == sorted(taus, reverse=True)
+    best = next(line for line in rows if line.startswith("best: job"))
+    assert Path(best.split("; ")[1]).is_dir()
+    # the same jobs are complete; other processes find that
+    parallel = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    assert main(["train", "-m", *train, swept, *parallel]) == 0
+    assert "2 jobs of train, by tau" in capsys.readouterr().out
+    assert len(list(Path("outputs/default/train").iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_optuna_searches_on_tau_and_goes_on(
+    in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optuna = pytest.importorskip("optuna")
+    given = micro_loop(in_folder)
+    reads = [
+        item for item in given if item.split(".")[0].split("=")[0] in STAGES["generate"].groups
+    ]
+    assert main(["generate", *reads]) == 0
+    train = [i for i in given if i.split(".")[0].split("=")[0] in STAGES["train"].groups]
+    train = [item for item in train if not item.startswith("optim.lr")]
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.storage=sqlite:///found.db"]
+    search += ["hydra.sweeper.study_name=lr", "optim.lr=tag(log, interval(1e-4, 1e-2))"]
+    assert main(["train", "-m", *train, *search, "hydra.sweeper.n_trials=2"]) == 0
+    assert "2 jobs of train, by tau" in capsys.readouterr().out
+    study = optuna.load_study(study_name="lr", storage="sqlite:///found.db")
+    assert study.direction.name == "MAXIMIZE"
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 2
+    manifest = json.loads(next(Path("outputs/default/train").glob("*/manifest.json")).read_text())
+    assert manifest["best"]["tau"] in [trial.value for trial in study.trials]
+    assert main(["train", "-m", *train, *search, "hydra.sweeper.n_trials=3"]) == 0
+    assert "1 jobs of train, by tau" in capsys.readouterr().out  # the study had two already
+    (results, _) = sorted(Path("outputs/default/sweeps").glob("*/optimization_results.yaml"))
+    assert set(yaml.safe_load(results.read_text())) == {"name", "best_params", "best_value"}

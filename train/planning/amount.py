@@ -1,0 +1,64 @@
+"""How many tokens a planned training reads: as given, as packed, or estimated before anything was
+generated."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+
+ASSUMED_ROWS = 100_000
+"""Prompts of a dataset that is not on this machine and has no data.limit: an assumption."""
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Tokens of the answers once through, the supervised share of them, and where both are from."""
+
+    tokens: int
+    supervised: float
+    source: str
+
+
+def packed_amount(answers: Path, length: int) -> Amount | None:
+    """What the answers of a run were packed to, in rows of `length` tokens; None before that."""
+    for header in sorted((answers / "packed").glob("*/packed.json")):
+        content = json.loads(header.read_text(encoding="utf-8"))
+        counts, own = content.get("counts") or {}, content.get("key", {}).get("sequence_length")
+        if own == length and counts.get("tokens"):
+            share = counts["supervised"] / counts["tokens"]
+            return Amount(int(counts["tokens"]), share, f"packed in '{header.parent}'")
+    return None
+
+
+def estimated_amount(
+    path: str, limit: int, answer_tokens: int, supervised: float, length: int
+) -> Amount:
+    """An upper bound: every prompt of the data has an answer of `answer_tokens`, which are
+    `supervised` of its conversation. path, limit: data.path and data.limit. length: the longest
+    conversation, in tokens."""
+    rows, said = limit, f"data.limit={limit:,}"
+    if not limit:
+        found = rows_of(Path(path))
+        rows = found or ASSUMED_ROWS
+        said = f"{rows:,} prompts in {path}" if found else f"{rows:,} prompts assumed (data.limit)"
+    each = min(round(answer_tokens / supervised), length)
+    return Amount(
+        rows * each,
+        supervised,
+        f"at most, as nothing is generated yet: {said} x {each:,} tokens "
+        f"(sampling.max_new_tokens={answer_tokens:,}, plan.supervised={supervised:g} of the "
+        f"tokens, no more than {length:,}); plan.tokens sets it",
+    )
+
+
+def rows_of(path: Path) -> int:
+    """Rows of a local file; 0 where that is not known at once."""
+    if path.suffix == ".jsonl" and path.is_file():
+        with path.open("rb") as lines:
+            return sum(bool(line.strip()) for line in lines)
+    if path.suffix == ".parquet" and path.is_file():
+        return int(parquet.read_metadata(path).num_rows)
+    return 0
