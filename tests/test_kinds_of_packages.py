@@ -102,7 +102,7 @@ def test_a_kind_of_another_package_is_one_like_ours() -> None:
     settings = load_settings(STAGES["train"], ["head=last_token", "head.times=5"])
     assert (settings.head.kind, settings.head.config.times) == ("last_token", 5)
     assert settings.choices["head"] == "last_token"
-    shown = stage_help(STAGES["train"], ["head=last_token"])
+    shown = stage_help(STAGES["train"], ["head=last_token"], "head")
     assert "head.times = 3\n      How often." in shown
     with pytest.raises(UserError, match=r"head\.tmes: there is no such key\. Did you mean 'times'"):
         load_settings(STAGES["train"], ["head=last_token", "head.tmes=5"])

@@ -15,6 +15,7 @@ from inference.manifest import write_json
 from inference.report.model import write_report
 from inference.staleness.reference import reference_path
 from scripts.cli import main
+from scripts.config.stages import STAGES
 from scripts.stages.loop.rounds import is_copy
 from tests.inference.example_report import example_report
 from tests.inference.export.ground import load_target, save, save_target
@@ -49,8 +50,10 @@ def root(made: Path, tmp_path: Path) -> Path:
 
 
 def command(root: Path, stage: str, *arguments: str) -> list[str]:
+    groups = STAGES[stage].groups
     return [
         stage,
+        *(f"{group}=embedded" for group in ("data", "bench") if group in groups),
         "target=local",
         f"target.path={root / 'target'}",
         "target.dtype=float32",

@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_refused(
     with caplog.at_level(logging.WARNING, logger="train.refresh"):
         load_start(make(target, reverse_kl=1.0), tmp_path, target.info, False)
     assert "other values of head.reverse_kl" in caplog.text
-    with pytest.raises(UserError, match=r"no config\.json"):
+    with pytest.raises(UserError, match="there is no folder"):
         load_start(drafter, tmp_path / "nowhere", target.info, False)
     for options in ({"lora_rank": 4}, {"other_target": True}, {"init_from": "x", "lora_rank": -1}):
         with pytest.raises(UserError, match=r"train\.refresh\."):

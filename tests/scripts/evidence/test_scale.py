@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from heads.api.errors import UserError
-from scripts.cli import split_flags
+from scripts.config.flags import read_flags
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
 from scripts.evidence import scale, throughput
@@ -45,7 +45,8 @@ def test_every_row_of_the_families_is_measured_and_composes() -> None:
 
 
 def test_the_plans_compose() -> None:
-    assert split_flags(["--plan", "head=eagle3"]) == ({"--plan"}, ["head=eagle3"], "")
+    flags = read_flags(["--plan", "head=eagle3"])
+    assert "--plan" in flags and flags.overrides == ["head=eagle3"]
     for changes in scale.HEADS.values():
         plan = load_settings(STAGES["plan"], [*changes, "plan.gpu=h100", "plan.count=8"]).plan
         assert (plan.gpu, plan.count) == ("h100", 8)

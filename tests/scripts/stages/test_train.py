@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from scripts.config.compose import parse
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
-from scripts.run.runner import expand
+from scripts.run.sweep import expand
 from scripts.stages.train import job_of
 from train.tracking.tracker import TrackerConfig
 
 
 def trackers(*overrides: str) -> list[TrackerConfig]:
     """Of every job of a command with `-m`."""
-    jobs = expand(["run.name=qwen", *overrides])
+    jobs = expand(STAGES["train"], parse(["run.name=qwen", *overrides]))
     return [job_of(load_settings(STAGES["train"], job)).config.tracker for job in jobs]
 
 
