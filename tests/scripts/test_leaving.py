@@ -83,6 +83,8 @@ def generate(micro: Path, root: Path, name: str) -> list[str]:
         "target.device=cpu",
         "data=jsonl",
         f"data.path={micro / 'rows.jsonl'}",
+        "data.reserve.validation=0",
+        "data.reserve.bench=0",
         f"run.root={root}",
         f"run.name={name}",
         "run.threads=1",
