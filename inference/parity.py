@@ -117,6 +117,9 @@ class _ForcedNoise:
     keeps_logits = False
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Scores [B, N, V'] float32 of logits [B, N, V'] for the nodes' positions [B, N] int64, the
+        document's own token 1e6 above the others; notes what was asked and what was forced.
+        token_ids: [V'], the tokens of a draft vocabulary."""
         every = torch.arange(logits.shape[-1], device=logits.device)
         ids = every if token_ids is None else token_ids
         scores = logits.float().log_softmax(-1)

@@ -78,7 +78,7 @@ class MeasureConfig:
     Such as {ngram: {depth: 8}}."""
     records: RecordsConfig = field(default_factory=RecordsConfig)
     """Write down in <measurement>/records/<drafter>/ what is drafted and where it fails, in a
-    decoding besides the clock."""
+    separate decoding that is not timed."""
 
     def __post_init__(self) -> None:
         require_folder_name("measure.name", self.name)

@@ -45,6 +45,7 @@ def clock(path: Path, part: str) -> Iterator[None]:
 
 
 def read_seconds(path: Path) -> dict[str, float]:
+    """Part -> seconds; empty before the first one has ended."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
@@ -65,6 +66,7 @@ def answer(
 
 
 def load_pair(settings: Settings, checkpoint: Path) -> tuple[TargetModel, Any]:
+    """The new target, and a drafter of the old one for it."""
     target = TargetModel.load(settings.target)
     return target, load_drafter(checkpoint, target.info, target.weights, changed_target=True)
 
