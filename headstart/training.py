@@ -48,9 +48,9 @@ def train(
 ) -> Trained:
     """Train a drafter and return where it lies and how good it is.
 
-    head: a recipe (`headstart train --help` lists them). target: a Hub id or a folder, or the name
-    of an option (`conf/target/`); None: the embedded one. data: a file of prompts, or the name of
-    an option (`conf/data/`); None: the embedded prompts. answers: a folder of `generate` to train
+    head: a head config (`headstart train --help` lists them). target: a Hub id or a folder, or the
+    name of an option (`conf/target/`); None: the embedded one. data: a file of prompts, or the name
+    of an option (`conf/data/`); None: the embedded prompts. answers: a folder of `generate` to train
     on in place of answering `data`. run, root: the run writes to `root/run/`; None: the recipe's,
     else `outputs/default/`. overrides: settings as on the command line ("optim.lr=1e-4"). settings:
     the same by group, an option's name or a mapping: `engine="torch"`, `optim={"lr": 1e-4}`,
