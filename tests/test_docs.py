@@ -31,10 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("howto/*.md")])
-SIZES = {
-    "Qwen/Qwen3-8B": "qwen3-8b",
-    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
-}
+SIZES = {"Qwen/Qwen3-8B": "qwen3-8b", "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b"}
 """Target on the Hub -> the folder of assets/configs with its config.json. Nothing is downloaded
 here, so that trainings for other targets are composed and not planned."""
 GIB = 2**30

@@ -146,7 +146,7 @@ def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | No
         f"name.{suggest(given, known)}"
     )
     raise UserError(
-        f"{where} Head configs that need no training are given by their names: {', '.join(recipes)}."
+        f"{where} Head configs that need no training are given by name: {', '.join(recipes)}."
     )
 
 
