@@ -53,7 +53,7 @@ def commands() -> Iterator[tuple[str, str]]:
             for block in blocks(page, mark):
                 for line in block.replace("\\\n", " ").splitlines():
                     if re.search(
-                        r"(^|[ |])(headstart|scripts\.cli|launch/\S+) ", line.split(" #")[0]
+                        r"(^|[ |])(headstart|scripts\.cli|\S*launch/\S+) ", line.split(" #")[0]
                     ):
                         yield page.relative_to(ROOT).as_posix(), line
 
