@@ -133,6 +133,8 @@ def planned(line: str, root: Path) -> dict[str, Any]:
     """
     stage, rest = read_command(line)
     given = list(read_flags(rest, (*STAGES["plan"].groups, "all")).overrides)
+    if not any(word.startswith(("experiment=", "data")) for word in given):
+        given.append("data.path=prompts.jsonl")  # a training reads the run's responses instead
     own = load_settings(STAGES["plan"], given).target.path
     sizes = ROOT / "assets" / "configs" / SIZES.get(own, Path(own).name)
     if not Path(own).is_dir() and not sizes.is_dir():
