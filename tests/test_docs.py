@@ -201,6 +201,7 @@ def test_the_table_for_choosing_holds_the_reports_numbers() -> None:
         found = measured[name]
         expected = (found["chain"]["tau"], found["tree"]["tau"], found["chain"]["speedup"])
         assert (chain, tree, speedup) == tuple(f"{value:.2f}" for value in expected), name
+        assert (ROOT / "conf" / "head" / f"{name}.yaml").is_file() or name == "eagle3_copied"
 
 
 def test_every_page_is_in_the_navigation_or_linked_for_contributors() -> None:
