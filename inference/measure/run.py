@@ -69,6 +69,9 @@ from inference.verifications import RecordsConfig
 
 TEXT_TOKENS = 1 << 16
 """Most token ids of prompts that are strung together as text for caches."""
+ROOM = 64
+"""Caches hold a multiple of so many tokens: measurements of about the same prompts then compile the
+same steps."""
 NOISE = {Stream.TARGET: "shared", Stream.DRAFT: "own", None: "none"}
 """A draft's `noise` by the stream that its rule draws drafts with."""
 
@@ -423,6 +426,7 @@ def _prepare(
     warmup = warmup or requests[:1]
     most = max(len(item.tokens) + item.max_new_tokens for item in (*requests, *warmup))
     room = most + max(arm.decode.tree().num_nodes for arm in checked) + 1
+    room = -(-room // ROOM) * ROOM
     engines = {BASELINE: Engine(target, None, replace(decode, shape="none"), capacity=room)}
     for arm in checked:
         engines[arm.name] = Engine(target, arm.drafter, arm.decode, capacity=room)

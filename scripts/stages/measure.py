@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from inference.measure.prompts import Prompt
 from inference.measure.run import measure
 from inference.report.markdown import print_table
 from inference.report.model import REPORT_FILE, read_report
+from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.config.own import MeasureConfig, RunConfig
 from scripts.config.schema import Settings
@@ -33,7 +34,9 @@ def run(settings: Settings) -> None:
     say(shown(report))
 
 
-def measure_run(settings: Settings) -> Path:
+def measure_run(
+    settings: Settings, load_target: Callable[[TargetConfig], TargetModel] = TargetModel.load
+) -> Path:
     """Measure unless that was done and nothing has changed since; returns report.json's path."""
     out = settings.run.directory / settings.measure.name
     if not settings.measure.drafters and not settings.given("measure.kinds"):
@@ -48,7 +51,7 @@ def measure_run(settings: Settings) -> Path:
     folder = open_folder(settings, out, files, stage_decides=True)
     if not folder.skip():
         prepare_process(settings.run)
-        target = TargetModel.load(settings.target)
+        target = load_target(settings.target)
         arms = [arm(item, target, settings) for item in found]
         loaded, recording = load(settings), settings.measure.records
         prompts, leaks = without_leaks(loaded, bench, found, target.tokenizer)

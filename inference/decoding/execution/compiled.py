@@ -6,7 +6,9 @@ tensors, so that the traced step is a real one), cut where the clock marks the e
 every phase is compiled by inductor into one C++ function. Nothing of the modelling code is left at
 run time. That works for every target and kind because a step has fixed shapes, asks the device for
 nothing, and keeps what lives from step to step in buffers that it updates in place: the buffers
-become inputs of the compiled functions, the weights constants.
+become inputs of the compiled functions, the weights constants. Verification, most of what there is
+to compile, holds no weight but the target's: steps that verify alike share it, for example those of
+one draft at several temperatures.
 
 How much of the cache attention reads is a constant of a graph. So there is one graph per power of
 two of slots, at most the capacity, each compiled when a row first needs it.
@@ -25,6 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +40,9 @@ from inference.decoding.step import Decoder, Rows
 from inference.kernels.packed_linear import unpacked_linears
 from inference.target.kv_cache import KVCache
 
-SMALLEST_BOUND = 256
-"""Slots of the cache that the smallest graph reads."""
+SMALLEST_BOUND = 512
+"""Slots of the cache that the smallest graph reads: half as many are hardly faster to read and
+would be a graph more to compile."""
 OPTIONS: dict[str, Any] = {
     "freezing": True,  # weights are constants
     "cpp_wrapper": True,  # the calls between kernels are C++ too
@@ -54,6 +58,8 @@ _PARTS = {"draft": 0, "verify": 1, "other": 2, "commit": 2}
 """Which compiled function the work before each of the clock's marks goes to."""
 
 _spent = [0.0]
+_verifications: WeakKeyDictionary[nn.Module, dict[str, Callable[..., Any]]] = WeakKeyDictionary()
+"""Of every target: compiled verifications by `_identity`."""
 
 
 def seconds_spent() -> float:
@@ -134,8 +140,8 @@ class CompiledStep:
                 graph = make_fx(step)()
         finally:
             decoder.clock = clock
-        part_of = {} if decoder.drafter is None else marks.part
-        return results[0], _Plan.cut(graph, _lift_buffers(graph), part_of)
+        shared = _verifications.setdefault(decoder.target.model, {})
+        return results[0], _Plan.cut(graph, _lift_buffers(graph), marks.part, shared)
 
 
 class _Marks:
@@ -181,20 +187,34 @@ def _lift_buffers(graph: GraphModule) -> list[Tensor]:
 class _Part:
     """One phase: its traced graph and, once built, its compiled function.
 
-    takes: places of its arguments among the step's values; gives: the first place of its outputs,
-    and how many there are.
+    takes: places of its arguments among the step's values; gives: the first place of its outputs;
+    shared: compiled functions to take this one from and add it to.
     """
 
     phase: str
     graph: GraphModule
     takes: list[int]
     gives: int
+    shared: dict[str, Callable[..., Any]] | None = None
     compiled: Callable[..., Any] | None = None
 
     def build(self, arguments: list[Tensor]) -> None:
         for node in self.graph.graph.nodes:
             node.meta.pop("val", None)  # inductor makes its own, for all inputs alike
-        self.compiled = _inductor(self.graph, arguments)
+        if self.shared is None:
+            self.compiled = _inductor(self.graph, arguments)
+            return
+        name = _identity(self.graph, arguments)
+        if name not in self.shared:
+            self.shared[name] = _inductor(self.graph, arguments)
+        self.compiled = self.shared[name]
+
+
+def _identity(graph: GraphModule, arguments: list[Tensor]) -> str:
+    """What a compiled graph depends on: operations, weights as they are now, layout of inputs."""
+    weights = [(w.data_ptr(), w._version, w.shape, w.dtype) for w in graph.parameters()]
+    layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in arguments]
+    return repr((graph.code, weights, layouts, torch.get_num_threads()))
 
 
 def _inductor(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]:
@@ -272,13 +292,17 @@ class _Plan:
         return all(part.compiled is not None for part in self.parts)
 
     @classmethod
-    def cut(cls, graph: GraphModule, inputs: list[Tensor], part_of: dict[str, int]) -> _Plan:
-        """Cut `graph` into the parts that `part_of` names; {} leaves it whole, as verification."""
-
-        def part(node: Node) -> int:
-            return part_of[node.name] if part_of else 1
-
-        split = split_module(graph, graph, part, keep_original_order=True)
+    def cut(
+        cls,
+        graph: GraphModule,
+        inputs: list[Tensor],
+        part_of: dict[str, int],
+        shared: dict[str, Callable[..., Any]],
+    ) -> _Plan:
+        """Cut `graph` into the parts that `part_of` names. shared: verifications of other steps."""
+        split = split_module(
+            graph, graph, lambda node: part_of[node.name], keep_original_order=True
+        )
         places: dict[Node, int] = {}
         values: list[Any] = list(inputs)
         parts: list[_Part] = []
@@ -291,7 +315,8 @@ class _Plan:
                 module = getattr(split, str(node.target))
                 buffers = _keep_weights(module, split, list(node.args))
                 takes = [places[value] for value in buffers]
-                parts.append(_Part(phase, module, takes, len(values)))
+                known = shared if phase == "verify" else None
+                parts.append(_Part(phase, module, takes, len(values), known))
                 places[node] = len(values)
                 values += [None] * _outputs(module)
             elif node.op == "call_function":

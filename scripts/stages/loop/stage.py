@@ -9,12 +9,14 @@ reads; a recipe of `loop.recipes` is put before the loop's experiments, whose va
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from heads.api.errors import UserError
 from inference.measure.config import BenchConfig
+from inference.target.model import TargetModel
 from scripts.config.schema import Settings
 from scripts.run.drafters import SWEPT
 from scripts.run.process import console
@@ -32,10 +34,12 @@ def run(settings: Settings) -> None:
         Rounds(settings).run()
         steps = [step for step in steps if step.stage.name in ("measure", "report")]
     forecast = Forecast.of(steps)
+    # measurements follow each other: the second one finds the target, and what was compiled for it
+    load_target = functools.lru_cache(maxsize=1)(TargetModel.load)
     for step in steps:
         forecast.show(step.title, console())
         begun = time.monotonic()
-        perform(settings.loop.launch, step)
+        perform(settings.loop.launch, step, load_target)
         forecast.finish(time.monotonic() - begun)
     print(f"\nloop finished in {clock(time.monotonic() - start)}", flush=True)
 

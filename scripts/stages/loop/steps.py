@@ -5,11 +5,13 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from heads.api.errors import UserError
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts.config.schema import Settings, write_settings
 from scripts.config.stages import Stage
 from scripts.run.runner import is_complete, run_one
@@ -41,10 +43,12 @@ def derive_generation(settings: Settings, recipe: str | None, more: Sequence[str
     return found.put(data=replace(found.data, held_out=train.train.prompts))
 
 
-def perform(launch: str, step: Step) -> None:
+def perform(
+    launch: str, step: Step, load_target: Callable[[TargetConfig], TargetModel] = TargetModel.load
+) -> None:
     """Run a stage: behind the launcher where there is one and the stage can use it, else in this
     process. A measurement prints no table here: the report at the end of the loop shows all of
-    them."""
+    them. load_target: for measurements, which may share a loaded target."""
     if launch and step.stage.name in LAUNCHED:
         launch_step(launch, step)
         # a signal lets a stage save and end without an error
@@ -54,7 +58,7 @@ def perform(launch: str, step: Step) -> None:
                 "there."
             )
     elif step.stage.name == "measure":
-        measure_run(step.settings)
+        measure_run(step.settings, load_target)
     else:
         run_one(step.settings)
 

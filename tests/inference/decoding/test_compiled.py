@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch._inductor.config
 
 import inference.decoding.execution.compiled
@@ -74,19 +75,40 @@ def test_compiled_steps_give_the_eager_tokens_and_a_second_prompt_compiles_nothi
     assert phases >= {"draft", "verify", "commit"}
 
 
+@pytest.mark.slow
+def test_steps_that_verify_alike_share_the_compiled_verification() -> None:
+    target = random_target(num_hidden_layers=2)
+    shared = inference.decoding.execution.compiled._verifications
+    items = requests(3)
+
+    def count(**settings: Any) -> int:
+        """Compiled verifications after decoding with these settings, which must not change text."""
+        sampling = DecodeConfig(temperature=settings.get("temperature", 0.0))
+        plain = {c.request.index: c.tokens for c in Engine(target, None, sampling).run(items)}
+        engine, step = compiled_engine(target, "ngram", DecodeConfig(depth=3, **settings))
+        assert {c.request.index: c.tokens for c in engine.run(items)} == plain
+        assert step.graphs == 1
+        return len(shared[target.model])
+
+    assert [count(), count(temperature=1.0), count(temperature=1.0, share_noise=False)] == [1] * 3
+    with torch.no_grad():  # a compiled step holds the weights that it was compiled with
+        target.model.get_input_embeddings().weight.mul_(1.5)
+    assert count() == 2
+
+
 def test_the_bound_doubles_up_to_the_capacity() -> None:
-    engine = Engine(random_target(), None, DecodeConfig(shape="none"), capacity=700)
+    engine = Engine(random_target(), None, DecodeConfig(shape="none"), capacity=1500)
     next(iter(engine.run(requests(1, new=2))))
     lanes = engine._lanes
     assert lanes is not None
     step = CompiledStep(lanes.runner.decoder, lanes.cache, lanes.rows)
-    assert [step.bound(longest) for longest in (1, 255, 256, 511, 512, 699)] == [
-        256,
-        256,
+    assert [step.bound(longest) for longest in (1, 511, 512, 1023, 1024, 1499)] == [
         512,
         512,
-        700,
-        700,
+        1024,
+        1024,
+        1500,
+        1500,
     ]
 
 
