@@ -1,13 +1,11 @@
-"""The documentation: every command is executed or at least composed, tables agree with reports,
-pages are in the navigation."""
+"""The documentation: every command composes (tests/newcomer/ runs what can be run), tables agree
+with reports, pages are in the navigation."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,48 +15,29 @@ from scripts.config.flags import read_flags
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
 from scripts.tools.docs_site import BLOCK, OUTSIDE, TITLES, on_page_markdown, repository_page
+from tests.newcomer.pages import DOCS, README, ROOT, commands, page_name
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
-
-
-def blocks(page: Path, mark: str) -> list[str]:
-    """The bash blocks of a page with this mark."""
-    return re.findall(
-        rf"^```bash {mark}\n(.*?)^```",
-        page.read_text(encoding="utf-8"),
-        flags=re.DOTALL | re.MULTILINE,
-    )
-
-
-def commands() -> Iterator[tuple[str, str]]:
-    """(page, line) of every `headstart` command on any page, continued lines joined."""
-    for page in PAGES:
-        for mark in ("test", "long", "gpu"):
-            for block in blocks(page, mark):
-                for line in block.replace("\\\n", " ").splitlines():
-                    if re.search(
-                        r"(^|[ |])(headstart|scripts\.cli|launch/\S+) ", line.split(" #")[0]
-                    ):
-                        yield page.name, line
+PRINTED = [(page, line) for page in (README, *DOCS) for line in commands(page)]
 
 
 def test_every_bash_block_says_who_has_run_it() -> None:
     unmarked = [
         page.name
-        for page in PAGES
+        for page in DOCS
         if re.search(r"^```(bash|sh|shell|console)\s*$", page.read_text(), re.MULTILINE)
     ]
     assert not unmarked, "mark the block: " + ", ".join(f"```bash {mark}" for mark in TITLES)
-    assert {mark for page in PAGES for mark in BLOCK.findall(page.read_text())} <= set(TITLES)
-    assert len(list(commands())) > 20
+    assert {mark for page in DOCS for mark in BLOCK.findall(page.read_text())} <= set(TITLES)
+    assert len(PRINTED) > 20
 
 
-@pytest.mark.parametrize(("page", "line"), list(commands()))
-def test_every_command_composes(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("page", "line"), PRINTED, ids=[f"{page_name(page)}-{line}" for page, line in PRINTED]
+)
+def test_every_command_composes(page: Path, line: str) -> None:
     """Unknown stages, groups, options and keys are refused; what needs the file or the server is
     not started."""
-    words = shlex.split(line, comments=True)
+    words = shlex.split(line)
     if "|" in words:
         words = words[words.index("|") + 1 :]
     start = next(
@@ -68,36 +47,17 @@ def test_every_command_composes(page: str, line: str, monkeypatch: pytest.Monkey
     )
     rest = words[start + 1 :]
     stage = "train" if "launch/" in words[start] else rest.pop(0)
-    if stage == "-sc":  # completion: tests/scripts/test_completion.py
+    if stage in ("--help", "-sc"):  # completion: tests/scripts/test_completion.py
         return
     if stage == "train" and "--plan" in rest:
         stage = "plan"
-    assert stage in STAGES, f"{page}: there is no stage '{stage}'"
+    assert stage in STAGES, f"{page_name(page)}: there is no stage '{stage}'"
     flags = read_flags(rest, (*STAGES[stage].groups, "all"))
     if "--help" in flags or "--multirun" in flags:
         return
     overrides = flags.overrides
     settings = load_settings(STAGES[stage], STAGES[stage].expand_short(overrides))
     assert settings.stage.name == stage
-
-
-@pytest.mark.slow  # the same commands are composed above; the stages' own tests run them
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "test")], ids=lambda page: page.stem
-)
-def test_the_commands_of_a_page_run(
-    page: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    script = "\n".join(blocks(page, "test"))
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
 def test_the_table_for_choosing_holds_the_reports_numbers() -> None:
@@ -115,7 +75,7 @@ def test_the_table_for_choosing_holds_the_reports_numbers() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     told = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     named = set(re.findall(r"[\w/]+\.md", json.dumps(told["nav"])))
-    assert {page.name for page in PAGES} <= named
+    assert {page.relative_to(ROOT / "docs").as_posix() for page in DOCS} <= named
     assert all((ROOT / "docs" / name).is_file() for name in named)
 
 
