@@ -90,7 +90,7 @@ class Drafter(BlockModel):
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """The weighted objective over blocks drawn from every row, scaled to all places."""
+        """The weighted objective over blocks drawn from every row, scaled to all positions."""
         config: Config = self.config
         # the root is part of the answer, and so is what follows
         eligible = batch.supervised(1) & batch.supervised(2)

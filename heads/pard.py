@@ -1,16 +1,16 @@
 """PARD: a small language model that drafts all tokens in one pass, by mask tokens (2504.18583).
 
 The network is that of `distilled`, and may start from one. It reads [.. x_t, MASK x (K - 1)]: the
-output at x_t gives the first drafted token, the output at mask k the one k places further, so that
-drafting K tokens costs one pass instead of K. The tokens do not see each other, only their places;
-a tree is filled from the independent distributions. All masks are one token of the vocabulary, told
-apart by position, so that a drafter trained for K tokens can draft more (PARD, 2504.18583). Serving
-engines read the mask's id as `pard_token` (vLLM: method `draft_model` with
+output at x_t gives the first drafted token, the output at mask k the one k positions further, so
+that drafting K tokens costs one pass instead of K. The tokens do not see each other, only their
+positions; a tree is filled from the independent distributions. All masks are one token of the
+vocabulary, told apart by position, so that a drafter trained for K tokens can draft more (PARD,
+2504.18583). Serving engines read the mask's id as `pard_token` (vLLM: method `draft_model` with
 `parallel_drafting`).
 
-Training runs the true tokens and, beside them, masks behind every place, with a falling share of
-places for deeper ones (conditional drop); the objective is the same mix as in distillation, summed
-over all kept predictions.
+Training runs the true tokens and, beside them, masks behind every position, with a falling share
+of positions for deeper ones (conditional drop); the objective is the same mix as in distillation,
+summed over all kept predictions.
 
 Legend: B rows, T positions, W width of a run, E mask tokens per row, K drafted tokens, H hidden of
 the drafter, V vocabulary.
@@ -47,7 +47,7 @@ class Config(NetworkConfig, ObjectiveConfig):
     depth: AtLeastTwo = 8
     """Tokens drafted per pass in training (K >= 2); serving may draft fewer or more."""
     keep: Fraction = 0.7
-    """Conditional drop: the share of places with mask k is keep^k (0 < keep <= 1), ..."""
+    """Conditional drop: the share of positions with mask k is keep^k (0 < keep <= 1), ..."""
     keep_least: float = 0.2
     """... but at least this (0 to keep)."""
     pard_token: int = -1

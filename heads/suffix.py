@@ -3,10 +3,10 @@ the row's own text and in answers to earlier requests.
 
 After SuffixDecoding (Oliaro et al., 2411.04975) and SAM-Decoding (Hu et al., 2411.10666), which
 walk suffix trees and automata; the same counts are taken here by comparing the newest tokens with
-every place of the texts at once (`heads.nn.lookup.counts`), in tensors of fixed shapes. The longest
-match wins, wherever it is found; among its occurrences the most frequent continuation is drafted,
-and in trees the most frequent ones. A draft ends where its path has become too rare: what is behind
-is dead (`Proposal.limit`). No weights, no states of the target.
+every position of the texts at once (`heads.nn.lookup.counts`), in tensors of fixed shapes. The
+longest match wins, wherever it is found; among its occurrences the most frequent continuation is
+drafted, and in trees the most frequent ones. A draft ends where its path has become too rare: what
+is behind is dead (`Proposal.limit`). No weights, no states of the target.
 
 Answers are remembered as they are committed, in rings that belong to the drafter and not to a batch
 (`heads.nn.lookup.archive`): repeated traffic (agents, templates, the same question again) is then

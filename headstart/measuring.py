@@ -40,13 +40,14 @@ def measure(
     speed with intervals, and whether every text was the target's own.
 
     target: a Hub id, a folder, its config, or one that is loaded already (an `Engine`'s too).
-    drafters: checkpoint folders, names on the Hub, or recipes that need no training ("ngram"); a
-    mapping gives them names. prompts: a list of texts, conversations or token ids, or a .jsonl file
-    or folder of them; all are measured but one, which warms up, unless `prompts_per_domain` says
-    fewer. out: folder for report.json and the single answers, which an interrupted call continues;
-    None: nothing is kept. settings: fields of `DecodeConfig` for all drafters
-    (`max_new_tokens=64`, `temperature=1.0`; the draft is the one that a drafter was trained for
-    unless `shape`, `depth` or `choices` say otherwise) and of `BenchConfig` (`repeats=3`).
+    drafters: checkpoint folders, names on the Hub, or head configs that need no training
+    ("ngram"); a mapping gives them names. prompts: a list of texts, conversations or token ids, or
+    a .jsonl file or folder of them; all are measured but one, which warms up, unless
+    `prompts_per_domain` says fewer. out: folder for report.json and the
+    single responses, which an interrupted call continues; None: nothing is kept. settings: fields
+    of `DecodeConfig` for all drafters (`max_new_tokens=64`, `temperature=1.0`; the draft is the one
+    that a drafter was trained for unless `shape`, `depth` or `choices` say otherwise) and of
+    `BenchConfig` (`repeats=3`).
 
     Raises `UserError` for unknown settings (the nearest one is named), drafters of another target,
     and fewer than two prompts.
@@ -105,7 +106,7 @@ def find(given: Drafters) -> dict[str, Found]:
 
 
 def find_one(source: str | Path) -> Found:
-    """The drafter from a folder, a name on the Hub, or a recipe that needs no training."""
+    """The drafter from a folder, a name on the Hub, or a head config that needs no training."""
     name = str(source)
     if Path(source).expanduser().is_dir():
         return found_by.at(Path(source).expanduser())

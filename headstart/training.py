@@ -48,13 +48,13 @@ def train(
 ) -> Trained:
     """Train a drafter and return where it lies and how good it is.
 
-    head: a recipe (`headstart train --help` lists them). target: a Hub id or a folder, or the name
-    of an option (`conf/target/`); None: the embedded one. data: a file of prompts, or the name of
-    an option (`conf/data/`); None: the embedded prompts. answers: a folder of `generate` to train
-    on in place of answering `data`. run, root: the run writes to `root/run/`; None: the recipe's,
-    else `outputs/default/`. overrides: settings as on the command line ("optim.lr=1e-4"). settings:
-    the same by group, an option's name or a mapping: `engine="torch"`, `optim={"lr": 1e-4}`,
-    `train={"max_steps": 500}`.
+    head: a head config (`headstart train --help` lists them). target: a Hub id or a folder, or the
+    name of an option (`conf/target/`); None: the embedded one. data: a file of prompts, or the name
+    of an option (`conf/data/`); None: the embedded prompts. answers: a folder of `generate` to
+    train on in place of answering `data`. run, root: the run writes to `root/run/`; None: the
+    recipe's, else `outputs/default/`. overrides: settings as on the command line ("optim.lr=1e-4").
+    settings: the same by group, an option's name or a mapping: `engine="torch"`,
+    `optim={"lr": 1e-4}`, `train={"max_steps": 500}`.
 
     Raises `UserError` for what the command line refuses: unknown names (the nearest one is named),
     values out of range, a folder that was made with other settings.

@@ -23,7 +23,7 @@ MOST_FAILURES = 12
 DEFINITIONS = (
     "**identical**: answers that are, token by token, those of plain decoding with the same "
     "seed. **near tie**: the first difference, and every later one, lies within the numerical "
-    "gap measured at that place. **flip**: a token that plain decoding would not have picked "
+    "gap measured at that position. **flip**: a token that plain decoding would not have picked "
     "after the same text. **tokens/pass**: tokens committed per verification, from the worst to "
     "the best comparison; above 1 drafts were accepted. **changed**: answers that the setting "
     "changes, of all that were compared."
@@ -118,7 +118,7 @@ def histogram_rows(audit: Audit) -> Lines:
 
 
 def failures(audit: Audit) -> list[str]:
-    """A line for each of the first comparisons that failed, with the place where it did."""
+    """A line for each of the first comparisons that failed, with the position where it did."""
     lines = []
     for row in audit.comparisons:
         if row.passed:

@@ -47,7 +47,7 @@ class DecodeConfig(SamplingSettings):
     max_new_tokens: PositiveInt = 128
     """Most new tokens of an answer, the end-of-text token included."""
     share_noise: bool = True
-    """Rule match above temperature 0: rank drafts with the target's noise. Off to compare."""
+    """Rule match above temperature 0: rank drafts with shared Gumbel noise. Off to compare."""
     seed: int = 0
     """Base of the per-prompt seeds."""
     prefill_chunk: PositiveInt = 2048

@@ -338,7 +338,7 @@ class Bench:
         return lambda: self.target.verify(*given)
 
     def drafting(self, arm: Arm) -> dict[StepKey, Call]:
-        """Drafts of chains of 2 nodes up to the arm's depth, and takeovers of as many tokens."""
+        """Drafts of chains of 2 nodes up to the arm's depth, and commits of as many tokens."""
         calls: dict[StepKey, Call] = {}
         for nodes in range(2, arm.decode.tree().max_depth + 2):
             shape = TokenTree.chain(nodes - 1, self.target.device)
@@ -347,7 +347,7 @@ class Bench:
         return calls
 
     def step(self, arm: Arm, shape: DraftShape) -> tuple[Call, Call]:
-        """The arm's draft of a shape, and its takeover of a path and bonus."""
+        """The arm's draft of a shape, and its commit of a path and bonus."""
         seen = self.fill(arm.drafter.needs)
         prompt = self._states(seen, 0, self.length)
         state = arm.drafter.start(prompt, shape, self.length + self.widest + 1)

@@ -71,7 +71,7 @@ def launch_config(
         launch = Launch(16, 16 if wide else 32, 8, 2, block_r)
     else:
         # 16 rows are the least that the matrix cores take; beyond 32, one instruction of 64 is no
-        # dearer than two of 32
+        # more expensive than two of 32
         block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
         # a tile of keys and values of 64 slots x 128 x 2 bytes is 32 KiB: three stages leave room
         # for two programs per SM, and have a multiple of the 36 KB on their way that an SM's share

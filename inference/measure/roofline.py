@@ -104,7 +104,7 @@ class TargetBytes:
 
 
 def drafter_bytes(target: TargetModel, arm: Arm, text: Sequence[int]) -> int:
-    """Bytes of weights that one draft and one takeover of an arm read, all its passes together."""
+    """Bytes of weights that one draft and one commit of an arm read, all its passes together."""
     shape = arm.decode.tree(target.device)
     bench = Bench(target, 1, min(len(text), 16), shape.max_depth + shape.num_nodes + 1, text)
     propose, commit = bench.step(arm, shape)

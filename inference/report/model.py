@@ -136,7 +136,7 @@ class DraftFacts(Block):
     name: str | None = None
     """Name in the report; the drafter's kind where it is missing."""
     noise: str | None = None
-    """"shared": drafts are ranked with the target's noise; "own": their own; "none"."""
+    """"shared": drafts are ranked with shared Gumbel noise; "own": their own; "none"."""
     choices: list[list[Count]] | None = None
     """Paths of a static tree, by rank of the candidates."""
     weights_sha256: str | None = None

@@ -144,7 +144,7 @@ def measure_ranks(
     ranks: int = 10,
 ) -> RankStatistics:
     """Decode `requests` with chains of `decode.depth` and count at which rank the target's picks
-    stand, at `decode.temperature` with the target's noise shared. Row by row, for validation
+    stand, at `decode.temperature` with shared Gumbel noise. Row by row, for validation
     prompts, not for speed.
     """
     recorder = _Recorder(drafter, RankStatistics.empty(decode.depth, ranks), ranks)

@@ -65,11 +65,11 @@ class MeasureConfig:
     """Names of drafters of this run, checkpoint folders, or names on the Hub (user/name); empty:
     all that the run has trained, of a sweep's row the best."""
     kinds: tuple[str, ...] = ("ngram",)
-    """Drafters without training that are measured as well: recipes of conf/head/, or names of
+    """Drafters without training that are measured as well: head configs (conf/head/), or names of
     `heads`."""
     heads: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What such a name means where it is not a recipe as it stands: name -> recipe (or kind) and
-    changed keys, such as {exit2: {recipe: early_exit, exit_layer: 2}}."""
+    """What such a name means where it is not a head config as it stands: name -> recipe (a head
+    config) or kind, and changed keys, such as {exit2: {recipe: early_exit, exit_layer: 2}}."""
     draft: dict[str, Any] = field(default_factory=dict)
     """One draft for all in place of their own: shape, depth, choices, nodes, width; such as
     {shape: dynamic, nodes: 26}."""
@@ -143,7 +143,7 @@ class SweepRow:
     """Learning rates; the training with the best tau on the validation prompts stands for the row.
     """
     head: str = ""
-    """Recipe of conf/head/; empty: the row's name."""
+    """Head config (a name of conf/head/); empty: the row's name."""
     overrides: tuple[str, ...] = ()
     """What this row sets besides, such as [head.num_layers=2]; values of the loop's own command
     line win."""

@@ -117,7 +117,7 @@ STAGES: dict[str, Stage] = {
     for stage in (
         Stage(
             "generate",
-            "let the target answer prompts; writes sharded answers and a manifest",
+            "let the target answer prompts; writes sharded responses and a manifest",
             join(GENERATE),
             continued=True,
             recorded=True,
@@ -131,7 +131,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "train",
-            "train one drafter on the answers; keeps the checkpoint with the best measured tau",
+            "train one drafter on the responses; keeps the checkpoint with the best measured tau",
             join(TRAIN),
             continued=True,
             recorded=True,
@@ -163,7 +163,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "refresh",
-            "make a drafter fit a changed target again: the shortest training on its answers",
+            "make a drafter fit a changed target again: the shortest training on its responses",
             # head and joint are those of the old drafter
             join(GENERATE, "features engine optim schedule train decode bench refresh"),
             code="refresh.stage",

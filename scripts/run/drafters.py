@@ -1,5 +1,5 @@
-"""Finding drafters: the ones a run has trained, checkpoint folders from elsewhere, and recipes that
-need no training."""
+"""Finding drafters: the ones a run has trained, checkpoint folders from elsewhere, and head configs
+that need no training."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def published(name: str) -> Found:
 
 
 def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | None = None) -> Found:
-    """A drafter by name in `heads` or in this run, by folder, by name on the Hub, or by a recipe
-    without training."""
+    """A drafter by name in `heads` or in this run, by folder, by name on the Hub, or by a head
+    config without training."""
     known = checkpoints(run)
     if heads and given in heads:
         return untrained(given, heads[given])
@@ -146,7 +146,7 @@ def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | No
         f"name.{suggest(given, known)}"
     )
     raise UserError(
-        f"{where} Recipes that need no training are given by their names: {', '.join(recipes)}."
+        f"{where} Head configs that need no training are given by name: {', '.join(recipes)}."
     )
 
 
@@ -166,7 +166,7 @@ def find_trained(key: str, given: str, run: RunConfig) -> Found:
 
 
 def untrained(name: str, values: Mapping[str, Any]) -> Found:
-    """A drafter that needs no training, from plain values: `recipe` names the file of conf/head/
+    """A drafter that needs no training, from plain values: `recipe` names the head config
     that they change (default: `name`), or `kind` starts from the kind's own defaults. Raises
     `UserError` for one that has to be trained."""
     rest = dict(values)
@@ -174,7 +174,7 @@ def untrained(name: str, values: Mapping[str, Any]) -> Found:
     if recipe is not None:
         if recipe not in options("head"):
             raise UserError(
-                f"measure.heads.{name}: there is no recipe '{recipe}'."
+                f"measure.heads.{name}: there is no head config '{recipe}'."
                 f"{suggest(recipe, options('head'))}"
             )
         files = (folder / "head" / f"{recipe}.yaml" for folder in conf_folders())
@@ -192,7 +192,7 @@ def untrained(name: str, values: Mapping[str, Any]) -> Found:
 
 
 def untrained_recipes() -> list[str]:
-    """The recipes whose drafters work as they are, without more settings."""
+    """The head configs whose drafters work as they are, without more settings."""
     found = []
     for recipe in options("head"):
         with suppress(UserError):

@@ -93,7 +93,7 @@ def git_state() -> dict[str, Any]:
         ).stdout
 
     if not (REPOSITORY / ".git").exists():
-        return {}  # installed: a repository further up is somebody else's
+        return {}  # installed: a repository further up is another project's
     try:
         revision, diff = git("rev-parse", "HEAD").strip(), git("diff", "HEAD")
     except (OSError, subprocess.SubprocessError):

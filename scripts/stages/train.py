@@ -1,4 +1,4 @@
-"""`headstart train`: one drafter on the answers of a run, kept at its best measured tau.
+"""`headstart train`: one drafter on the responses of a run, kept at its best measured tau.
 
 Writes <run>/train/<drafter>/ with the drafter in best/.
 """

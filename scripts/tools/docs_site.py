@@ -1,31 +1,36 @@
 """Hooks of the documentation site (mkdocs.yml): titles of code blocks, links that leave docs/,
-pictures, and the link to the repository.
+pictures, the report that can be tried, and the link to the repository.
 
 The info string of a bash block says who has run it: `bash test` (executed by tests/newcomer/),
 `bash long` (minutes on a CPU) or `bash gpu` (needs a GPU, a download or another program); of the
-last two the tests compose every `headstart` command. `bash example` uses a file that the page
-describes.
+last two the tests compose every `headstart` command and plan every training whose target's sizes
+are known here. `bash example` uses a file that the page describes.
 """
 
 from __future__ import annotations
 
+import posixpath
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 ASSETS = ROOT / "assets"
+REPORT = ROOT / "docs" / "reports" / "demo.json"
+EXAMPLE = "example/report.html"
+"""Where the site has the page of `REPORT`; docs/example_report.md links to it."""
 
 TITLES = {
     "test": "executed by the tests",
     "long": "takes minutes; composed by the tests",
-    "gpu": "needs a GPU or a real model",
+    "gpu": "needs a GPU or a real model; composed by the tests",
     "example": "with the files of this page",
 }
 BLOCK = re.compile(r"^```bash (\w+)$", re.MULTILINE)
-PICTURE = re.compile(r"\]\(\.\./assets/([\w-]+\.(?:svg|png))\)")
-OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)]+)\)")
+LINK = re.compile(r"(!?)\[([^\]]+)\]\(((?:\.\./)+[^)]+)\)")
+PICTURE = re.compile(r"assets/[\w-]+\.(?:svg|png)")
 
 
 def on_config(config: Any, **_: Any) -> Any:
@@ -44,19 +49,43 @@ def repository_page(remote: str) -> str:
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
-    """Add the pictures of assets/, which pages name as on the repository's own pages."""
+    """Add the pictures of assets/, which pages name as on the repository's own pages, and the
+    report's page."""
     from mkdocs.structure.files import File  # of the site's packages alone
 
     for path in sorted([*ASSETS.glob("*.svg"), *ASSETS.glob("*.png")]):
         files.append(File.generated(config, f"assets/{path.name}", abs_src_path=str(path)))
+    files.append(File.generated(config, EXAMPLE, content=example_report()))
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def example_report() -> str:
+    """report.html of the committed report, as `headstart report` writes it."""
+    from inference.report.page.render import write_page  # loads torch, which hooks do not need
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_page([("demo", REPORT)], Path(folder))
+        return path.read_text(encoding="utf-8")
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Add titles to marked code blocks; show pictures of assets/; replace links to other files
     outside docs/ by the files' names."""
+    return site_markdown(markdown, page.file.src_uri)
+
+
+def site_markdown(markdown: str, uri: str) -> str:
+    """The text of the page docs/<uri> as the site shows it."""
     titled = BLOCK.sub(lambda found: f'```bash title="{TITLES[found[1]]}"', markdown)
-    titled = PICTURE.sub(r"](assets/\1)", titled)
-    return OUTSIDE.sub(
-        lambda found: found[1] if found[1].startswith("`") else f"{found[1]} (`{found[2]}`)", titled
-    )
+    folder = posixpath.dirname(uri)
+
+    def shown(found: re.Match[str]) -> str:
+        mark, words, link = found.groups()
+        path = posixpath.normpath(posixpath.join("docs", folder, link))
+        if path.startswith("docs/"):
+            return found[0]
+        if PICTURE.fullmatch(path):
+            return f"{mark}[{words}]({posixpath.relpath(path, folder or '.')})"
+        return words if words.startswith("`") else f"{words} (`{path}`)"
+
+    return LINK.sub(shown, titled)

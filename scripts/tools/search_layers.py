@@ -7,7 +7,7 @@ others.
 
 Sets of layers are tried by decoding (`inference.tune.layer_search`). The best by tau / (1 + gamma
 c), with c the share of the target's weights that a drafted token reads (or the best by tau within a
-largest c), is written as a head's recipe for `head=` or `measure.heads`, with a report of every
+largest c), is written as a head config for `head=` or `measure.heads`, with a report of every
 trial. The prompts of the search are not those that the result is judged on.
 """
 
@@ -47,7 +47,7 @@ SETTING = {"early_exit": "layers", "quantized_self": "layers", "distilled": "fro
 
 
 def report(given: argparse.Namespace) -> None:
-    """Search, write <kind>_layers.yaml, a recipe as those of conf/head/, and report.json."""
+    """Search, write <kind>_layers.yaml, a head config like those of conf/head/, and report.json."""
     content = {**search(given), "command": given.command}
     lines = [f"# SearchResult by: {given.command}", f"kind: {given.kind}"]
     lines += [f"{name}: {value}" for name, value in content["head"].items() if value]
@@ -172,7 +172,7 @@ main = command(
     most_cost=(1.0, "largest share of the target's weights per drafted token"),
     sublayers=(False, "leave out attention and MLP separately"),
     seed=0,
-    out=(Path("outputs") / "layers", "folder of recipe and report"),
+    out=(Path("outputs") / "layers", "folder of head config and report"),
 )
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-DOCS = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "reports")
-"""The pages of the site. docs/reports/ is written by commands."""
-FIRST = [README, ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "howto").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("howto/*.md")])
+"""The pages of the site; those of docs/reports/ are written by commands."""
+FIRST = [README, DOCS / "quickstart.md", *sorted(DOCS.glob("howto/*.md"))]
 """What a newcomer reads first."""
 INFOS = ("bash", "bash test", "bash long", "bash gpu")
 """Blocks whose commands need nothing but what the page names (scripts/tools/docs_site.py)."""
@@ -47,7 +48,7 @@ def lines(block: str) -> list[str]:
 def commands(page: Path, *infos: str) -> list[str]:
     """The commands of a page that call `headstart`, or what launches it, in blocks with these info
     strings (default: `INFOS`)."""
-    calls = re.compile(r"(^|[ |])(headstart|scripts\.cli|launch/\S+) ")
+    calls = re.compile(r"(^|[ |])(headstart|scripts\.cli|\S*launch/\S+) ")
     return [
         line
         for info in infos or INFOS
@@ -66,4 +67,4 @@ def command(page: str, *words: str) -> str:
 
 def page_name(page: Path) -> str:
     """How tests call a page."""
-    return page.relative_to(ROOT).with_suffix("").as_posix()
+    return page.relative_to(ROOT).as_posix()

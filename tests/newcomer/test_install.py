@@ -23,6 +23,8 @@ PAGE = ROOT / "docs" / "quickstart.md"
 def test_the_install_and_the_demo(tmp_path: Path) -> None:
     home = copy_of_the_repository(tmp_path, "Makefile", "constraints.txt")
     call(sys.executable, "-m", "venv", ".venv", cwd=home)
+    # Python 3.11 gives an environment an old one, which would hide the one that is shared
+    call(home / ".venv" / "bin" / "pip", "uninstall", "-q", "-y", "setuptools", cwd=home)
     (site,) = (home / ".venv" / "lib").glob("python*/site-packages")
     (site / "shared.pth").write_text("".join(f"{path}\n" for path in SHARED))
     offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_CONFIG_FILE": "/dev/null"}

@@ -1,5 +1,4 @@
-"""Blocks of the pages that say they are executed are executed, exactly as printed; so are the
-commands of other blocks that only plan, show or explain."""
+"""Blocks of the pages that say they are executed are executed, exactly as printed."""
 
 from __future__ import annotations
 
@@ -7,19 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.newcomer.pages import DOCS, README, blocks, commands, page_name
+from tests.newcomer.pages import PAGES, README, blocks, page_name
 from tests.newcomer.reader import Reader
 
 pytestmark = pytest.mark.slow
-EXECUTED = [page for page in (README, *DOCS) if blocks(page, "bash test")]
-PLANS = list(
-    dict.fromkeys(
-        line
-        for page in (README, *DOCS)
-        for line in commands(page, "bash", "bash long", "bash gpu")
-        if line.startswith("headstart") and {"--plan", "--show", "--help"} & set(line.split())
-    )
-)
+EXECUTED = [page for page in (README, *PAGES) if blocks(page, "bash test")]
 
 
 @pytest.mark.parametrize("page", EXECUTED, ids=page_name)
@@ -47,16 +38,3 @@ def look_at_the_readmes_run(reader: Reader) -> None:
         assert (run / stage / "config.yaml").is_file()
     again = reader.run("headstart loop debug=fast run.name=readme")
     assert again.count("is complete") == 3  # nothing is done twice
-
-
-def test_pages_print_plans() -> None:
-    assert any("$" not in line and "--plan experiment=" in line for line in PLANS)
-
-
-@pytest.mark.parametrize("line", PLANS)
-def test_plans_and_shown_settings(line: str, reader: Reader) -> None:
-    said = reader.run(line, small=False)
-    assert len(said.splitlines()) > 5
-    if "--plan" in line:
-        assert "GiB" in said and "hours" in said
-    assert not (reader.home / "outputs").exists()

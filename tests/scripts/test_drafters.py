@@ -60,7 +60,7 @@ def test_untrained_drafters_are_described_by_values(target: TargetModel, in_fold
     for values, message in (
         (
             {"recipe": "ngrm"},
-            r"measure\.heads\.x: there is no recipe 'ngrm'\. Did you mean 'ngram'",
+            r"measure\.heads\.x: there is no head config 'ngrm'\. Did you mean 'ngram'",
         ),
         ({"recipe": "medusa"}, r"'x' \(kind 'medusa'\) has to be trained before it drafts"),
         ({"kind": "ngram", "max": 2}, r"measure\.heads\.x\.max: there is no such key"),

@@ -31,7 +31,7 @@ class Anchors:
     last [B, A] int64: the last visible position t of each block; its root is the token at t + 1.
     valid [B, A] bool: False for fillers of rows with fewer blocks. scale [B, A] float: what each
     block's loss is multiplied by, so that a sum over the chosen blocks is an estimate of the
-    (weighted) sum over all eligible places.
+    (weighted) sum over all eligible positions.
     """
 
     last: Tensor
@@ -51,12 +51,12 @@ class Anchors:
         generators: Sequence[torch.Generator],
         weights: Tensor | None = None,
     ) -> Anchors:
-        """Up to `most` places of every row where `eligible` [B, T] bool, drawn without repetition
-        from each row's own generator and in ascending order. Reads the mask on the host; for
-        training only.
+        """Up to `most` positions of every row where `eligible` [B, T] bool, drawn without
+        repetition from each row's own generator and in ascending order. Reads the mask on the host;
+        for training only.
 
         weights [B, T]: how much a block with its root at this position counts, the root of a block
-        behind place t standing at t + 1; places are drawn in proportion to that.
+        behind position t standing at t + 1; positions are drawn in proportion to that.
         """
         chosen, scales = [], []
         for number, (row, generator) in enumerate(zip(eligible.cpu(), generators, strict=True)):

@@ -31,7 +31,7 @@ class Config(SizeConfig):
     """Slots b of a block, the root's included (>= 2)."""
     sample_from_anchor: bool = False
     """Draft from the root's slot on: slot i gives the token at depth i + 1, b in all (DSpark);
-    otherwise slot i gives the token at its own place, b - 1 in all (DFlash)."""
+    otherwise slot i gives the token at its own position, b - 1 in all (DFlash)."""
     in_block: Literal["bidirectional", "causal"] = "bidirectional"
     """What slots see of their block: all of it, or (causal; JetSpec) no later ones."""
     num_layers: NonNegativeInt = 0
@@ -66,7 +66,7 @@ class Config(SizeConfig):
     confidence_weight: NonNegativeFloat = 1.0
     """Weight of that estimate's loss."""
     num_anchors: PositiveInt = 128
-    """Blocks drawn per training row, among all places where an answer goes on."""
+    """Blocks drawn per training row, among all positions where a response goes on."""
     ce: float = 1.0
     """Weight of the cross entropy against the answer's tokens."""
     kl: float = 0.0

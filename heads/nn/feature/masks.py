@@ -1,9 +1,9 @@
-"""Mask tokens of a parallel drafter in training: how deep places draft, what masks see.
+"""Mask tokens of a parallel drafter in training: how deep positions draft, what masks see.
 
 Mask k behind place t stands at position t + k and sees the true tokens of its document up to t, the
 masks 1..k of its own place and nothing else: exactly what it sees when it serves. Conditional drop
-(COD; PARD, 2504.18583) keeps a falling share of the places for deeper masks, max(keep^k, least);
-the places of depth k + 1 are among those of depth k, so that no mask lacks the ones before it.
+(COD; PARD, 2504.18583) keeps a falling share of the positions for deeper masks, max(keep^k, least);
+the positions of depth k + 1 are among those of depth k, so that no mask lacks the ones before it.
 
 Legend: B rows, T positions, E mask tokens per row, K drafted tokens.
 """
@@ -40,7 +40,7 @@ class Masks:
 
     @classmethod
     def sample(cls, batch: TrainBatch, depth: int, keep: float, least: float) -> Masks:
-        """Masks for the tokens 2..depth behind a batch's places, drawn from its generators.
+        """Masks for the tokens 2..depth behind a batch's positions, drawn from its generators.
 
         A place with nothing supervised at a depth or deeper has no mask there.
         """

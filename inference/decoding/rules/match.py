@@ -18,7 +18,7 @@ from inference.kernels.reference.commit import ACCEPT_WALK
 
 
 class Match:
-    """See the module. share: rank drafts with the target's noise as well."""
+    """See the module. share: rank drafts with shared Gumbel noise."""
 
     name: ClassVar[str] = "match"
     keeps_logits = False

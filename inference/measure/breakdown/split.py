@@ -21,7 +21,7 @@ and then time, from a plain step to a drafted one, in this order:
 
     widening     verify(n) / verify(1) of the cost curves, on the baseline's verification
     drafting     draft time per pass
-    commit       takeover of accepted tokens, beyond the baseline's
+    commit       committing accepted tokens, beyond the baseline's
     host         time in none of these phases, and between steps, beyond the baseline's
     clock        the rest of the verification: what the cost curves do not explain
 

@@ -106,8 +106,8 @@ class Rounds:
         budget, spent = self.config.budget, self.spent()
         for name in LIMITS:
             limit, used = getattr(budget, name), getattr(spent, name)
-            dearest = max(getattr(entry.spent, name) for entry in self.done)
-            if limit and used + dearest > limit:
+            highest = max(getattr(entry.spent, name) for entry in self.done)
+            if limit and used + highest > limit:
                 return f"budget ({name})"
         return ""
 

@@ -51,7 +51,8 @@ def folder_of(
 
 def specforge_eagle3(target: TargetModel, path: Path, draft_vocab: int = 1000) -> Folder:
     """An EAGLE-3 head in SpecForge's layout: its layer ids, its names, no t2d."""
-    taps = (1, target.info.num_layers // 2, target.info.num_layers - 1)
+    layers = target.info.num_layers
+    taps = (2, layers // 2, layers - 3)
     config = get_kind("eagle3").config_class(
         taps=taps, tap_norm=False, post_norm_recurrence=False, draft_vocab_size=draft_vocab
     )
