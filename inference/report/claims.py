@@ -39,8 +39,8 @@ def with_interval(value: float, interval: Interval) -> str:
 
 
 def shows_difference(interval: Interval) -> bool:
-    """Whether a ratio with this interval differs from 1. An interval without width is that of one
-    prompt, which shows nothing about others."""
+    """Whether a ratio with this interval differs from 1. An interval without a width is that of a
+    single prompt, which shows nothing about others."""
     low, high = interval
     return low < high and (low > 1.0 or high < 1.0)
 
