@@ -31,7 +31,7 @@ def test_the_install_and_the_demo(tmp_path: Path) -> None:
     reader = Reader(home, home / "nothing", offline)
     block = blocks(PAGE, "bash long")[0]
     assert [line.split()[0] for line in lines(block)] == ["make", ".", "headstart"]
-    said = reader.run(f"{block}\ncommand -v headstart")
+    said = reader.run(f"{block}\ntype -P headstart")
     assert said.splitlines()[-1] == str(home / ".venv" / "bin" / "headstart")
     report = reader.json("outputs/demo/report.json")
     kinds = {one["kind"] for one in report["drafters"]}
