@@ -4,7 +4,6 @@ load and decode."""
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,22 +31,15 @@ from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
 from tests.inference.export.ground import load_target, save_target, target_config, write
 from tests.models import random_target
+from tests.newcomer.pages import ROOT, file_block
 from tests.oracle.compare import forward_gap
 from train.data.loader import PackedBatch
 from train.engines.base import EngineConfig
 from train.features.base import OnlineFeatures
 from train.on_policy import require_possible
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "adding_a_drafter.md"
+PAGE = ROOT / "docs" / "adding_a_drafter.md"
 NAMES = ("bigram", "twin")
-
-
-def block(path: str) -> str:
-    """The page's code block that opens with the path of its file."""
-    page = PAGE.read_text(encoding="utf-8")
-    found = re.findall(rf"```\w+\n# {re.escape(path)}\n(.*?)```", page, flags=re.DOTALL)
-    assert len(found) == 1, f"the page should hold {path} once, it holds it {len(found)} times"
-    return str(found[0])
 
 
 @pytest.fixture
@@ -56,9 +48,11 @@ def kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "kinds").mkdir()
     (tmp_path / "conf" / "head").mkdir(parents=True)
     for name in NAMES:
-        (tmp_path / "kinds" / f"{name}.py").write_text(block(f"heads/{name}.py"), encoding="utf-8")
+        (tmp_path / "kinds" / f"{name}.py").write_text(
+            file_block(PAGE, f"heads/{name}.py"), encoding="utf-8"
+        )
     (tmp_path / "conf" / "head" / "bigram.yaml").write_text(
-        block("conf/head/bigram.yaml"), encoding="utf-8"
+        file_block(PAGE, "conf/head/bigram.yaml"), encoding="utf-8"
     )
     monkeypatch.setattr(heads, "__path__", [*heads.__path__, str(tmp_path / "kinds")])
     monkeypatch.setenv("HEADSTART_CONF", str(tmp_path / "conf"))

@@ -1,13 +1,11 @@
-"""The documentation: every command is executed or at least composed, every training that can be is
-planned, tables agree with reports, pages are in the navigation."""
+"""The documentation: every command composes (tests/newcomer/ runs what can be run), every training
+that can be is planned, tables agree with reports, pages are in the navigation."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,41 +24,19 @@ from scripts.tools.docs_site import (
     repository_page,
     site_markdown,
 )
+from tests.newcomer.pages import DOCS, PAGES, README, ROOT, commands, page_name
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
-README = ROOT / "README.md"
-PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("howto/*.md")])
 SIZES = {"Qwen/Qwen3-8B": "qwen3-8b", "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b"}
 """Target on the Hub -> the folder of assets/configs with its config.json. Nothing is downloaded
 here, so that trainings for other targets are composed and not planned."""
 GIB = 2**30
-
-
-def blocks(page: Path, mark: str) -> list[str]:
-    """The bash blocks of a page with this mark."""
-    return re.findall(
-        rf"^```bash {mark}\n(.*?)^```",
-        page.read_text(encoding="utf-8"),
-        flags=re.DOTALL | re.MULTILINE,
-    )
-
-
-def commands() -> Iterator[tuple[str, str]]:
-    """(page, line) of every `headstart` command on any page, continued lines joined."""
-    for page in (README, *PAGES):
-        for mark in ("test", "long", "gpu"):
-            for block in blocks(page, mark):
-                for line in block.replace("\\\n", " ").splitlines():
-                    if re.search(
-                        r"(^|[ |])(headstart|scripts\.cli|\S*launch/\S+) ", line.split(" #")[0]
-                    ):
-                        yield page.relative_to(ROOT).as_posix(), line
+PRINTED = [(page_name(page), line) for page in (README, *PAGES) for line in commands(page)]
+"""(page, line) of every `headstart` command on any page."""
 
 
 def read_command(line: str) -> tuple[str, list[str]]:
     """Stage and arguments of a line; a launcher's stage is train."""
-    words = shlex.split(line, comments=True)
+    words = shlex.split(line)
     if "|" in words:
         words = words[words.index("|") + 1 :]
     start = next(
@@ -76,7 +52,7 @@ def read_command(line: str) -> tuple[str, list[str]]:
 def trainings() -> list[tuple[str, str]]:
     """The commands for a GPU that train or plan, each set of settings once."""
     found: dict[tuple[str, ...], tuple[str, str]] = {}
-    for page, line in commands():
+    for page, line in PRINTED:
         stage, rest = read_command(line)
         if stage == "plan" or (stage == "train" and line in gpu_lines(page)):
             same = {word for word in rest if not word.startswith(("run.", "train.tracker"))}
@@ -84,9 +60,9 @@ def trainings() -> list[tuple[str, str]]:
     return list(found.values())
 
 
-def gpu_lines(page: str) -> str:
-    """Everything in the GPU blocks of a page, continued lines joined."""
-    return "\n".join(blocks(ROOT / page, "gpu")).replace("\\\n", " ")
+def gpu_lines(page: str) -> list[str]:
+    """The commands in the GPU blocks of a page."""
+    return commands(ROOT / page, "bash gpu")
 
 
 def processes(line: str) -> int:
@@ -107,11 +83,11 @@ def test_every_bash_block_says_who_has_run_it() -> None:
     ]
     assert not unmarked, "mark the block: " + ", ".join(f"```bash {mark}" for mark in TITLES)
     assert {mark for page in PAGES for mark in BLOCK.findall(page.read_text())} <= set(TITLES)
-    assert len(list(commands())) > 20
+    assert len(PRINTED) > 20
 
 
-@pytest.mark.parametrize(("page", "line"), list(commands()))
-def test_every_command_composes(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page", "line"), PRINTED)
+def test_every_command_composes(page: str, line: str) -> None:
     """Unknown stages, groups, options and keys are refused; what needs the file or the server is
     not started."""
     stage, rest = read_command(line)
@@ -170,25 +146,6 @@ def test_the_page_about_one_gpu_has_the_plans_memory(tmp_path: Path) -> None:
         f"counts {total} GiB of the GPU's memory: the target {target}, the head with its gradients "
         f"and AdamW's state {round(head)}, the activations of a row of 4,096 tokens {rest}."
     ) in page
-
-
-@pytest.mark.slow  # the same commands are composed above; the stages' own tests run them
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "test")], ids=lambda page: page.stem
-)
-def test_the_commands_of_a_page_run(
-    page: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    script = "\n".join(blocks(page, "test"))
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
 def test_the_table_for_choosing_holds_the_reports_numbers() -> None:

@@ -1,11 +1,10 @@
-"""The README's commands, executed; its table, compared with the committed report; its links,
-followed."""
+"""The README: its table is that of the committed report, its links lead somewhere, what it names
+exists. tests/newcomer/ runs its commands."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,67 +12,15 @@ import pytest
 from heads.api.errors import UserError
 from scripts.tools import readme_table
 from scripts.tools.docs_site import EXAMPLE
+from tests.newcomer.pages import DOCS, PAGES, README, ROOT, blocks
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-README = REPOSITORY / "README.md"
-DOCS = REPOSITORY / "docs"
-PAPERS = [
-    README,
-    REPOSITORY / "CONTRIBUTING.md",
-    *sorted([*DOCS.glob("*.md"), *DOCS.glob("howto/*.md"), *DOCS.glob("reports/*.md")]),
-]
-
-
-def blocks(info: str) -> list[str]:
-    """The README's code blocks with this info string."""
-    return re.findall(
-        rf"^```{re.escape(info)}\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE
-    )
-
-
-@pytest.mark.slow  # a loop on micro targets: tests/scripts/test_rounds.py
-def test_the_readmes_commands_run(tmp_path: Path, environment: dict[str, str]) -> None:
-    scripts = blocks("bash test")
-    assert len(scripts) >= 2
-    for script in scripts:
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", script],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    run = tmp_path / "outputs" / "readme"
-    report = json.loads((run / "report.json").read_text())
-    assert {entry["kind"] for entry in report["drafters"]} == {"medusa", "ngram"}
-    assert all(entry["lossless"]["mismatches"] == 0 for entry in report["drafters"])
-    pages = ("report.md", "report.html", "acceptance.png", "speedup.png")
-    for name in (*pages, "push/medusa/model.safetensors", "train/medusa/log.jsonl"):
-        assert (run / name).is_file(), name
-    for stage in ("generate", "train/medusa", "measure"):
-        record = json.loads((run / stage / "run.json").read_text())
-        assert record["state"] == "complete"
-        assert record["sessions"][0]["packages"]["torch"]
-        assert (run / stage / "config.yaml").is_file()
-
-    again = subprocess.run(
-        ["headstart", "loop", "debug=fast", "run.name=readme"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert again.stdout.count("is complete") == 3  # nothing is done twice
+PAPERS = [README, ROOT / "CONTRIBUTING.md", *PAGES, *sorted(DOCS.glob("reports/*.md"))]
 
 
 def test_the_two_commands_are_in_the_makefile() -> None:
-    (commands,) = [block for block in blocks("bash") if "make demo" in block]
+    (commands,) = [block for block in blocks(README, "bash") if "make demo" in block]
     targets = re.findall(r"^make (\w+)", commands, flags=re.MULTILINE)
-    makefile = (REPOSITORY / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
     assert targets == ["demo", "test"]
     for target in targets:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
@@ -85,7 +32,7 @@ def test_the_readme_is_short() -> None:
 
 def test_the_recipes_in_the_readme_exist() -> None:
     for name in re.findall(r"experiment=(\w+)", README.read_text()):
-        assert (REPOSITORY / "conf" / "experiment" / f"{name}.yaml").is_file(), name
+        assert (ROOT / "conf" / "experiment" / f"{name}.yaml").is_file(), name
 
 
 def test_the_table_is_that_of_the_committed_report() -> None:
@@ -118,4 +65,4 @@ def test_named_files_exist(paper: Path) -> None:
         r"`((?:heads|inference|train|scripts|conf|tests|docs|assets)/[\w./-]*)`", paper.read_text()
     ):
         if "<" not in name and name not in ("heads/bigram.py", "conf/head/bigram.yaml"):
-            assert (REPOSITORY / name).exists(), f"{paper.name} names {name}"
+            assert (ROOT / name).exists(), f"{paper.name} names {name}"

@@ -12,6 +12,7 @@ Weights are [out, in] as `nn.Linear` holds them.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -117,14 +118,28 @@ def load_start(
             ) from error
     mine, known = asdict(drafter.config), content["config"]
     changed = [name for name, value in mine.items() if _plain(known.get(name)) != _plain(value)]
+    theirs_were = " ".join(
+        f"head.{name}={json.dumps(known[name], separators=(',', ':'))}"
+        for name in changed
+        if name in known
+    )
+    try:
+        load_weights(drafter, folder / WEIGHTS_FILE)
+    except UserError as error:
+        if not theirs_were:
+            raise
+        raise UserError(
+            f"train.refresh.init_from: {error} The drafter was made with other settings; to go on "
+            f"with it, give them: {theirs_were}"
+        ) from error
     if changed:
         logger.warning(
-            "the drafter in '%s' was made with other values of head.%s; its weights are used "
+            "the drafter in '%s' was made with other values of head.%s (%s); its weights are used "
             "with the new ones",
             folder,
             ", head.".join(changed),
+            theirs_were,
         )
-    load_weights(drafter, folder / WEIGHTS_FILE)
 
 
 @torch.no_grad()

@@ -39,8 +39,10 @@ def with_interval(value: float, interval: Interval) -> str:
 
 
 def shows_difference(interval: Interval) -> bool:
-    """Whether a ratio with this interval differs from 1."""
-    return interval[0] > 1.0 or interval[1] < 1.0
+    """Whether a ratio with this interval differs from 1. An interval without a width is that of a
+    single prompt, which shows nothing about others."""
+    low, high = interval
+    return low < high and (low > 1.0 or high < 1.0)
 
 
 def verdict(interval: Interval, *, impossible: bool = False) -> str:
@@ -108,7 +110,13 @@ def title(label: str, report: Report) -> str:
     settings = report.settings
     parts = [f"Temperature {settings.temperature:g}"]
     parts += [f"rule {settings.rule_text}"] if settings.rule != "match" else []
-    return f"{', '.join([*parts, f'{settings.prompts} prompts'])} ({label})"
+    return f"{', '.join([*parts, counted_prompts(report)])} ({label})"
+
+
+def counted_prompts(report: Report) -> str:
+    """ "12 prompts"."""
+    count = report.settings.prompts
+    return f"{count} prompt{'' if count == 1 else 's'}"
 
 
 def summary(report: Report) -> list[Sentence]:

@@ -363,7 +363,7 @@ def print_table(report: Report, console: Console | None = None) -> None:
     settings = report.settings
     title = (
         f"{report.target.id} on {report.device.name}, temperature {settings.temperature:g}, "
-        f"{settings.prompts} prompts"
+        f"{claims.counted_prompts(report)}"
     )
     if settings.rule != "match":
         title += f", rule {settings.rule_text}"

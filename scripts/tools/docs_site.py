@@ -1,7 +1,7 @@
 """Hooks of the documentation site (mkdocs.yml): titles of code blocks, links that leave docs/,
 pictures, the report that can be tried, and the link to the repository.
 
-The info string of a bash block says who has run it: `bash test` (executed by tests/test_docs.py),
+The info string of a bash block says who has run it: `bash test` (executed by tests/newcomer/),
 `bash long` (minutes on a CPU) or `bash gpu` (needs a GPU, a download or another program); of the
 last two the tests compose every `headstart` command and plan every training whose target's sizes
 are known here. `bash example` uses a file that the page describes.

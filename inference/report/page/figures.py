@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from inference.report import claims
 from inference.report.model import Calibration, CostPoint, Costs, DrafterLoss, Profile
 from inference.report.page.charts import (
     SERIES,
@@ -298,6 +299,7 @@ def _conditions(run: Run) -> str:
     drafts = sorted({drafter.draft.label for drafter in run.drafters})
     shapes = drafts[0] if len(drafts) == 1 else f"{len(drafts)} kinds of drafts"
     rule = "" if settings.rule == "match" else f"rule {settings.rule_text}, "
-    line = f"Temperature {settings.temperature:g}, {rule}{shapes}, {settings.prompts} prompts."
+    count = claims.counted_prompts(run.report)
+    line = f"Temperature {settings.temperature:g}, {rule}{shapes}, {count}."
     leaks = run.report.run.leak_line
     return f"{line} {leaks[:1].upper()}{leaks[1:]}." if leaks else line

@@ -14,6 +14,7 @@ from inference.export.layouts.folder import Folder
 from inference.folders import require_folder_name
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings
+from scripts.run.process import prepare_process
 
 
 def run(settings: Settings) -> None:
@@ -31,6 +32,7 @@ def run(settings: Settings) -> None:
             f"'{out}' is there already. Choose run.drafter or import.out, or replace it with "
             "import.overwrite=true."
         )
+    prepare_process(settings.run)
     folder = Folder.read(source)
     target = TargetModel.load(settings.target)
     found = import_folder(folder, target, out, config.layout)

@@ -15,6 +15,7 @@ from inference.export.check.live import check_folder, lines
 from inference.export.check.verify import verify
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings
+from scripts.run.process import prepare_process
 
 
 def run(settings: Settings) -> int:
@@ -22,6 +23,7 @@ def run(settings: Settings) -> int:
         raise UserError(
             "verify.dir: give the folder to check, for instance one that `headstart export` wrote."
         )
+    prepare_process(settings.run)
     return (live if settings.verify.mode == "live" else static)(settings)
 
 
@@ -30,7 +32,7 @@ def static(settings: Settings) -> int:
     print(f"{settings.verify.dir}: {found.layout} for {found.engine}")
     notes = [f"note: {note}" for note in found.notes]
     wrong = [f"WRONG {fault}" for fault in found.faults]
-    print(*notes, *wrong, f"{len(wrong)} faults" if wrong else "nothing wrong found", sep="\n")
+    print(*notes, *wrong, f"faults: {len(wrong)}" if wrong else "nothing wrong found", sep="\n")
     return 1 if wrong else 0
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.api.checkpoint import load_drafter, read_config
@@ -18,42 +17,10 @@ from inference.export.config import ImportConfig
 from inference.export.importing import import_folder, recognise
 from inference.export.layouts.folder import ExportNotes, Folder
 from inference.target.model import TargetModel
+from tests.inference.export.foreign import folder_of, sizes
 from tests.inference.export.ground import drafter_of, same, save, tensors, write
 
 H = 32
-
-
-def sizes(target: TargetModel, **more: Any) -> dict[str, Any]:
-    """config.json of a Llama layer that fits the target, in the spelling of transformers 4."""
-    info = target.info
-    return {
-        "hidden_size": info.hidden_size,
-        "intermediate_size": info.intermediate_size,
-        "num_attention_heads": info.num_attention_heads,
-        "num_key_value_heads": info.num_key_value_heads,
-        "head_dim": info.head_dim,
-        "rms_norm_eps": info.rms_norm_eps,
-        "rope_theta": info.rope_theta,
-        "vocab_size": info.vocab_size,
-        "max_position_embeddings": info.max_position_embeddings,
-        "hidden_act": "silu",
-        "num_hidden_layers": 1,
-        "model_type": "llama",
-        **more,
-    }
-
-
-def folder_of(
-    path: Path, config: dict[str, Any], found: dict[str, Tensor], file: str = "model.safetensors"
-) -> Folder:
-    path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(config))
-    plain = {name: value.detach().clone().contiguous() for name, value in found.items()}
-    if file.endswith(".safetensors"):
-        save_file(plain, path / file)
-    else:
-        torch.save(plain, path / file)
-    return Folder.read(path)
 
 
 def taken(target: TargetModel, folder: Folder, out: Path, layout: str) -> dict[str, Tensor]:
