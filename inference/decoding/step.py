@@ -35,8 +35,9 @@ class Rows:
 
     lengths [B] committed tokens in the cache (the root is at this position, not yet in the cache),
     root [B] the last committed token, budget [B] new tokens that may still be committed, active [B]
-    bool, seeds [B], endless [B] bool: end of text does not end the row; all others int64. history [B, S] int64: prompt and committed tokens, the
-    root included, for sampling settings that look at the text; else None.
+    bool, seeds [B], endless [B] bool: end of text does not end the row; all others int64. history
+    [B, S] int64: prompt and committed tokens, the root included, for sampling settings that look at
+    the text; else None.
     """
 
     lengths: Tensor

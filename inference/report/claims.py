@@ -39,8 +39,10 @@ def with_interval(value: float, interval: Interval) -> str:
 
 
 def shows_difference(interval: Interval) -> bool:
-    """Whether a ratio with this interval differs from 1."""
-    return interval[0] > 1.0 or interval[1] < 1.0
+    """Whether a ratio with this interval differs from 1. An interval without a width is that of a
+    single prompt, which shows nothing about others."""
+    low, high = interval
+    return low < high and (low > 1.0 or high < 1.0)
 
 
 def verdict(interval: Interval, *, impossible: bool = False) -> str:

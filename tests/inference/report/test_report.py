@@ -269,6 +269,7 @@ def test_an_interval_that_holds_one_is_no_gain_in_any_output(tmp_path: Path) -> 
         ((0.5, 0.99), ""),
         ((1.0, 1.3), "no difference shown"),
         ((0.9, 1.0), "no difference shown"),
+        ((1.2, 1.2), "no difference shown"),  # one prompt
     ],
 )
 def test_a_ratio_is_claimed_where_its_interval_excludes_one(
