@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import importlib
+import json
 import os
 import sys
+import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from heads.api.errors import UserError, suggest
@@ -66,11 +68,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rank = os.environ.get("RANK", "0")
         speaker = "headstart" if rank == "0" else f"headstart (process {rank})"
         print(f"{speaker}: {complaint}", file=sys.stderr)
+        tell_torchrun(complaint)
         return 2
     except KeyboardInterrupt:
         line = "interrupted; the same command continues where this one stopped."
         print(f"\nheadstart: {line}", file=sys.stderr)
         return 130
+
+
+def tell_torchrun(complaint: str) -> None:
+    """Leave the message where torchrun looks for it: its report of a failure, some twenty lines
+    that come last, then shows the message in place of a hint how to enable tracebacks."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        more = {"py_callstack": complaint, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            content = {"message": {"message": complaint, "extraInfo": more}}
+            Path(file).write_text(json.dumps(content), encoding="utf-8")
 
 
 def dispatch(given: list[str]) -> int:

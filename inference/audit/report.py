@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from inference.audit.findings import Audit, AuditRow
 from inference.manifest import write_bytes
-from inference.report.markdown import TABLE_WIDTH, markdown_table
+from inference.report.markdown import markdown_table
 from inference.report.model import LosslessCounts
+from inference.terminal import make_console, make_table
 
 PAGE_FILE = "audit.md"
 MOST_FAILURES = 12
@@ -158,9 +158,9 @@ def sections(audit: Audit) -> Iterator[tuple[str, Sequence[str], list[list[str]]
 
 def print_summary(audit: Audit, console: Console | None = None) -> None:
     """Print the page to the terminal."""
-    console = console or Console(width=TABLE_WIDTH)
+    console = console or make_console()
     for title, header, rows in sections(audit):
-        table = Table(title=title, title_justify="left", pad_edge=False, box=None)
+        table = make_table(title)
         for place, name in enumerate(header):
             table.add_column(name, justify="left" if place < 2 else "right", overflow="fold")
         for row in rows:

@@ -142,10 +142,14 @@ class BatchRun:
             self.on_tokens(completion.request, tokens, record)
 
     def _finish(self, completion: Completion) -> Completion:
-        completion.finish = "stop" if completion.tokens[-1] in self.end_ids else "length"
+        stopped = self._is_end(completion.request, completion.tokens[-1])
+        completion.finish = "stop" if stopped else "length"
         # looked for, as it may sit elsewhere than when the step was launched
         self.running = [None if item is completion else item for item in self.running]
         return completion
+
+    def _is_end(self, request: Request, token: int) -> bool:
+        return token in self.end_ids and not request.ignore_eos
 
     # Prefill of free rows
 
@@ -174,9 +178,11 @@ class BatchRun:
             completion = Completion(request)
             self.running[row] = completion
             self._add(completion, [token], None)
-            ends = token in self.end_ids or request.max_new_tokens == 1
+            ends = self._is_end(request, token) or request.max_new_tokens == 1
             alive.append(not ends)
             if ends:
                 finished.append(self._finish(completion))
+        endless = [request.ignore_eos for request in requests]
+        self.lanes.rows.endless[index] = torch.tensor(endless, device=device)
         self.lanes.rows.active[index] = torch.tensor(alive, device=device)
         return finished

@@ -37,11 +37,14 @@ def load_drafter(
 
 
 def checkpoint_folder(source: str | Path) -> Path | None:
-    """The folder that a drafter is loaded from, None for a kind without weights; a published one is
-    fetched. Raises `UserError` when there is no such drafter."""
+    """The folder that a drafter is loaded from: of a training's folder its best checkpoint; a
+    published one is fetched; None for a kind without weights. Raises `UserError` when there is no
+    such drafter."""
     name = str(source)
-    if Path(source).expanduser().is_dir():
-        return Path(source).expanduser()
+    given = Path(source).expanduser()
+    if given.is_dir():
+        best = given / "best"
+        return best if (best / checkpoint.CONFIG_FILE).is_file() else given
     if name in kind_names():
         if get_kind(name).trainable:
             raise UserError(

@@ -12,7 +12,8 @@ from inference.decoding.sampling.distribution import SamplingSettings
 class Request:
     """One sequence to continue: the prompt's ids; `seed` keys its noise (63 bits).
 
-    sampling: settings of its own, in a session; None: the engine's.
+    sampling: settings of its own, in a session; None: the engine's. ignore_eos: the answer goes on
+    after end-of-text tokens, up to max_new_tokens.
     """
 
     index: int
@@ -20,6 +21,7 @@ class Request:
     seed: int
     max_new_tokens: int
     sampling: SamplingSettings | None = None
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)

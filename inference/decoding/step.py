@@ -35,8 +35,9 @@ class Rows:
 
     lengths [B] committed tokens in the cache (the root is at this position, not yet in the cache),
     root [B] the last committed token, budget [B] new tokens that may still be committed, active [B]
-    bool, seeds [B]; all int64 but `active`. history [B, S] int64: prompt and committed tokens, the
-    root included, for sampling settings that look at the text; else None.
+    bool, seeds [B], endless [B] bool: end of text does not end the row; all others int64. history
+    [B, S] int64: prompt and committed tokens, the root included, for sampling settings that look at
+    the text; else None.
     """
 
     lengths: Tensor
@@ -44,6 +45,7 @@ class Rows:
     budget: Tensor
     active: Tensor
     seeds: Tensor
+    endless: Tensor
     history: Tensor | None = None
 
     @classmethod
@@ -52,7 +54,7 @@ class Rows:
         zeros = torch.zeros(rows, dtype=torch.int64, device=device)
         lengths, root, budget, seeds = (zeros.clone() for _ in range(4))
         history = lengths.new_zeros(rows, history_slots) if history_slots else None
-        return cls(lengths, root, budget, lengths > 0, seeds, history)
+        return cls(lengths, root, budget, lengths > 0, seeds, lengths > 0, history)
 
     def first(self, count: int) -> Rows:
         """The first `count` rows, as views."""
@@ -184,7 +186,7 @@ class Decoder:
         """Cut what the rule kept at end of text and at the row's budget."""
         tokens, full = verdict.tokens, verdict.accepted + 1
         place = torch.arange(tokens.shape[1], device=tokens.device)
-        ends = (tokens[..., None] == self.eos).any(-1)
+        ends = (tokens[..., None] == self.eos).any(-1) & ~rows.endless[:, None]
         first_end = torch.where(ends, place, tokens.shape[1]).amin(1) + 1
         committed = torch.minimum(torch.minimum(full, first_end), rows.budget)
         committed = torch.where(rows.active, committed, 0)

@@ -40,6 +40,10 @@ ALGORITHMS = {
     "draft_model": "STANDALONE",
 }
 """vLLM's name of a method -> SGLang's."""
+NEAR_TIES = (
+    "in bfloat16 the text of assisted generation may differ from generate's own where two tokens "
+    "are nearly tied: passes of several tokens sum in another order"
+)
 
 
 def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Path) -> ExportNotes:
@@ -59,6 +63,8 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
         tensors |= {name: value.to(dtype) for name, value in floats.items()}
     written.config["dtype"] = str(dtype).removeprefix("torch.")
     engine, speculative, path = config.engine, written.speculative, target.config.path
+    if engine == "transformers":
+        written.notes.append(NEAR_TIES)
     notes = ExportNotes(
         kind=checkpoint.kind,
         method=checkpoint.method,

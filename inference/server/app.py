@@ -42,6 +42,10 @@ def build_app(service: Service) -> FastAPI:
     async def text(request: Request) -> Response:
         return await answer(service, request, TEXT)
 
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await count_tokens(service, request)
+
     @app.get("/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [service.facts()]})
@@ -150,6 +154,20 @@ async def answer(service: Service, request: Request, kind: str) -> Response:
         if not streams:
             watch.cancel()
             ticket.close()
+
+
+async def count_tokens(service: Service, request: Request) -> Response:
+    """vLLM's `/tokenize`: the token ids of a text or a conversation as a completion would read it;
+    raises `ApiError`."""
+    with service.entrance():
+        body = await read_body(service, request)
+        if isinstance(body, dict):
+            body["model"] = body.get("model") or service.name
+        kind = CHAT if isinstance(body, dict) and "messages" in body else TEXT
+        asked = parse(kind, body, service.engine.decode.sampling(), service.names)
+        tokens = await service.tokens(asked)
+    size = {"count": len(tokens), "max_model_len": service.context}
+    return JSONResponse({**size, "tokens": list(tokens)})
 
 
 async def read_body(service: Service, request: Request) -> Any:

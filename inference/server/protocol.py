@@ -33,7 +33,7 @@ TYPES = {
     str: "model",
     int: "max_tokens seed top_k",
     float: "temperature top_p min_p",
-    bool: "stream return_token_ids",
+    bool: "stream return_token_ids ignore_eos",
     dict: "stream_options",
     object: "stop",
 }
@@ -50,7 +50,8 @@ IGNORED = (
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of", "repetition_penalty"), (1,)),
     **dict.fromkeys(("top_logprobs", "frequency_penalty", "presence_penalty", "min_tokens"), (0,)),
-    **dict.fromkeys(("echo", "ignore_eos", "use_beam_search"), (False,)),
+    **dict.fromkeys(("echo", "use_beam_search"), (False,)),
+    **dict.fromkeys(("continue_final_message", "return_token_strs"), (False,)),
     **dict.fromkeys(("tools", "functions", "stop_token_ids"), ([],)),
     **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
     **dict.fromkeys(("moderation", "guided_json"), ()),
@@ -62,7 +63,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "skip_special_tokens": (True,),
+    **dict.fromkeys(("skip_special_tokens", "add_special_tokens"), (True,)),
+    "add_generation_prompt": (True,),
     "include_stop_str_in_output": (False,),
 }
 """Parameters that are not supported -> the values with which they ask for nothing."""
@@ -74,7 +76,8 @@ Json = dict[str, object]
 @dataclass(frozen=True)
 class Asked:
     """A request that was understood. content: messages (chat), text, or token ids. limit: None for
-    the server's own. ids: the answer's token ids are wanted as well."""
+    the server's own. ids: the answer's token ids are wanted as well. ignore_eos: see `Request`.
+    """
 
     kind: str
     content: Any
@@ -86,6 +89,7 @@ class Asked:
     usage: bool
     ids: bool
     template: Mapping[str, object]
+    ignore_eos: bool
 
 
 def parse(kind: str, body: Any, default: SamplingSettings, names: tuple[str, ...]) -> Asked:
@@ -125,6 +129,7 @@ def parse(kind: str, body: Any, default: SamplingSettings, names: tuple[str, ...
         bool(options.get("include_usage")),
         given.get("return_token_ids", False),
         given.get("chat_template_kwargs", {}),
+        given.get("ignore_eos", False),
     )
 
 

@@ -225,7 +225,8 @@ class Scheduler:
         job.index = self._count
         self._count += 1
         try:
-            session.add(Request(job.index, job.prompt, job.seed, job.limit, job.asked.sampling))
+            own = (job.asked.sampling, job.asked.ignore_eos)
+            session.add(Request(job.index, job.prompt, job.seed, job.limit, *own))
         except UserError as error:
             self._out.append((job, Failed(ApiError(400, str(error)))))
             return

@@ -193,12 +193,7 @@ class Service:
 
     async def ticket(self, asked: Asked, domain: str, created: float) -> Ticket:
         """Turn a request into a job and hand it to the worker; raises `ApiError`."""
-        prompt = asked.content
-        if not isinstance(prompt, tuple):
-            # A thread of its own makes the token ids: long texts take a while, and the loop must go
-            # on.
-            loop = asyncio.get_running_loop()
-            prompt = await loop.run_in_executor(self._texts, self._tokens, asked)
+        prompt = await self.tokens(asked)
         self.require_place()  # again: reading the prompt took a while
         room = self.context - len(prompt)
         limit = min(self.engine.decode.max_new_tokens, room) if asked.limit is None else asked.limit
@@ -216,6 +211,14 @@ class Service:
         self.open.add(ticket)
         self.scheduler.submit(job)
         return ticket
+
+    async def tokens(self, asked: Asked) -> tuple[int, ...]:
+        """The token ids of a request's prompt; raises `ApiError`."""
+        if isinstance(asked.content, tuple):
+            return asked.content
+        # a thread of its own makes them: long texts take a while, and the loop must go on
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._texts, self._tokens, asked)
 
     def _check(self, prompt: tuple[int, ...], limit: int, room: int) -> None:
         vocab = self.engine.target.info.vocab_size

@@ -217,7 +217,7 @@ STAGES: dict[str, Stage] = {
         Stage(
             "verify-export",
             "check an exported folder as its engine would load it, or by serving it",
-            join("run target verify"),
+            join("run target bench verify"),
             code="publish.verify_export",
             alone=True,
         ),

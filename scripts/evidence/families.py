@@ -15,6 +15,7 @@ from pathlib import Path
 from heads.api.errors import UserError
 from inference.manifest import MANIFEST_FILE, read_manifest
 from inference.report import plots
+from inference.report.claims import ratio_text
 from inference.report.markdown import list_conditions, markdown_table
 from inference.report.model import (
     DeviceFacts,
@@ -186,7 +187,7 @@ def table_row(row: Facts) -> list[str]:
         f"{speed:,.0f}" if speed else "-",
         *(cell(measured[name]["tau"], measured[name]["tau_ci95"]) for name in MEASURES),
         *(f"{chain['domains'][name]['tar']:.2f}" for name in sorted(chain["domains"])),
-        cell(chain["speedup"], chain["speedup_ci95"]),
+        ratio_text(chain["speedup"], chain["speedup_ci95"]),
         f"{100 * chain['efficiency']:.0f}%",
         f"{lossless[0]}/{lossless[1]}",
     ]

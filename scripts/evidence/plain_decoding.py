@@ -40,10 +40,11 @@ from inference.measure.baselines import BaselinesConfig
 from inference.measure.config import BASELINE, BenchConfig
 from inference.measure.prompts import load_prompts
 from inference.measure.run import measure
+from inference.report.claims import ratio_text
 from inference.report.markdown import markdown_table
 from inference.target.loading import DTYPES
 from inference.target.model import TargetModel
-from scripts.evidence.common import DOCS, Facts, cell
+from scripts.evidence.common import DOCS, Facts
 from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, Section, command, cpu_target
 
 REPORT, PAGE = REPORTS / "plain_decoding.json", DOCS / "decoder.md"
@@ -186,13 +187,13 @@ def table(content: Facts) -> str:
         outside = arm.get("outside_draft_and_verify")
         drafted = ["", "", ""]
         if "tau" in arm:
-            speedup = cell(arm["speedup"], arm["speedup_ci95"])
+            speedup = ratio_text(arm["speedup"], arm["speedup_ci95"])
             drafted = [f"{arm['tau']:.2f}", speedup, f"{arm['efficiency']:.2f}"]
         rows.append(
             [
                 name,
                 f"{arm['ms_per_token']:.2f}",
-                cell(arm["speed_over_generate"], arm["ci95"]),
+                "1" if name == GENERATE else ratio_text(arm["speed_over_generate"], arm["ci95"]),
                 *drafted,
                 "" if outside is None else f"{outside:.1%}",
                 f"{arm['identical_texts']}/{content['prompts'] * content['repeats']}",

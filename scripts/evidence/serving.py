@@ -35,6 +35,7 @@ from inference.export.importing import import_folder
 from inference.export.layouts.base import Target
 from inference.export.layouts.folder import Folder
 from inference.measure.config import process_facts
+from inference.measure.prompts import load_prompts
 from inference.measure.vllm_process import LOOKUP, EngineProcess
 from inference.report.markdown import markdown_table
 from inference.target.hardware import device_facts
@@ -43,7 +44,7 @@ from inference.target.model import TargetModel
 from scripts.evidence.common import FAMILIES, Facts, read_json, write_report
 from scripts.evidence.families import trainings
 from scripts.run.drafters import SWEPT
-from scripts.tools.common import REPORTS, ROOT, command
+from scripts.tools.common import PROMPTS, REPORTS, ROOT, command
 
 NAMES = "eagle eagle3 eagle3_copied peagle fastmtp dflash medusa distilled pard".split()
 FEW, SHORT, POSITIONS = 2, 24, 512
@@ -126,7 +127,9 @@ def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], F
     # vLLM's lookup leaves its process unable to start another engine with a drafter (because of
     # numba)
     served.sort(key=lambda item: item.kind == "ngram")
-    requests = live.make_requests(config, target, max((x.depth for x in served), default=1))
+    prompts = load_prompts(PROMPTS)
+    most = max((item.depth for item in served), default=1)
+    requests = live.make_requests(config, prompts, target, most)
     process = EngineProcess(config.python, config.seconds, environment={"PYTHONPATH": str(ROOT)})
     rows = live.live_check(target, served, requests, process, config.batches) if served else []
     if given.interpreted:
@@ -134,7 +137,7 @@ def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], F
             item for name in given.interpreted for item in bench.export(given.run, name, SUFFIX)
         ]
         brief = replace(config, prompts_per_domain=FEW, max_new_tokens=SHORT)
-        few = live.make_requests(brief, target, max(item.depth for item in slow))
+        few = live.make_requests(brief, prompts, target, max(item.depth for item in slow))
         short = [item for item in few if len(item.tokens) + SHORT < POSITIONS - SHORT]
         interpreter = replace(process, environment=INTERPRETED)
         rows += live.live_check(target, slow, short, interpreter, (1,), POSITIONS)

@@ -38,6 +38,8 @@ CONFIG_FILE = "config.yaml"
 FREE_GROUPS = ("run", "loop")
 """Settings that may change between the commands that fill one folder: where it is, and how the loop
 calls."""
+FREE_KEYS = ("train.tracker.",)
+"""Beginnings of others: they say where figures are shown, not what a folder holds."""
 
 
 @dataclass
@@ -230,7 +232,8 @@ def comparable(
         with suppress(UserError, KeyError):
             both = [complete(group, values) for values in both]
         for side, values in zip(sides, both, strict=True):
-            side.update(flatten(values, group))
+            kept = flatten(values, group)
+            side.update((key, value) for key, value in kept if not key.startswith(FREE_KEYS))
     return sides
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -251,7 +252,7 @@ def short(value: str) -> str:
 
 
 def require_plugins(hydra: Hydra, given: Sequence[Override]) -> None:
-    """Raise `UserError` for a launcher or sweeper that is not there."""
+    """Raise `UserError` for a launcher or sweeper that is not there, or has no cluster here."""
     for item in given:
         group, name = item.key_or_group, str(item.value())
         if group not in PLUGINS:
@@ -265,4 +266,9 @@ def require_plugins(hydra: Hydra, given: Sequence[Override]) -> None:
         if name not in known:
             raise UserError(
                 f"{group}={name}: there is no such option.{suggest(name, {*known, *plugins})}"
+            )
+        if name == "submitit_slurm" and shutil.which("srun") is None:
+            raise UserError(
+                f"{group}={name} submits to SLURM, whose 'srun' is not on this machine. Run the "
+                "command on one of the cluster's, or take hydra/launcher=submitit_local."
             )

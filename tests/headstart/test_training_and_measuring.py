@@ -144,6 +144,8 @@ def test_a_single_prompt_and_a_short_repr(made: Any) -> None:
     engine = headstart.Engine.load(target, trained.checkpoint)
     (answer,) = engine.generate("Write one.", max_new_tokens=8)
     assert [answer.text] == [a.text for a in engine.generate(["Write one."], max_new_tokens=8)]
+    same = headstart.Engine.load(target, trained.folder)  # a training's folder: its best checkpoint
+    assert same.generate("Write one.", max_new_tokens=8)[0].tau == answer.tau
     talk = [{"role": "user", "content": "Write one."}]
     assert engine.generate(talk, max_new_tokens=8)[0].text == answer.text
     tokens = list(answer.completion.request.tokens)

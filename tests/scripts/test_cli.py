@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from scripts.cli import main
 from scripts.config.fields import group_fields, leaves
@@ -148,6 +149,19 @@ def test_a_mistake_is_one_message(
     assert shown.err.startswith("headstart: ")
     assert shown.err.count("\n") == 1
     assert message in shown.err
+
+
+def test_torchruns_report_of_a_failure_shows_the_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read as torchrun itself reads it."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert main(["train", "optim.lr=much"]) == 2
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    report = ChildFailedError("headstart", {0: failure}).format_msg()
+    assert "optim.lr" in report and "much" in report
+    assert "To enable traceback" not in report
 
 
 def test_the_traceback_appears_only_on_request() -> None:

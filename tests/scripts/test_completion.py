@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -62,6 +63,46 @@ def test_bash_completes_a_value_after_the_equals_sign(
     assert "<head.ttt_steps=><eagle3 >" in done.stdout, done.stderr
     assert "-F _headstart headstart" in done.stdout
     assert done.stdout.endswith("gone\n")
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh_takes_the_words(environment: dict[str, str], in_folder: Path) -> None:
+    """compadd works inside a completion only, so this one writes down what it is given."""
+    script = """
+        autoload -Uz compinit && compinit -u -d ./zcompdump
+        eval "$(headstart -sc install=zsh)"
+        compadd() { shift 4; printf '<%s>' "$@"; }
+        LBUFFER='headstart train head=eagle3 head.ttt'; _headstart
+        LBUFFER='headstart train head=eagle3'; _headstart
+        LBUFFER='headstart nothing x'; _headstart
+        echo; echo "bound: $_comps[headstart]"
+        eval "$(headstart -sc uninstall=zsh)"; echo "after: $_comps[headstart]"
+    """
+    done = subprocess.run(
+        ["zsh", "-f", "-c", script], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines() == [
+        "<head.ttt_steps=><head=eagle3 >",
+        "bound: _headstart",
+        "after: ",
+    ], done.stderr
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_takes_the_words(environment: dict[str, str], in_folder: Path) -> None:
+    script = """
+        headstart -sc install=fish | source
+        complete -C 'headstart train head=eagle3 head.ttt'
+        complete -C 'headstart train head=eagle'
+        headstart -sc uninstall=fish | source
+        echo after; complete -C 'headstart train head=eagle'
+    """
+    own = {**environment, "HOME": str(in_folder), "XDG_CONFIG_HOME": str(in_folder)}
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", script], env=own, capture_output=True, text=True, timeout=300
+    )
+    lines = [line.split("\t")[0] for line in done.stdout.splitlines()]
+    assert lines == ["head.ttt_steps=", "head=eagle", "head=eagle3", "after"], done.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

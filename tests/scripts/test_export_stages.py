@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from heads.api.errors import UserError
+from inference.manifest import file_entry, write_manifest
 from scripts.cli import main
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
+from scripts.run.folder import RunRecord
+from scripts.stages.publish.verify_export import prompts_of
 from tests.inference.export.ground import load_target, save, save_target
 
 
@@ -112,6 +118,38 @@ def test_a_checkpoint_folder_needs_no_run(run: Path, capsys: pytest.CaptureFixtu
     facts = json.loads((run / "heads" / "headstart_export.json").read_text())
     assert facts["method"] == "medusa"
     assert facts["source"]["checkpoint"] == str((checkpoint / "best").resolve())
+
+
+def test_a_live_check_takes_the_prompts_that_a_measurement_would(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Given ones, those of `bench`, or those held out of the data that the drafter learned from;
+    the embedded target's are for that target alone."""
+    out = tmp_path / "vllm"
+    assert main(command(run, "export", "run.drafter=medusa", f"export.out={out}")) == 0
+    stage = STAGES["verify-export"]
+
+    def asked(*more: str) -> list[str]:
+        given = command(run, "verify-export", f"verify.dir={out}", "verify.mode=live", *more)[1:]
+        return [one.id for one in prompts_of(load_settings(stage, given))]
+
+    with pytest.raises(UserError, match="there are no prompts to measure on"):
+        asked()
+    for name in ("own", "held"):
+        row = {"id": name, "domain": "code", "prompt": f"Write {name}."}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    assert asked(f"verify.live.prompts={tmp_path / 'own.jsonl'}") == ["own"]
+    assert asked("bench=jsonl", f"bench.prompts={tmp_path / 'own.jsonl'}") == ["own"]
+
+    answers = run / "elsewhere" / "generate"
+    (answers / "input").mkdir(parents=True)
+    (tmp_path / "held.jsonl").rename(answers / "input" / "bench.jsonl")
+    held = {"bench": file_entry(answers, "input/bench.jsonl", rows=1)}
+    write_manifest(answers, "generate", {"held_out": held, "shards": []})
+    trained = run / "outputs" / "demo" / "train" / "medusa"
+    (trained / "config.yaml").write_text("train: {}\n")
+    RunRecord(stage="train", inputs={str(answers / "manifest.json"): "hash"}).write(trained)
+    assert asked() == ["held"]
 
 
 @pytest.mark.parametrize(

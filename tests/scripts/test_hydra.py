@@ -145,6 +145,20 @@ def test_a_sweep_says_what_failed_and_goes_on(
     assert json.loads(Path("outputs/default/plan/medusa-global_batch=4.json").read_text())["fits"]
 
 
+def test_what_is_asked_of_slurm(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The settings of a submission are shown; without a cluster there is one message."""
+    slurm = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu"]
+    assert main(["train", *slurm, "hydra.launcher.gpus_per_node=8", "--cfg", "hydra"]) == 0
+    launcher = yaml.safe_load(capsys.readouterr().out)["hydra"]["launcher"]
+    assert launcher["_target_"].endswith("SlurmLauncher")
+    assert (launcher["partition"], launcher["gpus_per_node"]) == ("gpu", 8)
+    monkeypatch.setenv("PATH", str(in_folder))
+    assert main(["plan", *plan_of(in_folder), *slurm, "plan.count=1,2", "-m"]) == 2
+    assert "whose 'srun' is not on this machine" in capsys.readouterr().err
+
+
 def test_what_a_recipe_sweeps(
     in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

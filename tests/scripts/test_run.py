@@ -128,6 +128,17 @@ def test_other_settings_are_refused_by_name(in_folder: Path, complete: bool) -> 
         assert read_config(Path("out"))["optim"]["lr"] == 0.2
 
 
+def test_where_figures_are_shown_may_change(in_folder: Path) -> None:
+    """A tracker that is not installed, or not wanted any more, does not hold a training up."""
+    for trackio in (True, False):
+        given = {"kind": "medusa", "tracker": {"trackio": trackio}}
+        open_folder(settings(RunConfig(), train=given), Path("out"))
+        Path("out/result").write_text("something")
+    assert read_config(Path("out"))["train"]["tracker"] == {"trackio": False}
+    with pytest.raises(UserError, match=r"train\.kind was"):
+        open_folder(settings(RunConfig(), train={"kind": "eagle"}), Path("out"))
+
+
 def test_a_start_that_wrote_nothing_does_not_block_the_corrected_one(in_folder: Path) -> None:
     open_folder(settings(RunConfig(), optim={"lr": 0.1}), Path("out"))
     Path("out/log.jsonl").touch()
@@ -201,6 +212,7 @@ EARLIER = Path(__file__).with_name("earlier")
 """Files of a round's training and of its loop, written before settings were handed on as
 objects."""
 LOOP = ["debug=fast", "experiment=embedded_loop", "head=eagle3", "run.name=r", "train.max_steps=4"]
+LOOP += ["train.micro_batch=2"]  # what debug=fast set then
 
 
 def test_a_folder_of_an_earlier_version_is_continued_and_not_refused(in_folder: Path) -> None:

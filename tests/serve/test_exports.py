@@ -23,6 +23,7 @@ from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.export.check.config import LiveConfig
 from inference.export.check.live import LiveRow, Served, live_check, make_requests, read_served
+from inference.measure.prompts import load_prompts
 from inference.measure.vllm_process import EngineProcess
 from inference.target.model import TargetModel
 from tests.inference.export.ground import load_target, write
@@ -93,10 +94,9 @@ def rows(
     """Everything in one process of vLLM: the exports, Medusa by our proposer, and an export with a
     fault."""
     target, scratch = load_target(tiny_target), tmp_path_factory.mktemp("served")
-    config = LiveConfig(
-        prompts=str(ROOT / "assets" / "prompts"), prompts_per_domain=2, max_new_tokens=40
-    )
-    requests = make_requests(config, target, 8)
+    config = LiveConfig(prompts_per_domain=2, max_new_tokens=40)
+    prompts = load_prompts(ROOT / "assets" / "prompts")
+    requests = make_requests(config, prompts, target, 8)
     served: list[Served] = []
     for kind in DRAFTERS:
         served.append(

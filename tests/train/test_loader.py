@@ -3,6 +3,8 @@ without the ones before."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -94,6 +96,21 @@ def test_prefetching_gives_the_same_steps_and_measures_waiting(data):
 def test_batches_that_cannot_be_dealt_are_refused(data, total, micro, world):
     with pytest.raises(UserError, match="cannot be dealt"):
         StepLoader(data, total, micro, world, 0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "world", "words"),
+    [
+        (2, 2, 2, "train.global_batch=4 or train.micro_batch=1"),
+        (16, 4, 8, "train.global_batch=32 or train.micro_batch=2"),
+        (5, 2, 3, "train.global_batch=6"),
+    ],
+)
+def test_the_refusal_names_settings_that_work(data, total, micro, world, words):
+    with pytest.raises(UserError, match=re.escape(f"Set {words}.")):
+        StepLoader(data, total, micro, world, 0, seed=0)
+    changed = dict(item.removeprefix("train.").split("=") for item in words.split(" or ")[:1])
+    StepLoader(data, int(changed["global_batch"]), micro, world, 0, seed=0)
 
 
 def test_permutations_never_change():

@@ -56,6 +56,22 @@ class PackedBatch:
         return PackedBatch(**{name: value.to(device) for name, value in self.tensors().items()})
 
 
+def require_dealt(global_batch: int, micro_batch: int, processes: int) -> None:
+    """Raise `UserError` unless every process gets the same number of whole micro-batches."""
+    each = micro_batch * processes
+    if micro_batch >= 1 and global_batch >= 1 and not global_batch % each:
+        return
+    fitting = max(1, -(-global_batch // max(1, each))) * max(1, each)
+    smaller = (size for size in range(micro_batch, 0, -1) if not global_batch % (size * processes))
+    micro = next(smaller, 0) if global_batch > 0 else 0
+    raise UserError(
+        f"train.global_batch={global_batch} cannot be dealt to {processes} processes in "
+        f"micro-batches of {micro_batch} (train.micro_batch): it must be a positive multiple of "
+        f"{each}. Set train.global_batch={fitting}"
+        f"{f' or train.micro_batch={micro}' if micro else ''}."
+    )
+
+
 class StepLoader:
     """Deals the rows of every global step to processes and micro-batches. global_batch: rows per
     step of all processes, a multiple of micro_batch (rows per forward pass) x world_size, else
@@ -71,12 +87,7 @@ class StepLoader:
         seed: int,
     ) -> None:
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
-        if micro_batch < 1 or global_batch < 1 or global_batch % (micro_batch * world_size):
-            raise UserError(
-                f"the global batch of {global_batch} rows cannot be dealt to {world_size} "
-                f"processes in micro-batches of {micro_batch}: it must be a positive multiple of "
-                f"{micro_batch} x {world_size}. Change the batch sizes."
-            )
+        require_dealt(global_batch, micro_batch, world_size)
         self.data, self.seed, self.wait_seconds = data, seed, 0.0
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.world_size, self.rank = world_size, rank

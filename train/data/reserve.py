@@ -31,6 +31,8 @@ UNUSABLE = (1 << 64) - 1
 LEAST = {"bench": 2, "validation": 2}
 """Prompts that a measurement needs: one of them warms up. (Rounds measure on validation prompts.)
 """
+FEWEST = {"bench": 2, "validation": 1}
+"""The same where half of the conversations are fewer than `LEAST`: tau alone needs no warm-up."""
 VERDICTS = {"bench": BENCH, "validation": VALIDATION}
 TOGETHER = 1024
 """Rows that are loaded together."""
@@ -138,13 +140,18 @@ def choose(
 
 
 def counts_of(config: ReserveConfig, conversations: int) -> dict[str, int]:
-    """How many prompts are held out by use; raises `UserError` when too few would be left."""
+    """How many prompts are held out by use. Of few conversations as many as a measurement cannot do
+    without; raises `UserError` when none would be left to train on."""
     wanted = {
         use: min(most, max(LEAST[use], int(conversations * config.share)))
         for use in LEAST
         if (most := getattr(config, use))
     }
-    if 2 * sum(wanted.values()) > conversations:
+    too_few = 2 * sum(wanted.values()) > conversations
+    if too_few and all(count <= LEAST[use] for use, count in wanted.items()):
+        wanted = {use: min(count, FEWEST[use]) for use, count in wanted.items()}
+        too_few = sum(wanted.values()) >= conversations
+    if too_few:
         raise UserError(
             f"the data has {conversations} usable conversations: too few to hold prompts out of it "
             f"({' and '.join(f'{count} for {use}' for use, count in wanted.items())}). Give more "

@@ -58,6 +58,7 @@ from train.data.held_out import load_held_out
 from train.data.ingest import Input, ingest, remove_rows, require_own_input
 from train.data.masks import mask_report
 from train.data.pack import weighted_documents
+from train.data.reserve import LEAST, VERDICTS
 from train.generate.config import GenerateConfig, GenerateJob
 from train.generate.loop import answer_rows, console_of, load_target
 from train.generate.sampling import sampling_of
@@ -164,6 +165,8 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
             )
     for reason, count in read.report["left_out"].items():
         console.print(f"left out: {count} of {read.total} rows, {reason}", soft_wrap=True)
+    if few := held_out_of_few(job.data, read):
+        console.print(few, soft_wrap=True)
     if read.report["left_out"].get(REASONS[HELD_OUT]) == read.total:
         files = ", ".join(read.report["held_out"]["counts"])
         raise UserError(
@@ -172,6 +175,20 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
             "empty train.prompts hold some of the data out."
         )
     return read
+
+
+def held_out_of_few(data: DataConfig, read: Input) -> str:
+    """A line for data so small that fewer prompts than usual were held out of it, else empty."""
+    left_out = read.report["left_out"]
+    found = {use: left_out.get(REASONS[VERDICTS[use]], 0) for use in USES}
+    if not any(0 < found[use] < min(LEAST[use], getattr(data.reserve, use)) for use in found):
+        return ""
+    counts = " and ".join(f"{count} for {use}" for use, count in found.items() if count)
+    return (
+        f"few data: of {read.total} rows only {counts} could be held out, too few for numbers that "
+        "mean anything. Give more data, or prompts of your own: train.prompts=[validation.jsonl], "
+        "bench=jsonl bench.prompts=measured.jsonl"
+    )
 
 
 def use_of(job: GenerateJob, kind: str) -> str:

@@ -25,6 +25,7 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.target.loading import TargetConfig
 from train.config import TrainingJob
+from train.data.loader import require_dealt
 from train.distributed import World
 from train.engines.base import EngineConfig
 from train.engines.deepspeed import BUCKET_ELEMENTS, LIVE_BUCKETS
@@ -338,12 +339,7 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
     refuse_parts(job)
     train, division = job.config, division_of(job, config)
     trainers = division.trainers
-    if train.global_batch % (train.micro_batch * trainers):
-        raise UserError(
-            f"train.global_batch={train.global_batch} cannot be dealt to {trainers} processes in "
-            f"micro-batches of {train.micro_batch}: it must be a multiple of "
-            f"{train.micro_batch * trainers}."
-        )
+    require_dealt(train.global_batch, train.micro_batch, trainers)
     amount = known_amount(job, config)
     if amount is None:
         raise UserError(

@@ -15,8 +15,9 @@ class LiveConfig:
 
     python: str = ""
     """Python of an environment with vLLM (`make serve-env` makes .venv-serve/bin/python)."""
-    prompts: str = "assets/prompts"
-    """A .jsonl file, or a folder with one <domain>.jsonl per domain."""
+    prompts: str = ""
+    """A .jsonl file, or a folder with one <domain>.jsonl per domain; empty: what `measure` would
+    take, `bench` or the prompts held out of the data that the drafter was trained on."""
     prompts_per_domain: PositiveInt = 4
     """Prompts of each domain."""
     max_new_tokens: PositiveInt = 128

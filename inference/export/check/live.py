@@ -33,7 +33,7 @@ from inference.export.check.verify import find_source
 from inference.export.layouts.folder import Folder
 from inference.measure import vllm_process
 from inference.measure.metrics import divide
-from inference.measure.prompts import load_prompts, select_prompts, to_requests
+from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.measure.vllm_process import EngineProcess
 from inference.measure.vllm_worker import ServedMode, ServingMode
 from inference.target.model import TargetModel
@@ -393,7 +393,7 @@ def count_steps(
 
 
 def check_folder(
-    config: LiveConfig, target: TargetModel, path: Path, source: str = ""
+    config: LiveConfig, target: TargetModel, path: Path, prompts: Sequence[Prompt], source: str = ""
 ) -> list[LiveRow]:
     """Serve an exported folder. source: its checkpoint, if not the one that the folder names.
 
@@ -409,13 +409,15 @@ def check_folder(
     names = ("verify.live.python", "verify.live.seconds")
     process = EngineProcess(config.python, config.seconds, names)
     served = read_served(path, target, source)
-    requests = make_requests(config, target, served.depth)
+    requests = make_requests(config, prompts, target, served.depth)
     return live_check(target, [served], requests, process, config.batches)
 
 
-def make_requests(config: LiveConfig, target: TargetModel, depth: int) -> list[Request]:
-    """The prompts that fit the target with their answers and a draft."""
-    prompts = select_prompts(load_prompts(config.prompts), config.prompts_per_domain, 0)
+def make_requests(
+    config: LiveConfig, prompts: Sequence[Prompt], target: TargetModel, depth: int
+) -> list[Request]:
+    """Prompts of each domain that fit the target with their answers and a draft."""
+    prompts = select_prompts(prompts, config.prompts_per_domain, 0)
     decode = DecodeConfig(max_new_tokens=config.max_new_tokens)
     room = target.info.max_position_embeddings - depth - 1
     return to_requests(prompts, target.tokenizer, decode, capacity=room, overlong="skip")

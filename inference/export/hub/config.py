@@ -22,8 +22,8 @@ class PushConfig:
     """Repository on the Hub, "user/name". With several drafters it holds @drafter, which becomes
     each one's name."""
     license: str = ""
-    """Identifier of the licence (apache-2.0, mit, llama3.1, ...); yours to choose. Empty: the card
-    names none."""
+    """Identifier of the licence (apache-2.0, mit, llama3.1, ...); yours to choose. Nothing is
+    published without one; a dry run tells which one the target has, where that is known."""
     base_model: str = ""
     """Hub id of the target; empty: the id it was loaded by, if that is a Hub id."""
     datasets: tuple[str, ...] = ()

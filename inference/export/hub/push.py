@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, HfApi, metadata_load, try_to_load_from_cache
 from rich.console import Console
+from yaml import YAMLError
 
 from heads.api.checkpoint import build_config, read_config
 from heads.api.errors import UserError
@@ -24,6 +25,7 @@ from heads.api.registry import get_kind
 from inference.export.hub.config import PushConfig
 from inference.export.hub.folder import Sources, build_folder, check_folder
 from inference.export.layouts.registry import ROUTES, Route
+from inference.hub.config import REPO_NAME
 from inference.hub.exchange import Exchange, hub_address, hub_token
 from inference.terminal import make_console, make_table
 
@@ -44,13 +46,15 @@ def push(
     """Build the Hub folder in `out` and, unless `config.dry_run`, upload it.
 
     The address comes from HF_ENDPOINT, the token from HF_TOKEN or `hf auth login`. Raises
-    `UserError` for a missing or wrong token, missing rights, a missing repository, and a connection
-    that broke.
+    `UserError` for a missing licence, a missing or wrong token, missing rights, a missing
+    repository, and a connection that broke.
     """
     if not config.repo:
         raise UserError(
             "push.repo is not set: give the repository as 'user/name', in a dry run too."
         )
+    if not (config.license or config.dry_run):
+        raise UserError(f"{ask_licence(sources)} Nothing is published without one.")
     console = console or make_console()
     folder = build_folder(sources, out, config)
     result = PushResult(folder, check_folder(folder))
@@ -88,10 +92,7 @@ def show(config: PushConfig, result: PushResult, console: Console) -> None:
 def notes(config: PushConfig, sources: Sources) -> Iterator[str]:
     """What the card lacks, and the settings or commands that add it."""
     if not config.license:
-        yield (
-            "push.license is not set, so the card names no licence and others cannot tell whether "
-            "they may use the drafter. Choose one: push.license=apache-2.0, or that of the target."
-        )
+        yield ask_licence(sources)
     content = read_config(sources.checkpoint)
     kind = get_kind(content["kind"])
     ways = ROUTES.get(kind.export_method(build_config(kind.name, content["config"])), {})
@@ -105,6 +106,37 @@ def notes(config: PushConfig, sources: Sources) -> Iterator[str]:
             f"Without a command in the card: {', '.join(others)}. `headstart export engine=<name>` "
             "adds the folder and the command of one, for the next push."
         )
+
+
+def ask_licence(sources: Sources) -> str:
+    """The request to choose a licence, with that of the target where its card names one."""
+    target = read_config(sources.checkpoint)["target"]["id"]
+    found = licence_of(target)
+    named = (
+        f"The target '{target}' has push.license={found}, by its card"
+        if found
+        else f"That of the target '{target}' is not known here"
+    )
+    return (
+        "push.license is not set: without a licence others cannot tell whether they may use the "
+        f"drafter. Choose one, such as push.license=apache-2.0. {named}; it may bind the drafter "
+        "as well."
+    )
+
+
+def licence_of(target: str) -> str:
+    """The identifier in a target's model card, which is in its folder or in the Hub's cache; empty
+    where there is none. Nothing is fetched."""
+    card = Path(target) / "README.md"
+    if not Path(target).is_dir() and REPO_NAME.fullmatch(target):
+        card = Path(str(try_to_load_from_cache(target, "README.md") or card))
+    if not card.is_file():
+        return ""
+    try:
+        front = metadata_load(card) or {}
+    except (ValueError, YAMLError):  # front matter that is no mapping, or no YAML
+        return ""
+    return str(front.get("license") or "")
 
 
 def owner(config: PushConfig) -> str:

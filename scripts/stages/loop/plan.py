@@ -209,8 +209,8 @@ class RoundPlan:
     def measurement(
         self, number: int, checkpoints: Sequence[str], folder: Path | None = None
     ) -> Settings:
-        """The measurement that judges a round's drafter, or others as that one. folder: the run
-        where these lie; None: the round's."""
+        """The measurement that judges a round's drafter, or others as that one: by tau, for which
+        one repeat is enough. folder: the run where these lie; None: the round's."""
         judge, prompts = self.settings.loop.round.judge, self.validation()
         chosen = any(item.key_or_group == "bench.prompts" for item in parse(judge))
         if len(prompts) != 1 and not chosen:
@@ -220,7 +220,8 @@ class RoundPlan:
             )
         more = ["bench.prompts=''", "bench.compare_noise=false", *judge]
         more += self.own("measure", number)
-        found = self.settings.derive("measure", self.recipe, before=["bench=jsonl"], more=more)
+        before = ["bench=jsonl", "bench.repeats=1"]
+        found = self.settings.derive("measure", self.recipe, before=before, more=more)
         if not found.bench.prompts:
             found = found.put(bench=replace(found.bench, prompts=prompts[0]))
         none: Any = {"kinds": (), "heads": {}, "drafts": {}}

@@ -3,19 +3,28 @@
 headstart verify-export verify.dir=outputs/demo/export/eagle3/vllm
 headstart verify-export verify.dir=... verify.mode=live verify.live.python=<a Python that has vLLM>
 
+A live check decodes the prompts that `measure` would: those that are given, or those held out of
+the data that the drafter was trained on.
+
 Ends with status 1 when something is wrong.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from heads.api.errors import UserError
 from inference.export.check.live import check_folder, lines
-from inference.export.check.verify import verify
+from inference.export.check.verify import find_source, verify
+from inference.export.layouts.folder import Folder
+from inference.measure.prompts import Prompt, load_prompts
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings
+from scripts.run.drafters import answers_of, at
 from scripts.run.process import prepare_process
+from scripts.run.prompts import load
+from train.data.answers import held_out_prompts
 
 
 def run(settings: Settings) -> int:
@@ -39,10 +48,25 @@ def static(settings: Settings) -> int:
 def live(settings: Settings) -> int:
     """The check with the engine itself; if it fails, the static one runs too."""
     config = settings.verify
+    prompts = prompts_of(settings)
     target = TargetModel.load(settings.target)
-    rows = check_folder(config.live, target, Path(config.dir), config.source)
+    rows = check_folder(config.live, target, Path(config.dir), prompts, config.source)
     print(*lines(rows), sep="\n")
     if not any(row.problems for row in rows):
         return 0
     static(settings)
     return 1
+
+
+def prompts_of(settings: Settings) -> list[Prompt]:
+    """verify.live.prompts, or else the prompts that `measure` would take for the export's drafter:
+    its run is that of the answers that it was trained on. Raises `UserError` without any."""
+    config = settings.verify
+    if config.live.prompts:
+        return load_prompts(config.live.prompts)
+    checkpoint, _ = find_source(Folder.read(Path(config.dir)), config.source)
+    answers = [] if checkpoint is None else answers_of(at(checkpoint)) or []
+    held = next((one for one in answers if held_out_prompts(one, "bench")), None)
+    if held is not None and not settings.given("run.answers"):
+        settings = settings.put(run=replace(settings.run, answers=str(held)))
+    return load(settings).prompts

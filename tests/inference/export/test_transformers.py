@@ -50,6 +50,8 @@ def test_a_distilled_drafter_assists_and_computes_the_same(
     )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
+    if name == "distilled":
+        assert "nearly tied" in (tmp_path / "out" / "headstart_export.json").read_text()
     drafter = load_drafter(mine, target.info, target.weights)
     for place in places(target, 3, 2):
         chain, rows = ours(drafter, place, 2)

@@ -29,7 +29,7 @@ def weights(hub: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "home"))
     digest = write_checkpoint(tmp_path / "best")
     sources = Sources(tmp_path / "best", [write_measured(tmp_path, digest)], {})
-    push(PushConfig(repo=REPO, dry_run=False), sources, tmp_path / "hub")
+    push(PushConfig(repo=REPO, license="mit", dry_run=False), sources, tmp_path / "hub")
     return digest
 
 

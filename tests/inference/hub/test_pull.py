@@ -34,7 +34,10 @@ def pushed(hub: HubStandIn, tmp_path: Path) -> Path:
         tmp_path / "best", [report], {"vllm": write_export(tmp_path / "made" / "vllm", digest)}
     )
     push(
-        PushConfig(repo=REPO, dry_run=False), sources, tmp_path / "hub", console=Console(quiet=True)
+        PushConfig(repo=REPO, license="mit", dry_run=False),
+        sources,
+        tmp_path / "hub",
+        console=Console(quiet=True),
     )
     hub.repos[REPO][".gitattributes"] = b"*.safetensors filter=lfs"  # as the Hub adds it
     return tmp_path / "hub"

@@ -4,13 +4,14 @@ and streamed."""
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any
 
 import httpx
 import pytest
 
 from inference.decoding.engine import Engine
-from tests.inference.server.running import MODEL, Running, offline
+from tests.inference.server.running import MODEL, Running, offline, serving
 
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -101,6 +102,55 @@ def test_token_ids_come_on_request(running: Running, engine: Engine) -> None:
     assert found.choices[0].token_ids == answer.completion.tokens  # type: ignore[attr-defined]
     parts = list(running.client.completions.create(**asked, stream=True))
     assert parts[-1].choices[0].token_ids == answer.completion.tokens  # type: ignore[attr-defined]
+
+
+def test_end_of_text_is_ignored_on_request(engine: Engine) -> None:
+    """Load generators ask for answers of a fixed length: the text goes on as if nothing ended it,
+    beside requests that do end."""
+    whole = Engine(engine.target).generate([[5, 6, 7]], [0], max_new_tokens=20)[0].completion.tokens
+    target = copy.copy(engine.target)
+    target.eos_token_ids = (whole[4], whole[9])
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": [5, 6, 7],
+        "max_tokens": 20,
+        "temperature": 0,
+    }
+    extra = [{"return_token_ids": True, "ignore_eos": ignored} for ignored in (True, False)]
+
+    async def ask(running: Running) -> list[Any]:
+        client = running.asynchronous()
+        calls = [client.completions.create(**asked, extra_body=each) for each in extra * 3]
+        return await asyncio.gather(*calls)
+
+    ends = whole.index(whole[4]) + 1
+    ends = min(ends, whole.index(whole[9]) + 1)
+    with serving(Engine(target, engine.drafter, engine.decode)) as running:
+        for number, found in enumerate(asyncio.run(ask(running))):
+            choice, count = found.choices[0], found.usage.completion_tokens
+            if number % 2:
+                assert (choice.token_ids, choice.finish_reason) == (whole[:ends], "stop")
+            else:
+                assert (choice.token_ids, choice.finish_reason) == (whole, "length")
+            assert count == len(choice.token_ids)
+
+
+def test_tokens_are_counted_as_a_completion_reads_them(running: Running) -> None:
+    talk = [{"role": "user", "content": PROMPTS[0]}]
+    headers = {"Authorization": f"Bearer {running.token}"}
+
+    def tokenize(**body: Any) -> httpx.Response:
+        return httpx.post(f"{running.base}/tokenize", json=body, headers=headers)
+
+    text = tokenize(prompt=PROMPTS[2], add_special_tokens=True).json()
+    assert text["tokens"] == running.service.engine.target.tokenizer.encode(PROMPTS[2])
+    assert text["max_model_len"] == running.service.context
+    found = running.client.chat.completions.create(model=MODEL, messages=talk, max_tokens=1)  # type: ignore[arg-type]
+    assert found.usage is not None
+    assert tokenize(model=MODEL, messages=talk).json()["count"] == found.usage.prompt_tokens
+    assert tokenize(model="another", prompt="x").status_code == 404
+    assert tokenize().status_code == 400
+    assert httpx.post(f"{running.base}/tokenize", json={"prompt": "x"}).status_code == 401
 
 
 def test_a_conversation_is_rendered_by_the_template(running: Running, engine: Engine) -> None:

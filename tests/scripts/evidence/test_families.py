@@ -56,6 +56,18 @@ def test_the_table_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "reports" / "families.png").stat().st_size > 10_000
 
 
+def test_a_speedup_whose_interval_holds_1_is_not_claimed(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    report = json.loads((run / "measure" / "report.json").read_text())
+    report["drafters"][0] |= {"speedup": 1.02, "speedup_ci95": [0.9, 1.2]}
+    (run / "measure" / "report.json").write_text(json.dumps(report))
+    lines = families.markdown(families.collect(run))
+    (slow,) = [line for line in lines if line.startswith("| slow | 1")]
+    (good,) = [line for line in lines if line.startswith("| good | 1")]
+    assert "| 1.02 [0.90, 1.20], no difference shown |" in slow
+    assert "no difference shown" not in good
+
+
 def test_a_missing_measurement_is_named(tmp_path: Path) -> None:
     run = run_folder(tmp_path)
     (run / "sampled" / "report.json").unlink()

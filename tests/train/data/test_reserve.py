@@ -97,14 +97,43 @@ def test_short_prompts_are_only_compared_as_a_whole(tmp_path):
     assert sum(isinstance(row, Row) for row in found) == 50
 
 
-def test_small_data_gives_a_tenth_and_too_small_data_is_refused(tmp_path):
+def test_small_data_gives_a_tenth(tmp_path):
     many = ReserveConfig(validation=64, bench=128)
     rows = [{"prompt": text(number)} for number in range(30)]
     read(DataConfig(jsonl(tmp_path / "p.jsonl", rows), reserve=many), tmp_path / "in")
     assert len(prompts_of(tmp_path / "in", "bench")) == 3
-    few = DataConfig(jsonl(tmp_path / "few.jsonl", rows[:5]), reserve=many)
-    with pytest.raises(UserError, match=r"5 usable conversations: too few .*2 for bench and 2 for"):
-        read(few, tmp_path / "few")
+
+
+@pytest.mark.parametrize(
+    ("count", "reserve", "held"),
+    [
+        (8, ReserveConfig(64, 128), (2, 2)),
+        (7, ReserveConfig(64, 128), (1, 2)),
+        (4, ReserveConfig(64, 128), (1, 2)),
+        (3, ReserveConfig(0, 128), (0, 2)),
+        (2, ReserveConfig(64, 0), (1, 0)),
+    ],
+)
+def test_few_conversations_give_what_a_measurement_cannot_do_without(
+    tmp_path, count, reserve, held
+):
+    rows = [{"prompt": text(number)} for number in range(count)]
+    data = DataConfig(jsonl(tmp_path / "p.jsonl", rows), reserve=reserve)
+    _, found = read(data, tmp_path / "in")
+    files = [tmp_path / "in" / f"{use}.jsonl" for use in ("validation", "bench")]
+    assert tuple(len(load_prompts(path)) if path.exists() else 0 for path in files) == held
+    assert sum(isinstance(row, Row) for row in found) == count - sum(held)
+
+
+@pytest.mark.parametrize(
+    ("count", "reserve"),
+    [(3, ReserveConfig(64, 128)), (2, ReserveConfig(0, 128)), (1, ReserveConfig(64, 0))],
+)
+def test_nothing_is_held_out_of_data_that_would_leave_nothing_to_train_on(tmp_path, count, reserve):
+    rows = [{"prompt": text(number)} for number in range(count)]
+    data = DataConfig(jsonl(tmp_path / "few.jsonl", rows), reserve=reserve)
+    with pytest.raises(UserError, match=rf"the data has {count} usable conversations: too few"):
+        read(data, tmp_path / "few")
 
 
 def test_prompts_that_the_target_cannot_answer_are_not_chosen(tmp_path):

@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -356,6 +358,37 @@ def test_building_again_replaces_only_what_was_built(
     assert (mine / "chapter1.md").read_text(encoding="utf-8") == "years of work"
 
 
+def test_nothing_is_published_without_a_licence(
+    hub: HubStandIn, measured: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The error and the dry run name the target's own licence, by the card in its folder."""
+    target = tmp_path / "target"
+    target.mkdir()
+    shutil.copytree(measured[0], tmp_path / "best")
+    header = json.loads((tmp_path / "best" / "config.json").read_text(encoding="utf-8"))
+    header["target"]["id"] = str(target)
+    (tmp_path / "best" / "config.json").write_text(json.dumps(header), encoding="utf-8")
+    sources = Sources(tmp_path / "best", [measured[1]], {})
+    unlicensed, out = PushConfig(repo=REPO, dry_run=False), tmp_path / "hub"
+    for card, words in (
+        (None, "is not known here"),
+        ("# No front matter", "is not known here"),
+        ("---\nlicense: [broken\n---\n", "is not known here"),
+        ("---\nlicense: llama3.1\n---\n# Target", "has push.license=llama3.1, by its card"),
+    ):
+        if card is not None:
+            (target / "README.md").write_text(card, encoding="utf-8")
+        with pytest.raises(UserError, match=r"push\.license is not set") as caught:
+            push(unlicensed, sources, out)
+        assert words in str(caught.value)
+    assert not out.exists()
+    assert hub.requests == []
+    console = Console(width=120)
+    with console.capture() as capture:
+        push(replace(unlicensed, dry_run=True), sources, out, console=console)
+    assert "push.license=llama3.1" in " ".join(capture.get().split())
+
+
 def test_repository_names_are_checked(measured: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"push\.repo must look like 'user/name'; given: 'just-a-name'"
@@ -413,7 +446,7 @@ def test_heads_of_one_target_meet_in_one_collection(
 ) -> None:
     sources = Sources(measured[0], [measured[1]], {})
     for name in ("someone/a", "someone/b", "someone/a"):
-        config = PushConfig(repo=name, collection="Drafters for target-1b", dry_run=False)
+        config = replace(REAL, repo=name, collection="Drafters for target-1b")
         push(config, sources, tmp_path / "hub", console=Console(quiet=True))
     (only,) = hub.collections.values()
     assert only["items"] == ["someone/a", "someone/b"] and only["private"]
@@ -423,7 +456,7 @@ def test_a_collection_that_fails_leaves_the_push(
     hub: HubStandIn, measured: tuple[Path, Path], tmp_path: Path
 ) -> None:
     hub.failures["/api/collections"] = 503
-    config = PushConfig(repo=REPO, collection="Drafters", dry_run=False)
+    config = replace(REAL, collection="Drafters")
     with pytest.raises(UserError, match="is pushed and stays; only the collection lacks it"):
         push(
             config,
