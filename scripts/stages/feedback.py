@@ -11,7 +11,7 @@ from inference.target.model import TargetModel
 from inference.verifications import FACTS_FILE
 from scripts.config.schema import Settings
 from scripts.run.folder import open_folder, require_run
-from scripts.run.process import is_main_process, say, shown
+from scripts.run.process import is_main_process, prepare_process, say, shown
 from train.feedback.branches import BRANCHES, write_branches
 from train.feedback.build import build, summary
 from train.feedback.variations import VARIATIONS, write_variations
@@ -21,6 +21,7 @@ from train.recording import RECORDS
 
 def run(settings: Settings) -> None:
     """Write the folder; one of the same inputs is left alone."""
+    prepare_process(settings.run)
     config, out = settings.feedback, settings.run.directory / "feedback"
     named = config.answers or (str(settings.run.directory / "generate"),)
     answers = [] if config.sequences else [Path(name) for name in named]

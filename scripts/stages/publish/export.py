@@ -13,10 +13,12 @@ from inference.export.engine_folder import export, prepare
 from inference.export.layouts.base import Target
 from scripts.config.schema import Settings
 from scripts.run.drafters import at, choose
+from scripts.run.process import prepare_process
 
 
 def run(settings: Settings) -> None:
     """Write <run>/export/<drafter>/<engine>, or export.out."""
+    prepare_process(settings.run)
     config = settings.export
     given, run = config.checkpoint, settings.run
     found = at(Path(given)) if given else choose(run, several=False)[0]
