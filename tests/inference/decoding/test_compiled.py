@@ -15,7 +15,12 @@ from heads.api.errors import UserError
 from inference.decoding.buffers import Lanes
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.decoding.execution.compiled import CompiledStep, parsing_templates_once, prefetching
+from inference.decoding.execution.compiled import (
+    CompiledStep,
+    parsing_templates_once,
+    prefetching,
+    small_blocks,
+)
 from inference.decoding.execution.graphs import Pending
 from inference.target.model import TargetModel
 from tests.inference.decoding.test_lossless import SHAPES, requests
@@ -118,6 +123,24 @@ def test_the_generator_of_products_can_still_be_told_to_prefetch() -> None:
         assert told
     with prefetching() as told_again:
         assert told_again
+
+
+@pytest.mark.parametrize(("rows", "block"), [(1, 6), (5, 5), (8, 4), (10, 5), (11, 6)])
+def test_products_of_many_rows_are_computed_in_small_blocks(rows: int, block: int) -> None:
+    import torch._inductor.compile_fx
+    from torch._inductor.codegen.cpp_micro_gemm import create_micro_gemm
+    from torch._inductor.cpu_vec_isa import VecAVX512, pick_vec_isa
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    if not isinstance(pick_vec_isa(), VecAVX512):
+        pytest.skip("needs AVX-512")
+    with V.set_graph_handler(GraphLowering(torch.fx.symbolic_trace(torch.nn.Identity()))):
+        with small_blocks():
+            ours = create_micro_gemm("product", rows, 512, 256, torch.float, torch.float)
+        theirs = create_micro_gemm("product", 10, 512, 256, torch.float, torch.float)
+    assert ours is not None and ours.register_blocking == (block, 32, 1)
+    assert theirs is not None and theirs.register_blocking[0] > 6
 
 
 def test_templates_of_products_are_parsed_once_while_compiling() -> None:
