@@ -19,8 +19,13 @@ NAMES = ("heads", "inference", "train", "scripts", "conf")
 def program(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a program in `folder`, whose modules come first on the import path."""
     (folder / "program.py").write_text(text)
+    return python(folder, "-W", "ignore", "program.py")
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in `folder`."""
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "program.py"],
+        [sys.executable, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
@@ -72,14 +77,7 @@ def test_a_program_that_has_imported_its_own_is_told(tmp_path: Path) -> None:
 def test_the_command_line_runs_as_a_module_from_such_a_folder(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "__init__.py").write_text("raise SystemExit('somebody else')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "headstart", "nonsense"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = python(tmp_path, "-m", "headstart", "nonsense")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("headstart: there is no stage 'nonsense'")
 

@@ -64,8 +64,10 @@ _PARTS = {"draft": 0, "verify": 1, "other": 2, "commit": 2}
 """Which compiled function the work before each of the clock's marks goes to."""
 
 _spent = [0.0]
-_verifications: WeakKeyDictionary[nn.Module, dict[str, Callable[..., Any]]] = WeakKeyDictionary()
-"""Of every target: compiled verifications by `_identity`."""
+_Known = dict[str, tuple[str, Callable[..., Any]]]
+"""Compiled verifications by `_layout`, each with the weights it was compiled with."""
+_verifications: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
+"""Those of every target."""
 
 
 def seconds_spent() -> float:
@@ -201,7 +203,7 @@ class _Part:
     graph: GraphModule
     takes: list[int]
     gives: int
-    shared: dict[str, Callable[..., Any]] | None = None
+    shared: _Known | None = None
     compiled: Callable[..., Any] | None = None
 
     def build(self, arguments: list[Tensor]) -> None:
@@ -210,17 +212,22 @@ class _Part:
         if self.shared is None:
             self.compiled = _inductor(self.graph, arguments)
             return
-        name = _identity(self.graph, arguments)
-        if name not in self.shared:
-            self.shared[name] = _inductor(self.graph, arguments)
-        self.compiled = self.shared[name]
+        name, weights = _layout(self.graph, arguments), _weights(self.graph)
+        before, self.compiled = self.shared.get(name, ("", None))
+        if self.compiled is None or before != weights:
+            self.compiled = _inductor(self.graph, arguments)
+            self.shared[name] = weights, self.compiled
 
 
-def _identity(graph: GraphModule, arguments: list[Tensor]) -> str:
-    """What a compiled graph depends on: operations, weights as they are now, layout of inputs."""
-    weights = [(w.data_ptr(), w._version, w.shape, w.dtype) for w in graph.parameters()]
+def _layout(graph: GraphModule, arguments: list[Tensor]) -> str:
+    """What a compiled graph depends on beside its weights: operations and layout of inputs."""
     layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in arguments]
-    return repr((graph.code, weights, layouts, torch.get_num_threads()))
+    return repr((graph.code, layouts, torch.get_num_threads()))
+
+
+def _weights(graph: GraphModule) -> str:
+    """Which weights a graph holds, and in which version."""
+    return repr([(w.data_ptr(), w._version, w.shape, w.dtype) for w in graph.parameters()])
 
 
 def _inductor(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]:
@@ -330,11 +337,7 @@ class _Plan:
 
     @classmethod
     def cut(
-        cls,
-        graph: GraphModule,
-        inputs: list[Tensor],
-        part_of: dict[str, int],
-        shared: dict[str, Callable[..., Any]],
+        cls, graph: GraphModule, inputs: list[Tensor], part_of: dict[str, int], shared: _Known
     ) -> _Plan:
         """Cut `graph` into the parts that `part_of` names. shared: verifications of other steps."""
         split = split_module(

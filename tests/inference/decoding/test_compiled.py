@@ -86,19 +86,23 @@ def test_steps_that_verify_alike_share_the_compiled_verification() -> None:
     shared = inference.decoding.execution.compiled._verifications
     items = requests(3)
 
-    def count(**settings: Any) -> int:
-        """Compiled verifications after decoding with these settings, which must not change text."""
+    def verification(**settings: Any) -> Any:
+        """The one compiled verification after decoding with these settings, which must not change
+        text."""
         sampling = DecodeConfig(temperature=settings.get("temperature", 0.0))
         plain = {c.request.index: c.tokens for c in Engine(target, None, sampling).run(items)}
         engine, step = compiled_engine(target, "ngram", DecodeConfig(depth=3, **settings))
         assert {c.request.index: c.tokens for c in engine.run(items)} == plain
         assert step.graphs == 1
-        return len(shared[target.model])
+        ((_, compiled),) = shared[target.model].values()
+        return compiled
 
-    assert [count(), count(temperature=1.0), count(temperature=1.0, share_noise=False)] == [1] * 3
+    first = verification()
+    assert verification(temperature=1.0) is first
+    assert verification(temperature=1.0, share_noise=False) is first
     with torch.no_grad():  # a compiled step holds the weights that it was compiled with
         target.model.get_input_embeddings().weight.mul_(1.5)
-    assert count() == 2
+    assert verification() is not first
 
 
 def test_the_bound_doubles_up_to_the_capacity() -> None:

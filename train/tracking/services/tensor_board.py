@@ -43,11 +43,9 @@ class TensorBoard:
         """Nothing: TensorBoard shows curves, and tau is one of them."""
 
     def show(self, step: int, transcripts: Sequence[Transcript]) -> None:
+        """Add the transcripts as a table in markdown, which the tab "Text" renders."""
         lines = [list(COLUMNS), ["---"] * len(COLUMNS), *rows(transcripts)]
-        cells = [
-            [str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in lines
-        ]
-        text = "\n".join(f"| {' | '.join(row)} |" for row in cells)
+        text = "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in lines)
         plugin = self._summary.SummaryMetadata.PluginData(plugin_name=TEXT)
         value = self._summary.Summary.Value(
             tag=TRANSCRIPTS,
