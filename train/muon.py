@@ -33,13 +33,13 @@ def orthogonalise(update: Tensor) -> Tensor:
     """
     a, b, c = COEFFICIENTS
     turned = update.shape[-2] > update.shape[-1]
-    x = update.bfloat16()
+    x = update.bfloat16().view(-1, *update.shape[-2:])
     x = x.mT if turned else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if turned else x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if turned else x).reshape(update.shape)
 
 
 @dataclass(frozen=True)

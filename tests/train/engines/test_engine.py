@@ -117,7 +117,7 @@ def test_processes_times_accumulation_give_the_same_weights_under_every_engine(
     turned = muon_reference(6)
     for config in MUON:
         found[config].pop("norms")
-        assert difference(found[config], turned) < 3e-4, config  # matrices turn in bfloat16
+        assert difference(found[config], turned) < 1e-3, config  # matrices turn in bfloat16
     assert difference(turned, expected) > 1e-2
     for config in [name for name in configs if "float32" in name and name not in MUON]:
         assert torch.allclose(found[config].pop("norms"), torch.tensor(norms), rtol=1e-5), config
