@@ -150,6 +150,7 @@ class Recorder:
     shown for every position."""
 
     keeps_logits = True
+    separate = False
 
     def __init__(self) -> None:
         self.shown: dict[tuple[int, int], list[Tensor]] = {}
