@@ -107,20 +107,18 @@ def parameter_groups(module: nn.Module, config: OptimConfig) -> list[dict[str, A
     two dimensions or more with weight decay, vectors without; apart by `set_rate_scale`."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     turned = {id(p) for p in matrices(module)} if config.kind == "muon" else set()
-    groups = []
+    groups: list[dict[str, Any]] = []
     for scale in dict.fromkeys(vars(p).get("rate_scale", 1.0) for p in trained):
         alike = [p for p in trained if vars(p).get("rate_scale", 1.0) == scale]
         rest = [p for p in alike if id(p) not in turned]
-        parts = (
-            ([p for p in alike if id(p) in turned], config.weight_decay, {"muon": True}),
-            ([p for p in rest if p.ndim >= 2], config.weight_decay, {}),
-            ([p for p in rest if p.ndim < 2], 0.0, {}),
-        )
-        groups += [
-            {"params": weights, "weight_decay": decay, "rate_scale": scale, **mark}
-            for weights, decay, mark in parts
+        decay = config.weight_decay
+        found = [
+            {"params": [p for p in alike if id(p) in turned], "weight_decay": decay, "muon": True},
+            {"params": [p for p in rest if p.ndim >= 2], "weight_decay": decay},
+            {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
         ]
-    return [group for group in groups if group["params"]]
+        groups += [{**group, "rate_scale": scale} for group in found if group["params"]]
+    return groups
 
 
 def make_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
