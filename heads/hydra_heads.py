@@ -38,6 +38,7 @@ from heads.nn.drafting.state import Cached as State
 from heads.nn.drafting.state import run_slots
 from heads.nn.feature.base import FeatureDrafter, add_noise, label_loss, layer_shape, require_heads
 from heads.nn.feature.chain import attend_last
+from heads.nn.matrices import set_matrix
 from heads.nn.rope import Rope
 
 
@@ -119,6 +120,8 @@ class Head(nn.Module):
         self.first = FirstBlock(hidden, tokens)
         self.deeper = nn.ModuleList(ResidualBlock(hidden) for _ in range(layers - 1))
         self.lm_head = nn.Linear(hidden, vocab, bias=False) if vocab else None
+        if self.lm_head is not None:
+            set_matrix(self.lm_head.weight, False)
 
     def initialise(self, lm_head: Tensor) -> None:
         """Pass the state on to the target's LM head [V, H]."""

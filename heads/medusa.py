@@ -28,6 +28,7 @@ from heads.nn import blocks, init, losses
 from heads.nn.drafting.growth import fill
 from heads.nn.drafting.state import Rooted, last_valid
 from heads.nn.feature.base import FeatureDrafter, label_loss, require_heads
+from heads.nn.matrices import set_matrix
 
 
 @config("head")
@@ -68,6 +69,7 @@ class Drafter(FeatureDrafter):
         heads, layers, hidden = config.num_heads, config.num_layers, info.hidden_size
         # All heads of a layer in one tensor: both training and drafting multiply them as one batch.
         self.residual_weight = nn.Parameter(torch.empty(layers, heads, hidden, hidden))
+        set_matrix(self.residual_weight, True)
         self.residual_bias = nn.Parameter(torch.empty(layers, heads, hidden))
         own = torch.empty(heads, info.vocab_size, hidden) if config.own_lm_head else None
         self.lm_heads = None if own is None else nn.Parameter(own)

@@ -115,6 +115,7 @@ class _ForcedNoise:
     asked: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     forced: set[tuple[int, int]] = field(default_factory=set)
     keeps_logits = False
+    separate = False
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Scores [B, N, V'] float32 of logits [B, N, V'] for the nodes' positions [B, N] int64, the

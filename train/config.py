@@ -150,6 +150,18 @@ def refuse_senseless(job: TrainingJob) -> None:
             "decode.shape is 'none', so nothing is drafted and tau means nothing. Use "
             "decode=chain or decode=tree."
         )
+    stage, offload = job.engine.zero_stage, job.engine.offload
+    if (
+        job.optim.kind == "muon"
+        and job.engine.name == "deepspeed"
+        and (stage == 3 or offload != "none")
+    ):
+        raise UserError(
+            "optim.kind=muon multiplies whole matrices on the device, but engine.zero_stage 3 "
+            "divides every matrix and engine.offload moves them to the CPU; given: "
+            f"zero_stage {stage}, offload {offload}. Use engine.zero_stage 0, 1 or 2 and "
+            "engine.offload=none, or optim.kind=adamw."
+        )
     if job.joint.on and mode != "online":
         raise UserError(
             "joint training changes the target, so that its features cannot come from elsewhere; "

@@ -1,18 +1,20 @@
-"""AdamW, and the learning rate as a function of the step: resuming needs no scheduler state."""
+"""AdamW or Muon, and the learning rate as a function of the step: resuming needs no scheduler
+state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Lt
-from torch import Tensor
+from torch import Tensor, nn
 
 from heads.api.config import Fraction, NonNegativeFloat, PositiveFloat, UnitInterval, config
 from heads.api.errors import UserError
+from heads.nn.matrices import matrices
+from train.muon import MuonAdamW
 
 Beta = Annotated[float, Ge(0), Lt(1)]
 
@@ -20,10 +22,15 @@ Beta = Annotated[float, Ge(0), Lt(1)]
 @config("optim")
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW (decoupled weight decay) and gradient clipping."""
+    """AdamW or Muon (decoupled weight decay) and gradient clipping."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon (train/muon.py): Muon for the matrices between states, AdamW for embeddings,
+    LM heads, norms and biases. Not with engine.zero_stage 3 and not with engine.offload."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate (> 0). Medusa heads take 1e-3, EAGLE-3 on an 8B target 5e-5 to 1e-4."""
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.95
+    """muon only: decay of the running mean of a matrix's gradient (in [0, 1))."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of the running mean and of the running square of the gradient (each in [0, 1))."""
     eps: PositiveFloat = 1e-8
@@ -95,30 +102,36 @@ def set_rate_scale(parameter: Tensor, scale: float) -> None:
     vars(parameter)["rate_scale"] = scale
 
 
-def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups in order of first appearance: matrices with `weight_decay`, vectors (fewer
-    than two dimensions) without; apart by `set_rate_scale`."""
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = []
-    for scale in dict.fromkeys(vars(p).get("rate_scale", 1.0) for p in trainable):
-        alike = [p for p in trainable if vars(p).get("rate_scale", 1.0) == scale]
-        matrices, vectors = [p for p in alike if p.ndim >= 2], [p for p in alike if p.ndim < 2]
-        groups += [
-            {"params": matrices, "weight_decay": weight_decay, "rate_scale": scale},
-            {"params": vectors, "weight_decay": 0.0, "rate_scale": scale},
+def parameter_groups(module: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """The optimiser's groups of trained weights in order of first appearance: Muon's, weights of
+    two dimensions or more with weight decay, vectors without; apart by `set_rate_scale`."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    turned = {id(p) for p in matrices(module)} if config.kind == "muon" else set()
+    groups: list[dict[str, Any]] = []
+    for scale in dict.fromkeys(vars(p).get("rate_scale", 1.0) for p in trained):
+        alike = [p for p in trained if vars(p).get("rate_scale", 1.0) == scale]
+        rest = [p for p in alike if id(p) not in turned]
+        decay = config.weight_decay
+        found = [
+            {"params": [p for p in alike if id(p) in turned], "weight_decay": decay, "muon": True},
+            {"params": [p for p in rest if p.ndim >= 2], "weight_decay": decay},
+            {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
         ]
-    return [group for group in groups if group["params"]]
+        groups += [{**group, "rate_scale": scale} for group in found if group["params"]]
+    return groups
 
 
-def make_optimizer(parameters: Iterable[Tensor], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over float32 parameters, fused (one pass over memory); raises `UserError` without
-    any."""
-    groups = parameter_groups(parameters, config.weight_decay)
+def make_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimiser of a module's float32 weights (AdamW fused: one pass over memory); raises
+    `UserError` without any."""
+    groups = parameter_groups(module, config)
     if not groups:
         raise UserError(
             "this drafter has no trainable weights. Choose another head, or train some of its "
             "weights."
         )
+    if config.kind == "muon":
+        return MuonAdamW(groups, config.lr, config.momentum, config.betas, config.eps)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 

@@ -3,8 +3,8 @@
     checkpoints/step_00000120/
       state.json                     step, best tau, counters, size and SHA-256 of all files
       model.safetensors              the drafter's weights, whole, float32
-      optimizer-<rank>.safetensors   AdamW's state by weight (train/engines/shards.py); one file, or
-                                     one per process where it is divided
+      optimizer-<rank>.safetensors   the optimiser's state by weight (train/engines/shards.py); one
+                                     file, or one per process where it is divided
       random-<rank>.safetensors, random-<rank>.json   generators of torch, Python and numpy
 
 A folder is written under another name, flushed to the disk and then renamed: what bears the name is
@@ -84,7 +84,8 @@ class Snapshot:
         return load_file(str(self.directory / WEIGHTS_FILE))
 
     def restore(self, engine: TrainEngine, world: World) -> None:
-        """Restore AdamW and random generators; raises `UserError` for a state of other weights."""
+        """Restore the optimiser and random generators; raises `UserError` for a state of other
+        weights."""
         ranks = range(self.processes if self.sharded else 1)
         files = [self.directory / _optimizer_file(rank) for rank in ranks]
         engine.load_optimizer_state([FilePart(file) for file in files])

@@ -94,9 +94,12 @@ class Noise(Protocol):
     position, target token id).
 
     keeps_logits: whether `Proposal.logits` is wanted, by rules that accept by probability.
+    separate: whether nodes of one depth draw their children independently of each other, for rules
+    that judge the children of several of them.
     """
 
     keeps_logits: bool
+    separate: bool
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Rank drafted candidates as the target will pick: log softmax(logits / T) + g, or log

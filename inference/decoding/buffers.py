@@ -93,7 +93,9 @@ class Lanes:
             noise: SharedNoise = RowNoise(own, seeds, vocab, rule.drafts, roots)
         else:
             keeps = rule.keeps_logits
-            noise = SharedNoise(self.settings, seeds, vocab, rule.drafts, keeps, roots)
+            noise = SharedNoise(
+                self.settings, seeds, vocab, rule.drafts, keeps, roots, rule.separate
+            )
         noise.keeps_logits = noise.keeps_logits or self.keeps_logits
         return noise
 

@@ -26,8 +26,8 @@ class DecodeConfig(SamplingSettings):
 
     rule: str = "match"
     """Which drafts are kept: match (the target's own pick, same text with any drafter), rejection
-    and block (chains), specinfer (chains and trees), or typical, which changes the text's
-    distribution."""
+    and block (chains), specinfer and traversal (chains and trees), or typical, which changes the
+    text's distribution."""
     typical_epsilon: Fraction = 0.09
     """Rule typical: a draft at least this likely is always kept."""
     typical_delta: Fraction = 0.3

@@ -196,7 +196,7 @@ class _WatchingNoise:
 
     def __init__(self, noise: Noise, ranks: int) -> None:
         self.noise, self.ranks = noise, ranks
-        self.keeps_logits = noise.keeps_logits
+        self.keeps_logits, self.separate = noise.keeps_logits, noise.separate
         self.ranked: list[Tensor] = []
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:

@@ -151,6 +151,7 @@ class ForcedNoise:
     [V']."""
 
     keeps_logits = False
+    separate = False
 
     def __init__(self, documents: list[list[int]]) -> None:
         self.documents = documents
@@ -174,6 +175,7 @@ class PlainNoise:
     """Temperature 0 without any noise."""
 
     keeps_logits = False
+    separate = False
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         return logits.float().log_softmax(-1)

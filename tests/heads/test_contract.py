@@ -20,6 +20,7 @@ from heads.api.kinds import kind_names
 from heads.api.registry import get_kind
 from heads.api.state import write_rows
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
+from heads.nn.matrices import matrices
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
@@ -149,6 +150,7 @@ class Recorder:
     shown for every position."""
 
     keeps_logits = True
+    separate = False
 
     def __init__(self) -> None:
         self.shown: dict[tuple[int, int], list[Tensor]] = {}
@@ -328,6 +330,23 @@ def test_a_loss_draws_from_its_rows_seeds_alone(name: str) -> None:
         alone.seeds = torch.tensor([seed, 99] if row == 0 else [99, seed])
         parts.append(drafter.loss(alone).loss_sum.detach())
     torch.testing.assert_close(parts[0] + parts[1], sums[0])
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_matrices_of_optimisers_map_states_and_are_no_tables_of_tokens(name: str) -> None:
+    """`heads.nn.matrices`: all weights but vectors, tables over the vocabulary, and the few that
+    are neither."""
+    target = micro_target()
+    drafter = build(name, target)
+    sizes = {target.info.vocab_size, getattr(drafter.config, "draft_vocab_size", 0)}
+    chosen = {id(weight) for weight in matrices(drafter)}
+    assert chosen
+    for weight, parameter in drafter.named_parameters():
+        table = parameter.ndim > 1 and bool(sizes & set(parameter.shape))
+        other = parameter.ndim < 2 or weight.endswith(
+            (".mix", "base_kernel", "mask_hidden", "_bias")
+        )
+        assert (id(parameter) in chosen) == (not table and not other), weight
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -36,6 +36,7 @@ class SharedGumbel(PlainNoise):
     them."""
 
     keeps_logits = True
+    separate = False
 
     def __init__(self, seed: int, scale: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(seed)

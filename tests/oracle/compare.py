@@ -96,6 +96,7 @@ class Listener:
     """Noise that lets the best token win and keeps the logits it is asked about, by position."""
 
     keeps_logits = False
+    separate = False
 
     def __init__(self) -> None:
         self.heard: dict[int, Tensor] = {}

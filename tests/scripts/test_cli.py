@@ -187,7 +187,9 @@ def test_what_is_shown_has_all_defaults_or_only_what_differs(
     whole = yaml.safe_load(capsys.readouterr().out)
     assert set(whole) == set(STAGES["train"].groups)
     assert whole["optim"] == {
+        "kind": "adamw",
         "lr": 0.5,
+        "momentum": 0.95,
         "betas": [0.9, 0.95],
         "eps": 1e-8,
         "weight_decay": 0.0,

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.train.toy import OPTIM, Toy, gather_everything, parse, train_steps
+from tests.train.toy import Toy, gather_everything, optimiser, parse, train_steps
 from train.distributed import World, join_world
 from train.engines.make import make_engine
 from train.engines.shards import FilePart
@@ -30,6 +30,8 @@ def assemble(folder: Path) -> dict[str, Tensor]:
         part = FilePart(path)
         for weight, (start, shape) in part.runs.items():
             for moment in ("exp_avg", "exp_avg_sq"):
+                if not part.has(f"{weight}.{moment}"):
+                    continue  # a matrix of Muon's
                 values = part.read(f"{weight}.{moment}")
                 name = f"{weight}.{moment}"
                 whole.setdefault(name, torch.full(shape, float("nan")).flatten())[
@@ -46,7 +48,7 @@ def carry_on(folder: Path, world: World, loaded: str, first: int, last: int) -> 
     toy = Toy()
     if snapshot is not None:
         toy.load_state_dict(snapshot.weights())
-    engine = make_engine(toy, parse(loaded), OPTIM, world)
+    engine = make_engine(toy, parse(loaded), optimiser(loaded), world)
     if snapshot is not None:
         assert snapshot.step == first
         snapshot.restore(engine, world)

@@ -71,7 +71,7 @@ def test_short_runs_have_a_rate_at_every_step() -> None:
 def test_only_matrices_decay() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     module[0].bias.requires_grad_(False)
-    matrices, vectors = parameter_groups(module.parameters(), 0.1)
+    matrices, vectors = parameter_groups(module, OptimConfig(weight_decay=0.1))
     assert (matrices["weight_decay"], [p.shape for p in matrices["params"]]) == (
         0.1,
         [torch.Size([3, 3])],
@@ -81,7 +81,7 @@ def test_only_matrices_decay() -> None:
 
 def test_nothing_to_train_is_said() -> None:
     with pytest.raises(UserError, match="no trainable weights"):
-        make_optimizer([], OptimConfig())
+        make_optimizer(nn.Module(), OptimConfig())
 
 
 @pytest.mark.parametrize(

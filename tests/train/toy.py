@@ -4,12 +4,13 @@ several processes.
 The toy reads weights in every way a kind may: through modules, directly, twice in one pass, frozen,
 and as a buffer.
 
-Worker: torchrun ... -m tests.train.toy OUT MICRO NAME:STAGE:PRECISION[:OFFLOAD] ...
+Worker: torchrun ... -m tests.train.toy OUT MICRO [muon-]NAME:STAGE:PRECISION[:OFFLOAD] ...
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.drafter import TrainableDrafter
+from heads.nn.matrices import set_matrix
 from train.distributed import World, join_world
 from train.engines.base import EngineConfig, TrainEngine
 from train.engines.make import make_engine
@@ -38,8 +40,10 @@ class Toy(TrainableDrafter):
         self.embedding = nn.Embedding(VOCAB, HIDDEN)
         self.linear = nn.Linear(HIDDEN, HIDDEN)
         self.direct = nn.Parameter(torch.randn(2, HIDDEN, HIDDEN) * 0.2)
+        set_matrix(self.direct, True)
         self.scale = nn.Parameter(torch.ones(HIDDEN))
         self.out = nn.Linear(HIDDEN, VOCAB)
+        set_matrix(self.out.weight, False)
         self.shift = nn.Parameter(torch.zeros(1))  # an odd number of weights in all
         self.frozen = nn.Parameter(torch.full((HIDDEN,), 0.5), requires_grad=False)
         self.register_buffer("ids", torch.arange(5))
@@ -90,9 +94,14 @@ def train_steps(
 
 
 def parse(text: str) -> EngineConfig:
-    """NAME:STAGE:PRECISION[:OFFLOAD]."""
-    name, stage, precision, *offload = text.split(":")
+    """[muon-]NAME:STAGE:PRECISION[:OFFLOAD]."""
+    name, stage, precision, *offload = text.removeprefix("muon-").split(":")
     return EngineConfig(name, int(stage), precision, offload=offload[0] if offload else "none")
+
+
+def optimiser(text: str) -> OptimConfig:
+    """OPTIM, with Muon where the configuration begins with `muon-`."""
+    return replace(OPTIM, kind="muon") if text.startswith("muon-") else OPTIM
 
 
 def gather_everything() -> None:
@@ -117,7 +126,7 @@ def main(out: str, micro: str, *configs: str) -> None:
     world = join_world("cpu")
     for text in configs:
         toy = Toy()
-        engine = make_engine(toy, parse(text), OPTIM, world)
+        engine = make_engine(toy, parse(text), optimiser(text), world)
         norms = train_steps(engine, world, int(micro), 0, 3)
         weights, state = engine.weights(), engine.optimizer_state()
         norms_on = train_steps(engine, world, int(micro), 3, 6)
@@ -127,7 +136,7 @@ def main(out: str, micro: str, *configs: str) -> None:
         again = Toy()
         if world.size == 1:  # only the main process is given the weights
             again.load_state_dict(weights)
-            engine = make_engine(again, parse(text), OPTIM, world)
+            engine = make_engine(again, parse(text), optimiser(text), world)
             engine.load_optimizer_state([state])
             assert train_steps(engine, world, int(micro), 3, 6) == norms_on, (
                 f"{text}: other norms after resuming"

@@ -1,8 +1,8 @@
 """The interface of training engines: what holds the weights, computes gradients and updates them.
 
-One definition of precision for all engines: weights, gradients and AdamW's state are float32;
-`bfloat16` runs the forward pass under `torch.autocast`. So an update never rounds to bfloat16, and
-engines can be compared number by number.
+One definition of precision for all engines: weights, gradients and the optimiser's state are
+float32; `bfloat16` runs the forward pass under `torch.autocast`. So an update never rounds to
+bfloat16, and engines can be compared number by number.
 
 One definition of the gradient for all: that of (sum of all losses of the global step) / (its
 supervised tokens), whatever the number of processes and of micro-batches.
@@ -36,11 +36,11 @@ class EngineConfig:
     name: Literal["deepspeed", "torch"] = "deepspeed"
     """deepspeed, or torch (plain data parallelism: for debugging, and the reference in tests)."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """deepspeed: what is divided among processes. 0 nothing, 1 AdamW's state, 2 also gradients, 3
-    also weights."""
+    """deepspeed: what is divided among processes. 0 nothing, 1 the optimiser's state, 2 also
+    gradients, 3 also weights."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the forward passes, a float32 target's included: bfloat16 (autocast) or float32. Weights
-    and AdamW's state are float32 in both.
+    and the optimiser's state are float32 in both.
     """
     activation_checkpointing: bool = False
     """Keep only the inputs of the drafter's layers and unrolled steps, and compute what is inside
@@ -94,7 +94,7 @@ class EngineConfig:
 
     @property
     def sharded(self) -> bool:
-        """True when every process holds another part of AdamW's state."""
+        """True when every process holds another part of the optimiser's state."""
         return self.name == "deepspeed" and self.zero_stage > 0
 
 
@@ -116,7 +116,7 @@ class TrainEngine(Protocol):
         """The drafter's `state_dict`, float32 on the CPU; empty but in the main process."""
 
     def optimizer_state(self) -> StatePart:
-        """AdamW's state by weight, this process's part; empty before the first step."""
+        """The optimiser's state by weight, this process's part; empty before the first step."""
 
     def load_optimizer_state(self, parts: Sequence[AnyPart]) -> None:
         """Take over the `optimizer_state` of all processes, of any engine and number."""

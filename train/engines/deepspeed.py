@@ -7,8 +7,8 @@ even for one process, and it compiles C++ helpers at run time (the CPU's shared-
 needed, and building it takes a compiler and half a minute: it is switched off).
 
 DeepSpeed's own checkpoints are pickles; ours are tensors. Weights are gathered and saved whole;
-AdamW's state is saved by weight (`train.engines.shards`), every process its own runs, so that any
-world size and any stage can go on.
+The optimiser's state is saved by weight (`train.engines.shards`), every process its own runs, so
+that any world size and any stage can go on.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from train.distributed import World, join_world
 from train.engines import shards
 from train.engines.base import EngineConfig, Objective, cpu_copies, fill_gradients
 from train.engines.shards import AnyPart, StatePart
+from train.muon import divide
 from train.optim import OptimConfig, make_optimizer, set_rate
 
 BUCKET_ELEMENTS = 50_000_000
@@ -134,10 +135,18 @@ class DeepSpeedEngine:
         os.environ.setdefault("LOCAL_RANK", "0")
         self.engine, *_ = self.deepspeed.initialize(
             model=Objective(drafter, config, world.device.type),
-            optimizer=make_optimizer(trained, optim),
+            optimizer=make_optimizer(drafter, optim),
             config=settings,
             dist_init_required=False,
         )
+        if optim.kind == "muon" and self.stage > 0:
+            zero = self.engine.optimizer
+            flats = zero.single_partition_of_fp32_groups
+            pieces = [
+                divide([tuple(p.shape) for p in group], flat.numel(), world.rank)
+                for group, flat in zip(zero.round_robin_bit16_groups, flats, strict=True)
+            ]
+            self._adam().hold(pieces, world.add)
 
     def forward_backward(self, batch: TrainBatch, supervised: int, last: bool) -> LossOutput:
         """See `TrainEngine`. DeepSpeed divides by the number of processes, hence the factor."""
@@ -175,7 +184,7 @@ class DeepSpeedEngine:
         return found
 
     def _spans(self) -> list[list[shards.Span]]:
-        """The runs of weights that AdamW updates here, by DeepSpeed's groups of weights."""
+        """The runs of weights that the optimiser updates here, by DeepSpeed's groups of weights."""
         zero, rank = self.engine.optimizer, self.world.rank
         if self.stage == 0:
             return [shards.whole_spans(self._named())]
@@ -197,7 +206,7 @@ class DeepSpeedEngine:
 
     @contextmanager
     def _in_memory(self, group: int, *, changed: bool) -> Iterator[None]:
-        """AdamW's state of a group in memory: read from disk, and written if `changed`."""
+        """The optimiser's state of a group in memory: read from disk, and written if `changed`."""
         zero = self.engine.optimizer
         if self.stage != 3 or not zero._swappable_optimizer_subgroup(group):
             yield

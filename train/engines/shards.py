@@ -1,15 +1,15 @@
-"""AdamW's state by weight, in any division: how it lies on disk, and how any number of processes
-reads it again.
+"""The optimiser's state by weight, in any division: how it lies on disk, and how any number of
+processes reads it again.
 
-ZeRO divides AdamW's state into flat pieces that depend on the stage and on the number of processes.
+ZeRO divides the state into flat pieces that depend on the stage and on the number of processes.
 Here every piece is named after what it is of: a run of elements of one weight. A process writes the
 runs it holds; a process that continues, in a launch of any size and under any engine, reads the
 runs it needs from whichever files have them. Nothing is gathered: a process never holds more than
 its own part. Values are copied, never computed with, so a state comes back bit for bit.
 
-A file is a safetensors file of `<weight>.exp_avg`, `<weight>.exp_avg_sq` (float32, flat: the run)
-and `<weight>.step` (a scalar); its metadata `runs` say for each weight where the run starts and
-what shape the whole weight has.
+A file is a safetensors file of `<weight>.exp_avg`, `<weight>.exp_avg_sq` (float32, flat: the run;
+Muon's matrices have only the first) and `<weight>.step` (a scalar); its metadata `runs` say for
+each weight where the run starts and what shape the whole weight has.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torch import Tensor
 from heads.api.errors import UserError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state per element; `step` is one number per weight."""
+"""The state per element; `step` is one number per weight."""
 
 
 @dataclass(frozen=True)
 class Span:
     """A run of one weight's elements that this process updates. shape: of the whole weight; start,
-    count: the run; tensor: what AdamW updates; at: where the run begins in the flattened
+    count: the run; tensor: what the optimiser updates; at: where the run begins in the flattened
     `tensor`."""
 
     weight: str
@@ -48,13 +48,17 @@ class Span:
 
 @dataclass
 class StatePart:
-    """AdamW's state of some runs, in memory. runs: weight -> (start, shape of the whole weight)."""
+    """The optimiser's state of some runs, in memory. runs: weight -> (start, shape of the whole
+    weight)."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     runs: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def count(self, weight: str) -> int:
         return self.tensors[f"{weight}.{MOMENTS[0]}"].numel()
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements [start, stop) of a tensor, counted within its run; a scalar as it is."""
@@ -86,6 +90,9 @@ class FilePart:
     def count(self, weight: str) -> int:
         return self._counts[weight]
 
+    def has(self, name: str) -> bool:
+        return name in self._file.keys()  # noqa: SIM118 - no mapping
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         view = self._file.get_slice(name)
         value: Tensor = view[start:stop] if view.get_shape() else self._file.get_tensor(name)
@@ -96,14 +103,14 @@ AnyPart = StatePart | FilePart
 
 
 def collect(optimizer: torch.optim.Optimizer, spans: Iterable[Span]) -> StatePart:
-    """Copies of AdamW's state of `spans` on the CPU; spans that have none yet are left out."""
+    """Copies of the optimiser's state of `spans` on the CPU, without spans that have none yet."""
     part = StatePart()
     for span in spans:
         state = optimizer.state.get(span.tensor)
         if not state:
             continue
         part.runs[span.weight] = (span.start, span.shape)
-        for name in MOMENTS:
+        for name in (moment for moment in MOMENTS if moment in state):
             run = state[name].detach().flatten()[span.at : span.at + span.count]
             part.tensors[f"{span.weight}.{name}"] = run.to("cpu", copy=True).contiguous()
         step = torch.as_tensor(state["step"]).detach()
@@ -117,9 +124,9 @@ def distribute(
     whole: Mapping[str, tuple[int, ...]],
     parts: Sequence[AnyPart],
 ) -> None:
-    """Give AdamW the state of `spans` out of `parts`; without parts nothing changes. whole: name
-    and shape of every trained weight, of all processes. Raises `UserError` when the parts are of
-    other weights or incomplete."""
+    """Give the optimiser the state of `spans` out of `parts`; without parts nothing changes. whole:
+    name and shape of every trained weight, of all processes. Raises `UserError` when the parts are
+    of other weights or incomplete."""
     found: dict[str, list[AnyPart]] = {}
     for part in parts:
         for weight in part.runs:
@@ -131,11 +138,12 @@ def distribute(
     for span in spans:
         groups.setdefault(id(span.tensor), []).append(span)
     for group in groups.values():
-        tensor = group[0].tensor
-        state = {name: torch.zeros_like(tensor, requires_grad=False) for name in MOMENTS}
+        tensor, first = group[0].tensor, group[0].weight
+        names = [name for name in MOMENTS if found[first][0].has(f"{first}.{name}")]
+        state = {name: torch.zeros_like(tensor, requires_grad=False) for name in names}
         step = torch.zeros((), dtype=torch.float32)
         for span in group:
-            for name in MOMENTS:
+            for name in names:
                 target = state[name].view(-1)[span.at : span.at + span.count]
                 _fill(target, name, span, found[span.weight])
             step = torch.maximum(step, found[span.weight][0].read(f"{span.weight}.step"))

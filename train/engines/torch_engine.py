@@ -27,7 +27,7 @@ class TorchEngine:
         self.drafter, self.world, self.clip = drafter, world, optim.clip
         self.objective = Objective(drafter, config, world.device.type)
         self.trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(self.trained.values(), optim)
+        self.optimizer = make_optimizer(drafter, optim)
 
     def forward_backward(self, batch: TrainBatch, supervised: int, last: bool) -> LossOutput:
         loss = self.objective(batch)

@@ -66,7 +66,8 @@ def savings(job: TrainingJob, config: PlanConfig) -> Iterator[Trial]:
         words = [*words, "engine.target_sharding=zero3"]
         job = replace(job, engine=replace(job.engine, target_sharding="zero3"))
         yield words, job, config
-    if job.engine.name == "deepspeed" and job.engine.offload == "none":
+    divisible = job.optim.kind == "adamw"  # `refuse_senseless`
+    if job.engine.name == "deepspeed" and job.engine.offload == "none" and divisible:
         words = [*words, "engine.zero_stage=3", "engine.offload=optimizer"]
         changed = replace(job.engine, zero_stage=3, offload="optimizer", compile=False)
         yield words, replace(job, engine=changed), config

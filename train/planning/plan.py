@@ -211,8 +211,8 @@ class Speed:
 
 
 def state_bytes(weights: int, engine: EngineConfig, processes: int) -> dict[str, int]:
-    """Bytes of training P weights on one process: `weights`, `gradients`, `adam` (both moments),
-    and `working` (the engine's copies and buffers)."""
+    """Bytes of training P weights on one process: `weights`, `gradients`, `adam` (both moments;
+    Muon's matrices have one), and `working` (the engine's copies and buffers)."""
     whole, part = 4 * weights, -(-4 * weights // processes)
     if engine.name == "torch" or engine.zero_stage == 0:
         message = whole if engine.name == "torch" and processes > 1 else 0

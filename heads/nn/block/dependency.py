@@ -33,6 +33,7 @@ from heads.api.errors import UserError, suggest
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init
 from heads.nn.blocks import RMSNorm
+from heads.nn.matrices import set_matrix
 
 OUTSIDE = 8.0
 """How far below its base logit a token stands that is no candidate of the selector."""
@@ -108,6 +109,7 @@ class MarkovTables(nn.Module):
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab, rank)
         self.markov_w2 = nn.Linear(rank, vocab, bias=False)
+        set_matrix(self.markov_w2.weight, False)
         self.gate_proj = nn.Linear(hidden + rank, rank) if variant == "gated" else None
         self.joint_proj = nn.Linear(hidden + 2 * rank, 3 * rank) if variant == "rnn" else None
 
@@ -159,6 +161,8 @@ class PrefixGRU(nn.Module):
         super().__init__()
         self.weight_ih_l0 = nn.Parameter(torch.empty(3 * size, inputs))
         self.weight_hh_l0 = nn.Parameter(torch.empty(3 * size, size))
+        for weight in (self.weight_ih_l0, self.weight_hh_l0):
+            set_matrix(weight, True)
 
     def forward(self, inputs: Tensor, memory: Tensor) -> Tensor:
         """inputs [..., H], memory [..., C] -> the next memory [..., C]."""
@@ -179,11 +183,10 @@ class Gru(Dependency):
         super().__init__(rank, info)
         self.size = rank
         self.cell = PrefixGRU(info.hidden_size, rank)
-        self.correct = nn.Sequential(
-            nn.Linear(info.hidden_size + rank, rank, bias=False),
-            nn.SiLU(),
-            nn.Linear(rank, info.vocab_size, bias=False),
-        )
+        logits = nn.Linear(rank, info.vocab_size, bias=False)
+        set_matrix(logits.weight, False)
+        into = nn.Linear(info.hidden_size + rank, rank, bias=False)
+        self.correct = nn.Sequential(into, nn.SiLU(), logits)
         self.modules = {"prefix_gru": self.cell, "embed_proj": self.correct}
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:

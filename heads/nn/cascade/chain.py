@@ -45,6 +45,7 @@ class Quiet:
     """The same noise for the lower level, whose logits are not needed."""
 
     keeps_logits = False
+    separate = False
 
     def __init__(self, noise: Noise) -> None:
         self.scores, self.pick = noise.scores, noise.pick

@@ -23,7 +23,7 @@ from torch import Tensor
 from heads.api.drafter import Noise, Proposal
 from heads.api.tree import DynamicShape, Ranking, TokenTree
 from heads.nn.attention import CachePlace, GrowingFrame, Memory, static_places
-from heads.nn.drafting.plan import DynamicPlan
+from heads.nn.drafting.plan import DynamicPlan, TreePlan
 from heads.nn.drafting.state import Rooted
 
 Step = Callable[[CachePlace, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -85,18 +85,36 @@ def choose(
 def fill(state: Rooted, logits: Tensor, noise: Noise, token_ids: Tensor | None = None) -> Proposal:
     """Draft behind the rows' roots with logits [B, D, V'] of every depth 1..D that do not depend on
     the tokens before; D is the plan's depth, at least 1. A node's token depends on its depth and
-    rank alone."""
+    rank alone, but where rules want nodes to draw independently (`Noise.separate`)."""
     plan, root = state.plan, state.root[:, None]
     positions = state.root_position[:, None]
     positions = positions + torch.arange(1, logits.shape[1] + 1, device=root.device)
     if isinstance(plan, DynamicPlan):
         return _fill_dynamic(plan.shape, state.root, positions, logits, noise, token_ids)
-    # [B, D * (max_rank + 1)]
-    columns = choose(logits, positions, plan.max_rank, noise, token_ids).flatten(1)
-    if not plan.tree.is_chain:
-        columns = columns[:, plan.by_depth_and_rank]
+    if noise.separate and not plan.tree.is_chain:
+        columns = _each_node(plan, positions, logits, noise, token_ids)
+    else:
+        # [B, D * (max_rank + 1)]
+        columns = choose(logits, positions, plan.max_rank, noise, token_ids).flatten(1)
+        if not plan.tree.is_chain:
+            columns = columns[:, plan.by_depth_and_rank]
     drafted = torch.cat([root, columns if token_ids is None else token_ids[columns]], 1)
     return Proposal(drafted, plan.tree, _by_depth(logits, plan.tree, noise), token_ids)
+
+
+def _each_node(
+    plan: TreePlan, positions: Tensor, logits: Tensor, noise: Noise, token_ids: Tensor | None
+) -> Tensor:
+    """Columns [B, N-1] of the drafted nodes, chosen for each node's children by themselves, by
+    logits [B, D, V'] of every depth at `positions` [B, D]."""
+    found = []
+    for level in plan.levels:
+        at = slice(level.depth - 1, level.depth)
+        nodes = max(1, level.span.stop - level.span.start)
+        of_each = logits[:, at].expand(-1, nodes, -1), positions[:, at].expand(-1, nodes)
+        columns = choose(*of_each, level.max_rank, noise, token_ids).flatten(1)
+        found.append(columns if level.pick is None else columns[:, level.pick])
+    return torch.cat(found, 1)
 
 
 def _by_depth(logits: Tensor, tree: TokenTree, noise: Noise) -> Tensor | None:

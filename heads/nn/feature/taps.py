@@ -25,6 +25,7 @@ from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init, losses, vocab
 from heads.nn.blocks import Attention, FusingLayer, RMSNorm, initialise_blocks
 from heads.nn.feature import base
+from heads.nn.matrices import set_matrix
 
 
 @torch.no_grad()
@@ -89,6 +90,7 @@ class TapDrafter(base.FeatureDrafter):
         self.reduced = 0 < config.draft_vocab_size < info.vocab_size
         columns = config.draft_vocab_size if self.reduced else info.vocab_size
         self.lm_head = nn.Linear(hidden, columns, bias=False)
+        set_matrix(self.lm_head.weight, False)
         if self.reduced:
             self.register_buffer("d2t", torch.zeros(columns, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(info.vocab_size, dtype=torch.bool))

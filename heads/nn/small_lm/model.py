@@ -29,6 +29,7 @@ from heads.nn.blocks import Attend, DecoderLayer, LayerShape, RMSNorm, initialis
 from heads.nn.drafting.growth import grow
 from heads.nn.drafting.plan import Plan, PlanCache
 from heads.nn.drafting.state import Cached as State
+from heads.nn.matrices import set_matrix
 from heads.nn.rope import Rope, Rotation, look_up
 from heads.nn.small_lm.config import NetworkConfig, layer_shape, scaled_frequencies
 from heads.nn.small_lm.source import copy_target_layers, fill_from, resolve
@@ -62,6 +63,8 @@ class SmallLM(TrainableDrafter):
         own_head = not config.share_embeddings and not config.tie_embeddings
         sizes = self.shape.hidden_size, info.vocab_size
         self.lm_head = nn.Linear(*sizes, bias=False) if own_head else None
+        if self.lm_head is not None:
+            set_matrix(self.lm_head.weight, False)
         self._rope = Rope(self.shape.head_dim, config.rope_theta or info.rope_theta)
         if config.rope_scaling:
             self._rope.follow(

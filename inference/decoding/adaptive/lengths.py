@@ -60,11 +60,11 @@ class AdaptiveSettings:
                 f"decode.shape={shape}. A dynamic tree already chooses its nodes by confidence: "
                 "set decode.nodes."
             )
-        if rule == "specinfer":
+        same = {"specinfer": "rejection", "traversal": "block"}.get(rule)
+        if same is not None:
             raise UserError(
                 "decode.adaptive and decode.adaptive_lengths do not go with "
-                "decode.rule=specinfer: for chains it is rejection sampling, so set "
-                "decode.rule=rejection."
+                f"decode.rule={rule}: for chains it is {same}, so set decode.rule={same}."
             )
         if self.threshold < 0 or (self.mode == "confidence" and self.threshold > 1):
             raise UserError(

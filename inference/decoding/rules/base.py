@@ -61,12 +61,13 @@ class Rule(Protocol):
     """One acceptance rule. Its module offers `make(shape, options) -> Rule`, shape being what
     drafters fill, on the decoding device; `inference.decoding.rules.names` has its promise.
 
-    drafts: the stream that drafts are drawn with, if any. keeps_logits: of `Noise`.
+    drafts: the stream that drafts are drawn with, if any. keeps_logits, separate: of `Noise`.
     """
 
     name: ClassVar[str]
     drafts: Stream | None
     keeps_logits: bool
+    separate: bool
 
     def judge(
         self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise

@@ -22,6 +22,7 @@ class Match:
 
     name: ClassVar[str] = "match"
     keeps_logits = False
+    separate = False
 
     def __init__(self, share: bool = True) -> None:
         self.drafts = Stream.TARGET if share else None

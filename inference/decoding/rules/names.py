@@ -8,6 +8,7 @@ PROMISES = {
     "rejection": DISTRIBUTION,
     "block": DISTRIBUTION,
     "specinfer": DISTRIBUTION,
+    "traversal": DISTRIBUTION,
     "typical": LOSSY,
 }
 """Above temperature 0: the target's text for the seed, its distribution, or neither."""

@@ -30,5 +30,5 @@ def check_shape(name: str, shape: DraftShape) -> None:
         raise UserError(
             f"decode.rule '{name}' weighs one draft after another and needs a chain; given: a "
             f"tree of {shape.num_nodes} nodes. Set decode.shape=chain, or verify the tree with "
-            "match, specinfer or typical."
+            "match, specinfer, traversal or typical."
         )

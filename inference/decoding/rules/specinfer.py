@@ -36,6 +36,7 @@ class SpecInfer:
     """See the module. shape: what drafters fill; a static tree is read on the host."""
 
     name: ClassVar[str] = "specinfer"
+    separate = False
 
     def __init__(self, shape: DraftShape) -> None:
         self._match = Match(share=False)

@@ -35,6 +35,7 @@ class Typical:
 
     name: ClassVar[str] = "typical"
     keeps_logits = False
+    separate = False
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
         for name, value in (("epsilon", epsilon), ("delta", delta)):

@@ -137,6 +137,7 @@ class ChainRule(ABC):
     to `match`. A rule says in `keep` how many drafts are kept."""
 
     keeps_logits = True
+    separate = False
     drafts: Stream | None = Stream.DRAFT
 
     def judge(

@@ -12,7 +12,9 @@ its own, a seed derived from the sequence's (`Stream`). A position that was draf
 committed is drafted again in the next pass, and a rule may have stopped where it did because of the
 very draft that it then dropped: drawing the new one with the old noise would bias it. So these
 streams are keyed by the pass as well, that is by the position of its root: it differs from pass to
-pass and does not depend on the batch.
+pass and does not depend on the batch. Nodes of one depth share their position and with it the noise
+that their children are drawn with, but for rules that judge the children of several of them: these
+have drafts keyed by the node as well (`separate`).
 
 Legend: B rows, M positions per row, V vocabulary (V' its drafted part), C columns of coins.
 """
@@ -32,6 +34,7 @@ _MASK32 = 0xFFFFFFFF
 _MASK63 = (1 << 63) - 1
 _STREAM_STEP = 0x5851F42D4C957F2D  # odd: different streams get different seeds
 _ROOT_STEP = 0x1E3779B97F4A7C15  # odd: different passes get different seeds
+_NODE_STEP = 0x2545F4914F6CDD1D  # odd: different nodes of one depth get different seeds
 
 
 class Stream(IntEnum):
@@ -63,7 +66,8 @@ class SharedNoise:
     ranks them by log q alone. keeps_logits: see `heads.api.drafter.Noise`; at temperature 0 no rule
     weighs drafts. roots [B] int64: the position of each row's root, the very tensor that the loop
     moves on after a pass (`Rows.lengths`): every stream but TARGET is keyed with it. Only rules
-    that draw from TARGET alone go without.
+    that draw from TARGET alone go without. separate: the M nodes of a call, those of one depth
+    whose children are drawn, get noise of their own.
     """
 
     def __init__(
@@ -74,8 +78,10 @@ class SharedNoise:
         drafts: Stream | None = Stream.TARGET,
         keeps_logits: bool = False,
         roots: Tensor | None = None,
+        separate: bool = False,
     ) -> None:
         self.settings = settings
+        self.separate = separate
         self.seeds = seeds
         self.roots = roots
         self.drafts = None if settings.greedy else drafts
@@ -111,13 +117,30 @@ class SharedNoise:
         ranked = (logits.float() / self.settings.temperature).log_softmax(-1)
         if self.drafts is None:
             return ranked
+        if self.separate:
+            ids = self._all_tokens if token_ids is None else token_ids
+            places = positions.reshape(-1, 1)
+            noise = GUMBEL_NOISE(self._node_seeds(positions, self.drafts), places, ids)
+            return ranked + noise.view_as(ranked)
         return ranked + self.gumbel(positions, token_ids, self.drafts)
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         if self.drafts is None:
             return logits.argmax(-1)
         seeds, temperature = self.stream(self.drafts), self.settings.temperature
+        if self.separate:
+            seeds, places = self._node_seeds(positions, self.drafts), positions.reshape(-1, 1)
+            nodes = logits.flatten(0, 1)[:, None]
+            picks = NOISE_PICK(nodes, places, seeds, temperature, token_ids)
+            return cast(Tensor, picks.view_as(positions))
         return cast(Tensor, NOISE_PICK(logits, positions, seeds, temperature, token_ids))
+
+    def _node_seeds(self, positions: Tensor, stream: Stream) -> Tensor:
+        """The seeds [B * M] int64 of the nodes at `positions` [B, M]; the first of every row keeps
+        the row's."""
+        number = torch.arange(positions.shape[1], device=positions.device)
+        keys = self.stream(stream)[:, None] ^ (number * _NODE_STEP)  # wraps
+        return (keys & _MASK63).flatten()
 
     def target_pick(self, logits: Tensor, positions: Tensor) -> Tensor:
         """The target's choice [B, N] by logits [B, N, V] of tokens at `positions` [B, N]."""

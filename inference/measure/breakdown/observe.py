@@ -116,7 +116,7 @@ class _Watcher:
         self.found: dict[int, Watched] = {}
         self.inner: Rule
         self.drafts: Stream | None = None
-        self.keeps_logits = True
+        self.keeps_logits, self.separate = True, False
         self.last: tuple[Proposal, Tensor, Tensor, SharedNoise, Verdict] | None = None
 
     def judge(

@@ -27,6 +27,7 @@ OFFLOADED = [
     "deepspeed:3:float32:all",
 ]
 FLOAT32 = ["torch:0:float32", *DEEPSPEED]
+MUON = [f"muon-{name}" for name in FLOAT32[:-1]]  # not ZeRO 3
 # ZeRO-3 in bfloat16 comes last on purpose: the process ends right after it, which used to abort
 # (docs/decisions.md).
 BFLOAT16 = ["torch:0:bfloat16", "deepspeed:1:bfloat16", "deepspeed:3:bfloat16"]
@@ -44,7 +45,7 @@ def reference(steps: int) -> tuple[dict[str, Tensor], list[float]]:
     """Plain torch, all rows in one batch, the mean over supervised tokens: what every engine must
     come to."""
     toy = Toy()
-    optimizer = make_optimizer(toy.parameters(), OPTIM)
+    optimizer = make_optimizer(toy, OPTIM)
     norms = []
     for step in range(steps):
         (toy.loss(rows(step, 0, ROWS)).loss_sum / supervised(step)).backward()
@@ -53,6 +54,36 @@ def reference(steps: int) -> tuple[dict[str, Tensor], list[float]]:
         optimizer.step()
         optimizer.zero_grad()
     return dict(toy.state_dict()), norms
+
+
+def muon_reference(steps: int) -> dict[str, Tensor]:
+    """The same with torch's own Muon, which takes one matrix at a time."""
+    toy = Toy()
+    found = [toy.linear.weight, *toy.direct]
+    copies = [nn.Parameter(matrix.detach().clone()) for matrix in found]
+    settings = {"weight_decay": OPTIM.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+    muon = torch.optim.Muon(copies, momentum=0.95, **settings)  # type: ignore[arg-type]
+    rest = [p for name, p in toy.named_parameters() if name not in ("linear.weight", "direct")]
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for p in rest if p.ndim > 1], "weight_decay": OPTIM.weight_decay},
+            {"params": [p for p in rest if p.ndim == 1 and p.requires_grad], "weight_decay": 0.0},
+        ],
+        betas=OPTIM.betas,
+    )
+    for step in range(steps):
+        (toy.loss(rows(step, 0, ROWS)).loss_sum / supervised(step)).backward()
+        nn.utils.clip_grad_norm_(toy.parameters(), OPTIM.clip)
+        for copy, part in zip(copies, [toy.linear.weight.grad, *toy.direct.grad], strict=True):
+            copy.grad = part.clone()
+        for group in [*muon.param_groups, *adamw.param_groups]:
+            group["lr"] = 1e-2 / (step + 1)
+        muon.step(), adamw.step()
+        toy.zero_grad()
+        with torch.no_grad():
+            toy.linear.weight.copy_(copies[0])
+            toy.direct.copy_(torch.stack(copies[1:]))
+    return dict(toy.state_dict())
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -72,9 +103,9 @@ def test_processes_times_accumulation_give_the_same_weights_under_every_engine(
 ) -> None:
     extra = OFFLOADED if processes == 1 else []
     configs = (
-        [*FLOAT32, *extra, *BFLOAT16]
+        [*FLOAT32, *MUON, *extra, *BFLOAT16]
         if processes < 4
-        else ["torch:0:float32", "deepspeed:2:float32"]
+        else ["torch:0:float32", "deepspeed:2:float32", *MUON]
     )
     output = launch.run(processes, "tests.train.toy", tmp_path, micro, *configs)
     assert "Error" not in output
@@ -83,7 +114,12 @@ def test_processes_times_accumulation_give_the_same_weights_under_every_engine(
         config: load_file(tmp_path / f"{config.replace(':', '-')}.safetensors")
         for config in configs
     }
-    for config in [name for name in configs if "float32" in name]:
+    turned = muon_reference(6)
+    for config in MUON:
+        found[config].pop("norms")
+        assert difference(found[config], turned) < 1e-3, config  # matrices turn in bfloat16
+    assert difference(turned, expected) > 1e-2
+    for config in [name for name in configs if "float32" in name and name not in MUON]:
         assert torch.allclose(found[config].pop("norms"), torch.tensor(norms), rtol=1e-5), config
         assert difference(found[config], expected) < 2e-5, config
     halves = [found[name] for name in configs if "bfloat16" in name]

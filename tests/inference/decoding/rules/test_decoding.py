@@ -60,7 +60,7 @@ def sampled(rule: str, **shape: Any) -> Tensor:
 
 RULES = pytest.mark.parametrize(
     ("rule", "shape"),
-    [("rejection", CHAIN), ("block", CHAIN), ("specinfer", TREE)],
+    [("rejection", CHAIN), ("block", CHAIN), ("specinfer", TREE), ("traversal", TREE)],
     ids=lambda given: str(given)[:9],
 )
 

@@ -105,7 +105,8 @@ def decode(
     plan, width = make_plan(shape), tokens + shape.max_depth + 1
     lengths, root = torch.full((rows,), START), torch.zeros(rows, dtype=torch.int64)
     seeds = torch.arange(rows) * 3 + (seed << 20)
-    noise = noise_type(settings, seeds, len(toy.target), rule.drafts, rule.keeps_logits, lengths)
+    kept = rule.keeps_logits, lengths, rule.separate
+    noise = noise_type(settings, seeds, len(toy.target), rule.drafts, *kept)
     text, found = torch.zeros(rows, width, dtype=torch.int64), Decoded(torch.empty(0), [], [])
     for _ in range(tokens):
         proposal = toy.propose(plan, root, lengths, noise)
