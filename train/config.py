@@ -202,6 +202,10 @@ def require_same(snapshot: Snapshot, facts: RunFacts) -> None:
         for name in changed
         if name in MUST_MATCH
     ]
+    # earlier states know AdamW alone
+    before, now = (run.get("optim", {}).get("kind", "adamw") for run in (snapshot.run, facts))
+    if before != now:
+        refused.append(f"optim.kind was {before}, is {now}")
     if refused:
         raise UserError(
             f"'{snapshot.directory}' is the state of another training: {'; '.join(refused)}. "

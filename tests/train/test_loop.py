@@ -27,7 +27,9 @@ from tests.train.micro_run import settings
 from train import setup
 from train.config import TrainConfig, TrainingJob
 from train.distributed import join_world
+from train.engines.base import EngineConfig
 from train.loop import Evaluation
+from train.optim import OptimConfig
 from train.run import train
 from train.stopping import Stopped
 from train.tracking.tracker import LOG_FILE, read_log
@@ -248,6 +250,14 @@ def test_a_state_of_another_training_is_refused(
     assert "continuing although 'optim' has changed" in caplog.text
 
 
+def test_a_state_of_another_optimiser_is_refused(micro: Path, tmp_path: Path) -> None:
+    muon = {"optim": OptimConfig(kind="muon")}
+    train(out=tmp_path, **{**settings(micro, max_steps=2, save_every=1), **muon})
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"optim\.kind was muon, is adamw"):
+        train(out=tmp_path, **settings(micro, max_steps=3))
+
+
 def test_a_best_lost_between_two_renames_is_put_back(micro: Path, tmp_path: Path) -> None:
     train(out=tmp_path, **settings(micro, max_steps=3))
     (tmp_path / "best").rename(tmp_path / "best.old")
@@ -278,6 +288,18 @@ def test_what_cannot_work_is_refused_in_one_sentence(
 def test_decoding_without_a_draft_is_refused(micro: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"decode.shape is 'none'"):
         train(out=tmp_path, **{**settings(micro), "decode": DecodeConfig(shape="none")})
+
+
+@pytest.mark.parametrize(
+    "divided", [{"zero_stage": 3}, {"zero_stage": 2, "offload": "optimizer"}], ids=str
+)
+def test_muon_where_no_process_has_whole_matrices_is_refused(
+    micro: Path, tmp_path: Path, divided: dict[str, Any]
+) -> None:
+    given = settings(micro, max_steps=1)
+    given |= {"optim": OptimConfig(kind="muon"), "engine": EngineConfig("deepspeed", **divided)}
+    with pytest.raises(UserError, match=r"optim\.kind=muon multiplies whole matrices"):
+        train(out=tmp_path, **given)
 
 
 @pytest.mark.parametrize(

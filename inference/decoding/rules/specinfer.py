@@ -28,30 +28,24 @@ from heads.api.drafter import Proposal
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.rules import weights
 from inference.decoding.rules.base import Rule, RuleOptions, Verdict
-from inference.decoding.rules.match import Match
-from inference.decoding.sampling.noise import SharedNoise, Stream
+from inference.decoding.sampling.noise import SharedNoise
 
 
-class SpecInfer:
-    """See the module. shape: what drafters fill; a static tree is read on the host."""
+class SpecInfer(weights.TreeRule):
+    """See the module."""
 
     name: ClassVar[str] = "specinfer"
     separate = False
 
     def __init__(self, shape: DraftShape) -> None:
-        self._match = Match(share=False)
-        self._static = isinstance(shape, TokenTree)
-        self.keeps_logits = self._static
-        self.drafts: Stream | None = Stream.DRAFT if self._static else None
+        super().__init__(shape)
         if isinstance(shape, TokenTree):
             self._children, self._widths = children_of(shape)
 
-    def judge(
+    def weigh(
         self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
     ) -> Verdict:
-        """See `Rule.judge`. Only the nodes that the walk reaches are weighed, one per depth."""
-        if not (self._static and weights.weighs(proposal, noise)):
-            return self._match.judge(proposal, logits, positions, noise)
+        """See `TreeRule`. Only the nodes that the walk reaches are weighed, one per depth."""
         assert proposal.logits is not None and proposal.tree.num_nodes == self._children.shape[0]
         settings = noise.settings
         node = torch.zeros_like(proposal.tokens[:, 0])
@@ -124,9 +118,7 @@ def children_of(tree: TokenTree) -> tuple[Tensor, tuple[int, ...]]:
     device; and the most children that a node has at each depth 0..D-1. Reads the tree on the host.
     """
     parents, depth = tree.parents[0].tolist(), tree.depth[0].tolist()
-    children: list[list[int]] = [[] for _ in parents]
-    for node in range(1, len(parents)):
-        children[parents[node]].append(node)
+    children = weights.children_lists(tree)
     widths = [0] * tree.max_depth
     for node, below in enumerate(children):
         if below:

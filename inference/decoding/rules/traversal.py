@@ -34,21 +34,17 @@ from heads.api.drafter import Proposal
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.rules import weights
 from inference.decoding.rules.base import Rule, RuleOptions, Verdict
-from inference.decoding.rules.match import Match
-from inference.decoding.sampling.noise import SharedNoise, Stream
+from inference.decoding.sampling.noise import SharedNoise
 
 
-class Traversal:
-    """See the module. shape: what drafters fill; a static tree is read on the host."""
+class Traversal(weights.TreeRule):
+    """See the module."""
 
     name: ClassVar[str] = "traversal"
     separate = True
 
     def __init__(self, shape: DraftShape) -> None:
-        self._match = Match(share=False)
-        self._static = isinstance(shape, TokenTree)
-        self.keeps_logits = self._static
-        self.drafts: Stream | None = Stream.DRAFT if self._static else None
+        super().__init__(shape)
         if isinstance(shape, TokenTree):
             self._children, self._depth, self._paths = read(shape)
             device = shape.parents.device
@@ -58,12 +54,10 @@ class Traversal:
             self._column = torch.tensor(column, device=device)[None, :, None]
             self._inner = torch.tensor([bool(below) for below in self._children], device=device)
 
-    def judge(
+    def weigh(
         self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
     ) -> Verdict:
-        """See `Rule.judge`."""
-        if not (self._static and weights.weighs(proposal, noise)):
-            return self._match.judge(proposal, logits, positions, noise)
+        """See `TreeRule`."""
         walk = _Walk(self, proposal, logits, positions, noise)
         walk.visit(0)
         walk.keep(0, torch.ones_like(walk.found))
@@ -149,9 +143,7 @@ def read(tree: TokenTree) -> tuple[list[list[int]], list[int], Tensor]:
     """A static tree on the host: each node's children in order and its depth; and on the tree's
     device the paths [N, D+1] int64 to the nodes, root first, 0 beyond."""
     parents, depth = tree.parents[0].tolist(), tree.depth[0].tolist()
-    children: list[list[int]] = [[] for _ in parents]
-    for node in range(1, len(parents)):
-        children[parents[node]].append(node)
+    children = weights.children_lists(tree)
     paths = torch.zeros(len(parents), tree.max_depth + 1, dtype=torch.int64)
     for node in range(1, len(parents)):
         paths[node] = paths[parents[node]]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from heads.api.drafter import Proposal
+from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.rules.base import Verdict
 from inference.decoding.rules.match import Match
 from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
@@ -130,6 +131,41 @@ class Chain:
         path = torch.where(place <= at, place, 0)
         refused = accepted < (self.drafted.shape[1] if self.limit is None else self.limit)
         return Verdict(path, accepted, refused, committed(self.drafted, accepted, bonus))
+
+
+class TreeRule(ABC):
+    """Base of the rules that weigh the drafts of a static tree. Those of a dynamic one, certain
+    drafts and temperature 0 are left to `match` (`inference.decoding.rules.specinfer` says why).
+
+    shape: what drafters fill; a static tree is read on the host.
+    """
+
+    def __init__(self, shape: DraftShape) -> None:
+        self._static = self.keeps_logits = isinstance(shape, TokenTree)
+        self.drafts: Stream | None = Stream.DRAFT if self._static else None
+
+    def judge(
+        self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
+    ) -> Verdict:
+        """See `Rule.judge`."""
+        if not (self._static and weighs(proposal, noise)):
+            return Match(share=False).judge(proposal, logits, positions, noise)
+        return self.weigh(proposal, logits, positions, noise)
+
+    @abstractmethod
+    def weigh(
+        self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
+    ) -> Verdict:
+        """`judge` for drafts with weights in a static tree."""
+
+
+def children_lists(tree: TokenTree) -> list[list[int]]:
+    """The children of every node of a static tree, in node order; read on the host."""
+    children: list[list[int]] = [[] for _ in range(tree.num_nodes)]
+    for node, parent in enumerate(tree.parents[0].tolist()):
+        if node:
+            children[parent].append(node)
+    return children
 
 
 class ChainRule(ABC):

@@ -127,6 +127,7 @@ class _Watcher:
         return verdict
 
     def on_tokens(self, request: Request, tokens: list[int], record: PassRecord | None) -> None:
+        """Turn the pass that committed `tokens` into the states of `request`; None: its prefill."""
         watched = self.found[request.index]
         if record is None:
             watched.states.append(State(tokens[0], FIRST))

@@ -12,6 +12,7 @@ from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
 from scripts.stages.train import job_of
 from train.config import TrainingJob
+from train.optim import OptimConfig
 from train.planning.fitting import apart, largest, more_gpus, savings, shorter, ways_to_fit
 from train.planning.plan import PlanConfig, Speed, make_plan
 
@@ -56,6 +57,9 @@ def test_trials_build_on_one_another() -> None:
     assert not [
         w for w, _, _ in savings(job, replace(config, count=1)) if "target_sharding" in w[-1]
     ]
+    muon = replace(job, optim=OptimConfig(kind="muon"))
+    assert not [w for w, _, _ in savings(muon, config) if "engine.zero_stage=3" in w]
+    assert [w for w, _, _ in savings(job, config) if "engine.zero_stage=3" in w]
     assert list(shorter(job, config)) == []  # rows of 512 are not halved
     counts = [planned.count for _, _, planned in more_gpus(job, config)]
     assert counts == [16, 32, 64]

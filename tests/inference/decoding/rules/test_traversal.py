@@ -35,6 +35,7 @@ from tests.inference.decoding.rules.toys import (
     consistent,
     decode,
     p_value,
+    random_tree,
 )
 
 TREE = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]])
@@ -142,18 +143,8 @@ def test_the_walk_equals_a_loop_on_random_trees() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = set()
     for nodes in (1, 2, 5, 9, 9, 14, 14):
-        parents = [0] + [
-            int(torch.randint(max(0, i - 4), i, (1,), generator=generator)) for i in range(1, nodes)
-        ]
-        depth = [0] * nodes
-        for i in range(1, nodes):
-            depth[i] = depth[parents[i]] + 1
-        tree = TokenTree.from_parents(torch.tensor([parents]), max(depth))
-        tokens = torch.zeros(rows, nodes, dtype=torch.int64)
-        for row in range(rows):  # siblings differ
-            orders = [torch.randperm(vocab, generator=generator).tolist() for _ in range(nodes)]
-            for i in range(1, nodes):
-                tokens[row, i] = orders[parents[i]].pop()
+        tree, tokens, parents = random_tree(nodes, vocab, rows, generator)
+        depth = tree.depth[0].tolist()
         logits, own = (
             torch.randn(rows, nodes, vocab, generator=generator).double() for _ in range(2)
         )

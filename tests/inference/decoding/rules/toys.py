@@ -196,6 +196,24 @@ HIGHEST = 1 - 2.0**-33  # the largest coin there is
 JUST_BELOW = -1e-30  # no coin: against it, `<` decides about p = 0 as `<=` would against 0
 
 
+def random_tree(
+    nodes: int, vocab: int, rows: int, generator: torch.Generator
+) -> tuple[TokenTree, Tensor, list[int]]:
+    """A random static tree, tokens [rows, nodes] whose siblings differ, and the nodes' parents."""
+    parents = [0] + [
+        int(torch.randint(max(0, i - 4), i, (1,), generator=generator)) for i in range(1, nodes)
+    ]
+    depth = [0] * nodes
+    for i in range(1, nodes):
+        depth[i] = depth[parents[i]] + 1
+    tokens = torch.zeros(rows, nodes, dtype=torch.int64)
+    for row in range(rows):
+        orders = [torch.randperm(vocab, generator=generator).tolist() for _ in range(nodes)]
+        for i in range(1, nodes):
+            tokens[row, i] = orders[parents[i]].pop()
+    return TokenTree.from_parents(torch.tensor([parents]), max(depth)), tokens, parents
+
+
 def all_chains(toy: Toy, depth: int, settings: SamplingSettings) -> tuple[Chain, Tensor]:
     """Every chain of drafts behind token 0, weighed in float64, and how likely it is drafted
     [R]."""
