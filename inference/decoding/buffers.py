@@ -32,7 +32,8 @@ from inference.decoding.sampling.processors import Prefix, Processors
 from inference.decoding.sampling.row_settings import RowNoise, RowSettings
 from inference.decoding.step import Decoder, Rows
 from inference.target.memory import tensor_bytes
-from inference.target.model import Seen, TargetModel
+from inference.target.model import TargetModel
+from inference.target.taps import Seen
 
 
 class Lanes:

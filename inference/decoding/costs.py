@@ -33,7 +33,8 @@ from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.arm import Arm
 from inference.decoding.sampling.noise import SharedNoise
 from inference.kernels.packed_linear import packed_linears
-from inference.target.model import Seen, TargetModel
+from inference.target.model import TargetModel
+from inference.target.taps import Seen
 
 Call = Callable[[], Any]
 StepKey = tuple[str, str, int]

@@ -26,7 +26,8 @@ from inference.decoding.rules.base import Rule, Verdict
 from inference.decoding.sampling.noise import SharedNoise
 from inference.decoding.sampling.processors import Prefix, Processors
 from inference.target.kv_cache import KVCache
-from inference.target.model import Seen, TargetModel
+from inference.target.model import TargetModel
+from inference.target.taps import Seen
 
 
 @dataclass

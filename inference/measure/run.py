@@ -83,9 +83,9 @@ def quick_tau(
     decode: DecodeConfig,
     answers: list[Completion] | None = None,
 ) -> TauEstimate:
-    """tau over `requests`, untimed; raises `UserError` when nothing was verified. answers: receives
-    what was decoded."""
-    engine = Engine(target, drafter, decode)
+    """tau over `requests`, untimed and not compiled, which would take longer than it saves; raises
+    `UserError` when nothing was verified. answers: receives what was decoded."""
+    engine = Engine(target, drafter, replace(decode, compile=False))
     done = list(engine.run(requests))
     outcomes = [Outcome(str(c.request.index), "", c.passes) for c in done]
     if answers is not None:
@@ -122,6 +122,9 @@ def measure(
     with ExitStack() as stack:
         for arm in arms:  # pack weights once, and not at the start of every answer
             stack.enter_context(packed_linears(arm.drafter))
+        # compiled verifications that catch the same taps are compiled once
+        taps = [tap for arm in arms if arm.decode.compile for tap in arm.drafter.needs.taps]
+        stack.enter_context(target.taps.lend(taps))
         session.warm_up()
         session.run(console)
     baseline, drafters = session.results()

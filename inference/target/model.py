@@ -11,7 +11,6 @@ slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,15 +26,7 @@ from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target import loading
 from inference.target.attention import AttentionPlan, attention_plan
 from inference.target.kv_cache import KVCache, LayerShape
-from inference.target.taps import Taps, find_decoder, find_layers
-
-
-@dataclass
-class Seen:
-    """What a forward pass left: taps [B, T, n, H] or None, normed last_hidden [B, T, H]."""
-
-    taps: Tensor | None
-    last_hidden: Tensor
+from inference.target.taps import Seen, Taps, find_decoder, find_layers
 
 
 class TargetModel:
@@ -89,7 +80,7 @@ class TargetModel:
                 use_cache=cache is not None,
                 return_dict=True,
             )
-        return Seen(self.taps.read(), out.last_hidden_state)
+        return self.taps.read(out.last_hidden_state)
 
     def features(
         self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec

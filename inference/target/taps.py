@@ -8,6 +8,9 @@ used instead).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,23 +19,62 @@ from torch import Tensor, nn
 from heads.api.errors import UserError
 
 
+@dataclass
+class Seen:
+    """What a forward pass left.
+
+    caught: taps [B, T, n, H], ascending, or None; places: those of them that were asked for (None:
+    all); last_hidden: the normed last state [B, T, H].
+    """
+
+    caught: Tensor | None
+    last_hidden: Tensor
+    places: tuple[int, ...] | None = None
+
+    @property
+    def taps(self) -> Tensor | None:
+        """The taps that were asked for [B, T, n, H]; None where there were none."""
+        if self.caught is None or self.places is None:
+            return self.caught
+        if not self.places:
+            return None
+        return torch.stack([self.caught[:, :, place] for place in self.places], dim=2)
+
+
 class Taps:
     """Hooks on a model's decoder layers; `read` gives what the last forward pass left."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self.layers = layers
         self._wanted: tuple[int, ...] = ()
+        self._hooked: tuple[int, ...] = ()
         self._caught: dict[int, Tensor] = {}
         self._handles: list[Any] = []
+        self.lent: tuple[int, ...] = ()
+        """Taps that every pass catches, asked for or not: see `lend`."""
+        self.last: Seen | None = None
+        """What the last pass left, while taps are lent."""
+
+    @contextmanager
+    def lend(self, taps: Iterable[int]) -> Iterator[None]:
+        """Let every pass catch these taps too, so that passes for drafters with different taps are
+        the same computation."""
+        before, self.lent = self.lent, tuple(sorted(set(taps)))
+        try:
+            yield
+        finally:
+            self.lent, self.last = before, None
 
     def want(self, taps: tuple[int, ...]) -> None:
-        """Install hooks for exactly these taps; cheap when nothing changed."""
-        if taps == self._wanted:
+        """Install hooks for these taps and the lent ones; cheap when nothing changed."""
+        self._wanted = taps
+        hooked = tuple(sorted({*taps, *self.lent}))
+        if hooked == self._hooked:
             return
         for handle in self._handles:
             handle.remove()
-        self._handles = [self._hook(tap) for tap in taps]
-        self._wanted = taps
+        self._handles = [self._hook(tap) for tap in hooked]
+        self._hooked = hooked
         self._caught = {}
 
     def _hook(self, tap: int) -> Any:
@@ -48,13 +90,15 @@ class Taps:
 
         return self.layers[tap - 1].register_forward_hook(after)
 
-    def read(self) -> Tensor | None:
-        """The last forward pass's taps [B, T, n, H], ascending; None when none are wanted."""
-        if not self._wanted:
-            return None
-        stacked = torch.stack([self._caught[tap] for tap in self._wanted], dim=2)
+    def read(self, last_hidden: Tensor) -> Seen:
+        """What the last forward pass left. last_hidden: its normed last state [B, T, H]."""
+        hooked, wanted = self._hooked, self._wanted
+        stacked = torch.stack([self._caught[tap] for tap in hooked], dim=2) if hooked else None
         self._caught = {}
-        return stacked
+        places = None if wanted == hooked else tuple(hooked.index(tap) for tap in wanted)
+        seen = Seen(stacked, last_hidden, places)
+        self.last = seen if self.lent else None
+        return seen
 
 
 def find_decoder(model: Any) -> Any:

@@ -1,15 +1,15 @@
 """Questions and answers taken from documents, how a user phrases them, and files of prompts.
 
 `code` and `explain` come from Python sources through `ast`, `reference` from docstrings of modules
-and from sections of prose. Sources are only parsed, never executed. Lengths are limited in
-characters here (about three to a token) and in tokens where the conversations are encoded.
+and from sections of prose, `summarise`, `rewrite` and `json` from exercises (exercises.py). Sources
+are only parsed, never executed. Lengths are limited in characters here (about three to a token) and
+in tokens where the conversations are encoded.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
 import itertools
 import json
 import random
@@ -23,14 +23,14 @@ from typing import Any
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
+from scripts.assets.exercises import Function, described, docstring, overview, rewriting
 from scripts.assets.python_sources import Document
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 Messages = list[dict[str, str]]
 PromptRow = dict[str, Any]
 """`id`, `domain`, `messages`, `source`."""
 
-DOMAINS = ("code", "explain", "reference")
+DOMAINS = ("code", "explain", "reference", "summarise", "rewrite", "json")
 SYSTEM = (
     "You are a helpful assistant for Python programmers.",
     "Answer questions about Python code and its documentation.",
@@ -53,6 +53,21 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
         'What does the documentation of {where} say about "{name}"?',
         'Explain "{name}" ({where}).',
         "Tell me about {name} in {where}.",
+    ),
+    "summarise": (
+        "Summarise what `{where}` offers.\n\n{shown}",
+        "Give an overview of `{where}`:\n\n{shown}",
+        "List what is in `{where}`, a line each.\n\n{shown}",
+    ),
+    "rewrite": (
+        "Rewrite these parameters in the {name} style.\n\n{shown}",
+        "Turn this into {name} style:\n\n{shown}",
+        "Convert to a {name} docstring.\n\n{shown}",
+    ),
+    "json": (
+        "Describe this function as JSON.\n\n{shown}",
+        "Give the signature of `{name}` as a JSON object.\n\n{shown}",
+        "Return JSON with name, summary and parameters of `{where}.{name}`:\n\n{shown}",
     ),
     "inline": ("Inline functions of {shown}",),
     "operator": ("Operator struct of {shown}",),
@@ -128,10 +143,12 @@ def pairs_of(document: Document) -> list[Pair]:
     path = re.sub(r"^(src|lib)/", "", document.path)
     where = re.sub(r"(/__init__)?\.py$", "", path).replace("/", ".")
     pairs, lines = [], document.text.split("\n")
-    answer = trim(_docstring(tree), MAX_ANSWER)
+    answer = trim(docstring(tree), MAX_ANSWER)
     if len(answer) >= MIN_ANSWER + 40 and "test" not in document.path.lower():
         name = f"the module {where}"
         pairs.append(Pair("reference", document.name, document.source, name, "", answer))
+    if "test" not in document.path.lower() and (found := overview(tree.body)):
+        pairs += _fitting(Pair("summarise", document.name, where, "", *found))
     for name, node, owner in _definitions(tree.body, "", None):
         if isinstance(node, ast.ClassDef):
             shown = _class_line(node, lines)
@@ -139,12 +156,32 @@ def pairs_of(document: Document) -> list[Pair]:
             continue
         else:
             shown = _signature(node, lines)
-        answer = trim(_docstring(node), MAX_ANSWER)
+        pairs += _exercises(document.name, where, name, node, shown)
+        answer = trim(docstring(node), MAX_ANSWER)
         if len(answer) >= MIN_ANSWER and 0 < len(shown) <= MAX_SHOWN:
             pairs.append(Pair("explain", document.name, where, name, shown, answer))
         if not isinstance(node, ast.ClassDef) and (found := _body(node, owner, shown, lines)):
             pairs.append(Pair("code", document.name, where, name, *found))
     return pairs
+
+
+def _exercises(
+    module: str, where: str, name: str, node: Function | ast.ClassDef, shown: str
+) -> Iterator[Pair]:
+    """Yield the exercises of one definition, whose lengths fit."""
+    doc = docstring(node)
+    if isinstance(node, ast.ClassDef):
+        if (listed := overview(node.body)) is not None:
+            yield from _fitting(Pair("summarise", module, f"{where}.{name}", "", *listed))
+    elif (content := described(node, name)) is not None and shown:
+        yield from _fitting(Pair("json", module, where, name, shown, content))
+    if (styles := rewriting(doc, f"{where}.{name}")) is not None:
+        yield from _fitting(Pair("rewrite", module, where, *styles))
+
+
+def _fitting(pair: Pair) -> Iterator[Pair]:
+    if len(pair.shown) <= MAX_SHOWN and MIN_ANSWER <= len(pair.answer) <= MAX_ANSWER:
+        yield pair
 
 
 def _definitions(
@@ -156,13 +193,6 @@ def _definitions(
             yield prefix + node.name, node, owner
         if isinstance(node, ast.ClassDef):
             yield from _definitions(node.body, f"{prefix}{node.name}.", node)
-
-
-def _docstring(node: Function | ast.ClassDef | ast.Module) -> str:
-    try:
-        return inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
-    except (AttributeError, ValueError):
-        return ""
 
 
 def _without_indent(lines: list[str], indent: int) -> str:
@@ -193,7 +223,7 @@ def _body(
     node: Function, owner: ast.ClassDef | None, signature: str, lines: list[str]
 ) -> tuple[str, str] | None:
     """Return (what is shown, the function's body), or None where the body is no answer."""
-    doc = _docstring(node)
+    doc = docstring(node)
     body = node.body[1:] if doc else node.body
     first_line = (node.body[0].end_lineno or 0) if doc else node.lineno + signature.count("\n")
     if not body or not signature.endswith(":") or body[0].lineno <= first_line:

@@ -172,11 +172,20 @@ def archive_package(archive: Path) -> str:
 
 
 def download(folder: Path) -> list[Path]:
-    """Let pip fetch the packages of packages.txt to `folder`; return its archives, sorted."""
+    """Let pip fetch the packages of packages.txt that are not in `folder`; return its archives,
+    sorted."""
     pinned = Path(__file__).with_name("packages.txt")
-    options = ["--no-deps", "-r", str(pinned), "-d", str(folder)]
-    command = [sys.executable, "-m", "pip", "download", *options]
-    if subprocess.run(command, check=False).returncode:
+    lines = [line.strip() for line in pinned.read_text().splitlines()]
+    options = [word for line in lines if line.startswith("--") for word in line.split()]
+    wanted = [line for line in lines if line and not line.startswith(("#", "--"))]
+    folder.mkdir(parents=True, exist_ok=True)
+    there = {
+        normalise(re.sub(r"(\.tar\.gz|-[^-]+-[^-]+-[^-]+\.whl)$", "", f.name))
+        for f in folder.iterdir()
+    }
+    missing = [pin for pin in wanted if normalise(pin.replace("==", "-")) not in there]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", str(folder), *options]
+    if missing and subprocess.run([*command, *missing], check=False).returncode:
         raise UserError(
             f"pip could not download the packages of {pinned} into {folder}, see above. Run it "
             "again, or prepare without --extra-packages."

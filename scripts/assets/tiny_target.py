@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
@@ -48,6 +49,7 @@ from scripts.assets.training import (
     Trainer,
     TrainSettings,
     build_model,
+    deepened,
     llama_config,
     note,
 )
@@ -79,14 +81,14 @@ TOKENIZER = TokenizerSpec(
 CONFIG = llama_config(
     vocab_size=TOKENIZER.size,
     hidden_size=256,
-    num_hidden_layers=8,
+    num_hidden_layers=20,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=64,
     intermediate_size=512,
     mlp_bias=False,
 )
-"""5.77 million parameters."""
+"""12.86 million parameters: thin layers, so that one layer costs a twentieth of a pass."""
 ANSWER_TOKENS, MAX_QUESTION_TOKENS = range(20, 401), 230
 HELDOUT_BYTES = 3_000_000
 HELDOUT_PAIRS_PER_DOMAIN = 700
@@ -119,6 +121,7 @@ def prepare(
     seed: int = 0,
     workers: int = 2,
     spec: TokenizerSpec = TOKENIZER,
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> None:
     """Write a prepared folder from deduplicated documents of all groups, and to `pairs_out` the
     held-out pairs from which prompts are chosen (A.jsonl.xz, B.jsonl.xz). The same documents, seed
@@ -129,7 +132,7 @@ def prepare(
         found = [pair for pairs in pool.map(pairs_of, documents, chunksize=64) for pair in pairs]
     pairs = split_pairs(found, documents)
     trained = [document for document in documents if document.group == "train"]
-    tokenizer = spec.train(_sample(trained, pairs["train"], seed))
+    tokenizer = tokenizer or spec.train(_sample(trained, pairs["train"], seed))
     pairs = {group: _fitting(tokenizer, found) for group, found in pairs.items()}
     note("pairs: " + ", ".join(f"{group} {len(found)}" for group, found in pairs.items()))
     random.Random(seed).shuffle(trained)
@@ -307,6 +310,10 @@ def train(given: argparse.Namespace) -> None:
     values["micro_tokens"] = given.micro_tokens or min(batch, 131_072 if fast else 8_192)
     values["bf16"] = fast if given.bf16 is None else given.bf16
     # A folder elsewhere on this machine is named by its last part only.
+    config = {**CONFIG, "num_hidden_layers": given.layers or CONFIG["num_hidden_layers"]}
+    start = given.start and deepened(
+        load_file(given.start / "model.safetensors"), config["num_hidden_layers"]
+    )
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     seconds = (given.log_every, given.eval_every, given.save_every, given.call_seconds)
     trainer = Trainer(
@@ -314,12 +321,13 @@ def train(given: argparse.Namespace) -> None:
         given.state,
         given.out or given.state,
         TrainSettings(**{key: value for key, value in values.items() if value is not None}),
-        CONFIG,
+        config,
         device,
         compiled=fast if given.compile is None else given.compile,
         intervals=Intervals(*seconds),
         eval_tokens=given.eval_tokens or (None if fast else 32_768),
         command=" ".join(["python -m scripts.assets.tiny_target", *words]),
+        start=start or None,
     )
     ended = trainer.run()
     note("training is finished" if ended else "not finished: run the same command again to go on")
@@ -359,6 +367,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--extra-packages", type=Path, metavar="FOLDER", help="for pinned packages to download")
     add("--max-package-mb", type=float, default=4.5, help="most text of one training package")
     add("--workers", type=int, default=2)
+    add("--tokenizer", type=Path, metavar="FOLDER", help="keep this one (default: train one)")
 
     add = steps.add_parser("train", parents=[data, device]).add_argument
     add("--state", type=Path, default=Path(".tiny-target"), help="folder of the checkpoint")
@@ -366,6 +375,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, help="training time of the whole run; the schedule ends with it")
     add("--steps", type=int, help="steps of the whole run, instead of --seconds")
     add("--call-seconds", type=float, help="save and leave after so long; run again to go on")
+    add("--start", type=Path, metavar="FOLDER", help="a shallower target whose layers are repeated")
+    add("--layers", type=int, help=f"default: {CONFIG['num_hidden_layers']}")
     add("--schedule", choices=("cosine", "wsd"), default=TrainSettings.schedule)
     add("--batch-tokens", type=int, help="of one step (default: 131072 on cuda, 16384 on cpu)")
     add("--micro-tokens", type=int, help="of one forward pass (default on cpu: 8192)")
@@ -398,7 +409,10 @@ def main(arguments: list[str] | None = None) -> int:
         match given.step:
             case "prepare":
                 documents = collect(int(given.max_package_mb * 1e6), given.extra_packages)
-                prepare(documents, given.out, given.pairs, given.seed, given.workers)
+                kept = given.tokenizer and PreTrainedTokenizerFast.from_pretrained(given.tokenizer)
+                prepare(
+                    documents, given.out, given.pairs, given.seed, given.workers, tokenizer=kept
+                )
             case "train":
                 train(given)
             case "evaluate":

@@ -77,6 +77,28 @@ def build_model(config: Mapping[str, Any]) -> Any:
     return model
 
 
+def deepened(weights: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """Return the weights of a model of `layers` layers that computes what a shallower one does.
+
+    Every layer is followed by copies of itself, evenly over the depth; the copies' projections into
+    the residual stream are zero until they are trained (block expansion, Wu et al., 2401.02415).
+    """
+    given = 1 + max(int(name.split(".")[2]) for name in weights if ".layers." in name)
+    if layers < given:
+        raise UserError(f"a model of {given} layers cannot become one of {layers}: give more.")
+    origin = [index * given // layers for index in range(layers)]
+    grown = {name: tensor for name, tensor in weights.items() if ".layers." not in name}
+    for index, source in enumerate(origin):
+        copied = index > 0 and origin[index - 1] == source
+        prefix = f"model.layers.{source}."
+        for name, tensor in weights.items():
+            if name.startswith(prefix):
+                zero = copied and name.endswith(("o_proj.weight", "down_proj.weight"))
+                own = torch.zeros_like(tensor) if zero else tensor.clone()
+                grown[f"model.layers.{index}.{name.removeprefix(prefix)}"] = own
+    return grown
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainSettings:
     """What shapes the trained weights; a resumed run must be given the same.
@@ -147,7 +169,7 @@ class Trainer:
 
     folder: prepared; state: where `checkpoint.pt` is kept; out: gets `model.safetensors` (bfloat16)
     and `training.json`; config: content of the model's config.json; eval_tokens: of each held-out
-    stream, None for all; command: for the record.
+    stream, None for all; command: for the record; start: the first weights, by name (None: fresh).
     """
 
     def __init__(
@@ -162,6 +184,7 @@ class Trainer:
         intervals: Intervals | None = None,
         eval_tokens: int | None = None,
         command: str = "",
+        start: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.settings, self.device, self.out, self.eval_tokens = settings, device, out, eval_tokens
         self.intervals = intervals or Intervals()
@@ -174,6 +197,9 @@ class Trainer:
             self.streams[name] = prepared.Stream(ids, settings.length, device)
         torch.manual_seed(settings.seed)
         self.model = build_model(config).to(device)
+        if start is not None:  # tied weights stand in the file once
+            wide = {name: tensor.float() for name, tensor in start.items()}
+            self.model.load_state_dict(wide, strict=False)
         self.optimisers = self._optimisers()
         self.generator = torch.Generator(device).manual_seed(settings.seed + 1)
         self.step, self.seconds = 0, 0.0

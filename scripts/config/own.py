@@ -217,6 +217,9 @@ class LoopConfig:
     measures: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Measurements besides the main one: folder name -> overrides, for instance
     {sampled: [decode.temperature=1]}."""
+    store_features: bool = False
+    """Write the target's features for all recipes once (`headstart features`), and train on them:
+    the target then runs once over the answers and not in every training."""
     launch: str = ""
     """Command put before `headstart` for generate and train, for instance
     "torchrun --nproc-per-node 8 --no-python"; empty: this process."""
@@ -232,6 +235,11 @@ class LoopConfig:
         for key in ("measures", "sweep"):
             for name in getattr(self, key):
                 require_folder_name(f"loop.{key}", name)
+        if self.rounds and self.store_features:
+            raise UserError(
+                "loop.store_features writes features once for several trainings, but every round "
+                "has answers of its own. Leave out loop.store_features or loop.rounds."
+            )
         if self.rounds and (self.sweep or len(self.recipes) > 1):
             trained = [*self.recipes, *self.sweep]
             raise UserError(

@@ -9,6 +9,7 @@ standard error.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from heads.api.errors import UserError
 from inference.decoding.engine import Engine
@@ -40,13 +41,19 @@ def run(settings: Settings) -> None:
 
 
 def build_engine(settings: Settings, given: str) -> tuple[Engine, Found | None]:
-    """The decoder with the drafter `given`, and that drafter; None where nothing is drafted."""
+    """The decoder with the drafter `given`, and that drafter; None where nothing is drafted.
+
+    A recipe's decode.compile is for its measurements: compiling takes a minute before the first
+    token. Here it must be asked for.
+    """
     if not given:
         plain = f"{settings.stage.name}.drafter={drafters.NO_DRAFTER}"
         require_run(settings.run, f"Or decode without a drafter: {plain}.")
         given, why = drafters.preferred(settings.run)
         print(why, file=sys.stderr, flush=True)
     found = None if given == drafters.NO_DRAFTER else drafters.find(given, settings.run)
+    if not settings.given("decode.compile"):
+        settings = settings.put(decode=replace(settings.decode, compile=False))
     target, decode = TargetModel.load(settings.target), settings.decode
     if found is not None:
         decode = drafters.decode_settings(found, settings, target, decode.batch_size)

@@ -21,6 +21,9 @@ from train.features.remote.server import serve
 from train.features.store.claims import folder_lock
 from train.features.store.writer import StoreJob, gib, write_features
 
+Head = tuple[str, str, Any]
+"""(name, kind, configuration) of a head whose features are stored."""
+
 
 def run(settings: Settings) -> None:
     """Write the store, or serve."""
@@ -28,9 +31,14 @@ def run(settings: Settings) -> None:
     if settings.features.serve:
         serve(TargetModel.load(settings.target), settings.features, settings.engine.dtype, say)
         return
+    write(settings, all_heads(settings))
+
+
+def write(settings: Settings, heads: tuple[Head, ...]) -> None:
+    """Write the store with what all of `heads` read."""
     answers = require_answers(settings)
     job = StoreJob(
-        heads=all_heads(settings),
+        heads=heads,
         target=settings.target,
         answers=answers,
         features=settings.features,
@@ -51,8 +59,8 @@ def run(settings: Settings) -> None:
     )
 
 
-def all_heads(settings: Settings) -> tuple[tuple[str, str, Any], ...]:
-    """(name, kind, configuration) of `head` and of the recipes in features.heads."""
+def all_heads(settings: Settings) -> tuple[Head, ...]:
+    """`head` and the heads named in features.heads."""
     found = [(str(settings.choices["head"]), settings.head)]
     common = [
         item

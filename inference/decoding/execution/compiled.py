@@ -8,7 +8,8 @@ run time. That works for every target and kind because a step has fixed shapes, 
 nothing, and keeps what lives from step to step in buffers that it updates in place: the buffers
 become inputs of the compiled functions, the weights constants. Verification, most of what there is
 to compile, holds no weight but the target's: steps that verify alike share it, for example those of
-one draft at several temperatures.
+one draft at several temperatures, and, where taps are lent (`Taps.lend`), those of drafters that
+read other taps.
 
 How much of the cache attention reads is a constant of a graph. So there is one graph per power of
 two of slots, at most the capacity, each compiled when a row first needs it.
@@ -135,13 +136,16 @@ class CompiledStep:
         clock, decoder.clock = decoder.clock, marks  # type: ignore[assignment]
         results: list[Tensor] = []
 
-        def step() -> Tensor:
+        def step() -> tuple[Tensor | None, ...]:
             longest = bound - decoder.tree.num_nodes
             result, after = decoder.step(self._cache, self._rows, state, longest, exact=False)
             assert after is state, "a drafter must update its state in place to be compiled"
             results.append(result.packed())
             marks.mark("commit")
-            return results[0]
+            # lent states stay outputs of the verification, whatever this drafter reads of them
+            seen = decoder.target.taps.last
+            lent = () if seen is None else (seen.caught, seen.last_hidden)
+            return (results[0], *lent)
 
         try:
             with unpacked_linears(decoder.target.model), unpacked_linears(decoder.drafter):
@@ -363,7 +367,7 @@ class _Plan:
                 assert node.target is operator.getitem
                 places[node] = places[node.args[0]] + node.args[1]
             elif node.op == "output":
-                result = places[node.args[0]]
+                result = places[node.args[0][0]]
         return cls(parts, values, result)
 
     @torch.no_grad()

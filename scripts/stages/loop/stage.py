@@ -61,14 +61,40 @@ def plan(settings: Settings) -> list[Step]:
         measures.append(Step(f"measure {name}", settings.derive("measure", common, more=more)))
     generate = derive_generation(settings, common)
     benches = [step.settings.bench for step in measures if step.settings.bench.prompts]
-    steps = [Step("generate", hold_out(generate, benches))]
+    before = ["features=store"] if loop.store_features else []
+    trainings = []
     for recipe in loop.recipes or ((None,) if not loop.sweep else ()):
         title = f"train {recipe}" if recipe else "train"
-        steps.append(Step(title, settings.derive("train", recipe)))
-    steps += sweep_steps(settings, common)
-    steps += measures
-    steps.append(Step("report", settings.derive("report", common)))
-    return steps
+        trainings.append(Step(title, settings.derive("train", recipe, before=before)))
+    trainings += sweep_steps(settings, common, before)
+    steps = [Step("generate", hold_out(generate, benches))]
+    if loop.store_features:
+        steps.append(features_step(settings, trainings))
+    report = Step("report", settings.derive("report", common))
+    return [*steps, *trainings, *measures, report]
+
+
+def features_step(settings: Settings, trainings: Sequence[Step]) -> Step:
+    """The step that writes what all trainings read; raises `UserError` where they would not read
+    one store."""
+    trained = [step.settings for step in trainings]
+    shared = {
+        (str(item.features), item.train.sequence_length, item.engine.dtype) for item in trained
+    }
+    if len(shared) > 1 or trained[0].features.mode != "store":
+        raise UserError(
+            "loop.store_features writes one store for all trainings, which must have the same "
+            "features.*, train.sequence_length and engine.precision, and features=store. Give them "
+            "on the command line, or set loop.store_features=false."
+        )
+    own = settings.derive("features", settings.loop.recipes[0] if settings.loop.recipes else None)
+    first = trained[0]
+    found = own.put(features=first.features, train=first.train, engine=first.engine)
+    heads = [
+        (step.title, item.head.kind, item.head.config)
+        for step, item in zip(trainings, trained, strict=True)
+    ]
+    return Step("features", found, tuple(heads))
 
 
 def hold_out(settings: Settings, benches: Sequence[BenchConfig]) -> Settings:
@@ -81,13 +107,13 @@ def hold_out(settings: Settings, benches: Sequence[BenchConfig]) -> Settings:
     return settings.put(data=replace(data, held_out_prompts=(*data.held_out_prompts, *more)))
 
 
-def sweep_steps(settings: Settings, common: str | None) -> list[Step]:
+def sweep_steps(settings: Settings, common: str | None, before: Sequence[str]) -> list[Step]:
     """The trainings of `loop.sweep`: one per row and learning rate, named row@rate."""
     steps = []
     for name, row in settings.loop.sweep.items():
         for rate in row.rates:
             drafter = f"{name}{SWEPT}{rate:g}"
-            own = [f"head={row.head or name}", *row.overrides, f"optim.lr={rate:g}"]
+            own = [*before, f"head={row.head or name}", *row.overrides, f"optim.lr={rate:g}"]
             more = [f"run.drafter='{drafter}'"]
             found = settings.derive("train", common, before=own, more=more)
             steps.append(Step(f"train {drafter}", found))

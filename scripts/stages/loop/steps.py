@@ -14,7 +14,10 @@ from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings, write_settings
 from scripts.config.stages import Stage
+from scripts.run.process import prepare_process
 from scripts.run.runner import is_complete, run_one
+from scripts.stages import features
+from scripts.stages.features import Head
 from scripts.stages.measure import measure_run
 
 LAUNCHED = ("generate", "train")
@@ -27,6 +30,8 @@ class Step:
 
     title: str
     settings: Settings
+    heads: tuple[Head, ...] = ()
+    """features: the heads that will be trained on them."""
 
     @property
     def stage(self) -> Stage:
@@ -57,6 +62,9 @@ def perform(
                 f"'{step.title}' was stopped before it was complete. Repeating the loop continues "
                 "there."
             )
+    elif step.stage.name == "features":
+        prepare_process(step.settings.run)
+        features.write(step.settings, step.heads)
     elif step.stage.name == "measure":
         measure_run(step.settings, load_target)
     else:
