@@ -14,7 +14,7 @@ from heads.api.errors import UserError
 from scripts.config.compose import parse
 from scripts.config.schema import Settings, load_settings, read_settings
 from scripts.config.stages import Stage
-from scripts.run.folder import read_record, stage_folder
+from scripts.run.folder import answers_folder, read_record, stage_folder
 from scripts.run.process import is_main_process
 
 INCOMPLETE = 3
@@ -84,6 +84,8 @@ def output_folder(settings: Settings) -> Path:
     name = settings.stage.name
     if name == "train":
         return stage_folder(settings)
+    if name == "features":
+        return settings.features.folder(answers_folder(settings))
     return settings.run.directory / (settings.measure.name if name == "measure" else name)
 
 

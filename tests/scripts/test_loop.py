@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
+from inference.manifest import file_sha256
 from scripts.config.own import SweepRow
 from scripts.config.schema import Settings, load_settings, read_settings
 from scripts.config.stages import STAGES
 from scripts.run.folder import RunRecord
 from scripts.stages.generate import data_of
 from scripts.stages.loop.progress import Forecast, about
-from scripts.stages.loop.stage import plan
+from scripts.stages.loop.stage import plan, run
 from scripts.stages.loop.steps import Step, launch_step
 
 A, B = "embedded_medusa", "embedded_eagle3"
@@ -55,6 +57,42 @@ def test_each_recipe_is_put_before_the_loops_own_experiment() -> None:
         "measure.name=sampled decode.temperature=1",
         "report experiment=[embedded_medusa,demo] debug=fast",
     ]
+
+
+def test_one_store_of_features_serves_all_recipes() -> None:
+    given = ["run.name=x", "train.max_steps=3", "optim.lr=0.1"]
+    steps = plan(settings(given, recipes=(A, B), store_features=True))
+    assert shown(steps[:4]) == [
+        "generate experiment=[embedded_medusa] run.name=x",
+        'features experiment=[embedded_medusa] run.name=x train.max_steps=3 features.mode="store"',
+        "train features=store experiment=[embedded_medusa] run.name=x train.max_steps=3 optim.lr=0.1",
+        "train features=store experiment=[embedded_eagle3] run.name=x train.max_steps=3 optim.lr=0.1",
+    ]
+    assert [(title, kind) for title, kind, _ in steps[1].heads] == [
+        (f"train {A}", "medusa"),
+        (f"train {B}", "eagle3"),
+    ]
+    assert steps[1].heads[1][2] == steps[3].settings.head.config
+
+
+def test_features_that_trainings_read_differently_are_not_stored() -> None:
+    given = ["features=online"]
+    with pytest.raises(UserError, match="one store for all trainings"):
+        plan(settings(given, recipes=(A, B), store_features=True))
+    with pytest.raises(UserError, match=r"Leave out loop.store_features or loop.rounds"):
+        settings([], recipes=(A,), rounds=2, store_features=True)
+
+
+@pytest.mark.slow
+def test_a_loop_with_stored_features_trains_the_same_drafter(in_folder: Path) -> None:
+    weights = {}
+    for name, stored in (("online", False), ("stored", True)):
+        given = ["debug=fast", f"run.name={name}", "head=eagle3", "measure.kinds=[]"]
+        run(settings([*given, "engine.precision=bfloat16"], store_features=stored))
+        folder = in_folder / "outputs" / name
+        assert (folder / "features").is_dir() == stored
+        weights[name] = file_sha256(folder / "train" / "eagle3" / "best" / WEIGHTS_FILE)
+    assert weights["online"] == weights["stored"]
 
 
 @pytest.mark.parametrize("override", ["head=medusa", "run.drafter=x"])

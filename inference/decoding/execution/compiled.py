@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.node import map_arg
 from torch.fx.passes.split_module import split_module
 
 from heads.api.errors import UserError
@@ -224,14 +225,25 @@ class _Part:
 
 
 def _layout(graph: GraphModule, arguments: list[Tensor]) -> str:
-    """What a compiled graph depends on beside its weights: operations and layout of inputs."""
+    """What a compiled graph depends on beside its weights: operations, whatever tracing has called
+    their values, and layout of inputs."""
+    number = {node: place for place, node in enumerate(graph.graph.nodes)}
+
+    def plain(value: Any) -> Any:
+        return map_arg(value, lambda node: f"%{number[node]}")
+
+    operations = []
+    for node in graph.graph.nodes:
+        name = str(node.target) if node.op.startswith("call") else ""
+        operations.append((node.op, name, plain(node.args), plain(node.kwargs)))
     layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in arguments]
-    return repr((graph.code, layouts, torch.get_num_threads()))
+    return repr((operations, layouts, torch.get_num_threads()))
 
 
 def _weights(graph: GraphModule) -> str:
-    """Which weights a graph holds, and in which version."""
-    return repr([(w.data_ptr(), w._version, w.shape, w.dtype) for w in graph.parameters()])
+    """Which weights a graph reads, in its order, and in which version."""
+    read = [getattr(graph, str(node.target)) for node in graph.graph.find_nodes(op="get_attr")]
+    return repr([(w.data_ptr(), w._version, w.shape, w.dtype) for w in read])
 
 
 def _inductor(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]:
@@ -348,6 +360,7 @@ class _Plan:
             graph, graph, lambda node: part_of[node.name], keep_original_order=True
         )
         places: dict[Node, int] = {}
+        order: dict[Node, list[int]] = {}
         values: list[Any] = list(inputs)
         parts: list[_Part] = []
         result = -1
@@ -361,11 +374,12 @@ class _Plan:
                 takes = [places[value] for value in buffers]
                 known = shared if phase == "verify" else None
                 parts.append(_Part(phase, module, takes, len(values), known))
-                places[node] = len(values)
+                places[node], order[node] = len(values), _order_outputs(module)
                 values += [None] * _outputs(module)
             elif node.op == "call_function":
                 assert node.target is operator.getitem
-                places[node] = places[node.args[0]] + node.args[1]
+                part, number = node.args
+                places[node] = places[part] + order[part][number]
             elif node.op == "output":
                 result = places[node.args[0][0]]
         return cls(parts, values, result)
@@ -410,6 +424,19 @@ def _keep_weights(part: GraphModule, whole: GraphModule, arguments: list[Any]) -
         nodes.erase_node(holder)
     part.recompile()
     return others
+
+
+def _order_outputs(part: GraphModule) -> list[int]:
+    """Let a part give its values in the order in which it computes them, and not in that in which
+    they are read; returns the new place of each."""
+    given, output = part.graph.output_node().args[0], part.graph.output_node()
+    if not isinstance(given, (list, tuple)):
+        return [0]
+    computed = {node: place for place, node in enumerate(part.graph.nodes)}
+    ordered = sorted(given, key=lambda node: computed[node])
+    output.args = (tuple(ordered),)
+    part.recompile()
+    return [ordered.index(node) for node in given]
 
 
 def _outputs(graph: GraphModule) -> int:

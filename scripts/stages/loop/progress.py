@@ -26,7 +26,7 @@ from scripts.stages.loop.steps import Step
 
 TIMES_FILE = "loop_times.json"
 FORMAT = 1
-USUAL_RATES = {"generate": 6e-4, "train": 0.1, "measure": 5e-3, "report": 1.0}
+USUAL_RATES = {"generate": 6e-4, "features": 0.02, "train": 0.1, "measure": 5e-3, "report": 1.0}
 """Seconds per unit of work (`work`) on two cores with the embedded target: the proportion of the
 stages, before any loop has been timed."""
 START_SECONDS = 5.0
@@ -120,13 +120,15 @@ def expect(step: Step, steps: Sequence[Step], times: dict[str, float]) -> float:
 
 def work(step: Step, steps: Sequence[Step]) -> float:
     """How much one of `steps` has to do. Units differ by stage: tokens of answers (generate,
-    measure), rows that are trained on, measurements that are shown."""
+    measure), rows that are trained on or read (train, features), measurements that are shown."""
     settings = step.settings
     if step.stage.name == "generate":
         return float(prompt_rows(step) * settings.sampling.max_new_tokens)
     if step.stage.name == "train":
         train, rows = settings.train, max(map(prompt_rows, steps))
         return float(train.max_steps * train.global_batch or train.epochs * rows)
+    if step.stage.name == "features":
+        return float(max(map(prompt_rows, steps)))
     if step.stage.name == "measure":
         drafters = sum(one.stage.name == "train" for one in steps)
         bench, arms = settings.bench, 1 + drafters + len(settings.measure.kinds)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from heads.api.errors import UserError
 from inference.manifest import file_sha256
 from scripts.assets import python_sources, tiny_target
-from scripts.assets.conversations import DOMAINS, pairs_of
+from scripts.assets.conversations import pairs_of
 from scripts.assets.export import check_weights, export, render_card
 from scripts.assets.prepared import (
     BOS_ID,
@@ -37,7 +37,7 @@ from scripts.assets.prepared import (
 )
 from scripts.assets.python_sources import Document, package_group, stdlib_group, topic_group
 from scripts.assets.tiny_target import TOKENIZER, prepare
-from scripts.assets.training import Intervals, Trainer, TrainSettings
+from scripts.assets.training import Intervals, Trainer, TrainSettings, build_model, deepened
 
 MODULE = '''"""Tools for {name}: they count, join and report what was found in {name} files.
 
@@ -235,7 +235,9 @@ MICRO = {
 }
 
 
-def trainer(prepared: Path, state: Path, call: float | None = None, **changes: Any) -> Trainer:
+def trainer(
+    prepared: Path, state: Path, call: float | None = None, start: Any = None, **changes: Any
+) -> Trainer:
     """A training of six steps; `call=0.0`: it leaves after the first one."""
     given = TrainSettings(
         **{
@@ -255,6 +257,7 @@ def trainer(prepared: Path, state: Path, call: float | None = None, **changes: A
         MICRO,
         torch.device("cpu"),
         intervals=Intervals(call=call),
+        start=start,
     )
 
 
@@ -284,6 +287,30 @@ def test_training_lowers_the_held_out_loss(prepared: Path, tmp_path: Path) -> No
     first, last = run.log["evaluations"][0], run.log["evaluations"][-1]
     assert last["code_bits_per_byte"] < 0.95 * first["code_bits_per_byte"]
     assert last["chat_loss"] < first["chat_loss"]
+
+
+def test_a_deeper_model_begins_with_what_the_shallower_one_computes() -> None:
+    torch.manual_seed(3)
+    shallow = build_model(MICRO)
+    deep = build_model({**MICRO, "num_hidden_layers": 5})
+    grown = deepened(dict(shallow.named_parameters()), 5)
+    assert grown.keys() == dict(deep.named_parameters()).keys()
+    before = deep(torch.arange(40)[None]).logits
+    deep.load_state_dict(grown, strict=False)
+    after, wanted = (model(torch.arange(40)[None]).logits for model in (deep, shallow))
+    assert torch.allclose(after, wanted, atol=1e-5) and not torch.allclose(
+        before, wanted, atol=1e-2
+    )
+    with pytest.raises(UserError, match="2 layers cannot become one of 1"):
+        deepened(dict(shallow.named_parameters()), 1)
+
+
+def test_a_training_starts_from_given_weights(prepared: Path, tmp_path: Path) -> None:
+    first = trainer(prepared, tmp_path / "first", steps=2)
+    first.run()
+    weights = {name: value.detach().clone() for name, value in first.model.named_parameters()}
+    second = trainer(prepared, tmp_path / "second", start=weights)
+    assert all(torch.equal(weights[name], value) for name, value in second.model.named_parameters())
 
 
 def test_other_settings_are_refused_on_resume(prepared: Path, tmp_path: Path) -> None:
@@ -448,6 +475,8 @@ def test_the_commands_make_a_target(
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
 SHIPPED = ASSETS / "tiny-target"
+SHIPPED_LAYERS = 8
+MEASURED = ("code", "explain", "reference")
 
 
 def shipped_prompts(name: str) -> list[dict]:
@@ -457,9 +486,9 @@ def shipped_prompts(name: str) -> list[dict]:
 
 
 def test_shipped_prompts_are_distinct_and_apart() -> None:
-    measuring = [row for domain in DOMAINS for row in shipped_prompts(domain)]
+    measuring = [row for domain in MEASURED for row in shipped_prompts(domain)]
     training = shipped_prompts("training/train") + shipped_prompts("training/validation")
-    assert len(measuring) == 3 * 96 and len(training) == 1536
+    assert len(measuring) == len(MEASURED) * 96 and len(training) == 1536
     asked = [{row["messages"][0]["content"] for row in rows} for rows in (measuring, training)]
     assert len(asked[0]) == len(measuring) and len(asked[1]) == len(training)
     assert not asked[0] & asked[1]
@@ -502,7 +531,7 @@ def test_shipped_target_is_what_its_record_says() -> None:
     record = json.loads((SHIPPED / "training.json").read_text())
     assert record["settings"]["tokenizer_sha256"] == file_sha256(SHIPPED / "tokenizer.json")
     config = json.loads((SHIPPED / "config.json").read_text())
-    assert config == tiny_target.CONFIG
+    assert config == {**tiny_target.CONFIG, "num_hidden_layers": SHIPPED_LAYERS}
     check_weights(SHIPPED / "model.safetensors", config)
     model, report = AutoModelForCausalLM.from_pretrained(SHIPPED, output_loading_info=True)
     assert (
