@@ -14,11 +14,11 @@ from typing import Any
 
 from inference.manifest import MANIFEST_FILE
 from inference.target.model import TargetModel
+from inference.writers import turn
 from scripts.config.schema import Settings, load_settings
 from scripts.run.folder import open_folder, require_answers
 from scripts.run.process import prepare_process, shown
 from train.features.remote.server import serve
-from train.features.store.claims import folder_lock
 from train.features.store.writer import StoreJob, gib, write_features
 
 Head = tuple[str, str, Any]
@@ -48,7 +48,7 @@ def write(settings: Settings, heads: tuple[Head, ...]) -> None:
         seed=settings.train.seed,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
     )
-    with folder_lock(job.folder):  # other writers may be starting at this moment
+    with turn(job.folder):  # other writers may be starting at this moment
         folder = open_folder(settings, job.folder, [answers / MANIFEST_FILE], stage_decides=True)
     manifest = write_features(job, folder.session if folder.record.sessions else None, say)
     folder.finish()
