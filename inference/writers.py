@@ -1,4 +1,4 @@
-"""One writer per folder: a process that writes says so in a file there, and a second one is refused.
+"""One writer per folder: a process that writes says so in a file there; a second one is refused.
 
 The file names host, process and start, and is touched every `BEAT_SECONDS`. It is taken over when
 its writer has ended: at once on the machine that wrote it, so after a kill -9 too; from another
@@ -165,7 +165,7 @@ def _put_away(path: Path, dead: Writer) -> None:
     dead one's puts it back."""
     aside = partial_of(path)
     with suppress(FileNotFoundError):
-        os.rename(path, aside)
+        path.rename(aside)
         if read(aside) != dead:
             with suppress(OSError):
                 os.link(aside, path)
@@ -372,7 +372,7 @@ def _machine() -> str:
     parts = []
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
     return " ".join(parts)
 
 

@@ -49,7 +49,8 @@ def write(settings: Settings, heads: tuple[Head, ...]) -> None:
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
     )
     with turn(job.folder):  # other writers may be starting at this moment
-        folder = open_folder(settings, job.folder, [answers / MANIFEST_FILE], stage_decides=True)
+        inputs = [answers / MANIFEST_FILE]
+        folder = open_folder(settings, job.folder, inputs, stage_decides=True, several=True)
     manifest = write_features(job, folder.session if folder.record.sessions else None, say)
     folder.finish()
     say(
