@@ -13,7 +13,6 @@ from __future__ import annotations
 import glob
 import json
 import logging
-import os
 import secrets
 import shutil
 from collections.abc import Collection, Iterator

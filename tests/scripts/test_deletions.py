@@ -4,7 +4,9 @@ given."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -303,3 +305,42 @@ def test_a_flipped_bit_in_a_trained_checkpoint_is_named(
         load(at(training), load_target(root / "target"))
     with pytest.raises(UserError, match=words):
         load_drafter(training, load_target(root / "target"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "place", "more"),
+    [
+        ("generate", "generate/.writer.json", []),
+        ("train", "train/medusa/.writer.json", ["head=medusa"]),
+        ("measure", "measure/.writer.json", []),
+        ("audit", "audit/.writer.json", []),
+        ("tune", "tune/medusa/.writer.json", []),
+        ("report", ".report.writer.json", []),
+        ("loop", ".loop.writer.json", ["head=medusa"]),
+        ("export", "export/medusa/.vllm.writer.json", []),
+        ("import", "train/theirs/.best.writer.json", ["run.drafter=theirs"]),
+        ("push", "push/.medusa.writer.json", ["push.repo=someone/x"]),
+    ],
+)
+def test_a_second_process_is_refused_by_every_stage_that_writes(
+    root: Path, capsys: pytest.CaptureFixture[str], stage: str, place: str, more: list[str]
+) -> None:
+    run = root / "outputs" / "a"
+    write_json(run / "generate" / "manifest.json", {"format": 1, "stage": "generate"})
+    write_report(example_report(), run / "measure" / "report.json")
+    if stage == "import":
+        assert main(command(root, "export", f"export.out={root / 'exported'}")) == 0
+        more = [*more, f"import.source={root / 'exported'}"]
+    (run / place).parent.mkdir(parents=True, exist_ok=True)
+    other = {"host": socket.gethostname(), "pid": os.getppid(), "started": "then", "token": "x"}
+    (run / place).write_text(json.dumps(other))
+    given = [*more, "run.accept_changes=true"] if stage in ("train", "generate") else more
+    words = f"process {os.getppid()} on {socket.gethostname()} since then"
+    common = [f"run.root={root / 'outputs'}", "run.name=a"] if stage in ("report", "push") else None
+    if common is None:
+        refused(root, capsys, words, stage, *given)
+        return
+    before = contents(root)
+    assert main([stage, *common, *given]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert contents(root) == before
