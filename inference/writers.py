@@ -16,6 +16,7 @@ import atexit
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
@@ -37,6 +38,7 @@ WRITER_FILE = ".writer.json"
 BEAT_SECONDS = 15.0
 SILENT_SECONDS = 180.0
 """Age in seconds of its last touch at which a writer on another machine counts as gone."""
+_NAME = re.compile(r"\.(.+\.)?writer(-\d+)?\.json")
 _TURN_FILE, _TURN_SECONDS = ".turn.json", 0.02
 _TRIES = 5
 _UNKNOWN = "an unknown machine"
@@ -132,7 +134,7 @@ def read(path: Path, now: float | None = None) -> Writer | None:
         return replace(found, pid=int(found.pid), host=str(content["host"]), age=age)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return Writer(host=_UNKNOWN, age=age)
 
 
@@ -288,7 +290,7 @@ def beside(out: Path) -> tuple[Path, str]:
 
 def is_writer_file(name: str) -> bool:
     """Whether a file of this name belongs to this module."""
-    return name == _TURN_FILE or (name.startswith(".writer") and name.endswith(".json"))
+    return name == _TURN_FILE or _NAME.fullmatch(name) is not None
 
 
 def _file_of(file: str, rank: str) -> str:

@@ -141,6 +141,22 @@ def test_two_names_in_one_folder_do_not_exclude_each_other(
         pass
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        (".writer.json", True),
+        (".writer-12.json", True),
+        (".best.writer.json", True),
+        (".turn.json", True),
+        ("writer.json", False),
+        (".notes.json", False),
+        ("my.writer.json", False),
+    ],
+)
+def test_files_of_writers_are_told_from_others(name: str, ours: bool) -> None:
+    assert writers.is_writer_file(name) == ours
+
+
 def test_where_there_are_no_links_the_file_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
