@@ -47,26 +47,27 @@ CHECKPOINT = (
     "watch.json",
 )
 """A checkpoint's files, with those that later stages put beside its weights."""
+TRAINING = (
+    *(f"best/{name}" for name in CHECKPOINT),
+    "checkpoints/step_*",
+    "target/*",
+    "log.jsonl",
+    "summary.json",
+    "tau.png",
+    "tensorboard/*",
+    "wandb*",
+    "trackio*",
+    "mlflow*",
+)
 WRITTEN = {
     "generate": ("generate.json", "failures.jsonl", "parts/*.parquet", ".lock", *ANSWERS),
     "feedback": ("*.jsonl", *ANSWERS),
     "features": ("store.json", "shards/rows-*", "index/rows-*", "claims/rows-*", ".lock"),
-    "train": (
-        *(f"best/{name}" for name in CHECKPOINT),
-        "checkpoints/step_*",
-        "target/*",
-        "log.jsonl",
-        "summary.json",
-        "tau.png",
-        "tensorboard/*",
-        "wandb*",
-        "trackio*",
-        "mlflow*",
-    ),
+    "train": TRAINING,
     "measure": ("report.json", "transcripts.json", "records.*jsonl", "records/*"),
     "audit": ("audit.json", "audit.md"),
     "watch": ("staleness.json", "watch.json"),
-    "refresh": ("refresh.json", "seconds.json"),
+    "refresh": ("refresh.json", "seconds.json", *TRAINING),
     "tune": ("tune.json",),
     "traffic": ("traffic.json",),
 }
@@ -136,16 +137,7 @@ def delete_own(folder: Path, stage: str, setting: str) -> None:
     if not folder.is_dir():
         return
     _move_aside(folder, _known(folder, stage))
-    files = [path for path in folder.rglob("*") if not path.is_dir()]
-    size = sum(path.lstat().st_size for path in files)
-    logger.warning(
-        "%s: deleting '%s', which stage '%s' wrote (%d files, %s bytes)",
-        setting,
-        folder,
-        stage,
-        len(files),
-        f"{size:,}",
-    )
+    _announce(folder, stage, setting)
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             _remove(path)
@@ -184,6 +176,7 @@ def replace_folder(
             require_own(out, stage, setting)
             if out.is_dir():
                 _move_aside(out, (*_known(out, stage), *more))
+                _announce(out, stage, setting)
             put(fresh, out)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -301,6 +294,19 @@ def copy_plain(source: Path, out: Path) -> None:
     for name in plain_files(source):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source / name, out / name)
+
+
+def _announce(folder: Path, stage: str, setting: str) -> None:
+    """Say what is deleted, and because of which setting."""
+    files = [path for path in folder.rglob("*") if not path.is_dir()]
+    logger.warning(
+        "%s: deleting '%s', which stage '%s' wrote (%d files, %s bytes)",
+        setting,
+        folder,
+        stage,
+        len(files),
+        f"{sum(path.lstat().st_size for path in files):,}",
+    )
 
 
 def _remove(part: Path) -> None:
