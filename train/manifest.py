@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NotRequired, TypedDict, cast
 
-from inference.manifest import read_manifest
+from inference.manifest import FileEntry, read_manifest
 
 Settings = dict[str, object]
 """The fields of one configuration class."""
@@ -81,6 +81,8 @@ class TrainOutcome(TypedDict):
     target: dict[str, object]
     data: DataFacts
     checkpoint: str
+    files: NotRequired[list[FileEntry]]
+    """The checkpoint's configuration and weights; earlier versions did not list them."""
     best: BestFacts
     steps: int
     ended_by: str

@@ -24,8 +24,8 @@ import logging
 import os
 import random
 import re
-import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -37,6 +37,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads.api.errors import UserError
+from inference.folders import discard, is_temporary, put
 from inference.manifest import file_sha256, safe_path, write_json
 from train.distributed import World
 from train.engines.base import TrainEngine
@@ -105,7 +106,8 @@ class StateStore:
         final = self.directory / f"step_{step:08d}"
         partial = final.with_name(final.name + PARTIAL)
         if self.world.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+            with suppress(OSError):
+                discard(partial)
         self.world.wait()
         weights, optimizer = engine.weights(), engine.optimizer_state()
         own, failure = self._write_own(partial, weights, optimizer, engine.sharded)
@@ -151,12 +153,10 @@ class StateStore:
         try:
             write_json(partial / STATE_FILE, content)
             _flush_folder(partial)
-            # a damaged one, whose steps this run has repeated
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
+            put(partial, final)  # in place of a damaged one, whose steps this run has repeated
             _flush_folder(self.directory)
             for folder in self._folders()[: -self.keep]:
-                shutil.rmtree(folder)
+                discard(folder)
         except OSError as error:
             return f"process 0: {error}"
         return ""
@@ -166,7 +166,8 @@ class StateStore:
         if not found:
             return
         if self.world.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+            with suppress(OSError):
+                discard(partial)
         raise UserError(
             f"the state cannot be written to '{self.directory}' ({'; '.join(found[:3])}). Earlier "
             "states are kept; make room and run the same command again."
@@ -176,8 +177,9 @@ class StateStore:
         """The newest complete state, or None; damaged ones are passed over with a warning,
         half-written ones removed. Collective: every process reads its share of the files."""
         if self.world.is_main and self.directory.is_dir():
-            for leftover in self.directory.glob(f"*{PARTIAL}"):
-                shutil.rmtree(leftover)
+            for leftover in self.directory.iterdir():
+                if leftover.is_dir() and is_temporary(leftover.name):
+                    discard(leftover)
         self.world.wait()
         for folder in reversed(self._folders()):
             snapshot, damage = None, ""

@@ -52,7 +52,7 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
     floats = {value.dtype for value in tensors.values() if value.is_floating_point()}
     if len(floats) == 1:
         drafter.to(floats.pop())
-    with replace_folder(out, STAGE, "import.overwrite", beside=LATER_FILES) as fresh:
+    with replace_folder(out, STAGE, "import.overwrite", more=LATER_FILES) as fresh:
         save_drafter(drafter, fresh, target.info, tensors)
         load_weights(drafter, fresh / WEIGHTS_FILE)  # finite, complete, and readable
         files = [file_entry(fresh, path.name) for path in sorted(fresh.iterdir())]

@@ -19,7 +19,9 @@ from heads.api.errors import UserError, missing_folder, suggest
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.decoding.decode_file import DECODE_FILE, advice
+from inference.folders import is_temporary
 from inference.hub.fetch import REVISION, fetch, is_published_name
+from inference.integrity import require_unchanged
 from inference.manifest import MANIFEST_FILE, read_manifest
 from inference.report.model import REPORT_FILE, read_report
 from inference.target.hardware import device_facts
@@ -27,7 +29,7 @@ from inference.target.model import TargetModel
 from scripts.config.compose import conf_folders, options
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, plain
-from scripts.run.folder import CONFIG_FILE, missing_run, read_record, require_run
+from scripts.run.folder import CONFIG_FILE, missing_run, named_file, read_record, require_run
 from scripts.run.folder import read_config as read_stage_config
 
 BEST = "best"
@@ -86,7 +88,11 @@ def list_trained(run: RunConfig) -> dict[str, Found]:
 
 def checkpoints(run: RunConfig) -> dict[str, Found]:
     folders = sorted((run.directory / "train").glob(f"*/{BEST}/{CHECKPOINT_FILE}"))
-    return {path.parents[1].name: at(path.parent) for path in folders}
+    return {
+        path.parents[1].name: at(path.parent)
+        for path in folders
+        if not is_temporary(path.parents[1].name)
+    }
 
 
 def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
@@ -203,6 +209,7 @@ def untrained_recipes() -> list[str]:
 def load(found: Found, target: TargetModel, values: Mapping[str, Any] | None = None) -> Any:
     """The drafter itself. values: changes to the configuration of one without a checkpoint."""
     if found.checkpoint is not None:
+        require_unchanged(found.checkpoint)
         return load_drafter(found.checkpoint, target.info, target.weights)
     merged = {**found.values, **(values or {})}
     config: Any = build(get_kind(found.kind).config_class, merged, f"head ({found.kind})")
@@ -322,7 +329,9 @@ def answers_of(found: Found) -> list[Path] | None:
     record = read_record(folder) if folder is not None else None
     if record is None:
         return None
-    manifests = [Path(name) for name in record.inputs if Path(name).name == MANIFEST_FILE]
+    assert folder is not None, "it has a record"
+    inputs = [named_file(name, folder) for name in record.inputs]
+    manifests = [path for path in inputs if path.name == MANIFEST_FILE]
     if not manifests or not all(path.is_file() for path in manifests):
         return None
     before: list[Path] | None = []

@@ -11,6 +11,7 @@ from heads.api.errors import UserError
 from inference.decoding.rules.names import AUTO
 from inference.manifest import checkpoint_hash
 from inference.server.config import read_secret
+from inference.writers import hold
 from scripts.config.schema import Settings
 from scripts.run.process import prepare_process, shown
 from scripts.stages.chat import build_engine
@@ -38,6 +39,7 @@ def run(settings: Settings) -> int:
         drafter, records, weights = found.name if found else "no drafter", None, ""
         if config.log_rejections:
             records = Path(config.records or settings.run.directory / "records")
+            hold(records)  # until the stage ends
             weights = checkpoint_hash(found.checkpoint or "") if found else ""
         service = Service(config, engine, drafter, secret, records, weights)
     except BaseException:

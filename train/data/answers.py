@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError
+from inference.folders import discard
 from inference.manifest import (
     MANIFEST_FILE,
     FileEntry,
@@ -73,7 +73,7 @@ DONE, FAILED, SKIPPED = STATUSES = ("done", "failed", "skipped")
 PARTS, SHARDS, PACKED, INPUT = "parts", "shards", "packed", "input"
 USES, RESERVED = ("validation", "bench"), "{}.jsonl"
 """What prompts are held out of the data for, and their files in `INPUT`."""
-FAILURES, SETTINGS, LOCK = "failures.jsonl", "generate.json", ".lock"
+FAILURES, SETTINGS = "failures.jsonl", "generate.json"
 
 
 class AnswersManifest(TypedDict):
@@ -236,7 +236,7 @@ def merge_parts(out: Path, total: int, shard_rows: int, watch: Watch = ignore) -
 
 
 def remove_parts(out: Path) -> None:
-    shutil.rmtree(out / PARTS, ignore_errors=True)
+    discard(out / PARTS)
 
 
 def clear_output(out: Path) -> None:
@@ -244,27 +244,7 @@ def clear_output(out: Path) -> None:
     for name in (MANIFEST_FILE, SETTINGS, FAILURES):
         (out / name).unlink(missing_ok=True)
     for name in (PARTS, SHARDS, PACKED):
-        shutil.rmtree(out / name, ignore_errors=True)
-
-
-@contextmanager
-def output_lock(out: Path, exclusive: bool) -> Iterator[None]:
-    """Hold the folder's lock while generating; a process's end releases it. exclusive: the main
-    process first finds that no other process (an orphan of a killed run, say) writes here, and
-    shares the lock then. Raises `UserError` when another run holds it."""
-    import fcntl
-
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"another process is generating into '{out}' (perhaps left over from a killed "
-                "run). Wait for it or end it, or give another output folder."
-            ) from error
-        fcntl.flock(file, fcntl.LOCK_SH)
-        yield
+        discard(out / name)
 
 
 Ranges = list[tuple[Path, int, int]]
@@ -315,7 +295,7 @@ def _write_shards(
     out: Path, ranges: Ranges, done: NDArray[np.int64], shard_rows: int, watch: Watch
 ) -> tuple[list[FileEntry], int]:
     """Manifest entries of the shards, which replace earlier ones, and their answer tokens."""
-    shutil.rmtree(out / SHARDS, ignore_errors=True)
+    discard(out / SHARDS)
     entries, tokens = [], 0
     for number, chunk in enumerate(_chunks(ranges, done, shard_rows, done=True)):
         table = chunk.select(SHARD_SCHEMA.names)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -30,6 +29,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError
+from inference.folders import discard
 from inference.manifest import PARTIAL, file_sha256, write_bytes, write_json
 from train.data.answers import RESERVED, USES, parquet_bytes
 from train.data.config import DataConfig, SourceConfig
@@ -97,7 +97,7 @@ def ingest(
     if (folder / STATE).is_file():
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     if state is None or state["identity"] != identity:
-        shutil.rmtree(folder, ignore_errors=True)
+        discard(folder)
         state = {"identity": identity, "rows": 0, "place": None, "findings": None, "held_out": 0}
     reader = Reader(data, folder, held_out, decode)
     mixture = reader.read(state, progress)
@@ -235,7 +235,7 @@ class Reader:
         result = Input(total, _fingerprint(folder), left_out, report)
         summary = {"format": FORMAT, "identity": state["identity"], **asdict(result)}
         write_json(folder / SUMMARY, summary)
-        shutil.rmtree(folder / KEYS)
+        discard(folder / KEYS)
         for name in (STATE, SIGNATURES, HELD, CONVERSATIONS):
             (folder / name).unlink(missing_ok=True)
         return result

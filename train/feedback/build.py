@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
+from inference.folders import discard
 from inference.manifest import (
     MANIFEST_FILE,
     FileEntry,
@@ -210,7 +210,7 @@ def build(
             "another folder."
         )
     for name in (SHARDS, PACKED):
-        shutil.rmtree(out / name, ignore_errors=True)
+        discard(out / name)
     tally, costs, seen = _tally(sources, info, config)
     weighing = Weighing.of(config, tally)
     hard = round(config.hard_prompts * len(costs))

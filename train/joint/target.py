@@ -8,11 +8,11 @@ drift.json    the measured drift alone (`inference.measure.drift`)
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
 from heads.api.target_info import TargetInfo
+from inference.folders import replace_part
 from inference.manifest import write_bytes, write_json
 from inference.measure.drift import Drift
 from inference.target.model import TargetModel
@@ -58,17 +58,14 @@ Measure what matters for your use before you serve it.
 
 def save_changed_target(target: TargetModel, folder: Path) -> None:
     """Write the model as it is now, with its tokenizer, replacing `folder` as a whole."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    for leftover in (partial, folder):
-        shutil.rmtree(leftover, ignore_errors=True)
     text = target.model.config.get_text_config()
     # a setting of the loading, not of the model
     ours = vars(text).pop("headstart_long_context", None)
-    target.model.save_pretrained(str(partial))
-    target.tokenizer.save_pretrained(str(partial))
+    with replace_part(folder, known=("*",)) as fresh:
+        target.model.save_pretrained(str(fresh))
+        target.tokenizer.save_pretrained(str(fresh))
     if ours is not None:
         text.headstart_long_context = ours
-    partial.rename(folder)
 
 
 def label(folder: Path, original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> None:
