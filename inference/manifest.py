@@ -16,12 +16,14 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, TypeVar, Unpack, cast
+
+from typing_extensions import TypedDict
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.config import shown
 from heads.api.errors import UserError
-from heads.api.reading import read_object
+from heads.api.reading import read_object, require_fit
 
 FORMAT = 1
 LARGEST = 64 * 1024 * 1024
@@ -31,6 +33,9 @@ PARTIAL = ".partial"
 STALE_SECONDS = 600.0
 """Age in seconds of an unchanged file after which its writer on another machine counts as gone."""
 _PARTIAL_NAME = re.compile(r"\.(?P<pid>\d+)-[0-9a-f]{8}@(?P<host>[^@]+)\.partial$")
+
+
+T = TypeVar("T")
 
 
 class FileSize(TypedDict, total=False):
@@ -84,6 +89,13 @@ def read_manifest(directory: Path, stage: str) -> dict[str, Any]:
             f"'{stage}' is needed here."
         )
     return content
+
+
+def read_manifest_as(kind: type[T], directory: Path, stage: str) -> T:
+    """`read_manifest` for a stage whose manifest has a `TypedDict`; raises `UserError` also where a
+    key is missing or of another type."""
+    content = read_manifest(directory, stage)
+    return require_fit(kind, content, f"'{directory / MANIFEST_FILE}'", "Run the stage again.")
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -12,10 +12,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from heads.api.config import build, shown
 from heads.api.errors import UserError
@@ -152,6 +154,24 @@ def require_object(values: Any, name: str, advice: str = ADVICE) -> dict[str, An
     if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
         raise UserError(f"{name} is broken: it holds {shown(values)} in place of keys. {advice}")
     return dict(values)
+
+
+def require_fit(kind: type[T], values: Any, name: str, advice: str = ADVICE) -> T:
+    """Return `values` if they are of `kind`, a `TypedDict` of typing_extensions; further keys are
+    other versions'. Raises `UserError`, which names the first key that is missing or does not fit.
+    """
+    try:
+        _adapter(cast(Any, kind)).validate_python(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        raise UserError(f"{name} is broken: {place}: {first['msg']}. {advice}") from error
+    return cast(T, values)
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _require_shallow(values: Any, most: float = float("inf")) -> None:

@@ -20,15 +20,16 @@ from heads.api.errors import UserError
 from heads.api.reading import refusing
 
 ADVICE = "The file is missing or was cut off; copy or train it again."
-_BROKEN = (
+BROKEN = (
     *(SafetensorError, OSError, ValueError, TypeError, LookupError, RuntimeError, MemoryError),
     *(OverflowError, AttributeError),
 )
+"""What the library, and torch behind it, raise for a file that is damaged or is no such file."""
 
 
 def read_tensors(path: Path, advice: str = ADVICE, device: str = "cpu") -> dict[str, Tensor]:
     """All tensors of a file; raises `UserError`."""
-    with refusing(f"'{path}'", advice, *_BROKEN):
+    with refusing(f"'{path}'", advice, *BROKEN):
         tensors: dict[str, Tensor] = load_file(str(path), device=device)
     return tensors
 
@@ -37,7 +38,7 @@ def read_tensors(path: Path, advice: str = ADVICE, device: str = "cpu") -> dict[
 def open_tensors(path: Path, advice: str = ADVICE) -> Iterator[Any]:
     """Yield a file whose tensors are read one by one (`safetensors.safe_open`, for torch); its
     errors, and those of reading, leave the block as `UserError`."""
-    with refusing(f"'{path}'", advice, *_BROKEN), safe_open(str(path), "pt") as file:
+    with refusing(f"'{path}'", advice, *BROKEN), safe_open(str(path), "pt") as file:
         yield file
 
 

@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from heads.api.config import build
 from heads.api.errors import UserError
 from heads.api.reading import read_json
 from inference.decoding.arm import Arm
@@ -112,7 +111,10 @@ def serve(
         content = read_json(answered, "Run it again.")
         if not isinstance(content, list) or not content:
             raise UserError(f"{what} answered with something else than a list: {last}")
-        found = [build(ServedMode, item, what) for item in content]
+        try:
+            found = [ServedMode(**item) for item in content]
+        except TypeError as error:
+            raise UserError(f"{what} answered with something else ({error}): {last}") from error
     by_mode = {(mode.name, mode.batch): mode for mode in found}
     ended = f"the process ended with status {done.returncode}: {last}"
     return [

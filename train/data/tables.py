@@ -100,7 +100,7 @@ def parse_line(line: bytes) -> RawRow | BadRowError:
     """The row in a line of JSON, or what is wrong with it."""
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):  # also: no UTF-8, numbers of thousands of digits
         return BadRowError("the line is not valid JSON")
     return row if isinstance(row, Mapping) else BadRowError("the line is not a JSON object")
 

@@ -12,6 +12,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+from heads.api.reading import read_object
 from heads.api.target_info import TargetInfo
 from inference.manifest import write_bytes, write_json
 from inference.measure.drift import Drift
@@ -75,7 +76,7 @@ def label(folder: Path, original: TargetInfo, kind: str, joint: JointConfig, dri
     """Write drift.json, an entry of config.json and the model card into the new target's folder."""
     facts = {"original": original.id, "revision": original.revision, **drift.to_dict()}
     write_json(folder / DRIFT_FILE, facts)
-    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    config = read_object(folder / CONFIG_FILE)
     config[ENTRY] = {
         "changed_from": original.id,
         "revision": original.revision,

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heads.api.errors import UserError
+from heads.api.reading import parse_json, read_object
 from inference.manifest import STALE_SECONDS, alive
 
 
@@ -81,7 +82,7 @@ class Claims:
         """Give a claim of our own up, unless another writer has taken it over."""
         token = self._own.pop(name, None)
         with contextlib.suppress(OSError, ValueError), folder_lock(self.store):
-            content = json.loads(self.path(name).read_text(encoding="utf-8"))
+            content = read_object(self.path(name))
             if token is not None and content.get("token") == token:
                 self.path(name).unlink()
 
@@ -90,7 +91,7 @@ class Claims:
         path = self.path(name)
         try:
             age = max(0.0, time.time() - path.stat().st_mtime)
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(path.read_bytes(), f"'{path}'")
             return Claim(str(content["host"]), int(content["pid"]), age)
         except FileNotFoundError:
             return None
