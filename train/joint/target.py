@@ -12,6 +12,8 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+import yaml
+
 from heads.api.reading import read_object
 from heads.api.target_info import TargetInfo
 from inference.manifest import write_bytes, write_json
