@@ -90,7 +90,7 @@ def parse_json(text: str | bytes, name: str, advice: str = ADVICE) -> Any:
     except UnicodeEncodeError as error:
         raise UserError(f"{name} holds half a character (a lone surrogate). {advice}") from error
     except _BROKEN_JSON as error:
-        raise UserError(f"{name} is broken: no JSON ({reason(error)}). {advice}") from error
+        raise UserError(f"{name} is not readable as JSON ({reason(error)}). {advice}") from error
     return values
 
 

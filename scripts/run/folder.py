@@ -206,7 +206,21 @@ def changes(
     before["run.seed"], after["run.seed"] = previous.seed, settings.run.seed
     return [
         f"{key} was {before.get(key)!r}, is {after.get(key)!r}" for key in different(before, after)
-    ] + [f"{name} has changed" for name in different(previous.inputs, hashes)]
+    ] + [f"{name} has changed" for name in different(*unmoved(previous.inputs, hashes))]
+
+
+def unmoved(
+    before: Mapping[str, str], after: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The hashes of inputs without those of files that lie elsewhere and hold the same: a run whose
+    folder was moved or copied is the same run."""
+    alike = [{(Path(name).name, sha) for name, sha in one.items()} for one in (before, after)]
+    both = alike[0] & alike[1]
+
+    def rest(one: Mapping[str, str]) -> dict[str, str]:
+        return {name: sha for name, sha in one.items() if (Path(name).name, sha) not in both}
+
+    return rest(before), rest(after)
 
 
 def different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

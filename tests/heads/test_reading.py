@@ -128,12 +128,12 @@ def test_shapes_of_a_header_are_never_larger_than_the_file(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\xff\xfe{}", "is broken: no JSON"),
-        (b"[" * 100_000, "is broken: no JSON"),
+        (b"\xff\xfe{}", "is not readable as JSON"),
+        (b"[" * 100_000, "is not readable as JSON"),
         (b"[" * 101 + b"]" * 101, "more than 100 lists or mappings inside each other"),
-        (b"9" * 5000, "is broken: no JSON"),
+        (b"9" * 5000, "is not readable as JSON"),
         (b'{"a": "\\ud800"}', "half a character"),
-        (b'{"a": 1', "is broken: no JSON"),
+        (b'{"a": 1', "is not readable as JSON"),
     ],
 )
 def test_json_that_is_none_is_named(tmp_path: Path, content: bytes, words: str) -> None:

@@ -167,7 +167,11 @@ def find_column(config: SourceConfig, columns: Sequence[str]) -> str:
             return name
     raise UserError(
         f"dataset '{config.path}' has none of the columns {', '.join(known)}. "
-        f"Set data.column to one of: {', '.join(columns) or 'nothing'}."
+        + (
+            f"Set data.column to one of: {', '.join(columns)}."
+            if columns
+            else "None of its first rows could be read as one: each line must be a JSON object."
+        )
     )
 
 

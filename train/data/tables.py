@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from heads.api.errors import UserError, suggest
+from heads.api.reading import reason
 from train.data.config import SourceConfig
 
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json"}
@@ -198,7 +199,7 @@ def _load(shown: str, **arguments: Any) -> Any:
     except (DatasetGenerationError, pa.ArrowInvalid) as error:
         cause = error.__cause__ or error
         raise UserError(
-            f"dataset '{shown}' cannot be read: {cause}. Check the file, or turn it into jsonl to "
+            f"dataset '{shown}' cannot be read: {reason(cause)}. Are its rows alike? Check the file, or turn it into jsonl to "
             "skip broken rows."
         ) from error
     # unknown split or configuration: the message of `datasets` lists what exists

@@ -77,7 +77,9 @@ class AcceptanceHead:
             if weight.shape != (len(FEATURES),) or not torch.isfinite(weight.sum() + bias):
                 raise ValueError(f"{len(FEATURES)} finite weights and a bias are needed")
         except UserError as error:
-            raise UserError(f"decode.adaptive_head: {error}") from error
+            raise UserError(
+                f"decode.adaptive_head: '{path}' is no acceptance head: {error}"
+            ) from error
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(
                 f"decode.adaptive_head: '{path}' is no acceptance head ({error!r}). {advice}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from heads.api import tensors
+from heads.api.checkpoint import CONFIG_KEYS
 from heads.api.errors import UserError
 from heads.api.reading import read_object, reason
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -96,7 +97,13 @@ class Folder:
                 f"'{path}' is not a folder. Fetch the drafter first "
                 "(`hf download <repo> --local-dir <folder>`)."
             )
-        return cls(path, read_json(path / CONFIG), read_tensors(path), ExportNotes.read(path))
+        config = read_json(path / CONFIG)
+        if config.keys() >= CONFIG_KEYS.keys():
+            raise UserError(
+                f"'{path}' is a checkpoint of Headstart's own and needs no import: give it as it "
+                "is, such as measure.drafters=[<folder>] or chat.drafter=<folder>."
+            )
+        return cls(path, config, read_tensors(path), ExportNotes.read(path))
 
     @cached_property
     def architecture(self) -> str:
