@@ -199,8 +199,8 @@ def _load(shown: str, **arguments: Any) -> Any:
     except (DatasetGenerationError, pa.ArrowInvalid) as error:
         cause = error.__cause__ or error
         raise UserError(
-            f"dataset '{shown}' cannot be read: {reason(cause)}. Are its rows alike? Check the file, or turn it into jsonl to "
-            "skip broken rows."
+            f"dataset '{shown}' cannot be read: {reason(cause)}. Are its rows alike? Check the "
+            "file, or turn it into jsonl to skip broken rows."
         ) from error
     # unknown split or configuration: the message of `datasets` lists what exists
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -67,8 +68,7 @@ def test_a_template_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None
     worker = templates.Worker()
     try:
         process = worker._start()
-        with open(f"/proc/{process.pid}/environ", "rb") as file:
-            assert b"secret" not in file.read()
+        assert b"secret" not in Path(f"/proc/{process.pid}/environ").read_bytes()
     finally:
         worker.stop()
 
