@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import NotRequired
 
-from inference.manifest import FileEntry, read_manifest
+from typing_extensions import TypedDict
+
+from inference.manifest import FileEntry, read_manifest_as
 
 Settings = dict[str, object]
 """The fields of one configuration class."""
@@ -105,4 +107,4 @@ class TrainManifest(TrainOutcome):
 
 def read_training(folder: Path) -> TrainManifest:
     """The manifest of a finished training; raises `UserError` where there is none."""
-    return cast(TrainManifest, read_manifest(folder, "train"))
+    return read_manifest_as(TrainManifest, folder, "train")

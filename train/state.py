@@ -33,10 +33,12 @@ from typing import TypedDict
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.api.errors import UserError
+from heads.api.reading import read_object
+from heads.api.tensors import read_tensors
 from inference.folders import discard, is_temporary, put
 from inference.manifest import file_sha256, safe_path, write_json
 from train.distributed import World
@@ -82,7 +84,7 @@ class Snapshot:
     sharded: bool
 
     def weights(self) -> dict[str, Tensor]:
-        return load_file(str(self.directory / WEIGHTS_FILE))
+        return read_tensors(self.directory / WEIGHTS_FILE)
 
     def restore(self, engine: TrainEngine, world: World) -> None:
         """Restore the optimiser and random generators; raises `UserError` for a state of other
@@ -206,7 +208,7 @@ def read_snapshot(folder: Path, share: int = 0, shares: int = 1) -> Snapshot:
     """Check a state folder and describe it; raises `UserError` saying what is damaged. Of all
     sizes, and of the contents of every `shares`-th file from number `share` on."""
     try:
-        content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        content = read_object(folder / STATE_FILE)
         if content["format"] != FORMAT:
             raise UserError(
                 f"'{folder}' has format {content['format']}; this version reads format {FORMAT}."
@@ -249,11 +251,11 @@ def set_random_state(folder: Path, rank: int, processes: int) -> None:
         np.random.seed(seed)  # the global generator is meant
         torch.manual_seed(seed)
         return
-    states = load_file(str(folder / f"random-{rank}.safetensors"))
+    states = read_tensors(folder / f"random-{rank}.safetensors")
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    plain = json.loads((folder / f"random-{rank}.json").read_text(encoding="utf-8"))
+    plain = read_object(folder / f"random-{rank}.json")
     version, words, gauss = plain["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, place, has_gauss, cached = plain["numpy"]

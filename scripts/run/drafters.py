@@ -10,19 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from heads.api.checkpoint import CONFIG_FILE as CHECKPOINT_FILE
 from heads.api.checkpoint import WEIGHTS_FILE, load_drafter, new_drafter, read_config
 from heads.api.config import build
 from heads.api.errors import UserError, missing_folder, suggest
+from heads.api.reading import read_yaml_object
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.decoding.decode_file import DECODE_FILE, advice
 from inference.folders import is_temporary
 from inference.hub.fetch import REVISION, fetch, is_published_name
 from inference.integrity import require_unchanged
-from inference.manifest import MANIFEST_FILE, read_manifest
+from inference.manifest import MANIFEST_FILE
 from inference.report.model import REPORT_FILE, read_report
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
@@ -31,6 +30,7 @@ from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, plain
 from scripts.run.folder import CONFIG_FILE, missing_run, named_file, read_record, require_run
 from scripts.run.folder import read_config as read_stage_config
+from train.manifest import read_training
 
 BEST = "best"
 NO_DRAFTER = "none"
@@ -105,7 +105,7 @@ def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
         if not mark:
             kept[name] = item
         elif (item.folder.parent / MANIFEST_FILE).is_file():
-            tau = read_manifest(item.folder.parent, "train")["best"]["tau"] or 0.0
+            tau = read_training(item.folder.parent)["best"]["tau"] or 0.0
             if tau > best.get(row, -1.0):
                 best[row], kept[row] = tau, replace(item, name=row)
     return list(kept.values())
@@ -186,7 +186,7 @@ def untrained(name: str, values: Mapping[str, Any]) -> Found:
         files = (folder / "head" / f"{recipe}.yaml" for folder in conf_folders())
         file = next((path for path in files if path.is_file()), None)
         # a kind of another package needs no file
-        own = {"kind": recipe} if file is None else yaml.safe_load(file.read_text(encoding="utf-8"))
+        own = {"kind": recipe} if file is None else read_yaml_object(file)
         rest = own | rest
     kind = get_kind(str(rest.pop("kind")))
     if kind.needs_training(build(kind.config_class, rest, f"measure.heads.{name}")):
@@ -281,7 +281,7 @@ def preferred(run: RunConfig) -> tuple[str, str]:
         word = "the highest tau in training"
         done = {name: item.folder.parent for name, item in known.items()}
         manifests = {
-            name: read_manifest(folder, "train")
+            name: read_training(folder)
             for name, folder in done.items()
             if (folder / MANIFEST_FILE).is_file()
         }

@@ -8,7 +8,6 @@ refused, never mixed in silently.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import yaml
 
 from heads.api.config import build
 from heads.api.errors import UserError, missing_folder, suggest
+from heads.api.reading import read_object, read_yaml_object
 from inference.folders import RUN_FILE, delete_own, stage_of, sweep
 from inference.manifest import (
     MANIFEST_FILE,
@@ -235,13 +235,8 @@ def read_record(path: Path) -> RunRecord | None:
     file = path / RUN_FILE
     if not file.is_file():
         return None
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"'{file}' is broken ({error}). Remove '{path}' yourself, or choose another name."
-        ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    content = read_object(file, f"Remove '{path}' yourself, or choose another name.")
+    if content.get("format") != FORMAT:
         raise UserError(
             f"'{file}' is not a run record of format {FORMAT}. Choose another run.name."
         )
@@ -253,9 +248,7 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"'{path}' is not a stage folder: it has no {CONFIG_FILE}.")
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    assert isinstance(content, dict), f"{file} was not written by us"
-    return content
+    return read_yaml_object(file, f"Remove '{path}' yourself, or choose another name.")
 
 
 def changes(

@@ -18,21 +18,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any, NotRequired
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from typing_extensions import TypedDict
 
 from heads.api.errors import UserError
+from heads.api.reading import read_bytes
 from inference.folders import discard
 from inference.manifest import (
     MANIFEST_FILE,
     FileEntry,
     file_entry,
-    read_manifest,
+    read_manifest_as,
     verify_file,
     write_bytes,
 )
@@ -105,7 +107,7 @@ class AnswersManifest(TypedDict):
 
 def read_answers(folder: Path) -> AnswersManifest:
     """The manifest of a folder of answers; raises `UserError` where there is none."""
-    return cast(AnswersManifest, read_manifest(folder, "generate"))
+    return read_manifest_as(AnswersManifest, folder, "generate")
 
 
 def held_out_prompts(folder: Path, use: str) -> Path | None:
@@ -127,7 +129,7 @@ def copy_held_out(sources: Sequence[Path], out: Path) -> dict[str, dict[str, Fil
         file = next((path for path in files if path is not None), None)
         if file is not None:
             name = f"{INPUT}/{RESERVED.format(use)}"
-            content = file.read_bytes()
+            content = read_bytes(file)
             write_bytes(out / name, content)
             found[use] = file_entry(out, name, rows=content.count(b"\n"))
     return {"held_out": found} if found else {}

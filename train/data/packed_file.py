@@ -17,7 +17,6 @@ Legend: R rows, T positions (sequence_length).
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -29,6 +28,7 @@ from typing import Any, BinaryIO, NotRequired, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from heads.api.reading import read_object
 from inference.folders import discard, put
 from inference.manifest import file_entry, file_sha256, partial_of, write_json
 from inference.target.chat import Span
@@ -215,7 +215,7 @@ def write_packed(folder: Path, documents: Iterable[Document], key: PackKey) -> N
 def is_whole(folder: Path, key: PackKey, *, thorough: bool = False) -> bool:
     """Whether `folder` holds all packed rows of `key`, of full size (thorough: and unchanged)."""
     try:
-        header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+        header = read_object(folder / HEADER)
         if header["format"] != FORMAT or header["key"] != dict(key):
             return False
         names = {f"{name}.bin" for name in (*PARTS, *key.get("extras", ()))}
@@ -229,7 +229,7 @@ def is_whole(folder: Path, key: PackKey, *, thorough: bool = False) -> bool:
 
 
 def read_packed(folder: Path) -> Packed:
-    header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+    header = read_object(folder / HEADER)
     arrays = {name: np.fromfile(folder / f"{name}.bin", PARTS[name]) for name in INDEXES}
     names = ("tokens", *header["key"].get("extras", ()))
     flat = {name: FlatFile(folder / f"{name}.bin", (PARTS | EXTRAS)[name]) for name in names}

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, config
+from heads.api.config import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Timeout,
+    config,
+)
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
@@ -51,7 +58,7 @@ class FeaturesConfig:
     the disk has room for."""
     verify: bool = False
     """`headstart features`: compare all checksums first, and write damaged shards again."""
-    wait_seconds: PositiveFloat = 300.0
+    wait_seconds: Timeout = 300.0
     """store: how long training waits for a row while the writers of the store make no progress."""
     ahead: NonNegativeInt = 2
     """store, remote, group: how many steps ahead features are fetched."""
@@ -60,7 +67,7 @@ class FeaturesConfig:
     turn."""
     token_variable: str = "HEADSTART_FEATURES_TOKEN"
     """remote: environment variable with the token that servers ask for."""
-    timeout_seconds: PositiveFloat = 60.0
+    timeout_seconds: Timeout = 60.0
     """remote, group: longest wait for one answer."""
     retries: NonNegativeInt = 5
     """remote: how often a request is tried again, each time with the next server and after a longer

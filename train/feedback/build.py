@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError
+from heads.api.reading import read_json_lines, require_object
 from heads.api.target_info import TargetInfo
 from inference.folders import discard
 from inference.manifest import (
@@ -404,7 +405,8 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 def read_lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
     for path in paths:
-        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        for number, row in read_json_lines(path):
+            yield require_object(row, f"'{path}' line {number}")
 
 
 def summary(manifest: FeedbackManifest) -> str:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from heads.api.errors import UserError
+from heads.api.reading import read_object
 from inference.decoding.config import DecodeConfig
 from inference.folders import discard
 from inference.manifest import (
@@ -245,7 +246,7 @@ def prepare_output(
     another configuration's answers, unless `overwrite`."""
     path = out / SETTINGS
     if path.is_file():
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_object(path)
         differences = _differences(stored, settings)
         if differences and not overwrite:
             raise UserError(

@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save
+from typing_extensions import TypedDict
 
 from heads.api.batch import TrainBatch
 from heads.api.errors import UserError
@@ -271,7 +272,7 @@ def finish_store(
             indices = [manifest.file_entry(folder, str(path.relative_to(folder))) for path in paths]
             content = {**known, "bytes": size, "shards": shards, "index": indices}
             manifest.write_manifest(folder, "features", content, provenance)
-    return cast(StoreManifest, manifest.read_manifest(folder, "features"))
+    return manifest.read_manifest_as(StoreManifest, folder, "features")
 
 
 @dataclass(frozen=True)

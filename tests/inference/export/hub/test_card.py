@@ -49,6 +49,16 @@ def written(
     return yaml.safe_load(matter), body
 
 
+def test_what_a_card_quotes_is_text() -> None:
+    hostile = "x` <img src=y onerror=alert(1)> |\n# z"
+    about = PushConfig("someone/a", datasets=(hostile,), base_model=hostile)
+    matter, body = written(about=about, kind=hostile, target={**CONFIG["target"], "id": hostile})
+    assert matter["base_model"] == hostile
+    assert "\n# z" not in body
+    outside = re.sub(r"(`+) ?.*?[^`] ?\1(?!`)", "", body.replace("```", ""))
+    assert "<img" not in outside
+
+
 def test_front_matter() -> None:
     matter, _ = written()
     assert matter == {
