@@ -61,7 +61,7 @@ def test_shapes_that_no_memory_holds_are_compared(saved: tuple[Path, MicroTarget
     facts = {**target.info.to_dict(), "hidden_size": 2**20, "vocab_size": 2**24}
     info = type(target.info)(**facts)
     change(folder, config={"own_lm_head": True, "num_heads": 64}, target=facts)
-    with pytest.raises(UserError, match="has shape .* expected|does not fit kind 'medusa'"):
+    with pytest.raises(UserError, match=r"has shape .* expected|does not fit kind 'medusa'"):
         load_drafter(folder, info, target.weights)
 
 
