@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from heads.api.config import build, shown
 from heads.api.drafter import TrainableDrafter
@@ -156,10 +158,33 @@ def build_drafter(kind: Kind, config: Any, info: TargetInfo, path: Path) -> Any:
     that has other tensors. A configuration may ask for any size, so what it takes is compared with
     what the file has before there is memory for it."""
     if issubclass(kind.drafter_class, TrainableDrafter):
+        most = 1000 + 10 * len(tensor_shapes(path))
         # A kind of another package may compute with its weights as it is made, which it cannot here
-        with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
+        with suppress(NotImplementedError, RuntimeError), torch.device("meta"), at_most(most, path):
             check_shapes(kind.drafter_class(config, info), path)
     return kind.drafter_class(config, info)
+
+
+@contextmanager
+def at_most(parameters: int, path: Path) -> Iterator[None]:
+    """End the block with a `UserError` once it has made more parameters: a million of them take
+    minutes, even without memory."""
+    made = 0
+
+    def count(module: torch.nn.Module, name: str, parameter: object) -> None:
+        nonlocal made
+        made += 1
+        if made > parameters:
+            raise UserError(
+                f"'{path}' does not fit its {CONFIG_FILE}, which asks for many more tensors than "
+                "the file holds. Train or download the checkpoint again."
+            )
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def check_shapes(drafter: TrainableDrafter, path: Path) -> None:

@@ -14,7 +14,7 @@ from heads.api.checkpoint import CONFIG_FILE as CHECKPOINT_FILE
 from heads.api.checkpoint import WEIGHTS_FILE, load_drafter, new_drafter, read_config
 from heads.api.config import build
 from heads.api.errors import UserError, missing_folder, suggest
-from heads.api.reading import read_yaml_object
+from heads.api.reading import read_yaml_object, require_object
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.decoding.decode_file import DECODE_FILE, advice
@@ -72,7 +72,10 @@ class Found:
 
     def trained_with(self, group: str) -> dict[str, Any]:
         """A group of the settings that it was trained with; empty where they are not at hand."""
-        return (read_stage_config(self.stage_folder) if self.stage_folder else {}).get(group) or {}
+        folder = self.stage_folder
+        if not folder:
+            return {}
+        return require_object(read_stage_config(folder).get(group) or {}, f"{group} in '{folder}'")
 
 
 def list_trained(run: RunConfig) -> dict[str, Found]:

@@ -28,7 +28,7 @@ def raised(error: BaseException) -> BaseException:
 def test_errors_of_files_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cases = {
-        tmp_path / "file" / "x": "a file where a folder is needed",
+        tmp_path / "file" / "x": "something of that name is there already",
         tmp_path / ("x" * 300): "longer than the file system allows",
         Path("/proc/nothing") / "x": "no such file or folder",
     }

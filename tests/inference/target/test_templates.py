@@ -30,9 +30,7 @@ def render(template: str, **values: object) -> str:
 
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-MACRO = (
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(200) }}"
-)
+MACRO = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}"
 POWER = "{{ (7 ** 9999999) % 10 }}{{ 9 ** 9 ** 9 }}"
 
 

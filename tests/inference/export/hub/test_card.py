@@ -55,8 +55,9 @@ def test_what_a_card_quotes_is_text() -> None:
     matter, body = written(about=about, kind=hostile, target={**CONFIG["target"], "id": hostile})
     assert matter["base_model"] == hostile
     assert "\n# z" not in body
-    outside = re.sub(r"(`+) ?.*?[^`] ?\1(?!`)", "", body.replace("```", ""))
-    assert "<img" not in outside
+    blocks = re.sub(r"(?s)^```.*?^```$", "", body, flags=re.MULTILINE)
+    spans = re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", blocks)
+    assert "<img" not in spans and "onerror" in body
 
 
 def test_front_matter() -> None:
