@@ -334,9 +334,9 @@ def test_an_engine_that_keeps_failing_ends_the_server(engine: Engine) -> None:
         with pytest.raises((openai.InternalServerError, openai.APIConnectionError)):
             long(running.client)
         end = time.monotonic() + 10
-        while not running.server.should_exit and time.monotonic() < end:
+        while not running.server.ended and time.monotonic() < end:
             time.sleep(0.02)
-        assert running.server.failed and running.server.should_exit
+        assert running.server.failed and running.server.ended
 
 
 # The end
