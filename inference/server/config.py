@@ -61,7 +61,7 @@ class ServeConfig:
     body_kilobytes: PositiveInt = 1024
     """Largest request; larger ones get status 413. Nothing is read before the token was right."""
     idle_seconds: Seconds = 30.0
-    """Longest time a connection may stay open between two requests."""
+    """Longest time a connection may stay open without a request."""
     connections: PositiveInt = 1024
     """Most connections. At the limit the one that has waited longest for its client is ended for a
     new one."""

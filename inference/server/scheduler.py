@@ -161,13 +161,13 @@ class Scheduler:
     # The worker's thread
 
     def _work(self) -> None:
-        failures, details = 0, self.log is not None
+        failures, details, begun = 0, self.log is not None, False
         while not self._ended and failures < MOST_FAILURES:
             try:
                 with Session(
                     self.engine, self.context, self._on_tokens, details=details
                 ) as session:
-                    self._session, self.healthy = session, True
+                    self._session, self.healthy, begun = session, True, True
                     self._ready.set()
                     while not self._ended:
                         if self._turn(session):
@@ -187,7 +187,7 @@ class Scheduler:
                 self._fail_all(broken if failures else "the server is stopping")
         self.healthy = False
         self._ready.set()
-        if not self._ended:
+        if begun and not self._ended:  # otherwise `start` says why
             self._drain_inbox()
             self.broken()
 

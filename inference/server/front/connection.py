@@ -83,7 +83,6 @@ class Connection:
         self.http = h11.Connection(h11.SERVER, self.limits.header_bytes)
         self.closing = False
         self.left = asyncio.Event()
-        self._used = False
 
     async def serve(self) -> None:
         """Answer requests until one of both sides ends it."""
@@ -122,9 +121,9 @@ class Connection:
 
     async def _head(self) -> h11.Request | None:
         """The next request's line and headers, None when no request comes; raises `ApiError`."""
-        limits, used, self._used = self.limits, self._used, True
+        limits = self.limits
         try:
-            if used and not self.http.trailing_data[0]:
+            if not self.http.trailing_data[0]:
                 async with asyncio.timeout(limits.idle_seconds):
                     self.http.receive_data(await self.reader.read(READ))
             async with asyncio.timeout(limits.header_seconds):
@@ -192,25 +191,24 @@ class Connection:
 
     async def _answer(self, request: h11.Request, body: bytes) -> bool:
         """Have the application answer; returns whether it did so in full."""
-        answer = Answer(self, request, body)
+        answer, error = Answer(self, request, body), None
         watch = asyncio.create_task(self._watch())
         try:
             await self.site.app(self._scope(request), answer.receive, answer.send)
-        except ApiError as error:
-            if not answer.begun:
-                await self._refuse(request, error)
+        except ApiError as given:
+            error = given
         except OSError:
             raise
         except Exception:
             # a bug of ours must end one request, not the server, and must not show its insides
             logger.exception("a request failed")
-            if not answer.begun:
-                error = ApiError(500, "the server failed to handle this request.")
-                await self._refuse(request, error)
+            error = ApiError(500, "the server failed to handle this request.")
         finally:
             watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError, OSError):
+            with contextlib.suppress(asyncio.CancelledError):
                 await watch
+        if error is not None and not answer.begun:
+            await self._refuse(request, error)
         return answer.complete
 
     async def _watch(self) -> None:
@@ -261,7 +259,7 @@ class Connection:
         await self.begin(error.status, headers)
         await self.write_body(b"" if method == "HEAD" else content)
         await self.end()
-        if self.http.their_state is not h11.DONE:
+        if self.http.their_state in (h11.IDLE, h11.SEND_BODY, h11.ERROR):
             await self._linger()
 
     async def _linger(self) -> None:

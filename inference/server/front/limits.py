@@ -20,10 +20,9 @@ class Limits:
     connections_per_address: int = 512
     """Connections of one address (IPv6: of one /64 network)."""
     header_seconds: float = 10.0
-    """From the first byte of a request (of a connection's first one: from the connection) to the
-    end of its headers; a TLS handshake has as long."""
+    """From the first byte of a request to the end of its headers; a TLS handshake has as long."""
     idle_seconds: float = 30.0
-    """Between an answer and the next request on the connection."""
+    """From the connection, or the answer before, to the first byte of a request."""
     body_seconds: float = 20.0
     """From the end of the headers to the end of the body."""
     write_seconds: float = 30.0

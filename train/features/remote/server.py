@@ -77,6 +77,7 @@ class FeatureServer:
             refused=self._refused,
         )
         self._one_at_a_time = threading.Lock()
+        self._places = Places(MOST_WAITING)
         self._log = QuietLog(logger)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = asyncio.Event()
@@ -91,7 +92,6 @@ class FeatureServer:
         asyncio.run(self._run())
 
     async def _run(self) -> None:
-        self._places = Places(MOST_WAITING)
         self._workers = FairWorkers(THREADS, "headstart-features")
         self._loop = asyncio.get_running_loop()
         front = HttpServer(self.site, self.listening)

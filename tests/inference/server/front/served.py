@@ -58,6 +58,8 @@ class Served:
         self.bodies.append(len(body))
         if scope["path"] == "/fail":
             raise RuntimeError("secret insides")
+        if scope["path"] == "/refuse":
+            raise ApiError(409, "no.")
         if scope["path"] == "/slow":
             await self.gate.wait()
         if scope["path"] == "/watch":

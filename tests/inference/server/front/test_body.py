@@ -6,7 +6,7 @@ import contextlib
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.server.errors import ApiError
@@ -23,11 +23,13 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(VALUES, st.booleans())
 def test_json_is_read(value: object, ascii_only: bool) -> None:
     assert read_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
+@settings(deadline=None)
 @given(st.binary())
 def test_bytes_are_read_or_refused(body: bytes) -> None:
     with contextlib.suppress(ApiError):  # anything else is a failure

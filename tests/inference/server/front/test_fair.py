@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.server.front.fair import FairQueue, Place, Places
@@ -25,6 +25,7 @@ def test_clients_take_turns_and_keep_their_order() -> None:
         queue.get()
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from("abcd"), max_size=40), st.integers(1, 8))
 def test_places_are_never_more_than_there_are_and_end_fairly(asking: list[str], most: int) -> None:
     places, held = Places(most), []

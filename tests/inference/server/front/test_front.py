@@ -185,6 +185,18 @@ def test_a_failure_shows_no_insides_and_ends_one_request() -> None:
     with served() as front:
         status, body = front.ask(post(b"", path=b"/fail"))
         assert status == 500 and "secret" not in str(body)
+        assert front.ask(post(b"", path=b"/refuse")) == (
+            409,
+            {
+                "error": {
+                    "message": "no.",
+                    "type": "invalid_request_error",
+                    "param": None,
+                    "code": None,
+                }
+            },
+        )
+        assert [status for _, status, _ in front.refused] == [500, 409]
         assert front.ask(GET) == (200, 0)
 
 
