@@ -63,8 +63,11 @@ class FeaturesConfig:
     ahead: NonNegativeInt = 2
     """store, remote, group: how many steps ahead features are fetched."""
     servers: tuple[str, ...] = ()
-    """remote: addresses of the feature servers, as http://host:port; requests go to each in
-    turn."""
+    """remote: addresses of the feature servers, as http://host:port or https://host:port; requests
+    go to each in turn."""
+    ssl_cafile: str = ""
+    """remote: PEM file of the authorities that https servers are checked by; empty: the
+    system's."""
     token_variable: str = "HEADSTART_FEATURES_TOKEN"
     """remote: environment variable with the token that servers ask for."""
     timeout_seconds: Timeout = 60.0
@@ -78,6 +81,11 @@ class FeaturesConfig:
     """serve: the address that is listened on. Any other than this machine's own needs a token."""
     port: int = 8765
     """serve: the port; 0: any free one, which is printed."""
+    ssl_certfile: str = ""
+    """serve: PEM file of a certificate, with its chain: the server speaks https; empty: http."""
+    ssl_keyfile: str = ""
+    """serve: PEM file of the certificate's private key, unencrypted; empty: it is in
+    features.ssl_certfile."""
     targets: PositiveInt = 1
     """group: how many processes of the launch, the last ones, run the target for the others."""
 
