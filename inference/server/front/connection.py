@@ -149,7 +149,7 @@ class Connection:
                 message = reason.format(limit=self.limits.header_bytes)
                 raise ApiError(status, message, code="invalid_http") from error
             if event is not h11.NEED_DATA:
-                return event
+                return cast("h11.Event | type[h11.PAUSED]", event)
             self.http.receive_data(await self.reader.read(READ))
 
     def _require_token(self, request: h11.Request) -> None:
