@@ -255,11 +255,38 @@ def changes(
     path: Path, previous: RunRecord, settings: Settings, hashes: Mapping[str, str]
 ) -> list[str]:
     """What differs from the settings and inputs that a folder was made with, in words."""
-    before, after = comparable(read_config(path), settings.resolved)
+    old = read_config(path)
+    before, after = comparable(old, settings.resolved)
     before["run.seed"], after["run.seed"] = previous.seed, settings.run.seed
+    known = previous.sessions[-1].working_directory if previous.sessions else ""
+    run = old.get("run") or {}
+    own = (
+        RunConfig(str(run.get("name") or RunConfig().name), str(run.get("root", "")))
+        if known
+        else settings.run
+    )
+    sides = (Path(known), own.directory), (Path.cwd(), settings.run.directory)
+    moved = {
+        key
+        for key in different(before, after)
+        if placed(before.get(key), *sides[0]) == placed(after.get(key), *sides[1])
+    }
     return [
-        f"{key} was {before.get(key)!r}, is {after.get(key)!r}" for key in different(before, after)
+        f"{key} was {before.get(key)!r}, is {after.get(key)!r}"
+        for key in different(before, after)
+        if key not in moved
     ] + [f"{name} has changed" for name in other_inputs(previous.inputs, hashes)]
+
+
+def placed(value: Any, here: Path, run: Path) -> Any:
+    """A setting with texts as the paths that they may be: absolute, or from the run's folder on
+    where they lie in it. here: the working directory; run: as seen from there."""
+    if isinstance(value, list | tuple):
+        return [placed(item, here, run) for item in value]
+    if not isinstance(value, str) or not value:
+        return value
+    whole, folder = (Path(os.path.normpath(here / path)) for path in (value, run))
+    return ("run", whole.relative_to(folder)) if whole.is_relative_to(folder) else whole
 
 
 def other_inputs(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:

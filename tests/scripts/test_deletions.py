@@ -334,7 +334,9 @@ def test_a_second_process_is_refused_by_every_stage_that_writes(
     (run / place).parent.mkdir(parents=True, exist_ok=True)
     other = {"host": socket.gethostname(), "pid": os.getppid(), "started": "then", "token": "x"}
     (run / place).write_text(json.dumps(other))
-    given = [*more, "run.accept_changes=true"] if stage in ("train", "generate") else more
+    given = (
+        [*more, "run.accept_changes=true"] if stage in ("train", "generate", "measure") else more
+    )
     words = f"process {os.getppid()} on {socket.gethostname()} since then"
     common = [f"run.root={root / 'outputs'}", "run.name=a"] if stage in ("report", "push") else None
     if common is None:

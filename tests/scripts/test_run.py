@@ -310,3 +310,25 @@ def test_what_is_complete_may_lie_where_nothing_can_be_written(in_folder: Path) 
     assert open_folder(settings(RunConfig()), Path("out")).complete
     assert {path: path.stat().st_mtime_ns for path in Path("out").iterdir()} == before
     assert not Path("out/.writer.json").exists()
+
+
+def test_settings_with_paths_are_compared_by_what_they_name(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same file seen from another folder, and a file of a run that was moved."""
+
+    def opened(root: Path, prompts: list[str], target: str) -> StageFolder:
+        run = RunConfig(root=str(root))
+        given = settings(run, train={"prompts": prompts}, target={"path": target})
+        return open_folder(given, run.directory / "train" / "medusa")
+
+    folder = opened(Path("outputs"), ["p.jsonl", "outputs/default/generate/v.jsonl"], "t/tiny")
+    (folder.path / "result").write_text("something")
+    folder.released()
+    Path("outputs").rename("moved")
+    Path("other").mkdir()
+    monkeypatch.chdir("other")
+    own = str(in_folder / "moved" / "default" / "generate" / "v.jsonl")
+    opened(Path("../moved"), ["../p.jsonl", own], "../t/tiny").released()
+    with pytest.raises(UserError, match=r"target\.path was '\.\./t/tiny', is 't/tiny'"):
+        opened(Path("../moved"), ["../p.jsonl", own], "t/tiny")
