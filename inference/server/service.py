@@ -22,7 +22,7 @@ from inference.server.errors import ApiError
 from inference.server.front.fair import Place, Places
 from inference.server.front.quiet import QuietLog
 from inference.server.front.secret import Secret
-from inference.server.front.workers import FairWorkers
+from inference.server.front.workers import FairWorkers, work_in_turn
 from inference.server.metrics import ServerMetrics
 from inference.server.protocol import CHAT, Asked
 from inference.server.recorder import Recorder
@@ -251,29 +251,17 @@ class Service:
         lane, tokenizer = self._short, self._tokenizer
         if size > SHORT_PROMPT:
             lane, tokenizer = self._long, self._other_tokenizer
-        made = lane.submit(place.client, partial(self._tokens, asked, tokenizer))
-        displaced: list[bool] = []
-
-        def displace() -> bool:
-            displaced.append(made.cancel())
-            return displaced[-1]
-
-        place.displace = displace
+        work = partial(self._tokens, asked, tokenizer)
         seconds = self.config.queue_seconds
         try:
             async with asyncio.timeout(max(0.0, created + seconds - time.monotonic())):
-                return tuple(await asyncio.wrap_future(made))
+                return await work_in_turn(lane, place, work, self.displaced)
         except TimeoutError as error:
-            made.cancel()
             why = f"the prompt, of {size} characters, was not tokenised within {seconds:g} s"
             raise self.overloaded(why) from error
-        except asyncio.CancelledError as error:
-            if any(displaced):
-                raise self.displaced() from error
+        except asyncio.CancelledError:
             self._require_ready()  # what waited when the server stopped
             raise
-        finally:
-            place.displace = None
 
     def _check(self, prompt: tuple[int, ...], limit: int, room: int) -> None:
         vocab = self.engine.target.info.vocab_size

@@ -135,7 +135,7 @@ class Connection:
             raise ApiError(408, message, code="request_timeout") from None
         return event if isinstance(event, h11.Request) else None
 
-    async def _event(self) -> h11.Event | type[h11.PAUSED]:
+    async def _event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """The client's next event; raises `ApiError` for what is not HTTP."""
         while True:
             try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
-from inference.server.front.fair import FairQueue
+from inference.server.front.fair import FairQueue, Place
 
+Result = TypeVar("Result")
 Job = tuple[Future[Any], Callable[[], Any]]
 
 
@@ -23,9 +25,9 @@ class FairWorkers:
         for number in range(count):
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
 
-    def submit(self, client: str, work: Callable[[], Any]) -> Future[Any]:
+    def submit(self, client: str, work: Callable[[], Result]) -> Future[Result]:
         """Have `work` done. A future that is cancelled before its turn is not worked on."""
-        future: Future[Any] = Future()
+        future: Future[Result] = Future()
         with self._changed:
             self._queue.put(client, (future, work))
             self._changed.notify()
@@ -56,3 +58,29 @@ class FairWorkers:
             else:
                 future.set_result(result)
             del future, work
+
+
+async def work_in_turn(
+    workers: FairWorkers,
+    place: Place,
+    work: Callable[[], Result],
+    displaced: Callable[[], Exception],
+) -> Result:
+    """What `work` returns, or raises, when it is the turn of the place's client. Until then the
+    place may go to another client: raises `displaced()`."""
+    made, lost = workers.submit(place.client, work), False
+
+    def displace() -> bool:
+        nonlocal lost
+        lost = made.cancel()
+        return lost
+
+    place.displace = displace
+    try:
+        return await asyncio.wrap_future(made)
+    except asyncio.CancelledError:
+        if lost:
+            raise displaced() from None
+        raise
+    finally:
+        place.displace = None

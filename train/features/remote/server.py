@@ -27,7 +27,7 @@ from inference.server.front.secret import Secret, client_of, is_loopback
 from inference.server.front.server import HttpServer, bind, url_of
 from inference.server.front.site import Message, Receive, Send, Site
 from inference.server.front.tls import server_context
-from inference.server.front.workers import FairWorkers
+from inference.server.front.workers import FairWorkers, work_in_turn
 from train.features.base import FeatureTarget
 from train.features.config import FeaturesConfig
 from train.features.remote import wire
@@ -149,20 +149,10 @@ class FeatureServer:
         place = self._places.take(client)
         if place is None:
             raise busy(f"{len(self._places)} requests run or wait")
-        displaced = []
-
-        def displace() -> bool:
-            displaced.append(made.cancel())
-            return displaced[-1]
-
-        made = self._workers.submit(client, partial(self._features, headers, body))
-        place.displace = displace
+        why = "other clients wait, and this address has the most requests"
         try:
-            return bytes(await asyncio.wrap_future(made))
-        except asyncio.CancelledError as error:
-            if any(displaced):
-                raise busy("other clients wait, and this address has the most requests") from error
-            raise
+            work = partial(self._features, headers, body)
+            return await work_in_turn(self._workers, place, work, partial(busy, why))
         finally:
             place.leave()
 
