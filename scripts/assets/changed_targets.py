@@ -25,7 +25,6 @@ from inference.manifest import write_json
 from inference.target.chat import render_conversation
 from scripts.assets import cpp_headers, python_sources
 from scripts.assets.conversations import (
-    DOMAINS,
     Pair,
     PromptRow,
     is_askable,
@@ -169,7 +168,7 @@ def write_prompts(
         mixed = [*rng.sample(old, count), *headers[name]]
         rng.shuffle(mixed)
         write_rows(folder / f"{name}.jsonl", mixed)
-    bench = [row for domain in DOMAINS for row in read_rows(assets / f"{domain}.jsonl")[:64]]
+    bench = [row for path in sorted(assets.glob("*.jsonl")) for row in read_rows(path)[:64]]
     write_rows(folder / "measuring.jsonl", [*bench, *headers["measuring"]])
 
 
@@ -178,7 +177,7 @@ def unseen(
 ) -> list[PromptRow]:
     """Return prompts of the old domains that neither target nor drafters have seen: those of
     `bench` and more from group B of `documents`."""
-    found = [row for domain in DOMAINS for row in read_rows(bench / f"{domain}.jsonl")]
+    found = [row for path in sorted(bench.glob("*.jsonl")) for row in read_rows(path)]
     known, sources = Counter(row["domain"] for row in found), {row["source"] for row in found}
     held_out = python_sources.deduplicate(
         document for document in documents if document.group == "B"
@@ -186,7 +185,7 @@ def unseen(
     pairs = [pair for document in held_out for pair in pairs_of(document)]
     pairs = [pair for pair in pairs if is_askable(pair) and pair.source not in sources]
     random.Random(seed).shuffle(pairs)
-    for domain in DOMAINS:
+    for domain in known:
         more = [pair for pair in pairs if pair.domain == domain][: UNSEEN - known[domain]]
         found += prompt_rows(more, f"more-{domain}", random.Random(f"{seed}:more"))
     # some wordings fit several functions
@@ -200,7 +199,7 @@ def deal_halves(
     """Return the rows in two parts at random, half of every domain in each."""
     rng = random.Random(seed)
     parts: tuple[list[PromptRow], list[PromptRow]] = ([], [])
-    for domain in DOMAINS:
+    for domain in dict.fromkeys(row["domain"] for row in rows):
         own = [row for row in rows if row["domain"] == domain]
         rng.shuffle(own)
         parts[0].extend(own[::2])

@@ -222,7 +222,7 @@ EARLIER = Path(__file__).with_name("earlier")
 """Files of a round's training and of its loop, written before settings were handed on as
 objects."""
 LOOP = ["debug=fast", "experiment=embedded_loop", "head=eagle3", "run.name=r", "train.max_steps=4"]
-LOOP += ["train.micro_batch=2"]  # what debug=fast set then
+LOOP += ["train.micro_batch=2", "decode.depth=3"]  # what debug=fast set then
 
 
 def test_a_folder_of_an_earlier_version_is_continued_and_not_refused(in_folder: Path) -> None:
