@@ -15,7 +15,7 @@ from inference.manifest import file_sha256, write_bytes, write_json
 from scripts.assets.prepared import BOS_ID, END_ID, PAD_ID, load_manifest
 from scripts.assets.training import build_model, note
 
-MAX_WEIGHT_BYTES = 16_000_000
+MAX_WEIGHT_BYTES = 32_000_000
 
 
 def export(data: Path, run: Path, out: Path, with_card: bool = True) -> None:
