@@ -175,15 +175,15 @@ def test_every_page_is_in_the_navigation_or_linked_for_contributors() -> None:
 
 
 PRIVATE = re.compile(
-    r"\b(methods\.md|serving-formats|takeover|dearer|dearest|drafts kept|somebody else's|"
-    r"the target's noise)\b|\bDESIGN\b"
+    r"(?i:\b(methods\.md|serving-formats|takeover|dearer|dearest|drafts kept|somebody else's|"
+    r"the target's noise)\b)|\bDESIGN\b"
 )
 """Words that have a standard term (docs/vocabulary.md), and documents that are not here."""
 
 
 def test_texts_use_the_vocabulary_and_name_only_documents_that_are_here() -> None:
     folders = ("docs", "conf", "headstart", "heads", "inference", "train", "scripts")
-    endings = (".md", ".py", ".yaml", ".j2")
+    endings = (".md", ".py", ".yaml", ".j2", ".js")
     files = [README, ROOT / "CONTRIBUTING.md"]
     for folder in folders:
         files += [path for path in (ROOT / folder).rglob("*") if path.suffix in endings]

@@ -253,7 +253,7 @@ class _Precision:
                 precision=self.precision,
                 drafter=arm.name,
                 kind=NO_DRAFTER if arm.drafter is None else arm.drafter.kind,
-                rule=decode.rule,
+                rule=decode.acceptance,
                 shape=decode.shape,
                 batch_size=decode.batch_size,
                 temperature=decode.temperature,
@@ -269,7 +269,7 @@ class _Precision:
 
     def sample(self, arm: Arm, requests: Sequence[Request], exact: dict[Text, float]) -> None:
         """Decode the requests, and test the answers against the exact distribution."""
-        rule, shape = arm.decode.rule, arm.decode.shape
+        rule, shape = arm.decode.acceptance, arm.decode.shape
         self.say(
             f"{self.precision}: distribution, rule {rule}, {arm.name}, {shape}, "
             f"{len(requests)} seeds"

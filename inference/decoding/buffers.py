@@ -61,7 +61,7 @@ class Lanes:
         self.needs = FeatureSpec() if drafter is None else drafter.needs
         self.cache = target.new_cache(rows, capacity)
         typical = {"epsilon": decode.typical_epsilon, "delta": decode.typical_delta}
-        self.rule = get_rule(decode.rule, tree, share_noise=decode.share_noise, **typical)
+        self.rule = get_rule(decode.acceptance, tree, share_noise=decode.share_noise, **typical)
         self.settings = decode.sampling()
         self.processors = Processors(self.settings, target.info.vocab_size, target.device)
         history = capacity + tree.max_depth + 2 if self.settings.uses_prefix else 0

@@ -12,7 +12,7 @@ from heads.api.config import Fraction, PositiveFloat, PositiveInt, config, requi
 from heads.api.errors import UserError
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
 from inference.decoding.adaptive.lengths import DEFAULT_THRESHOLDS, AdaptiveSettings
-from inference.decoding.rules.names import RULES
+from inference.decoding.rules.names import AUTO, RULES, best_rule
 from inference.decoding.rules.registry import check_shape
 from inference.decoding.sampling.distribution import SamplingSettings
 
@@ -26,8 +26,9 @@ class DecodeConfig(SamplingSettings):
 
     rule: str = "match"
     """Which drafts are kept: match (the target's own pick, same text with any drafter), rejection
-    and block (chains), specinfer and traversal (chains and trees), or typical, which changes the
-    text's distribution."""
+    and block (chains), specinfer and traversal (chains and trees), typical, which changes the
+    text's distribution, or auto: match at temperature 0, above it the rule that keeps most drafts
+    of the shape and the text's distribution."""
     typical_epsilon: Fraction = 0.09
     """Rule typical: a draft at least this likely is always kept."""
     typical_delta: Fraction = 0.3
@@ -77,19 +78,24 @@ class DecodeConfig(SamplingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of("decode.rule", self.rule, RULES)
+        require_one_of("decode.rule", self.rule, (*RULES, AUTO))
         if self.shape == "tree" and not self.choices:
             raise UserError(
                 "decode.shape is 'tree' but decode.choices is empty: give paths such as "
                 "[[0],[1],[0,0]]."
             )
-        check_shape(self.rule, self.tree())
-        self.adaptive_settings().check(self.shape, self.depth, self.rule)
+        check_shape(self.acceptance, self.tree())
+        self.adaptive_settings().check(self.shape, self.depth, self.acceptance)
         if self.adaptive_costs and len(self.adaptive_costs) != self.depth + 1:
             raise UserError(
                 f"decode.adaptive_costs must be {self.depth + 1} numbers above 0, one for each "
                 f"number of nodes up to decode.depth + 1; given: {list(self.adaptive_costs)}."
             )
+
+    @property
+    def acceptance(self) -> str:
+        """The rule that decides: `rule`, or what auto stands for here."""
+        return best_rule(self.shape, self.temperature) if self.rule == AUTO else self.rule
 
     def adaptive_settings(self) -> AdaptiveSettings:
         """What is said about adaptive length."""

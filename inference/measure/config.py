@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, config
 from heads.api.drafter import TrainableDrafter
@@ -109,7 +109,7 @@ def report_settings(decodes: Mapping[str, DecodeConfig], prompts: int) -> Report
     decode = next(iter(decodes.values()))
     names = [name for name in ReportSettings.model_fields if name != "prompts"]
     assert len({other.batch_size for other in decodes.values()}) == 1
-    return ReportSettings(**{name: getattr(decode, name) for name in names}, prompts=prompts)
+    return ReportSettings(**{name: _shared(decode, name) for name in names}, prompts=prompts)
 
 
 def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
@@ -117,12 +117,17 @@ def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
     (first, expected), *others = decodes.items()
     for name, decode in others:
         for key in SHARED_SETTINGS:
-            if getattr(decode, key) != getattr(expected, key):
+            one, other = _shared(expected, key), _shared(decode, key)
+            if one != other:
                 raise UserError(
-                    f"'{first}' decodes with {key}={getattr(expected, key)}, '{name}' with "
-                    f"{key}={getattr(decode, key)}. One report compares drafters on the same "
-                    "task: give all the same."
+                    f"'{first}' decodes with {key}={one}, '{name}' with {key}={other}. One report "
+                    "compares drafters on the same task: give all the same."
                 )
+
+
+def _shared(decode: DecodeConfig, key: str) -> Any:
+    """A setting that all arms share; of the rule, what auto stands for."""
+    return decode.acceptance if key == "rule" else getattr(decode, key)
 
 
 def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
@@ -132,10 +137,11 @@ def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
     for arm in arms:
         require_same_task({arms[0].name: arms[0].decode, arm.name: arm.decode})
     decode = arms[0].decode
-    if config.lost.enabled and promise(decode.rule, decode.temperature) != TEXT:
+    if config.lost.enabled and promise(decode.acceptance, decode.temperature) != TEXT:
         raise UserError(
-            f"bench.lost splits what rule match reaches, but decode.rule is '{decode.rule}' at "
-            f"temperature {decode.temperature:g}. Set decode.rule=match, or leave bench.lost out."
+            "bench.lost splits what rule match reaches, but decode.rule is "
+            f"'{decode.acceptance}' at temperature {decode.temperature:g}. "
+            "Set decode.rule=match, or leave bench.lost out."
         )
     fastest = any(arm.decode.compile for arm in arms)  # no arm is measured in a slower mode
     result = []
@@ -146,7 +152,7 @@ def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
         own = replace(arm.decode, batch_size=1, compile=fastest)
         result.append(replace(arm, decode=own))
         # other rules share no noise
-        sampled = arm.decode.temperature > 0 and arm.decode.rule == "match"
+        sampled = arm.decode.temperature > 0 and arm.decode.acceptance == "match"
         both = config.compare_noise and sampled and arm.decode.share_noise
         if both and isinstance(arm.drafter, TrainableDrafter):
             own = replace(own, share_noise=False)

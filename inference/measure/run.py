@@ -354,7 +354,7 @@ class _Session:
     def draft_facts(self, arm: Arm) -> schema.DraftFacts:
         """The draft that an arm is measured with."""
         tree, decode, more = self.engines[arm.name].tree, arm.decode, dict[str, Any]()
-        rule = get_rule(decode.rule, tree, share_noise=decode.share_noise)
+        rule = get_rule(decode.acceptance, tree, share_noise=decode.share_noise)
         if decode.shape == "tree":
             more["choices"] = [list(path) for path in decode.choices]
         if weights := arm.weights_sha256:
@@ -399,7 +399,7 @@ class _Session:
         found = schema.Conditions(
             bench=asdict(self.config),
             sampling=asdict(decode.sampling()),
-            **({"typical": typical} if decode.rule == "typical" else {}),
+            **({"typical": typical} if decode.acceptance == "typical" else {}),
             warmup_prompts=len(self.warmup),
             baseline_prefill_seconds=float(baseline.seconds["prefill"].sum()),
             arms=arms,

@@ -49,9 +49,9 @@ from scripts.assets.training import (
     Trainer,
     TrainSettings,
     build_model,
-    deepened,
     llama_config,
     note,
+    resized,
 )
 
 ASSETS = Path(__file__).parents[2] / "assets"
@@ -311,7 +311,7 @@ def train(given: argparse.Namespace) -> None:
     values["bf16"] = fast if given.bf16 is None else given.bf16
     # A folder elsewhere on this machine is named by its last part only.
     config = {**CONFIG, "num_hidden_layers": given.layers or CONFIG["num_hidden_layers"]}
-    start = given.start and deepened(
+    start = given.start and resized(
         load_file(given.start / "model.safetensors"), config["num_hidden_layers"]
     )
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
@@ -334,7 +334,9 @@ def train(given: argparse.Namespace) -> None:
 
 
 def evaluate(given: argparse.Namespace) -> None:
-    model = build_model(CONFIG)
+    beside = given.weights.with_name("config.json")
+    config = json.loads(beside.read_text()) if beside.is_file() else CONFIG
+    model = build_model(config)
     weights = {name: tensor.float() for name, tensor in load_file(given.weights).items()}
     model.load_state_dict(weights, strict=False)  # the tied output layer is not in the file
     heldout = prepared.load_heldout(given.data, 1024, given.eval_tokens)
@@ -375,7 +377,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, help="training time of the whole run; the schedule ends with it")
     add("--steps", type=int, help="steps of the whole run, instead of --seconds")
     add("--call-seconds", type=float, help="save and leave after so long; run again to go on")
-    add("--start", type=Path, metavar="FOLDER", help="a shallower target whose layers are repeated")
+    add("--start", type=Path, metavar="FOLDER", help="a target whose weights it starts from")
     add("--layers", type=int, help=f"default: {CONFIG['num_hidden_layers']}")
     add("--schedule", choices=("cosine", "wsd"), default=TrainSettings.schedule)
     add("--batch-tokens", type=int, help="of one step (default: 131072 on cuda, 16384 on cpu)")

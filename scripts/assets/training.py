@@ -77,16 +77,19 @@ def build_model(config: Mapping[str, Any]) -> Any:
     return model
 
 
-def deepened(weights: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """Return the weights of a model of `layers` layers that computes what a shallower one does.
+def resized(weights: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """Return the weights of a model of `layers` layers that starts from another one.
 
-    Every layer is followed by copies of itself, evenly over the depth; the copies' projections into
-    the residual stream are zero until they are trained (block expansion, Wu et al., 2401.02415).
+    A deeper one computes what the other does: every layer is followed by copies of itself, evenly
+    over the depth, whose projections into the residual stream are zero until they are trained
+    (block expansion, Wu et al., 2401.02415). A shallower one has layers of the other, evenly from
+    the first to the last.
     """
     given = 1 + max(int(name.split(".")[2]) for name in weights if ".layers." in name)
-    if layers < given:
-        raise UserError(f"a model of {given} layers cannot become one of {layers}: give more.")
-    origin = [index * given // layers for index in range(layers)]
+    if layers >= given:
+        origin = [index * given // layers for index in range(layers)]
+    else:
+        origin = [round(index * (given - 1) / max(1, layers - 1)) for index in range(layers)]
     grown = {name: tensor for name, tensor in weights.items() if ".layers." not in name}
     for index, source in enumerate(origin):
         copied = index > 0 and origin[index - 1] == source

@@ -15,24 +15,31 @@ from train.data.answers import held_out_prompts
 from train.data.held_out import load_any_prompts
 
 EMBEDDED = "embedded"
-"""The bench that comes with the embedded target's prompts."""
+"""The data and the bench that come with the embedded target's prompts."""
+EMBEDDED_BENCHES = (EMBEDDED, "profile", "thorough", "baselines")
+"""Benches with these prompts."""
 FIRST_ROUND = "round-0"
 """Folder of a loop's first round, which holds prompts out for all rounds."""
 
 
 def bench_of(settings: Settings) -> BenchConfig:
-    """`bench` with the prompts that it stands for. Prompts that were held out of the run's own data
-    come before the embedded ones, unless these were asked for. Raises `UserError` without any."""
+    """`bench` with the prompts that it stands for.
+
+    Prompts that were held out of the run's own data come before the embedded ones, unless
+    bench=embedded was asked for; benches that build on it (profile, thorough, baselines) take the
+    embedded ones for the embedded data alone. Raises `UserError` without any.
+    """
     bench, chosen = settings.bench, settings.choices.get("bench")
     named = settings.given("bench.prompts")
-    if chosen == EMBEDDED and named and not settings.given("bench.domains"):
+    if chosen in EMBEDDED_BENCHES and named and not settings.given("bench.domains"):
         return replace(bench, domains=())  # of the embedded prompts
-    if bench.prompts and (chosen != EMBEDDED or named or settings.given("bench")):
+    asked = chosen == EMBEDDED and settings.given("bench")
+    if bench.prompts and (chosen not in EMBEDDED_BENCHES or named or asked):
         return bench
     found = held_out(settings.run, "bench")
     if found is not None:
         return replace(bench, prompts=shown(found), domains=())
-    if bench.prompts:
+    if bench.prompts and (chosen == EMBEDDED or settings.choices.get("data") == EMBEDDED):
         return bench
     raise UserError(
         f"there are no prompts to measure on: '{settings.run.directory}' holds none out of its "

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from heads.api.errors import UserError
 from inference.manifest import read_manifest
+from inference.measure.config import BenchConfig
 from inference.measure.prompts import load_prompts
 from inference.report.model import read_report
 from scripts.cli import main
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
+from scripts.run.prompts import bench_of
 from scripts.stages.loop.plan import RoundPlan
 from tests.scripts.loops import micro_loop
 
@@ -160,6 +163,20 @@ def test_the_embedded_prompts_are_for_the_embedded_data(
     assert (settings.choices["data"], settings.choices["bench"]) == (data, bench)
     assert len(settings.train.prompts) == prompts
     assert bool(settings.data.reserve.bench) == (data != "embedded")
+
+
+@pytest.mark.parametrize("bench", ["profile", "thorough", "baselines"])
+def test_benches_that_build_on_the_embedded_one_take_its_prompts_for_its_data_alone(
+    bench: str, in_folder: Path
+) -> None:
+    def found(*given: str) -> BenchConfig:
+        return bench_of(load_settings(STAGES["measure"], [f"bench={bench}", *given]))
+
+    assert Path(found().prompts).name == "prompts" and found().domains
+    own = found("bench.prompts=mine.jsonl")
+    assert (own.prompts, own.domains) == ("mine.jsonl", ())
+    with pytest.raises(UserError, match="there are no prompts to measure on"):
+        found("experiment=qwen3_8b_eagle3")
 
 
 @pytest.mark.slow

@@ -13,8 +13,18 @@ PROMISES = {
 }
 """Above temperature 0: the target's text for the seed, its distribution, or neither."""
 RULES = tuple(PROMISES)
+AUTO = "auto"
+"""The setting that stands for `best_rule`."""
 LOSSLESS = tuple(name for name, kept in PROMISES.items() if kept != LOSSY)
 CHAINS_ONLY = ("rejection", "block")
+
+
+def best_rule(shape: str, temperature: float) -> str:
+    """The rule that accepts most drafts of a shape (chain, tree, dynamic, none) and keeps the
+    target's distribution. At temperature 0 all of these rules accept the same."""
+    if temperature == 0:
+        return "match"
+    return {"chain": "block", "tree": "traversal", "dynamic": "specinfer"}.get(shape, "match")
 
 
 def promise(rule: str, temperature: float) -> str:

@@ -163,7 +163,7 @@
       });
       const grid = make("table");
       const head = make("tr");
-      for (const words of ["Verification", "Drafts kept", "Ended by", "Tokens"]) head.append(make("th", "", words));
+      for (const words of ["Verification", "Accepted", "Ended by", "Tokens"]) head.append(make("th", "", words));
       grid.append(make("thead"), make("tbody"));
       grid.tHead.append(head);
       for (const row of rows) {

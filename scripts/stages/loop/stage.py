@@ -61,7 +61,8 @@ def plan(settings: Settings) -> list[Step]:
         measures.append(Step(f"measure {name}", settings.derive("measure", common, more=more)))
     generate = derive_generation(settings, common)
     benches = [step.settings.bench for step in measures if step.settings.bench.prompts]
-    before = ["features=store"] if loop.store_features else []
+    stored = loop.store_features and not settings.given("features")
+    before = ["features=store"] if stored else []
     trainings = []
     for recipe in loop.recipes or ((None,) if not loop.sweep else ()):
         title = f"train {recipe}" if recipe else "train"

@@ -68,7 +68,7 @@ def refresh(
     with clock(times, "measure"):
         before, after = (measure_tau(settings, decode, path) for path in (old.folder, new))
     used = {"lr": manifest["settings"]["optim"]["lr"], "draft": decode.shape}
-    used |= {"temperature": decode.temperature, "rule": decode.rule}
+    used |= {"temperature": decode.temperature, "rule": decode.acceptance}
     return RefreshRecord(
         format=FORMAT,
         drafter=RefreshedDrafter(shown(old.folder), shown(new), old.kind),

@@ -37,7 +37,7 @@ from scripts.assets.prepared import (
 )
 from scripts.assets.python_sources import Document, package_group, stdlib_group, topic_group
 from scripts.assets.tiny_target import TOKENIZER, prepare
-from scripts.assets.training import Intervals, Trainer, TrainSettings, build_model, deepened
+from scripts.assets.training import Intervals, Trainer, TrainSettings, build_model, resized
 
 MODULE = '''"""Tools for {name}: they count, join and report what was found in {name} files.
 
@@ -293,7 +293,7 @@ def test_a_deeper_model_begins_with_what_the_shallower_one_computes() -> None:
     torch.manual_seed(3)
     shallow = build_model(MICRO)
     deep = build_model({**MICRO, "num_hidden_layers": 5})
-    grown = deepened(dict(shallow.named_parameters()), 5)
+    grown = resized(dict(shallow.named_parameters()), 5)
     assert grown.keys() == dict(deep.named_parameters()).keys()
     before = deep(torch.arange(40)[None]).logits
     deep.load_state_dict(grown, strict=False)
@@ -301,8 +301,12 @@ def test_a_deeper_model_begins_with_what_the_shallower_one_computes() -> None:
     assert torch.allclose(after, wanted, atol=1e-5) and not torch.allclose(
         before, wanted, atol=1e-2
     )
-    with pytest.raises(UserError, match="2 layers cannot become one of 1"):
-        deepened(dict(shallow.named_parameters()), 1)
+    kept = resized(grown, 3)
+    for name, value in grown.items():
+        head, _, rest = name.partition(".layers.")
+        number, _, tail = rest.partition(".")
+        if rest and int(number) in (0, 2, 4):
+            assert torch.equal(kept[f"{head}.layers.{int(number) // 2}.{tail}"], value)
 
 
 def test_a_training_starts_from_given_weights(prepared: Path, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ no question to the device.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from heads.api.errors import UserError
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
 from heads.nn.drafting.plan import make_plan
 from inference.decoding import config as decode_config
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from inference.decoding.rules.base import Rule
 from inference.decoding.rules.match import Match
 from inference.decoding.rules.names import (
@@ -30,7 +34,10 @@ from inference.decoding.rules.registry import check_shape, get_rule
 from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.sampling.noise import SharedNoise, Stream
 from tests.inference.decoding.rules.toys import START, Toy, consistent
+from tests.inference.decoding.test_lossless import requests
+from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.inference.steps import NoHost
+from tests.models import random_target
 
 CHAIN = TokenTree.chain(3)
 TREE = TokenTree.from_choices([[0], [1], [0, 0], [0, 1], [1, 0]])
@@ -177,3 +184,33 @@ def test_rows_that_are_idle_do_no_harm(name: str, shape: DraftShape) -> None:
     decoded = torch.arange(ROWS) % 3 != 0
     assert torch.equal(verdict.tokens[decoded], expected.tokens[decoded])
     assert torch.equal(verdict.accepted[decoded], expected.accepted[decoded])
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"temperature": 0.0}, "match"),
+        ({"temperature": 0.7}, "block"),
+        ({"temperature": 0.7, "shape": "tree", "choices": ((0,), (1,))}, "traversal"),
+        ({"temperature": 0.7, "shape": "dynamic"}, "specinfer"),
+        ({"temperature": 0.7, "shape": "none"}, "match"),
+    ],
+)
+def test_auto_stands_for_the_rule_of_the_shape_and_temperature(
+    settings: dict[str, Any], rule: str
+) -> None:
+    decode = DecodeConfig(rule="auto", **settings)
+    assert decode.acceptance == rule and decode.rule == "auto"
+    assert replace(decode, temperature=0.0).acceptance == "match"
+    named = replace(decode, rule=rule)
+    assert named.acceptance == rule
+    target = random_target()
+    drafter = None if decode.shape == "none" else drafter_of("medusa", target)
+    answers = [
+        {
+            done.request.index: done.tokens
+            for done in Engine(target, drafter, config).run(requests(2))
+        }
+        for config in (decode, named)
+    ]
+    assert answers[0] == answers[1]
