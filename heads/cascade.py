@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
-from heads.api.config import NonEmpty, PositiveInt, config
+from heads.api.config import Depth, NonEmpty, config
 from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter, forget
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -46,12 +46,12 @@ class Config:
     """Each {checkpoint: FOLDER}, or {kind: NAME, ...settings} for a kind that needs no training.
     speed_up: two, the smaller first. join: two or more; the first one gets the asked shape, the
     others branches beside it."""
-    proposed: PositiveInt = 3
+    proposed: Depth = 3
     """speed_up: tokens that the lower level proposes per inner round (>= 1)."""
-    rounds: PositiveInt = 2
+    rounds: Depth = 2
     """speed_up: passes of the upper level per draft (>= 1). One drafts 2 to proposed + 2 tokens,
     each further one 1 to proposed + 1."""
-    branches: NonEmpty[PositiveInt] = (5,)
+    branches: NonEmpty[Depth] = (5,)
     """join: drafted tokens of each part after the first (>= 1); the last number repeats."""
 
     def __post_init__(self) -> None:

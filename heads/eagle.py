@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import Fraction, NonNegativeFloat, PositiveInt, config
+from heads.api.config import Depth, Fraction, NonNegativeFloat, Rows, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -43,7 +43,7 @@ from heads.nn.rope import Rope
 class Config(base.LayerConfig):
     """Configuration of EAGLE. Sizes of 0 are taken from the target."""
 
-    align_steps: PositiveInt = 1
+    align_steps: Depth = 1
     """Steps trained in the drafter's own context: 1 is EAGLE, 3 or 4 is HASS (>= 1)."""
     step_decay: Fraction = 1.0
     """Step k (1-based) weighs step_decay^(k-1) in the loss (0 < step_decay <= 1)."""
@@ -53,7 +53,7 @@ class Config(base.LayerConfig):
     """Weight of the cross entropy against the target's distribution (>= 0)."""
     top_k_weight: NonNegativeFloat = 0.0
     """Weight of the cross entropy over the target's `top_k` likeliest tokens (>= 0; HASS: 1)."""
-    top_k: PositiveInt = 10
+    top_k: Rows = 10
     """How many tokens that loss looks at (>= 1)."""
     fc_bias: bool = False
     """Bias on the projection of token and feature, as published (vLLM runs none)."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import Fraction, PositiveInt, config
+from heads.api.config import Depth, Fraction, config
 from heads.api.drafter import TargetStates
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
@@ -42,7 +42,7 @@ class Config(TapConfig, LayerConfig):
 
     post_norm_recurrence: bool = True
     """Feed the normalised output to the next step (EAGLE-3.1), not the residual stream."""
-    ttt_steps: PositiveInt = 5
+    ttt_steps: Depth = 5
     """Steps unrolled in training: the deepest token trained for (7 in EAGLE-3, 4 in 3.1)."""
     decay: Fraction = 0.8
     """Step k (1-based) weighs decay^(k-1) in the loss (0 < decay <= 1)."""

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import NonNegativeInt, UnitInterval, config
+from heads.api.config import Layers, UnitInterval, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -46,7 +46,7 @@ from heads.nn.target.layers import DraftLayer, KeptLayer
 class Config:
     """Configuration of an early exit. Layers are numbered from 0."""
 
-    exit_layer: NonNegativeInt = 0
+    exit_layer: Layers = 0
     """Keep the first so many layers; 0 without `layers` and `skip_ratio`: half of them."""
     layers: tuple[int, ...] = ()
     """Keep exactly these layers instead (ascending); what `python -m scripts.tools.search_layers`

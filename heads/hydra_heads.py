@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import Fraction, NonNegativeFloat, PositiveInt, UnitInterval, config
+from heads.api.config import Depth, Fraction, NonNegativeFloat, Size, UnitInterval, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -47,9 +47,9 @@ from heads.nn.rope import Rope
 class Config:
     """Configuration of Hydra heads. Sizes of 0 are taken from the target."""
 
-    num_heads: PositiveInt = 4
+    num_heads: Depth = 4
     """Heads K, the deepest token that can be drafted (>= 1)."""
-    num_layers: PositiveInt = 1
+    num_layers: Depth = 1
     """Blocks per head (>= 1; 4 in Hydra++). The first one reads k+1 vectors, the others one."""
     own_lm_head: bool = False
     """Give every head an LM head of its own, started from the target's (V * H weights each, as in
@@ -59,13 +59,13 @@ class Config:
     than the state beside them."""
     prefix_layer: bool = False
     """Run the target's states through an own decoder layer first (Hydra++)."""
-    num_attention_heads: int = 0
+    num_attention_heads: Size = 0
     """Query heads of the prefix layer."""
-    num_key_value_heads: int = 0
+    num_key_value_heads: Size = 0
     """Key/value heads of the prefix layer; must divide the query heads."""
-    head_dim: int = 0
+    head_dim: Size = 0
     """Size of a head of the prefix layer (even)."""
-    intermediate_size: int = 0
+    intermediate_size: Size = 0
     """Width of the prefix layer's MLP."""
     decay: Fraction = 0.8
     """Head k (1-based) weighs decay^k in the loss (0 < decay <= 1)."""

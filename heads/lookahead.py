@@ -35,7 +35,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from heads.api.config import AtLeastTwo, NonNegativeInt, config
+from heads.api.config import DepthFromTwo, Layers, Size, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -53,13 +53,13 @@ PROMPT_CHUNK = 64
 class Config:
     """Configuration of lookahead decoding."""
 
-    ngram: AtLeastTwo = 4
+    ngram: DepthFromTwo = 4
     """Tokens of an n-gram (>= 2): up to ngram - 1 are accepted from one."""
-    window: NonNegativeInt = 0
+    window: Layers = 0
     """Columns of the window; 0: what fits the draft's shape."""
-    guesses: NonNegativeInt = 0
+    guesses: Layers = 0
     """N-grams verified per pass; 0: what fits the draft's shape."""
-    pool: int = 1024
+    pool: Size = 1024
     """N-grams remembered per row, the oldest going first."""
     from_text: bool = True
     """Whether n-grams of the text go into the pool too, besides those of trajectories."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import Fraction, PositiveInt, config
+from heads.api.config import Depth, Fraction, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -36,9 +36,9 @@ from heads.nn.matrices import set_matrix
 class Config:
     """Configuration of Medusa heads."""
 
-    num_heads: PositiveInt = 4
+    num_heads: Depth = 4
     """Heads K, the deepest token that can be drafted (>= 1; 3 to 5 in the paper)."""
-    num_layers: PositiveInt = 1
+    num_layers: Depth = 1
     """Residual blocks per head, each with its own weights (>= 1)."""
     own_lm_head: bool = False
     """Give every head an LM head of its own, started from the target's (V * H weights each);

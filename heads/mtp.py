@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import Fraction, PositiveInt, config
+from heads.api.config import Depth, Fraction, config
 from heads.api.drafter import TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -48,7 +48,7 @@ class Config(base.LayerConfig):
 
     shared: bool = False
     """One block for all depths (FastMTP) instead of one per depth (DeepSeek-V3)."""
-    depths: PositiveInt = 4
+    depths: Depth = 4
     """Depths that are trained (>= 1). Own blocks draft no deeper; a shared one can."""
     beta: Fraction = 1.0
     """Depth k weighs beta^(k-1), normalised to sum to one (0 < beta <= 1)."""

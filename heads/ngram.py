@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from heads.api.config import config
+from heads.api.config import Size, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -31,9 +31,9 @@ from heads.nn.lookup.table import History
 class Config:
     """Configuration of n-gram lookup."""
 
-    min_n: int = 1
+    min_n: Size = 1
     """Shortest run of tokens that counts as a match (>= 1)."""
-    max_n: int = 4
+    max_n: Size = 4
     """Longest run of tokens compared (>= min_n)."""
 
     def __post_init__(self) -> None:

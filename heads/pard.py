@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
-from heads.api.config import AtLeastTwo, Fraction, config
+from heads.api.config import DepthFromTwo, Fraction, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -44,7 +44,7 @@ from heads.nn.small_lm.model import SmallLM, State
 class Config(NetworkConfig, ObjectiveConfig):
     """Configuration of PARD. Sizes of 0 follow the target."""
 
-    depth: AtLeastTwo = 8
+    depth: DepthFromTwo = 8
     """Tokens drafted per pass in training (K >= 2); serving may draft fewer or more."""
     keep: Fraction = 0.7
     """Conditional drop: the share of positions with mask k is keep^k (0 < keep <= 1), ..."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import Fraction, NonNegativeInt, PositiveInt, UnitInterval, config
+from heads.api.config import Depth, Fraction, Layers, UnitInterval, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
@@ -49,9 +49,9 @@ class Config(TapConfig):
 
     own_embedding: bool = False
     """Train an own embedding, started from the target's (V * H weights; as `speculators`)."""
-    num_layers: NonNegativeInt = 0
+    num_layers: Layers = 0
     """Decoder layers; 0: a quarter of the target's, 1 to 4 (4 in the paper)."""
-    depths: PositiveInt = 5
+    depths: Depth = 5
     """Depths that are trained (>= 1); deeper ones can be drafted, ever less well."""
     keep: Fraction = 0.7
     """Share of anchors that each further depth keeps in training (0 < keep <= 1; COD)."""

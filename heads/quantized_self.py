@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
-from heads.api.config import AtLeastTwo, config
+from heads.api.config import TokensFromTwo, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -38,7 +38,7 @@ class Config:
 
     bits: Literal[4, 8] = 4
     """Bits of a weight: 4 (groups with scale and offset) or 8 (one scale per output)."""
-    group_size: AtLeastTwo = 64
+    group_size: TokensFromTwo = 64
     """Weights that share a scale at 4 bits; must divide the target's sizes (32 to 128: fast)."""
     quantize_head: bool = True
     """Quantise the LM head as well; otherwise the target's own is used."""

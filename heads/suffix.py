@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval, config
+from heads.api.config import NonNegativeFloat, NonNegativeInt, Rows, Size, UnitInterval, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -43,16 +43,16 @@ from heads.nn.lookup.table import History
 class Config:
     """Configuration of suffix lookup."""
 
-    min_n: int = 1
+    min_n: Size = 1
     """Shortest run of tokens that counts as a match (>= 1)."""
-    max_n: int = 24
+    max_n: Size = 24
     """Longest run of tokens compared (>= min_n)."""
-    history_tokens: NonNegativeInt = 8192
+    history_tokens: Size = 8192
     """Tokens of earlier answers that each row of the batch keeps, the oldest going first; 0 keeps
     none. All rows search all of them at every step."""
     context: NonNegativeInt = 8
     """Tokens before an answer that are remembered too, so that its beginning can be found."""
-    occurrences: PositiveInt = 64
+    occurrences: Rows = 64
     """Occurrences of the longest match that count: the row's own first, then the newest."""
     min_probability: UnitInterval = 0.1
     """Least share of the occurrences that continue along a drafted path (0 to 1)."""

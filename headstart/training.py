@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from headstart.overrides import name_or_path, spell, spell_groups
-from inference.manifest import read_manifest
 from scripts.config.schema import Settings, load_settings
 from scripts.config.stages import STAGES
 from scripts.run.folder import stage_folder
 from scripts.run.runner import run_one
+from train.manifest import read_training
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,12 @@ def compose(
 def read_result(folder: Path, target: str) -> Trained:
     """The outcome of a finished training in `folder`. target: what it was trained for; a joint
     training made a new one."""
-    manifest = read_manifest(folder, "train")
+    manifest = read_training(folder)
     best = manifest["best"]
     if "joint" in manifest:
         target = str(folder / manifest["joint"]["target"])
-    interval = None if best["tau"] is None else (best["tau_ci95"][0], best["tau_ci95"][1])
+    bounds = best["tau_ci95"]
+    interval = None if best["tau"] is None or bounds is None else (bounds[0], bounds[1])
     checkpoint = folder / manifest["checkpoint"]
     kind, tau, steps = manifest["kind"], best["tau"], manifest["steps"]
     return Trained(checkpoint, target, kind, tau, interval, steps, folder)

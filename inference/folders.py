@@ -1,29 +1,85 @@
-"""Whose a folder is, what its name may be, and the only ways to delete or replace one.
+"""Whose a folder is, what its name may be, and the only ways to delete, replace or copy one.
 
 Settings name folders below a run (`require_folder_name`). A folder belongs to the stage that its
 record names (`stage_of`): run.json of a stage that can be continued, manifest.json, or
 headstart_export.json. Nothing is deleted or replaced that does not belong to the stage which asks
-for it (`require_own`).
+for it (`require_own`); what is to be deleted is named first, and files in it that the stage did not
+write are moved aside. Links are neither followed nor deleted. No other module deletes, renames or
+copies folders (tests/test_layers.py).
 """
 
 from __future__ import annotations
 
+import glob
 import json
-import os
+import logging
+import secrets
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.manifest import MANIFEST_FILE, is_abandoned, partial_of
+from inference.manifest import MANIFEST_FILE, PARTIAL, is_abandoned, partial_of, remove_leftovers
+from inference.writers import beside, is_writer_file, only_writer
+
+logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
 EXPORT_FILE = "headstart_export.json"
 CACHES = ("__pycache__",)
 """Folders that other programs put into ours and that hold nothing of their own."""
 FEEDBACK = "feedback"
+FORMER = ".former"
+"""Ends the name of a folder while another one takes its place."""
+WITHIN = {"push": ("export",)}
+"""Stage -> stages whose folders lie in its own."""
+ANSWERS = ("shards/shard-*.parquet", "packed/*", "input/*", "records/*")
+CHECKPOINT = (
+    "config.json",
+    "model.safetensors",
+    "updates.safetensors",
+    MANIFEST_FILE,
+    "decode.yaml",
+    "watch.json",
+)
+"""A checkpoint's files, with those that later stages put beside its weights."""
+TRAINING = (
+    *(f"best/{name}" for name in CHECKPOINT),
+    "checkpoints/step_*",
+    "target/*",
+    "log.jsonl",
+    "summary.json",
+    "tau.png",
+    "tensorboard/*",
+    "wandb/*",
+    "wandb-id.txt",
+    "trackio-id.txt",
+    "mlflow-id.txt",
+)
+WRITTEN = {
+    "generate": ("generate.json", "failures.jsonl", "parts/*.parquet", ".lock", *ANSWERS),
+    "feedback": ("hard_prompts.jsonl", "branches.jsonl", "variations.jsonl", *ANSWERS),
+    "features": ("store.json", "shards/rows-*", "index/rows-*", "claims/rows-*", ".lock"),
+    "train": TRAINING,
+    "measure": (
+        "report.json",
+        "transcripts.json",
+        "records.jsonl",
+        "records.partial.jsonl",
+        "records/*",
+    ),
+    "audit": ("audit.json", "audit.md"),
+    "watch": ("staleness.json", "watch.json"),
+    "refresh": ("refresh.json", "seconds.json", *TRAINING),
+    "tune": ("tune.json",),
+    "traffic": ("traffic.json",),
+}
+"""Stage -> patterns of the files that it writes into its folder, for those whose record does not
+list them."""
 
 
 def require_folder_name(key: str, name: str, *, empty: bool = False) -> str:
@@ -50,17 +106,16 @@ def stage_of(folder: Path) -> str:
     return "export" if (folder / EXPORT_FILE).is_file() else ""
 
 
-def require_own(folder: Path, stage: str, setting: str, beside: Collection[str] = ()) -> None:
-    """Raise `UserError` unless deleting `folder` loses nothing but what `stage` has written.
+def require_own(folder: Path, stage: str, setting: str) -> None:
+    """Raise `UserError` unless `folder` is `stage`'s to delete or replace.
 
-    It must be absent, empty, or have a record of `stage`; hold no folder of another stage; and
-    where the record lists the files, hold no others but `beside`. setting: the key that asks for
-    the deletion, for the message.
+    It must be absent, empty, or have a record of `stage`, and hold no folder of another stage.
+    setting: the key that asks for the deletion, for the message.
     """
     refuse = f"{setting}: '{folder}' is not deleted: "
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise UserError(f"{refuse}it is not a folder but a link or a file. Remove it yourself.")
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or all(is_writer_file(path.name) for path in folder.iterdir()):
         return
     found = stage_of(folder)
     if not found:
@@ -73,64 +128,241 @@ def require_own(folder: Path, stage: str, setting: str, beside: Collection[str] 
             f"{refuse}stage '{found}' wrote it, not '{stage}'. Choose another name, or remove it "
             "yourself."
         )
-    allowed = ("", stage, "export" if stage == "push" else "")
-    for record in (RUN_FILE, MANIFEST_FILE, EXPORT_FILE):
-        for inner in folder.rglob(record):
-            other = "" if inner.parent == folder else stage_of(inner.parent)
-            if other not in allowed:
-                raise UserError(
-                    f"{refuse}'{inner.parent}' in it was written by stage '{other}'. Move that "
-                    "away first."
-                )
-    listed = _listed(folder)
-    foreign = [] if listed is None else sorted({*_files(folder)} - listed - {*beside})
-    if foreign:
-        raise UserError(
-            f"{refuse}it holds files that stage '{stage}' did not write: {', '.join(foreign[:3])}. "
-            "Move them away, or remove the folder yourself."
-        )
+    allowed = ("", stage, *WITHIN.get(stage, ()))
+    for inner in _records(folder):
+        other = "" if inner == folder else stage_of(inner)
+        if other not in allowed:
+            raise UserError(
+                f"{refuse}'{inner}' in it was written by stage '{other}'. Move that away first."
+            )
 
 
 def delete_own(folder: Path, stage: str, setting: str) -> None:
-    """Delete `folder`, if it is `stage`'s own; see `require_own`."""
+    """Empty `folder` of what `stage` wrote, if it is the stage's own (see `require_own`), having
+    said so. Files that the stage did not write are moved aside, next to it."""
     require_own(folder, stage, setting)
-    if folder.exists():
-        shutil.rmtree(folder)
+    if not folder.is_dir():
+        return
+    _move_aside(folder, _known(folder, stage))
+    _announce(folder, stage, setting)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            _remove(path)
+        elif not is_writer_file(path.name):  # this process holds the folder
+            path.unlink()
+    with suppress(OSError):
+        folder.rmdir()
 
 
 @contextmanager
 def replace_folder(
-    out: Path, stage: str, setting: str, beside: Collection[str] = ()
+    out: Path, stage: str, setting: str, more: Collection[str] = ()
 ) -> Iterator[Path]:
     """Yield an empty folder next to `out` that takes its name when the block ends without an error.
 
-    An `out` that is there must be `stage`'s own (see `require_own`) and is deleted just before. The
-    empty folder has a name of its own, so nothing of anybody else is in the way; after an error it
-    is removed.
+    An `out` that is there must be `stage`'s own (see `require_own`) and is deleted then; files in
+    it that its record does not list, and that are not named in `more`, are moved aside. The empty
+    folder has a name of its own, so nothing of anybody else is in the way; after an error it is
+    removed. Raises `UserError` while another process replaces the same folder.
     """
     if out.name in ("", ".."):
         raise UserError(
             f"{setting}: '{out}' is not a name for a new folder. Give a folder with a name."
         )
-    require_own(out, stage, setting, beside)
+    require_own(out, stage, setting)
     out.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in out.parent.iterdir():
-        if (
-            leftover.name.startswith(f"{out.name}.")
-            and leftover.is_dir()
-            and is_abandoned(leftover)
-        ):
-            shutil.rmtree(leftover)  # of a writer that was killed
+    with only_writer(*beside(out)):
+        for leftover in out.parent.glob(f"{glob.escape(out.name)}.*"):
+            if leftover.is_dir() and is_abandoned(leftover):
+                shutil.rmtree(leftover)  # of a writer that was killed
+        restore(out)
+        fresh = partial_of(out)
+        try:
+            fresh.mkdir()
+            yield fresh
+            require_own(out, stage, setting)
+            if out.is_dir():
+                _move_aside(out, (*_known(out, stage), *more))
+                _announce(out, stage, setting)
+            put(fresh, out)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+
+
+@contextmanager
+def replace_part(out: Path, known: Collection[str]) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `out` when the block ends without an error.
+
+    For a folder that a stage keeps inside of its own. known: patterns of the files in it that may
+    be deleted; others are moved aside. Raises `UserError` for an `out` that is a link or a file.
+    """
+    if out.is_symlink() or out.is_file():
+        raise UserError(
+            f"'{out}' is not a folder but a link or a file, and is not replaced. Remove it."
+        )
+    restore(out)
     fresh = partial_of(out)
     try:
-        fresh.mkdir()
+        fresh.mkdir(parents=True)
         yield fresh
-        require_own(out, stage, setting, beside)
-        if out.exists():
-            shutil.rmtree(out)
-        os.replace(fresh, out)
+        if out.is_dir():
+            _move_aside(out, known)
+        put(fresh, out)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def put(fresh: Path, out: Path) -> None:
+    """Give `fresh` the name `out`; the folder that had it is deleted when that is done. A kill in
+    between is made good by `restore`."""
+    former = None
+    if out.is_dir():
+        former = partial_of(out).with_suffix(FORMER)
+        out.rename(former)
+    fresh.rename(out)
+    if former is not None:
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def put_new(fresh: Path, out: Path) -> None:
+    """Give `fresh` the name `out`; raises `UserError` where something else has that name by now."""
+    try:
+        fresh.rename(out)
+    except OSError as error:
+        if not out.exists():
+            raise
+        raise UserError(
+            f"'{out}' has come into being meanwhile, and is not replaced. Give another folder."
+        ) from error
+
+
+def restore(out: Path) -> None:
+    """Give a folder its name back that a killed `put` has taken; remove what such a one left. The
+    caller holds the folder, so that no other `put` is under way."""
+    for former in out.parent.glob(f"{glob.escape(out.name)}.*@*{FORMER}"):
+        if out.exists():
+            shutil.rmtree(former, ignore_errors=True)
+        else:
+            former.rename(out)
+
+
+def discard(part: Path) -> None:
+    """Delete a folder that a stage keeps inside of its own; one that is not there is no error.
+    Raises `UserError` for a link, and for one in which any stage has left a record."""
+    if part.is_symlink():
+        raise UserError(f"'{part}' is a link and is not deleted. Remove it yourself.")
+    for inner in _records(part):
+        if stage_of(inner):
+            raise UserError(
+                f"'{part}' is not deleted: stage '{stage_of(inner)}' wrote '{inner}'. Move that "
+                "away first."
+            )
+    _remove(part)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the temporary files and folders, here and below, whose writers are gone."""
+    remove_leftovers(folder)
+    for path in folder.rglob(f"*{PARTIAL}"):
+        if path.is_dir() and not path.is_symlink() and is_abandoned(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a folder of this name is on its way in or out."""
+    return name.endswith((PARTIAL, FORMER))
+
+
+def plain_files(folder: Path) -> list[str]:
+    """Relative paths of all files but those in `CACHES`; raises `UserError` for a link or anything
+    that is no file: what it leads to may be private."""
+    names = []
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise UserError(
+                f"'{path}' is not a plain file but a link or a device, which is not followed. "
+                "Remove it, or put a copy in its place."
+            )
+        if path.is_file() and not set(relative.parts) & set(CACHES):
+            names.append(relative.as_posix())
+    return names
+
+
+def copy_plain(source: Path, out: Path) -> None:
+    """Copy a file, or a folder's files; raises `UserError` for a link (see `plain_files`)."""
+    if source.is_symlink():
+        raise UserError(f"'{source}' is a link, which is not followed. Put a copy in its place.")
+    if not source.is_dir():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, out)
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    for name in plain_files(source):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source / name, out / name)
+
+
+def _announce(folder: Path, stage: str, setting: str) -> None:
+    """Say what is deleted, and because of which setting."""
+    files = [path for path in folder.rglob("*") if not path.is_dir()]
+    logger.warning(
+        "%s: deleting '%s', which stage '%s' wrote (%d files, %s bytes)",
+        setting,
+        folder,
+        stage,
+        len(files),
+        f"{sum(path.lstat().st_size for path in files):,}",
+    )
+
+
+def _remove(part: Path) -> None:
+    """Delete a folder; it has lost its name before its first file is gone."""
+    gone = partial_of(part)
+    with suppress(FileNotFoundError):  # another process was faster
+        part.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _records(folder: Path) -> Iterator[Path]:
+    """Folders, this one included, with a file that may be a stage's record."""
+    for record in (RUN_FILE, MANIFEST_FILE, EXPORT_FILE):
+        for path in folder.rglob(record):
+            yield path.parent
+
+
+def _move_aside(folder: Path, known: Collection[str]) -> None:
+    """Move the files of `folder` that no pattern of `known` fits to a folder next to it."""
+    foreign = [name for name in _files(folder) if not any(fnmatch(name, one) for one in known)]
+    if not foreign:
+        return
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    aside = folder.with_name(f"{folder.name}.aside-{stamp}-{secrets.token_hex(2)}")
+    for name in foreign:
+        (aside / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).rename(aside / name)
+    more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+    logger.warning(
+        "'%s' holds files that are not ours; moved to '%s': %s%s",
+        folder,
+        aside,
+        ", ".join(foreign[:3]),
+        more,
+    )
+
+
+def _known(folder: Path, stage: str) -> tuple[str, ...]:
+    """Patterns of the files in a stage's folder that the stage wrote: those that its record lists,
+    or those of `WRITTEN`."""
+    if not (folder / RUN_FILE).is_file():
+        manifest, export = _read(folder / MANIFEST_FILE), _read(folder / EXPORT_FILE)
+        if manifest is not None and isinstance(manifest.get("files"), list):
+            entries = [entry for entry in manifest["files"] if isinstance(entry, dict)]
+            listed = [str(entry["file"]) for entry in entries if "file" in entry]
+            return (MANIFEST_FILE, *map(glob.escape, listed))
+        if export is not None:
+            return (EXPORT_FILE, *map(glob.escape, export.get("files") or ()))
+    return (RUN_FILE, MANIFEST_FILE, "config.yaml", *WRITTEN.get(stage, ()))
 
 
 def _read(file: Path) -> dict[str, Any] | None:
@@ -146,20 +378,12 @@ def _read(file: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _listed(folder: Path) -> set[str] | None:
-    """The files that the folder's record lists, itself included; None where it lists none."""
-    if (folder / RUN_FILE).is_file():
-        return None
-    manifest, export = _read(folder / MANIFEST_FILE), _read(folder / EXPORT_FILE)
-    if manifest is not None and isinstance(manifest.get("files"), list):
-        entries = [entry for entry in manifest["files"] if isinstance(entry, dict)]
-        return {MANIFEST_FILE, *(str(entry["file"]) for entry in entries if "file" in entry)}
-    return {*map(str, export.get("files", ())), EXPORT_FILE} if export is not None else None
-
-
 def _files(folder: Path) -> Iterator[str]:
-    """Relative paths of everything but folders in `folder`, without those in `CACHES`."""
-    for path in folder.rglob("*"):
+    """Relative paths of everything but folders in `folder`, without those in `CACHES`, and those
+    that are on their way or say who writes."""
+    for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
-        if (path.is_symlink() or not path.is_dir()) and not set(relative.parts) & set(CACHES):
+        passing = is_writer_file(path.name) or path.name.endswith(PARTIAL)
+        passing = passing or bool(set(relative.parts) & set(CACHES))
+        if not passing and (path.is_symlink() or not path.is_dir()):
             yield relative.as_posix()

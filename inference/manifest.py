@@ -16,17 +16,26 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypeVar, Unpack, cast
+
+from typing_extensions import TypedDict
 
 from heads.api.checkpoint import WEIGHTS_FILE
+from heads.api.config import shown
 from heads.api.errors import UserError
+from heads.api.reading import read_object, require_fit
 
 FORMAT = 1
+LARGEST = 64 * 1024 * 1024
+"""Bytes of a manifest; the largest of ours lists some ten thousand shards."""
 MANIFEST_FILE = "manifest.json"
 PARTIAL = ".partial"
 STALE_SECONDS = 600.0
 """Age in seconds of an unchanged file after which its writer on another machine counts as gone."""
 _PARTIAL_NAME = re.compile(r"\.(?P<pid>\d+)-[0-9a-f]{8}@(?P<host>[^@]+)\.partial$")
+
+
+T = TypeVar("T")
 
 
 class FileSize(TypedDict, total=False):
@@ -68,23 +77,25 @@ def read_manifest(directory: Path, stage: str) -> dict[str, Any]:
             f"`headstart {stage}` for that run first (an interrupted one continues), or give the "
             "folder of a finished one."
         )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    content = read_object(path, "Run the stage again.", LARGEST)
+    if content.get("format") != FORMAT:
+        given = shown(content.get("format"))
         raise UserError(
-            f"'{path}' is not readable as JSON ({error}). Run the stage again."
-        ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        given = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise UserError(
-            f"'{path}' has manifest format {given!r}; this version reads format {FORMAT}."
+            f"'{path}' has manifest format {given}; this version reads format {FORMAT}."
         )
     if content.get("stage") != stage:
         raise UserError(
-            f"'{directory}' was written by stage '{content.get('stage')}', but the output of "
+            f"'{directory}' was written by stage {shown(content.get('stage'))}, but the output of "
             f"'{stage}' is needed here."
         )
     return content
+
+
+def read_manifest_as(kind: type[T], directory: Path, stage: str) -> T:
+    """`read_manifest` for a stage whose manifest has a `TypedDict`; raises `UserError` also where a
+    key is missing or of another type."""
+    content = read_manifest(directory, stage)
+    return require_fit(kind, content, f"'{directory / MANIFEST_FILE}'", "Run the stage again.")
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -184,10 +195,25 @@ def verify_file(directory: Path, entry: FileEntry) -> Path:
     return path
 
 
+def listed_files(directory: Path, stage: str) -> list[FileEntry]:
+    """The files that the manifest of a finished stage lists; raises `UserError` for a manifest
+    without a list of path and sha256 (of one that other people wrote)."""
+    entries = read_manifest(directory, stage).get("files")
+    for entry in entries if isinstance(entries, list) else [None]:
+        if not isinstance(entry, dict) or not all(
+            isinstance(entry.get(key), str) for key in ("file", "sha256")
+        ):
+            raise UserError(
+                f"the manifest in '{directory}' lists no files by path and sha256 (found: "
+                f"{shown(entry if isinstance(entries, list) else entries)}). Run the stage again."
+            )
+    return cast(list[FileEntry], entries)
+
+
 def verify_listed(directory: Path, stage: str, names: Iterable[str]) -> None:
     """Raise `UserError` unless these files of `stage`, its manifest aside, are as the manifest
     lists them."""
-    listed = {entry["file"]: entry for entry in read_manifest(directory, stage)["files"]}
+    listed = {entry["file"]: entry for entry in listed_files(directory, stage)}
     for name in (name for name in names if name != MANIFEST_FILE):
         if name not in listed:
             raise UserError(

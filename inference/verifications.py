@@ -15,7 +15,6 @@ because the remaining numbers (lengths, accepted tokens, log p and log q) follow
 from __future__ import annotations
 
 import hmac
-import json
 import secrets
 import threading
 import time
@@ -23,13 +22,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from heads.api.config import PositiveFloat, config
 from heads.api.errors import UserError
+from heads.api.reading import read_object
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, PassRecord
 from inference.manifest import write_bytes, write_json
@@ -267,13 +267,10 @@ def record_facts(engine: Engine, drafter: str, weights_sha256: str = "") -> Reco
 def read_facts(folder: Path) -> RecordFacts:
     """The facts of the records in a folder; raises `UserError` for no records or another format."""
     path = folder / FACTS_FILE
-    try:
-        facts: RecordFacts = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"'{folder}' holds no records: there is no {FACTS_FILE}.") from error
-    except ValueError as error:
-        raise UserError(f"'{path}' is not readable as JSON ({error}).") from error
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+    if not path.is_file():
+        raise UserError(f"'{folder}' holds no records: there is no {FACTS_FILE}.")
+    facts = cast(RecordFacts, read_object(path, "Record again."))
+    if facts.get("format") != FORMAT:
         words = f"that this version does not know; it reads format {FORMAT}."
         raise UserError(f"'{path}' has a format of records {words}")
     return facts

@@ -1,13 +1,13 @@
 """The `headstart` command: `headstart <stage> [group=option] [key=value] ...`.
 
 Nothing heavy is imported here, so that help and mistakes in a stage's name answer at once; a
-stage's own module is imported when it runs. A `UserError` is printed as one message and ends with
-status 2; HEADSTART_DEBUG=1 shows where it came from.
+stage's own module is imported when it runs. What a person can correct is printed as one message and
+ends with status 2; a fault of ours is reported in three lines, its traceback goes to a file, and
+the status is 1 (scripts/run/failures.py). HEADSTART_DEBUG=1 shows where either came from.
 """
 
 from __future__ import annotations
 
-import errno
 import importlib
 import json
 import os
@@ -20,11 +20,10 @@ from pathlib import Path
 from heads.api.errors import UserError, suggest
 from scripts.config.flags import Flags, read_flags
 from scripts.config.stages import EXTRA_VARIABLE, STAGES, Stage
+from scripts.run import failures
 from scripts.run.signals import leave_in_order
 
 DEBUG_VARIABLE = "HEADSTART_DEBUG"
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Of a full disk; libraries that wrap such an error (safetensors, pyarrow) spell it in words."""
 SEARCH_PATH = "hydra.searchpath="
 USAGE = """\
 Headstart trains drafters for speculative decoding and measures what each one is worth.
@@ -56,20 +55,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit status: 0, 1 failure, 2 mistake, 3 incomplete, 130 stopped."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        require_text(given)
         return dispatch(given)
     except BrokenPipeError:
         # The reader of a pipe (`| head`) has gone. Python would complain again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        complaint = str(error) if isinstance(error, UserError) else disk_complaint(error)
-        if complaint is None or os.environ.get(DEBUG_VARIABLE):
+        if os.environ.get(DEBUG_VARIABLE):
             raise
+        complaint = failures.complaint(error)
+        said = failures.report(error, given, version()) if complaint is None else complaint
         rank = os.environ.get("RANK", "0")
         speaker = "headstart" if rank == "0" else f"headstart (process {rank})"
-        print(f"{speaker}: {complaint}", file=sys.stderr)
-        tell_torchrun(complaint)
-        return 2
+        print(f"{speaker}: {said}", file=sys.stderr)
+        tell_torchrun(said)
+        return 1 if complaint is None else 2
     except KeyboardInterrupt:
         line = "interrupted; the same command continues where this one stopped."
         print(f"\nheadstart: {line}", file=sys.stderr)
@@ -181,19 +182,15 @@ def add_folder(folder: str, name: str = "--config-dir") -> None:
     os.environ[EXTRA_VARIABLE] = os.pathsep.join([str(path), *filter(None, [more])])
 
 
-def disk_complaint(error: BaseException | None) -> str | None:
-    """The message for a full disk, also where a library wrapped the error; else None."""
-    while error is not None:
-        number = error.errno if isinstance(error, OSError) else None
-        if number in FULL or any(os.strerror(full) in str(error) for full in FULL):
-            name = getattr(error, "filename", None)
-            where = f" while writing '{name}'" if name else ""
-            return (
-                f"the disk is full{where} ({error}). What was complete is kept. Free some space, "
-                "or give another run.root; the same command then continues where this one stopped."
-            )
-        error = error.__cause__ or error.__context__
-    return None
+def require_text(given: Sequence[str]) -> None:
+    """Raise `UserError` for an argument that is not text: bytes that no encoding has."""
+    for place, text in enumerate(given, 1):
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"argument {place} ({text!r}) is not text in UTF-8. Give names in UTF-8."
+            ) from error
 
 
 def version() -> str:

@@ -6,9 +6,20 @@ import json
 import logging
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from heads.api.config import AtLeastTwo, NonNegativeFloat, NonNegativeInt, PositiveInt, config
+from annotated_types import Ge, Le
+
+from heads.api.config import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Rows,
+    Seconds,
+    Seed,
+    Tokens,
+    config,
+)
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo
@@ -40,14 +51,14 @@ class TrainConfig:
 
     max_steps: NonNegativeInt = 0
     """Updates in all; 0: as many as `epochs` take."""
-    epochs: float = 1.0
+    epochs: Annotated[float, Le(1_000_000)] = 1.0
     """Passes over the data when max_steps is 0 (a fraction is allowed)."""
     global_batch: PositiveInt = 16
     """Rows per update over all processes."""
-    micro_batch: PositiveInt = 4
+    micro_batch: Rows = 4
     """Rows per forward pass of one process; global_batch is a multiple of micro_batch x
     processes."""
-    sequence_length: AtLeastTwo = 512
+    sequence_length: Annotated[int, Ge(2), Le(1_048_576)] = 512
     """Tokens per row; answers are packed into rows."""
     eval_every: NonNegativeInt = 100
     """Steps between measurements of tau; one more comes at the end. 0: never, and the last weights
@@ -57,9 +68,9 @@ class TrainConfig:
     `generate` held out of the answers' data (data.reserve.validation)."""
     eval_prompts: PositiveInt = 24
     """Prompts of a measurement in all, as evenly as possible from every domain."""
-    eval_tokens: PositiveInt = 64
+    eval_tokens: Tokens = 64
     """Most new tokens per prompt in a measurement."""
-    eval_batch: PositiveInt = 8
+    eval_batch: Rows = 8
     """Prompts decoded together in a measurement (tau does not depend on it)."""
     patience: NonNegativeInt = 0
     """Stop after so many measurements in a row without a higher tau; 0: never."""
@@ -69,7 +80,7 @@ class TrainConfig:
     """Steps between saved states; one more comes at the end. 0: at the end only."""
     keep: PositiveInt = 2
     """Saved states to keep (at least 1)."""
-    max_seconds: NonNegativeFloat = 0.0
+    max_seconds: Seconds = 0.0
     """End early once the steps have taken so many seconds, earlier sessions included; 0: no limit.
     What comes out then depends on the machine's speed: prefer max_steps.
     """
@@ -80,7 +91,7 @@ class TrainConfig:
     """
     parity: bool = True
     """Compare the training path with the decoding path before the first step and after the last."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the drafter's initial weights, of the order of rows, and of everything else random."""
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
     """Answers continued by the drafter itself."""

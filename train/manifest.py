@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import NotRequired
 
-from inference.manifest import read_manifest
+from typing_extensions import TypedDict
+
+from inference.manifest import FileEntry, read_manifest_as
 
 Settings = dict[str, object]
 """The fields of one configuration class."""
@@ -81,6 +83,8 @@ class TrainOutcome(TypedDict):
     target: dict[str, object]
     data: DataFacts
     checkpoint: str
+    files: NotRequired[list[FileEntry]]
+    """The checkpoint's configuration and weights; earlier versions did not list them."""
     best: BestFacts
     steps: int
     ended_by: str
@@ -103,4 +107,4 @@ class TrainManifest(TrainOutcome):
 
 def read_training(folder: Path) -> TrainManifest:
     """The manifest of a finished training; raises `UserError` where there is none."""
-    return cast(TrainManifest, read_manifest(folder, "train"))
+    return read_manifest_as(TrainManifest, folder, "train")

@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 
 from heads.api.batch import TrainBatch
-from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval, config
+from heads.api.config import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Tokens,
+    UnitInterval,
+    config,
+)
 from heads.api.drafter import TargetStates, TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.tree import TokenTree
@@ -45,7 +52,7 @@ class OnPolicyConfig:
 
     share: UnitInterval = 0.0
     """Probability that a row is rewritten (0 to 1); 0: never."""
-    window: PositiveInt = 16
+    window: Tokens = 16
     """Most tokens that the drafter writes in one document (at least 1), as one chain; kinds with a
     largest depth can draft no deeper.
     """

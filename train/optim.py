@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Le, Lt
 from torch import Tensor, nn
 
-from heads.api.config import Fraction, NonNegativeFloat, PositiveFloat, UnitInterval, config
+from heads.api.config import Fraction, NonNegativeFloat, PositiveFloat, Rate, UnitInterval, config
 from heads.api.errors import UserError
 from heads.nn.matrices import matrices
 from train.muon import MuonAdamW
@@ -27,7 +27,7 @@ class OptimConfig:
     kind: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon (train/muon.py): Muon for the matrices between states, AdamW for embeddings,
     LM heads, norms and biases. Not with engine.zero_stage 3 and not with engine.offload."""
-    lr: PositiveFloat = 1e-3
+    lr: Rate = 1e-3
     """Peak learning rate (> 0). Medusa heads take 1e-3, EAGLE-3 on an 8B target 5e-5 to 1e-4."""
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.95
     """muon only: decay of the running mean of a matrix's gradient (in [0, 1))."""
@@ -35,7 +35,7 @@ class OptimConfig:
     """Decay of the running mean and of the running square of the gradient (each in [0, 1))."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the running square (> 0)."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: Annotated[float, Ge(0), Le(100)] = 0.0
     """Decay of matrices per unit of learning rate (>= 0). Vectors (norms, biases) are never
     decayed."""
     clip: NonNegativeFloat = 1.0

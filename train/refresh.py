@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import TrainBatch
 from heads.api.checkpoint import WEIGHTS_FILE, load_weights, new_drafter, read_config
-from heads.api.config import NonNegativeFloat, NonNegativeInt, config
+from heads.api.config import NonNegativeFloat, Size, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
@@ -54,7 +54,7 @@ class RefreshConfig:
     """Folder or Hub id of the target that `init_from` was trained for. Given, what the target has
     changed by since is added to the drafter first (`carry`): worth it where drafters begin as
     copies of the target's layers."""
-    lora_rank: NonNegativeInt = 0
+    lora_rank: Size = 0
     """Rank of the updates of linear layers, which are then all that is trained; 0: all weights are
     trained."""
     lora_alpha: NonNegativeFloat = 0.0

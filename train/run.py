@@ -20,6 +20,7 @@ from typing import Any
 from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE
 from inference.target.loading import TargetConfig, pick_device
+from inference.writers import only_writer
 from train.config import TrainConfig, TrainingJob, refuse_senseless, with_prompts
 from train.distributed import join_world
 from train.engines.base import EngineConfig
@@ -64,13 +65,21 @@ def train(
         return read_training(out)
     refuse_senseless(job)
     refuse_parts(job)
-    job = with_prompts(job)
+    with only_writer(out):
+        return run_job(with_prompts(job), begun, provenance)
+
+
+def run_job(
+    job: TrainingJob, begun: float, provenance: Mapping[str, object] | None
+) -> TrainManifest:
+    """The training itself, in a folder that this launch holds."""
+    target = job.target
     world = join_world(pick_device(target.device))
     if world.device.type == "cpu":
         keep_freed_memory()
     job = replace(job, target=replace(target, device=str(world.device)))
     if job.joint.on:
         return JointRun(job, world, begun).run(provenance)
-    if features.mode == "group":
+    if job.features.mode == "group":
         return run_in_group(job, world, lambda trainers: Run(job, trainers, begun).run(provenance))
     return Run(job, world, begun).run(provenance)

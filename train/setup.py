@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heads.api.checkpoint import new_drafter, refuse_unset, save_drafter
+from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, new_drafter, refuse_unset, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.decoding.requests import Completion, Request
-from inference.manifest import write_manifest
+from inference.folders import CHECKPOINT, replace_part, restore
+from inference.manifest import file_entry, write_manifest
 from inference.measure.prompts import select_prompts, to_requests
 from inference.measure.run import quick_tau
 from inference.parity import check_parity
@@ -106,10 +106,8 @@ class Run:
             require_same(snapshot, self.facts)
             self.drafter.load_state_dict(snapshot.weights())
         progress = Progress.from_record(snapshot.record) if snapshot is not None else Progress()
-        best = job.out / BEST
-        old = best.with_name(f"{BEST}.old")
-        if world.is_main and old.exists() and not best.exists():
-            old.rename(best)  # a kill came between the two renames of `keep_best`
+        if world.is_main:
+            restore(job.out / BEST)
         title = f"training {job.kind}"
         with Display(title, self.steps, progress.step, active=world.is_main) as display:
             self.introduce(display, progress)
@@ -273,15 +271,8 @@ class Run:
 
     def keep_best(self, weights: dict[str, Tensor]) -> None:
         """Replace <out>/best by a checkpoint with these weights, whole."""
-        best = self.job.out / BEST
-        fresh, old = best.with_name(f"{BEST}.partial"), best.with_name(f"{BEST}.old")
-        for leftover in (fresh, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        self.write_checkpoint(weights, fresh)
-        if best.exists():
-            best.rename(old)
-        fresh.rename(best)
-        shutil.rmtree(old, ignore_errors=True)
+        with replace_part(self.job.out / BEST, CHECKPOINT) as fresh:
+            self.write_checkpoint(weights, fresh)
 
     def write_checkpoint(self, weights: dict[str, Tensor], folder: Path) -> None:
         save_drafter(self.serving(weights), folder, self.target.info)
@@ -326,6 +317,11 @@ class Run:
                 "validation": list(self.job.config.prompts),
             },
             "checkpoint": BEST,
+            "files": [
+                file_entry(self.job.out, f"{BEST}/{path.name}")
+                for path in sorted((self.job.out / BEST).iterdir())
+                if path.name in (CONFIG_FILE, WEIGHTS_FILE)
+            ],
             "best": best,
             "steps": progress.step,
             "ended_by": reason,

@@ -24,8 +24,8 @@ import logging
 import os
 import random
 import re
-import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -33,10 +33,13 @@ from typing import TypedDict
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.api.errors import UserError
+from heads.api.reading import read_object
+from heads.api.tensors import read_tensors
+from inference.folders import discard, is_temporary, put
 from inference.manifest import file_sha256, safe_path, write_json
 from train.distributed import World
 from train.engines.base import TrainEngine
@@ -81,7 +84,7 @@ class Snapshot:
     sharded: bool
 
     def weights(self) -> dict[str, Tensor]:
-        return load_file(str(self.directory / WEIGHTS_FILE))
+        return read_tensors(self.directory / WEIGHTS_FILE)
 
     def restore(self, engine: TrainEngine, world: World) -> None:
         """Restore the optimiser and random generators; raises `UserError` for a state of other
@@ -105,7 +108,8 @@ class StateStore:
         final = self.directory / f"step_{step:08d}"
         partial = final.with_name(final.name + PARTIAL)
         if self.world.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+            with suppress(OSError):
+                discard(partial)
         self.world.wait()
         weights, optimizer = engine.weights(), engine.optimizer_state()
         own, failure = self._write_own(partial, weights, optimizer, engine.sharded)
@@ -151,12 +155,10 @@ class StateStore:
         try:
             write_json(partial / STATE_FILE, content)
             _flush_folder(partial)
-            # a damaged one, whose steps this run has repeated
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
+            put(partial, final)  # in place of a damaged one, whose steps this run has repeated
             _flush_folder(self.directory)
             for folder in self._folders()[: -self.keep]:
-                shutil.rmtree(folder)
+                discard(folder)
         except OSError as error:
             return f"process 0: {error}"
         return ""
@@ -166,7 +168,8 @@ class StateStore:
         if not found:
             return
         if self.world.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+            with suppress(OSError):
+                discard(partial)
         raise UserError(
             f"the state cannot be written to '{self.directory}' ({'; '.join(found[:3])}). Earlier "
             "states are kept; make room and run the same command again."
@@ -176,8 +179,9 @@ class StateStore:
         """The newest complete state, or None; damaged ones are passed over with a warning,
         half-written ones removed. Collective: every process reads its share of the files."""
         if self.world.is_main and self.directory.is_dir():
-            for leftover in self.directory.glob(f"*{PARTIAL}"):
-                shutil.rmtree(leftover)
+            for leftover in self.directory.iterdir():
+                if leftover.is_dir() and is_temporary(leftover.name):
+                    discard(leftover)
         self.world.wait()
         for folder in reversed(self._folders()):
             snapshot, damage = None, ""
@@ -204,7 +208,7 @@ def read_snapshot(folder: Path, share: int = 0, shares: int = 1) -> Snapshot:
     """Check a state folder and describe it; raises `UserError` saying what is damaged. Of all
     sizes, and of the contents of every `shares`-th file from number `share` on."""
     try:
-        content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        content = read_object(folder / STATE_FILE)
         if content["format"] != FORMAT:
             raise UserError(
                 f"'{folder}' has format {content['format']}; this version reads format {FORMAT}."
@@ -247,11 +251,11 @@ def set_random_state(folder: Path, rank: int, processes: int) -> None:
         np.random.seed(seed)  # the global generator is meant
         torch.manual_seed(seed)
         return
-    states = load_file(str(folder / f"random-{rank}.safetensors"))
+    states = read_tensors(folder / f"random-{rank}.safetensors")
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    plain = json.loads((folder / f"random-{rank}.json").read_text(encoding="utf-8"))
+    plain = read_object(folder / f"random-{rank}.json")
     version, words, gauss = plain["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, place, has_gauss, cached = plain["numpy"]

@@ -8,24 +8,37 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from heads.api.config import build
+from heads.api.config import build, shown
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError, missing_folder
-from heads.api.registry import get_kind
+from heads.api.reading import read_object
+from heads.api.registry import Kind, get_kind
 from heads.api.target_info import TargetInfo, TargetWeights
+from heads.api.tensors import read_tensors, require_shapes, tensor_shapes
 
 FORMAT = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+CONFIG_KEYS: dict[str, type] = {
+    "format": int,
+    "kind": str,
+    "config": dict,
+    "needs": dict,
+    "target": dict,
+}
+LARGEST_CONFIG = 16 * 1024 * 1024
+"""Bytes of a config.json; ours have some thousand."""
 
 
 def save_drafter(
@@ -65,18 +78,21 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"'{directory}' is not a drafter checkpoint: it has no {CONFIG_FILE}. Give the folder "
             "that training wrote."
         )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise UserError(
-                f"'{path}' has checkpoint format {content['format']}; this version reads format "
-                f"{FORMAT}."
-            )
-        return {key: content[key] for key in ("format", "kind", "config", "needs", "target")}
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    advice = "Train or download the checkpoint again."
+    content = read_object(path, advice, LARGEST_CONFIG)
+    missing = [key for key in CONFIG_KEYS if key not in content]
+    if missing:
+        raise UserError(f"'{path}' is broken: it lacks {', '.join(missing)}. {advice}")
+    if content["format"] != FORMAT:
         raise UserError(
-            f"'{path}' is broken ({error!r}). Train or download the checkpoint again."
-        ) from error
+            f"'{path}' has checkpoint format {shown(content['format'])}; this version reads format "
+            f"{FORMAT}."
+        )
+    for key, kind in CONFIG_KEYS.items():
+        if not isinstance(content[key], kind):
+            given = shown(content[key])
+            raise UserError(f"'{path}' is broken: its {key} is {given}. {advice}")
+    return {key: content[key] for key in CONFIG_KEYS}
 
 
 def build_config(kind: str, values: dict[str, Any]) -> Any:
@@ -127,7 +143,8 @@ def load_drafter(
     else:
         trained_for.require_same(info)
     kind = get_kind(content["kind"])
-    drafter = kind.drafter_class(build_config(kind.name, content["config"]), info)
+    config = build_config(kind.name, content["config"])
+    drafter = build_drafter(kind, config, info, directory / WEIGHTS_FILE)
     if not isinstance(drafter, TrainableDrafter):
         return drafter
     drafter.to(device=weights.embedding.device, dtype=weights.embedding.dtype)
@@ -136,28 +153,50 @@ def load_drafter(
     return drafter.eval()
 
 
+def build_drafter(kind: Kind, config: Any, info: TargetInfo, path: Path) -> Any:
+    """A drafter that is to be filled from the safetensors file `path`; raises `UserError` where
+    that has other tensors. A configuration may ask for any size, so what it takes is compared with
+    what the file has before there is memory for it."""
+    if issubclass(kind.drafter_class, TrainableDrafter):
+        most = 1000 + 10 * len(tensor_shapes(path))
+        # A kind of another package may compute with its weights as it is made, which it cannot here
+        with suppress(NotImplementedError, RuntimeError), torch.device("meta"), at_most(most, path):
+            check_shapes(kind.drafter_class(config, info), path)
+    return kind.drafter_class(config, info)
+
+
+@contextmanager
+def at_most(parameters: int, path: Path) -> Iterator[None]:
+    """End the block with a `UserError` once it has made more parameters: a million of them take
+    minutes, even without memory."""
+    made = 0
+
+    def count(module: torch.nn.Module, name: str, parameter: object) -> None:
+        nonlocal made
+        made += 1
+        if made > parameters:
+            raise UserError(
+                f"'{path}' does not fit its {CONFIG_FILE}, which asks for many more tensors than "
+                "the file holds. Train or download the checkpoint again."
+            )
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def check_shapes(drafter: TrainableDrafter, path: Path) -> None:
+    """Raise `UserError` unless a safetensors file holds every persistent tensor and no other."""
+    expected = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
+    require_shapes(tensor_shapes(path), expected, path, f"kind '{drafter.kind}'")
+
+
 def load_weights(drafter: TrainableDrafter, path: Path) -> None:
     """Fill every persistent tensor from a safetensors file, completely or not at all."""
-    try:
-        tensors = load_file(str(path))
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"'{path}' cannot be read ({error}). The file is missing or was cut off; copy or "
-            "train it again."
-        ) from error
-    expected = drafter.state_dict()
-    missing, unknown = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
-    if missing or unknown:
-        raise UserError(
-            f"'{path}' does not fit kind '{drafter.kind}': missing tensors {missing}, unknown "
-            f"tensors {unknown}."
-        )
-    for name, value in tensors.items():
-        if value.shape != expected[name].shape:
-            raise UserError(
-                f"'{path}': tensor '{name}' has shape {list(value.shape)}, expected "
-                f"{list(expected[name].shape)}."
-            )
+    check_shapes(drafter, path)
+    tensors = read_tensors(path)
     drafter.load_state_dict(tensors, strict=True)
     refuse_unset(drafter)
 

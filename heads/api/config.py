@@ -7,6 +7,9 @@ nearest name. Conditions that concern several fields stay in `__post_init__`.
 
 Nothing is converted silently, with four exceptions that YAML needs: a list becomes the declared
 tuple, a mapping the declared dataclass, a whole number a float or a text, a text a path.
+
+Every type has limits, also where a class gives none: a float is finite, a whole number has at most
+64 bits, a text and a path hold nothing that files and tokenizers refuse.
 """
 
 from __future__ import annotations
@@ -29,7 +32,15 @@ from typing import (
 )
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Strict, ValidationError, create_model
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BeforeValidator,
+    ConfigDict,
+    Strict,
+    ValidationError,
+    create_model,
+)
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from heads.api.errors import UserError, suggest
@@ -42,26 +53,57 @@ Item = TypeVar("Item")
 PositiveInt = Annotated[int, Ge(1)]
 AtLeastTwo = Annotated[int, Ge(2)]
 NonNegativeInt = Annotated[int, Ge(0)]
+Seed = Annotated[int, Ge(0), Lt(2**32)]
+Depth = Annotated[int, Ge(1), Le(1024)]
+DepthFromTwo = Annotated[int, Ge(2), Le(1024)]
+Layers = Annotated[int, Ge(0), Le(1024)]
+Rows = Annotated[int, Ge(1), Le(65_536)]
+RowsFromTwo = Annotated[int, Ge(2), Le(65_536)]
+Tokens = Annotated[int, Ge(1), Le(2**24)]
+TokensFromTwo = Annotated[int, Ge(2), Le(2**24)]
+Size = Annotated[int, Ge(0), Le(2**24)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 UnitInterval = Annotated[float, Ge(0), Le(1)]
 Fraction = Annotated[float, Gt(0), Le(1)]
 OpenFraction = Annotated[float, Gt(0), Lt(1)]
-Weight = Annotated[float, Ge(0), AllowInfNan(False)]
+Weight = NonNegativeFloat
+Seconds = Annotated[float, Ge(0), Le(1e9)]
+Timeout = Annotated[float, Gt(0), Le(1e9)]
+Rate = Annotated[float, Gt(0), Le(100)]
 NonEmpty = Annotated[tuple[Item, ...], MinLen(1)]
 BOUNDED = (
     "PositiveInt",
     "AtLeastTwo",
     "NonNegativeInt",
+    "Seed",
+    "Depth",
+    "DepthFromTwo",
+    "Layers",
+    "Rows",
+    "RowsFromTwo",
+    "Tokens",
+    "TokensFromTwo",
+    "Size",
     "PositiveFloat",
     "NonNegativeFloat",
     "UnitInterval",
     "Fraction",
     "OpenFraction",
     "Weight",
+    "Seconds",
+    "Timeout",
+    "Rate",
 )
-"""Names of the types above that have limits."""
+"""Names of the types above that have limits: `Seed` of every generator (NumPy takes 32 bits),
+`Depth` of a draft, layers or heads, `Layers` likewise where 0 is a default, `Rows` computed
+together, `Tokens` of a text, `Size` of a tensor's axis (0: a default), `Seconds` and
+`Timeout` to wait, `Rate` of learning."""
+INT64 = (-(2**63), 2**63 - 1)
+"""Limits of every whole number: what tensors and clocks hold."""
 
+LONGEST = 200
+"""Characters of a given value that a message shows."""
 UNSET = "???"
 """Hydra's mark for a value that the user must give."""
 
@@ -114,7 +156,10 @@ def build(cls: type[T], values: Any, path: str) -> T:
     Raises `UserError` for unknown keys, wrong types, values out of range and missing ones; `path`
     is the dotted path of `values` in its messages.
     """
-    missing = find_unset(values)
+    try:
+        missing = find_unset(values)
+    except RecursionError:
+        raise UserError(f"{path}: the values are nested too deeply to be settings.") from None
     if missing is not None:
         where, hint = locate(cls, missing, path)
         raise UserError(f"{where} is missing. Give it as {where}=... ({expected(hint)}).")
@@ -146,9 +191,15 @@ def strict(hint: Any) -> Any:
     """The type hint with numbers, texts and switches that pydantic does not convert."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is str:
-        return Annotated[str, BeforeValidator(number_as_text), Strict()]
-    if hint in (int, float, bool):
-        return Annotated[hint, Strict()]
+        return Annotated[str, BeforeValidator(number_as_text), Strict(), AfterValidator(writable)]
+    if hint is Path:
+        return Annotated[Path, BeforeValidator(writable)]
+    if hint is int:
+        return Annotated[int, Strict(), Ge(INT64[0]), Le(INT64[1])]
+    if hint is float:
+        return Annotated[float, Strict(), AllowInfNan(False)]
+    if hint is bool:
+        return Annotated[bool, Strict()]
     if origin is Annotated:
         inner, *marks = arguments
         return Annotated[(strict(inner), *marks)]
@@ -162,6 +213,16 @@ def strict(hint: Any) -> Any:
 def number_as_text(value: Any) -> Any:
     """A whole number as the text that it was written as: `run.name=2024`."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def writable(value: Any) -> Any:
+    """A text that files, terminals and tokenizers take; raises `ValueError` for half a character (a
+    lone surrogate) and for the character NUL, which ends every path."""
+    if isinstance(value, (str, Path)):
+        text = str(value)
+        if "\0" in text or any("\ud800" <= char <= "\udfff" for char in text):
+            raise ValueError(f"{shown(text)} holds a character that no text may: remove it.")
+    return value
 
 
 def find_unset(values: Any) -> tuple[Any, ...] | None:
@@ -206,11 +267,16 @@ def explain(error: ValidationError, cls: type, path: str) -> UserError:
         where, hint = locate(cls, place[:-1], path)
     if kind == "literal_error":
         allowed = [str(option) for option in get_args(bare(hint))]
-        return UserError(f"{where} {value!r} is unknown.{suggest(str(value), allowed)}")
+        meant = suggest(value if isinstance(value, str) else "", allowed)
+        return UserError(f"{where} {shown(value)} is unknown.{meant}")
     if kind == "too_short":
         return UserError(f"{where} is empty. Give at least one value.")
     if kind.startswith(("greater_than", "less_than")):
-        return UserError(f"{where} must {limits(hint)}; given: {value}.")
+        own = not set(INT64) & set(first["ctx"].values())
+        range_ = limits(hint) if own else f"lie in [{INT64[0]}, {INT64[1]}]"
+        return UserError(f"{where} must {range_}; given: {shown(value)}.")
+    if kind == "finite_number":
+        return UserError(f"{where} must be a finite number; given: {value}.")
     return UserError(f"{where}: expected {expected(hint)}, given {describe(value)}.")
 
 
@@ -290,6 +356,15 @@ def expected(hint: Any) -> str:
     return WORDS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
+def shown(value: object) -> str:
+    """A given value on one line of a message, cut where it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python writes no number of more than 4300 digits
+        return "a value that is too long to show"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
+
+
 def describe(value: Any) -> str:
     """A given value in words: the value and its type."""
     if value is None:
@@ -303,4 +378,4 @@ def describe(value: Any) -> str:
         tuple: "a list",
         dict: "keys",
     }
-    return f"{value!r} ({names.get(type(value), type(value).__name__)})"
+    return f"{shown(value)} ({names.get(type(value), type(value).__name__)})"

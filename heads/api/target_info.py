@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from heads.api.config import build
 from heads.api.errors import UserError
 
 
@@ -49,13 +50,13 @@ class TargetInfo:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TargetInfo:
         """Rebuild from `to_dict`; raises `UserError` when a field is missing or unknown."""
-        names = {f.name for f in fields(cls)}
-        if set(values) != names:
-            odd = sorted(names.symmetric_difference(values))
+        names, given = {f.name for f in fields(cls)}, set(map(str, values))
+        if given != names:
+            odd = sorted(names.symmetric_difference(given))
             raise UserError(
                 f"the stored target description is not readable: missing or unknown fields {odd}."
             )
-        return cls(**values)
+        return build(cls, values, "target")
 
     def require_same(self, other: TargetInfo) -> None:
         """Raise `UserError` unless a drafter made for `self` can serve `other`.

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from heads.api.config import (
-    AtLeastTwo,
     NonEmpty,
     NonNegativeFloat,
     PositiveInt,
+    Rows,
+    RowsFromTwo,
+    TokensFromTwo,
     config,
     require_one_of,
 )
@@ -54,17 +56,17 @@ class AuditConfig:
     """The tree, where decode.choices does not give one."""
     temperatures: NonEmpty[NonNegativeFloat] = (0.0, 1.0)
     """Temperatures of the invariance check."""
-    batch_size: PositiveInt = 3
+    batch_size: Rows = 3
     """Rows of the ragged batch; everything is also decoded one row at a time."""
     prompts: PositiveInt = 4
     """Prompts, spread over the domains."""
-    max_new_tokens: AtLeastTwo = 48
+    max_new_tokens: TokensFromTwo = 48
     """Tokens per answer."""
     rules: tuple[str, ...] = LOSSLESS
     """Acceptance rules of the distribution check; only lossless ones promise a distribution."""
-    seeds: Annotated[int, Ge(100)] = 1000
+    seeds: Annotated[int, Ge(100), Le(1_000_000_000)] = 1000
     """Answers sampled per distribution."""
-    support: AtLeastTwo = 4
+    support: RowsFromTwo = 4
     """Tokens kept at each position of the distribution check (top-k)."""
     significance: Annotated[float, Gt(0), Lt(0.1)] = 1e-6
     """A distribution less likely than this is a mismatch."""

@@ -8,7 +8,16 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge, Le
 
-from heads.api.config import Fraction, PositiveFloat, PositiveInt, config, require_one_of
+from heads.api.config import (
+    Depth,
+    Fraction,
+    NonNegativeInt,
+    PositiveFloat,
+    Rows,
+    Tokens,
+    config,
+    require_one_of,
+)
 from heads.api.errors import UserError
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
 from inference.decoding.adaptive.lengths import DEFAULT_THRESHOLDS, AdaptiveSettings
@@ -35,23 +44,23 @@ class DecodeConfig(SamplingSettings):
     """Rule typical: keep a draft more likely than this times exp(-entropy)."""
     shape: Shape = "chain"
     """none (plain decoding), chain, tree (from `choices`), or dynamic (new at every step)."""
-    depth: PositiveInt = 4
+    depth: Depth = 4
     """Drafted tokens of a chain; the deepest level of a dynamic tree."""
     choices: tuple[tuple[int, ...], ...] = ()
     """Paths of a static tree, as sibling ranks: [[0], [1], [0, 0]]."""
-    nodes: int = 17
+    nodes: Rows = 17
     """Nodes of a dynamic tree, the root included."""
-    width: int = 8
+    width: Rows = 8
     """Dynamic trees: nodes expanded per level, and children considered per node."""
-    batch_size: PositiveInt = 1
+    batch_size: Rows = 1
     """Rows decoded together; finished rows are refilled."""
-    max_new_tokens: PositiveInt = 128
+    max_new_tokens: Tokens = 128
     """Most new tokens of an answer, the end-of-text token included."""
     share_noise: bool = True
     """Rule match above temperature 0: rank drafts with shared Gumbel noise. Off to compare."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Base of the per-prompt seeds."""
-    prefill_chunk: PositiveInt = 2048
+    prefill_chunk: Tokens = 2048
     """Prompt tokens read in one pass; longer prompts are read in several."""
     lag: Annotated[int, Ge(-1), Le(8)] = -1
     """Steps under way before the host reads one (0 to 8); -1: 2 on CUDA, else 0. Lossless."""

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heads.api.config import NonEmpty, NonNegativeInt, PositiveInt, config
+from heads.api.config import NonEmpty, NonNegativeInt, PositiveInt, Rows, Tokens, config
 from heads.api.drafter import TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -46,11 +46,11 @@ StepKey = tuple[str, str, int]
 class CostConfig:
     """Where cost curves are measured: every combination of nodes, batches and lengths."""
 
-    nodes: tuple[PositiveInt, ...] = ()
+    nodes: tuple[Rows, ...] = ()
     """Nodes of a verification, for instance [1,2,4,8,16,32,64]. Empty: no cost curves."""
-    batches: NonEmpty[PositiveInt] = (1,)
+    batches: NonEmpty[Rows] = (1,)
     """Rows decoded together."""
-    lengths: NonEmpty[PositiveInt] = (128, 512)
+    lengths: NonEmpty[Tokens] = (128, 512)
     """Cached tokens per row."""
     repeats: PositiveInt = 15
     """Timed calls per point; the median counts."""

@@ -17,6 +17,7 @@ import yaml
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
+from heads.api.reading import read_yaml_object
 from inference.decoding.draft import NONE, Draft, DraftSettings
 from inference.manifest import checkpoint_hash, file_sha256, write_bytes
 from inference.target.hardware import Device
@@ -161,7 +162,7 @@ def read_tuned(folder: Path) -> Tuned | None:
     if not path.is_file():
         return None
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml_object(path, "")
         if content["format"] != FORMAT:
             raise UserError(
                 f"format {content['format']!r} is not known; this version reads format {FORMAT}"
@@ -171,7 +172,7 @@ def read_tuned(folder: Path) -> Tuned | None:
         target: TunedTarget = {"id": str(of["id"]), "revision": str(of["revision"])}
         device: Device = {"kind": on["kind"], "name": on["name"], "threads": on["threads"]}
         return Tuned(target, device, str(content["weights_sha256"]), rows)
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
         raise UserError(
             f"'{path}' is not readable ({error}). Write it again with `headstart tune`, or delete "
             "it."

@@ -11,6 +11,7 @@ from heads.api.kinds import kind_names
 from heads.api.registry import get_kind
 from inference.decoding.placement import PlacedDrafter, weights_on
 from inference.hub.fetch import fetch, is_published_name
+from inference.integrity import require_unchanged
 from inference.target.loading import pick_device
 from inference.target.model import TargetModel
 
@@ -31,6 +32,7 @@ def load_drafter(
         kind = get_kind(str(source))
         made = checkpoint.new_drafter(kind.name, kind.config_class(), target.info, weights, seed=0)
     else:
+        require_unchanged(folder)
         made = checkpoint.load_drafter(folder, target.info, weights)
     loaded: Drafter = made
     return loaded if device is None else PlacedDrafter(loaded, pick_device(device), target.device)

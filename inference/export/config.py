@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from heads.api.config import NonNegativeInt, config
+from heads.api.config import Layers, config
 
 Engine = Literal["vllm", "sglang", "speculators", "transformers"]
 """Export targets. speculators: vLLM's library of drafters, whose folders vLLM serves directly."""
@@ -26,7 +26,7 @@ class ExportConfig:
     """A checkpoint folder; empty: the run's drafter (run.name, run.drafter)."""
     out: str = ""
     """The folder to write; empty: <run>/export/<drafter>/<engine>."""
-    tokens: NonNegativeInt = 0
+    tokens: Layers = 0
     """Drafted tokens per step that the serve commands name; 0: as many as the checkpoint's
     decode.yaml says, without one as many as the drafter was trained for."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""

@@ -24,6 +24,7 @@ from inference.export.layouts.base import Checkpoint, Target, Written, read_chec
 from inference.export.layouts.folder import CONFIG, ExportNotes, Json
 from inference.export.layouts.registry import find_route
 from inference.folders import EXPORT_FILE, replace_folder
+from inference.integrity import require_unchanged
 from inference.manifest import file_sha256
 
 STAGE = "export"
@@ -120,6 +121,7 @@ def write_layout(
 
 def prepare(folder: Path, engine: str) -> Checkpoint:
     """Read a checkpoint that has a way into `engine`; raises `UserError` if there is none."""
+    require_unchanged(folder)
     content = read_config(folder)
     kind = get_kind(content["kind"])
     find_route(kind.export_method(build_config(kind.name, content["config"])), engine)

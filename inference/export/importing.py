@@ -46,13 +46,16 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
     found: Imported = READERS[name].read(folder, receiver)
     kind, values = own_kind(folder, found)
     found.kind, found.notes = kind.name, receiver.notes
-    drafter = kind.drafter_class(build_config(kind.name, values), target.info)
-    assert isinstance(drafter, TrainableDrafter), "layouts are of kinds with weights"
-    tensors = fit(found, drafter, folder, receiver)
+    config = build_config(kind.name, values)
+    with torch.device("meta"):  # sizes that the files do not have take no memory
+        described = kind.drafter_class(config, target.info)
+    assert isinstance(described, TrainableDrafter), "layouts are of kinds with weights"
+    tensors = fit(found, described, folder, receiver)
+    drafter = kind.drafter_class(config, target.info)
     floats = {value.dtype for value in tensors.values() if value.is_floating_point()}
     if len(floats) == 1:
         drafter.to(floats.pop())
-    with replace_folder(out, STAGE, "import.overwrite", beside=LATER_FILES) as fresh:
+    with replace_folder(out, STAGE, "import.overwrite", more=LATER_FILES) as fresh:
         save_drafter(drafter, fresh, target.info, tensors)
         load_weights(drafter, fresh / WEIGHTS_FILE)  # finite, complete, and readable
         files = [file_entry(fresh, path.name) for path in sorted(fresh.iterdir())]

@@ -18,6 +18,7 @@ from heads.api.errors import UserError
 from inference.hub.config import REPO_NAME, PullConfig
 from inference.hub.exchange import causes
 from inference.hub.pull import connect, pull
+from inference.writers import turn
 
 logger = logging.getLogger(__name__)
 REVISION = "@"
@@ -48,8 +49,9 @@ def fetch(name: str) -> Path:
         logger.warning("%s: the Hub cannot be reached; using the copy in %s", name, kept)
         return kept
     folder = cache / commit
-    if not folder.is_dir():
-        pull(PullConfig(repo=repo, revision=commit), folder, console=Console(stderr=True))
+    with turn(cache):  # another process may be fetching it
+        if not folder.is_dir():
+            pull(PullConfig(repo=repo, revision=commit), folder, console=Console(stderr=True))
     folder.touch()  # the newest is the one that was asked for last
     return folder
 

@@ -6,8 +6,6 @@ arrived before a failure are kept next to it; pulling again fetches the others.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,11 +13,12 @@ from rich.console import Console
 
 from heads.api.checkpoint import WEIGHTS_FILE, read_config
 from heads.api.errors import UserError, suggest
-from inference.folders import EXPORT_FILE
+from inference.folders import EXPORT_FILE, discard, put_new
 from inference.hub.config import OWN, PullConfig
 from inference.hub.exchange import Exchange, hub_address, hub_token
 from inference.manifest import MANIFEST_FILE, verify_listed, write_json
 from inference.terminal import make_console
+from inference.writers import beside, only_writer
 
 EVERYTHING = "all"
 PUBLISHED = "push"
@@ -40,7 +39,16 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
         raise UserError(
             f"'{out}' exists already. Delete it, or choose another folder with pull.out."
         )
-    partial, exchange = partial_folder(out), connect(config)
+    partial = partial_folder(out)
+    with only_writer(*beside(out)):
+        text = _pull(config, partial, out)
+    (console or make_console()).print(text, soft_wrap=True)
+    return out
+
+
+def _pull(config: PullConfig, partial: Path, out: Path) -> str:
+    """Fetch into `partial`, which becomes `out`; returns a line about it."""
+    exchange = connect(config)
     with exchange.connect() as api:
         info = api.model_info(config.repo, revision=config.revision or None)
     names, commit = sorted(file.rfilename for file in info.siblings or ()), str(info.sha)
@@ -56,17 +64,14 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
     with exchange.connect() as api:
         for name in wanted:
             api.hf_hub_download(config.repo, name, revision=commit, local_dir=partial)
-    # the library's notes on what it has fetched
-    shutil.rmtree(partial / ".cache", ignore_errors=True)
+    discard(partial / ".cache")  # the library's notes on what it has fetched
     verify_listed(partial, PUBLISHED, wanted)
     if config.what in (OWN, EVERYTHING):
         read_config(partial)
     (partial / PARTIAL_FILE).unlink()
-    os.replace(partial, out)
+    put_new(partial, out)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    text = f"{config.repo} at {commit[:12]}: {len(wanted)} files, {size:,} bytes, in {out}"
-    (console or make_console()).print(text, soft_wrap=True)
-    return out
+    return f"{config.repo} at {commit[:12]}: {len(wanted)} files, {size:,} bytes, in {out}"
 
 
 def connect(config: PullConfig) -> Exchange:

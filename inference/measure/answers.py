@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from heads.api.errors import UserError
+from heads.api.reading import parse_json, read_bytes, require_object
 from inference.decoding.requests import PassRecord
 from inference.manifest import write_bytes
 from inference.measure.metrics import Outcome
@@ -51,7 +55,7 @@ class AnswerLog:
         done: dict[tuple[str, int], dict[str, Record]] = {}
         header, *lines = _read(directory / PARTIAL_FILE) or [{}]
         if header.get("fingerprint") == fingerprint:
-            for record in (Record(**line) for line in lines):
+            for record in as_records(lines, directory / PARTIAL_FILE):
                 done.setdefault((record.prompt, record.repeat), {})[record.arm] = record
         # arms of one prompt are compared with one another: those of an interrupted one are measured
         # again, together
@@ -96,7 +100,19 @@ class AnswerLog:
 
 def read_records(path: Path) -> list[Record]:
     """The records of a measurement that is done."""
-    return [Record(**line) for line in _read(path)[1:]]
+    return as_records(_read(path)[1:], path)
+
+
+def as_records(lines: Sequence[dict[str, Any]], path: Path) -> list[Record]:
+    """The records of a file's lines; raises `UserError` for other lines."""
+    try:
+        return TypeAdapter(list[Record]).validate_python(lines)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"'{path}' holds no records of a measurement ({place}: {first['msg']}). Measure again."
+        ) from error
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -104,9 +120,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in read_bytes(path).splitlines():
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
+            lines.append(require_object(parse_json(text, f"'{path}'"), f"'{path}'"))
+        except UserError:
             break
     return lines

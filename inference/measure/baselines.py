@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
-from heads.api.config import PositiveFloat, PositiveInt, config
+from heads.api.config import Depth, Seconds, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
@@ -48,15 +48,15 @@ class BaselinesConfig:
     """Of generate, assisted, assisted_constant (always the drafter's depth), prompt_lookup."""
     assistant: str = ""
     """Drafter that serves as draft model; empty: the first that is a Llama (kind distilled)."""
-    lookup_tokens: PositiveInt = 10
+    lookup_tokens: Depth = 10
     """Tokens that prompt lookup proposes."""
     vllm_python: str = ""
     """Python of an environment with vLLM; empty: vLLM is not measured."""
     vllm: tuple[ServingMode, ...] = ("plain", "ngram", "draft_model")
     """Of plain, ngram and draft_model."""
-    vllm_drafted: PositiveInt = 4
+    vllm_drafted: Depth = 4
     """Tokens that vLLM drafts per step."""
-    vllm_seconds: PositiveFloat = 1800.0
+    vllm_seconds: Seconds = 1800.0
     """Longest time that one vLLM mode may take."""
 
 

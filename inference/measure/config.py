@@ -14,7 +14,15 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, config
+from heads.api.config import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rows,
+    Seed,
+    config,
+)
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
@@ -55,7 +63,7 @@ class LostConfig:
     """Further temperatures at which these prompts are decoded, for instance [1]."""
     transcripts: NonNegativeInt = 2
     """Answers per domain that are kept token by token with both models' candidates."""
-    candidates: PositiveInt = 5
+    candidates: Rows = 5
     """Best candidates of either model that a transcript shows."""
     repeats: PositiveInt = 25
     """Timed calls per width, where the cost of a wider verification is not among bench.costs."""
@@ -87,7 +95,7 @@ class BenchConfig:
     that it was."""
     compare_noise: bool = True
     """Above temperature 0, rule match: measure trained drafters also with their own noise."""
-    seed: int = 0
+    seed: Seed = 0
     """Chooses the prompts and draws the bootstrap samples. The answers' seed is decode.seed."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     """How the rows of a dataset become prompts; without a template, prompts are prompt files."""

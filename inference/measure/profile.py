@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from heads.api.config import NonNegativeFloat, PositiveInt, config
+from heads.api.config import Depth, NonNegativeFloat, PositiveInt, Rows, Tokens, config
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
@@ -41,13 +41,13 @@ OWN = -1
 class ProfileConfig:
     """What is varied, one thing at a time; everything empty: no profile."""
 
-    batches: tuple[PositiveInt, ...] = ()
+    batches: tuple[Rows, ...] = ()
     """Batch sizes, for instance [1,4,16,32]; at each, every draft length is tried."""
-    contexts: tuple[PositiveInt, ...] = ()
+    contexts: tuple[Tokens, ...] = ()
     """Prompt lengths in tokens, made of real prompts in a row; decoded one by one."""
     temperatures: tuple[NonNegativeFloat, ...] = ()
     """Temperatures, for instance [0,1]; decoded one by one."""
-    depths: tuple[PositiveInt, ...] = ()
+    depths: tuple[Depth, ...] = ()
     """Draft lengths tried at each batch size; empty: 1 up to the drafter's own."""
     arms: tuple[str, ...] = ()
     """Drafters that are profiled; empty: all."""

@@ -11,7 +11,6 @@ comes from its id, so a prompt gets the same answer in any order, batch or proce
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
+from heads.api.reading import parse_json, read_text
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Request
 from inference.target.chat import Message, check_messages, render_prompt
@@ -78,8 +78,8 @@ def load_prompts(path: str | Path | Sequence[str | Path]) -> list[Prompt]:
     """
     prompts: list[Prompt] = []
     for file in _files(path):
-        with file.open(encoding="utf-8") as lines:
-            full = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        lines = read_text(file, "Save it as text in UTF-8.").split("\n")
+        full = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
         parse = _parse_text if file.suffix == LINES else _parse
         prompts += [parse(line, file, number) for number, line in full]
     if twice := [name for name, count in Counter(one.id for one in prompts).items() if count > 1]:
@@ -178,10 +178,7 @@ def _files(path: str | Path | Sequence[str | Path]) -> list[Path]:
 
 def _parse(line: str, file: Path, number: int) -> Prompt:
     where = f"{file}, line {number}"
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not a JSON object ({error}).") from error
+    row = parse_json(line, where, "Each line is a JSON object.")
     if not isinstance(row, Mapping):
         raise UserError(f"{where}: expected a JSON object, found {type(row).__name__}.")
     given = [key for key in CONTENT_KEYS if row.get(key) is not None]
@@ -224,4 +221,4 @@ def _parse_text(line: str, file: Path, number: int) -> Prompt:
 
 
 def _is_id(token: Any) -> bool:
-    return isinstance(token, int) and not isinstance(token, bool) and token >= 0
+    return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31

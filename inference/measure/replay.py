@@ -12,8 +12,7 @@ Legend: B rows, N nodes, S slots of text, P passes of the trajectory.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError, suggest
+from heads.api.reading import read_object
 from heads.api.tree import DraftShape
 from inference.decoding.requests import Completion
 from inference.measure.answers import FINAL_FILE, read_records
@@ -172,8 +172,8 @@ class ReplayDrafter(nn.Module):
 def read_trajectories(path: Path) -> dict[str, Trajectory]:
     """Trajectories of a JSON file: name -> {accepted, source}. Raises `UserError` for others."""
     try:
-        content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = read_object(path, "")
         return {k: Trajectory(tuple(v["accepted"]), v["source"]) for k, v in content.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         words = f"'{path}' holds no trajectories ({error!r}). Record them with --record."
         raise UserError(words) from error

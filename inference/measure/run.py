@@ -66,6 +66,7 @@ from inference.report import model as schema
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from inference.verifications import RecordsConfig
+from inference.writers import only_writer
 
 TEXT_TOKENS = 1 << 16
 """Most token ids of prompts that are strung together as text for caches."""
@@ -118,34 +119,35 @@ def measure(
     no error: `Report.repeats` says so.
     """
     session = _prepare(config, target, arms, prompts)
-    session.records = records = AnswerLog.open(out, session.fingerprint(), session.names)
-    with ExitStack() as stack:
-        for arm in arms:  # pack weights once, and not at the start of every answer
-            stack.enter_context(packed_linears(arm.drafter))
-        # compiled verifications that catch the same taps are compiled once
-        taps = [tap for arm in arms if arm.decode.compile for tap in arm.drafter.needs.taps]
-        stack.enter_context(target.taps.lend(taps))
-        session.warm_up()
-        session.run(console)
-    baseline, drafters = session.results()
-    content = {
-        "format": schema.FORMAT,
-        **session.facts(),
-        "baseline": baseline,
-        "drafters": drafters,
-        "repeats": session.repeats,
-        **session.optional_blocks(baseline, drafters),
-        **(provenance if provenance is not None else process_facts()),
-        "run": session.conditions(Loaded([*prompts], config.prompts, revision), leaks),
-    }
-    report = schema.parse_report(content, "the new report")
-    if recording is not None and recording.enabled:
-        measured = {arm.name: records.of(arm.name) for arm in session.arms}
-        pairs = list(zip(session.prompts, session.requests, strict=True))
-        write_records(recording, target, session.arms, pairs, measured, out)
-    schema.write_report(report, out / schema.REPORT_FILE)
-    records.finish()
-    return report
+    with only_writer(out):
+        session.records = records = AnswerLog.open(out, session.fingerprint(), session.names)
+        with ExitStack() as stack:
+            for arm in arms:  # pack weights once, and not at the start of every answer
+                stack.enter_context(packed_linears(arm.drafter))
+            # compiled verifications that catch the same taps are compiled once
+            taps = [tap for arm in arms if arm.decode.compile for tap in arm.drafter.needs.taps]
+            stack.enter_context(target.taps.lend(taps))
+            session.warm_up()
+            session.run(console)
+        baseline, drafters = session.results()
+        content = {
+            "format": schema.FORMAT,
+            **session.facts(),
+            "baseline": baseline,
+            "drafters": drafters,
+            "repeats": session.repeats,
+            **session.optional_blocks(baseline, drafters),
+            **(provenance if provenance is not None else process_facts()),
+            "run": session.conditions(Loaded([*prompts], config.prompts, revision), leaks),
+        }
+        report = schema.parse_report(content, "the new report")
+        if recording is not None and recording.enabled:
+            measured = {arm.name: records.of(arm.name) for arm in session.arms}
+            pairs = list(zip(session.prompts, session.requests, strict=True))
+            write_records(recording, target, session.arms, pairs, measured, out)
+        schema.write_report(report, out / schema.REPORT_FILE)
+        records.finish()
+        return report
 
 
 class _RateColumn(bars.ProgressColumn):

@@ -8,7 +8,6 @@ ones.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from heads.api.drafter import forget
 from inference.decoding.arm import Arm
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
-from inference.folders import require_folder_name
+from inference.folders import discard, require_folder_name
 from inference.measure.answers import Record
 from inference.measure.prompts import Prompt
 from inference.target.model import TargetModel
@@ -36,7 +35,7 @@ def write_records(
 ) -> None:
     """Record what every arm drafts, in place of earlier records. measured: what each arm did
     while the clock ran."""
-    shutil.rmtree(out / RECORDS, ignore_errors=True)
+    discard(out / RECORDS)
     for arm in arms:
         engine = Engine(target, arm.drafter, arm.decode, details=True)
         log = VerificationLog(

@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from heads.api.errors import UserError
+from heads.api.reading import read_json
 from inference.decoding.arm import Arm
 from inference.decoding.requests import Request
 from inference.measure.baselines import BaselinesConfig, assistant_arm, write_llama
@@ -107,7 +108,13 @@ def serve(
         last = " / ".join(line.strip() for line in done.stderr.strip().splitlines()[-3:])
         if not answered.is_file():
             raise UserError(f"{what} failed with status {done.returncode}: {last}")
-        found = [ServedMode(**item) for item in json.loads(answered.read_text(encoding="utf-8"))]
+        content = read_json(answered, "Run it again.")
+        if not isinstance(content, list) or not content:
+            raise UserError(f"{what} answered with something else than a list: {last}")
+        try:
+            found = [ServedMode(**item) for item in content]
+        except TypeError as error:
+            raise UserError(f"{what} answered with something else ({error}): {last}") from error
     by_mode = {(mode.name, mode.batch): mode for mode in found}
     ended = f"the process ended with status {done.returncode}: {last}"
     return [

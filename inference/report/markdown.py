@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.text import Text
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
@@ -14,6 +15,7 @@ from inference.report import claims
 from inference.report import model as schema
 from inference.report.claims import ratio_text, speedup_text, with_interval
 from inference.report.model import REPORT_FILE, Report, read_report
+from inference.report.quoting import code, escape
 from inference.terminal import make_table
 
 HEADLINE = "# Measured by Headstart"
@@ -74,7 +76,7 @@ def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
         lines += [f"![{Path(image).stem.replace('_', ' ')}]({image})", ""]
     for label, report in reports.items():
         lines += [
-            f"## {claims.title(label, report)}",
+            f"## {escape(claims.title(label, report))}",
             "",
             *headline(report),
             "",
@@ -102,7 +104,8 @@ def markdown_table(
 ) -> list[str]:
     """A markdown table; the first columns (`texts`) are text, the others are numbers."""
     line = "|".join([*["---"] * texts, *["---:"] * (len(header) - texts)])
-    return [f"| {' | '.join(header)} |", f"|{line}|", *(f"| {' | '.join(row)} |" for row in rows)]
+    first, *others = (f"| {' | '.join(map(escape, row))} |" for row in (header, *rows))
+    return [first, f"|{line}|", *others]
 
 
 # Tables of every report
@@ -110,10 +113,8 @@ def markdown_table(
 
 def headline(report: Report) -> list[str]:
     """The statements of `claims.summary` as markdown list items."""
-    return [
-        f"- **{one.subject}**{one.text}" if one.subject else f"- **{one.text}**"
-        for one in claims.summary(report)
-    ]
+    quoted = [(escape(one.subject), escape(one.text)) for one in claims.summary(report)]
+    return [f"- **{about}**{text}" if about else f"- **{text}**" for about, text in quoted]
 
 
 def facts(report: Report) -> list[str]:
@@ -121,7 +122,7 @@ def facts(report: Report) -> list[str]:
     found = list_conditions(report.target, report.device, report.settings, report.command)
     if report.repeats is not None:
         found.insert(3, f"- repeats: {claims.repeats_text(report.repeats)}")
-    return [*found, *([f"- {line}"] if (line := report.run.leak_line) else [])]
+    return [*found, *([f"- {escape(line)}"] if (line := report.run.leak_line) else [])]
 
 
 def list_conditions(
@@ -131,15 +132,15 @@ def list_conditions(
     command: str | None,
 ) -> list[str]:
     """The same from parts of a report."""
-    rule = f"`{settings.rule}`{settings.rule_text.removeprefix(settings.rule)}"
+    rule = f"{code(settings.rule)}{escape(settings.rule_text.removeprefix(settings.rule))}"
     return [
-        f"- target: `{target.id}` ({target.parameters:,} parameters, {target.dtype}, "
-        f"revision `{target.revision}`)",
-        f"- device: {device.name} ({device.kind}, {device.threads} threads)",
+        f"- target: {code(target.id)} ({target.parameters:,} parameters, {escape(target.dtype)}, "
+        f"revision {code(target.revision)})",
+        f"- device: {escape(device.name)} ({escape(device.kind)}, {device.threads} threads)",
         f"- settings: temperature {settings.temperature}, up to {settings.max_new_tokens} new "
         f"tokens, batch size {settings.batch_size}, rule {rule}, {settings.prompts} "
         f"prompts, seed {settings.seed}{', compiled steps' if settings.compile else ''}",
-        *([f"- command: `{command}`"] if command else []),
+        *([f"- command: {code(command)}"] if command else []),
     ]
 
 
@@ -375,7 +376,7 @@ def print_table(report: Report, console: Console | None = None) -> None:
         unbroken = number and console.width >= TABLE_WIDTH
         table.add_column(name, justify=justify, overflow="fold", no_wrap=unbroken)
     for row in _main_rows(report, "\n"):
-        table.add_row(*(row[place] for place in shown))
+        table.add_row(*(Text(row[place]) for place in shown))  # names are no markup
     console.print(table)
     for sentence in claims.summary(report):
         unbroken = not console.is_terminal  # so that lines of a log can be searched

@@ -15,7 +15,9 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from heads.api.config import shown
 from heads.api.errors import UserError
+from heads.api.reading import read_json
 from inference.decoding.rules.names import LOSSY, TEXT, promise, rule_text
 from inference.manifest import write_bytes
 from inference.measure.metrics import GAP, PHASES, divide
@@ -806,12 +808,7 @@ def read(kind: type[Whole], path: Path, name: str) -> Whole:
             f"'{path}' holds no {name}. Run `headstart {kind.stage}` first, or give the folder it "
             "wrote."
         )
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        again = kind.stage.capitalize()
-        raise UserError(f"'{file}' is not readable as JSON ({error}). {again} again.") from error
-    return parse(kind, content, f"'{file}'")
+    return parse(kind, read_json(file, f"{kind.stage.capitalize()} again."), f"'{file}'")
 
 
 def _explain(error: ErrorDetails, kind: type[Block]) -> str:
@@ -825,7 +822,7 @@ def _explain(error: ErrorDetails, kind: type[Block]) -> str:
     if error["type"] == "inconsistent":
         return " ".join([*([key] if error["loc"] else []), error["msg"]])
     wanted = WANTED.get(error["type"], error["msg"])
-    return f"{key} must be {wanted}; given: {error['input']!r}. {advice}."
+    return f"{key} must be {wanted}; given: {shown(error['input'])}. {advice}."
 
 
 def write_report(report: Report | Mapping[str, Any], path: Path) -> None:

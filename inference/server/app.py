@@ -1,12 +1,11 @@
-"""The HTTP side: routes, the door (token, size, time), answers in one piece and as server-sent
-events."""
+"""The routes: answers in one piece and as server-sent events. Whoever comes here has shown the
+token; requests are here in full (`inference.server.front`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import logging
 import time
 from typing import Any
 
@@ -15,24 +14,30 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from inference.measure.metrics import divide
 from inference.server.errors import ApiError
+from inference.server.front.body import read_json
+from inference.server.front.secret import client_of
 from inference.server.protocol import CHAT, TEXT, Asked, Envelope, Json, parse
 from inference.server.scheduler import Done, Piece
 from inference.server.service import Service, Ticket
 
-logger = logging.getLogger(__name__)
 DOMAIN_HEADER = "x-headstart-domain"
-OPEN_PATHS = ("/health", "/ready")
+OPEN_PATHS = frozenset(("/health", "/ready"))
 """Paths that need no token: what process supervisors look at."""
 
 
 def build_app(service: Service) -> FastAPI:
     """The application of one server."""
-    app = FastAPI(title="headstart", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="headstart",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        exception_handlers=handlers(service),
+    )
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -70,62 +75,37 @@ def build_app(service: Service) -> FastAPI:
         shown = generate_latest(service.metrics.registry)
         return Response(shown, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    @app.exception_handler(ApiError)
-    async def refuse(request: Request, error: ApiError) -> Response:
-        return refusal(service, request.method, error)
-
-    @app.exception_handler(HTTPException)  # a path or method that does not exist
-    async def miss(request: Request, error: HTTPException) -> Response:
-        missing = f"there is no {request.method} {request.url.path} here."
-        return JSONResponse(ApiError(error.status_code, missing).body, error.status_code)
-
-    app.add_middleware(Door, service=service)
     return app
 
 
-def refusal(service: Service, method: str, error: ApiError) -> Response:
-    """The response for an error, which is counted if it ends a completion request."""
-    if method == "POST":
-        service.refused(error)
+def handlers(service: Service) -> dict[int | type[Exception], Any]:
+    """Who answers which error."""
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return refusal(service, request, error)
+
+    async def miss(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)  # a path or method that does not exist
+        missing = f"there is no {request.method} {request.url.path} here."
+        return JSONResponse(ApiError(error.status_code, missing).body, error.status_code)
+
+    async def fail(request: Request, error: Exception) -> Response:
+        # a bug of ours; the front logs it
+        return refusal(service, request, ApiError(500, "the server failed to handle this request."))
+
+    return {ApiError: refuse, HTTPException: miss, Exception: fail}
+
+
+def refusal(service: Service, request: Request, error: ApiError) -> Response:
+    """The response for an error, which is noted."""
+    service.refused(request.method, error, client(request))
     return JSONResponse(error.body, error.status, error.headers)
 
 
-class Door:
-    """In front of everything: the token, and the last resort for failures of our own, of which
-    clients learn nothing but that."""
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self.service = app, service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in or answer it."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        begun = False
-
-        async def watched(message: Any) -> None:
-            nonlocal begun
-            begun = begun or message["type"] == "http.response.start"
-            await send(message)
-
-        secret = self.service.secret
-        if secret is not None and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
-            if not secret.matches(given):
-                message = "a valid bearer token is needed: 'Authorization: Bearer <token>'."
-                error = ApiError(401, message, code="invalid_api_key")
-                await refusal(self.service, scope["method"], error)(scope, receive, send)
-                return
-        try:
-            await self.app(scope, receive, watched)
-        except Exception:
-            # a bug of ours must end one request, not the connection's others, and must not show its
-            # insides
-            logger.exception("a request failed")
-            if not begun:
-                error = ApiError(500, "the server failed to handle this request.")
-                await refusal(self.service, "POST", error)(scope, receive, send)
+def client(request: Request) -> str:
+    """Who a request counts for."""
+    return client_of(request.client.host if request.client else "")
 
 
 # One request
@@ -134,10 +114,13 @@ class Door:
 async def answer(service: Service, request: Request, kind: str) -> Response:
     """Answer a completion request; raises `ApiError`."""
     created = time.monotonic()
-    with service.entrance():
-        body = await read_body(service, request)
-        asked = parse(kind, body, service.engine.decode.sampling(), service.names)
-        ticket = await service.ticket(asked, request.headers.get(DOMAIN_HEADER, ""), created)
+    place = service.enter(client(request))
+    try:
+        asked = await read(service, request, kind)
+        ticket = await service.ticket(asked, request.headers.get(DOMAIN_HEADER, ""), created, place)
+    except BaseException:
+        place.leave()
+        raise
     watch = asyncio.create_task(watch_client(request, ticket))
     streams = False
     try:
@@ -156,42 +139,28 @@ async def answer(service: Service, request: Request, kind: str) -> Response:
             ticket.close()
 
 
+async def read(service: Service, request: Request, kind: str) -> Asked:
+    """What a request asks for; raises `ApiError`."""
+    body = read_json(await request.body())
+    return parse(kind, body, service.engine.decode.sampling(), service.names)
+
+
 async def count_tokens(service: Service, request: Request) -> Response:
     """vLLM's `/tokenize`: the token ids of a text or a conversation as a completion would read it;
     raises `ApiError`."""
-    with service.entrance():
-        body = await read_body(service, request)
+    created = time.monotonic()
+    place = service.enter(client(request))
+    try:
+        body = read_json(await request.body())
         if isinstance(body, dict):
             body["model"] = body.get("model") or service.name
         kind = CHAT if isinstance(body, dict) and "messages" in body else TEXT
         asked = parse(kind, body, service.engine.decode.sampling(), service.names)
-        tokens = await service.tokens(asked)
+        tokens = await service.tokens(asked, created, place)
+    finally:
+        place.leave()
     size = {"count": len(tokens), "max_model_len": service.context}
     return JSONResponse({**size, "tokens": list(tokens)})
-
-
-async def read_body(service: Service, request: Request) -> Any:
-    """The request's JSON; raises `ApiError` for one that is too large, too slow, or no JSON."""
-    most, seconds = service.config.body_kilobytes * 1024, service.config.body_seconds
-    too_large = ApiError(413, f"a request may have {most} bytes.", code="request_too_large")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > most:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(seconds):
-            async for part in request.stream():
-                body += part
-                if len(body) > most:
-                    raise too_large
-    except TimeoutError as error:
-        raise ApiError(408, f"the request did not arrive within {seconds:g} s.") from error
-    except ClientDisconnect as error:
-        raise ApiError(499, "the client has left.") from error
-    try:
-        return json.loads(bytes(body))
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, "the body is not JSON.", code="invalid_json") from error
 
 
 async def watch_client(request: Request, ticket: Ticket) -> None:
@@ -229,13 +198,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream. What fails once it has begun is its last event."""
-        service = self.ticket.service
+        service, who = self.ticket.service, self.ticket.place.client
 
         async def out(content: Json | str, last: bool = False) -> None:
             data = content if isinstance(content, str) else json.dumps(content)
             body = b"" if last else f"data: {data}\n\n".encode()
-            async with asyncio.timeout(service.config.write_seconds):
-                await send({"type": "http.response.body", "body": body, "more_body": not last})
+            await send({"type": "http.response.body", "body": body, "more_body": not last})
 
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -249,13 +217,14 @@ class EventStream(Response):
             await out("[DONE]")
             await out("", last=True)
         except ApiError as error:
-            service.refused(error)
+            service.refused("POST", error, who)
             if error.status != 499:
-                with contextlib.suppress(TimeoutError, OSError):
+                with contextlib.suppress(OSError):
                     await out(json.dumps(error.body))
                     await out("", last=True)
-        except (TimeoutError, OSError):
-            service.refused(ApiError(499, "the client has left."))
+        except OSError:
+            service.refused("POST", ApiError(499, "the client has left."), who)
+            raise
         finally:
             self.watch.cancel()
             self.ticket.close()

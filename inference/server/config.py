@@ -3,8 +3,6 @@ writes down."""
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,8 @@ from annotated_types import Ge, Le
 
 from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveInt, config
 from heads.api.errors import UserError
+from inference.server.front.limits import Limits
+from inference.server.front.secret import Secret, is_loopback
 
 Seconds = Annotated[float, Ge(0.1)]
 
@@ -54,10 +54,23 @@ class ServeConfig:
     """Longest time from arrival to the end of an answer; then it is broken off with status 504."""
     write_seconds: Seconds = 30.0
     """Longest time a streaming client may take to read a piece before it counts as gone."""
+    header_seconds: Seconds = 10.0
+    """Longest time the headers of a request may take to arrive, and a TLS handshake."""
     body_seconds: Seconds = 20.0
-    """Longest time a request may take to arrive."""
+    """Longest time a request may take to arrive behind its headers."""
     body_kilobytes: PositiveInt = 1024
-    """Largest request; larger ones get status 413."""
+    """Largest request; larger ones get status 413. Nothing is read before the token was right."""
+    idle_seconds: Seconds = 30.0
+    """Longest time a connection may stay open without a request."""
+    connections: PositiveInt = 1024
+    """Most connections. At the limit the one that has waited longest for its client is ended for a
+    new one."""
+    connections_per_address: PositiveInt = 512
+    """Most connections of one address (IPv6: of a /64 network), in the same way."""
+    ssl_certfile: str = ""
+    """PEM file of a certificate, with its chain: the server speaks https; empty: http."""
+    ssl_keyfile: str = ""
+    """PEM file of the certificate's private key, unencrypted; empty: serve.ssl_certfile has it."""
     grace_seconds: NonNegativeFloat = 30.0
     """After SIGTERM or SIGINT: how long running requests may go on. New ones get status 503
     meanwhile."""
@@ -82,28 +95,26 @@ class ServeConfig:
                 f"{len(self.domains)}."
             )
 
+    def limits(self, rows: int) -> Limits:
+        """What the front lets in. rows: decoded together."""
+        body = self.body_kilobytes * 1024
+        return Limits(
+            connections=self.connections,
+            connections_per_address=self.connections_per_address,
+            header_seconds=self.header_seconds,
+            idle_seconds=self.idle_seconds,
+            body_seconds=self.body_seconds,
+            write_seconds=self.write_seconds,
+            body_bytes=body,
+            bodies_bytes=(rows + self.queue) * body,
+        )
+
     def domain(self, given: str | None) -> str:
         """The label of a request's domain: one of `domains`, "other" for unknown ones, "none" where
         none is named."""
         if not given:
             return "none"
         return given if given in self.domains else "other"
-
-
-@dataclass(frozen=True)
-class Secret:
-    """A bearer token. It is compared in constant time and shows itself nowhere."""
-
-    value: bytes
-
-    def __repr__(self) -> str:
-        return "Secret(...)"
-
-    def matches(self, header: str | None) -> bool:
-        """Whether an Authorization header carries the token."""
-        scheme, _, given = (header or "").partition(" ")
-        same = hmac.compare_digest(given.strip().encode(), self.value)
-        return same and scheme.lower() == "bearer"
 
 
 def read_secret(config: ServeConfig) -> Secret | None:
@@ -134,11 +145,3 @@ def read_secret(config: ServeConfig) -> Secret | None:
             "or serve.token_file, or say serve.open=true to serve everybody who can reach it."
         )
     return Secret(value.encode()) if value else None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

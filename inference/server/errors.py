@@ -26,6 +26,8 @@ class ApiError(Exception):
         other = "server_error" if status >= 500 else "invalid_request_error"
         kind = TYPES.get(status, other)
         self.status = status
+        self.kind = code or kind
+        """What a log may say of it: nothing that a client sent."""
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         """The JSON to send."""
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from inference.decoding.clock import StepClock
 from inference.decoding.requests import PassRecord
 from inference.measure.metrics import divide
+from inference.server.front.seats import Seats
 
 OUTCOMES = "stop length cancelled timeout overloaded unavailable invalid unauthorized error".split()
 """How a request ends: answered (stop, length), ended by the client or by time (cancelled, timeout),
@@ -66,7 +67,12 @@ class ServerMetrics:
         self.written = gauge("records_written", "Records of verifications on disk.")
         about = "Records that were not written: full, or too slow a disk."
         self.dropped = gauge("records_dropped", about)
+        self.seats: Seats | None = None
         self.registry.register(_Derived(self, depth, clock, drafts))
+
+    def watch(self, seats: Seats) -> None:
+        """Show the connections of a front."""
+        self.seats = seats
 
     def verified(self, domain: str, record: PassRecord) -> None:
         self.passes.labels(domain).inc()
@@ -109,6 +115,15 @@ class _Derived(Collector):
         drafted = steps if self.drafts else 0
         yield CounterMetricFamily("headstart_drafter_passes_total", about, drafted)
         yield seconds
+        if (seats := self.metrics.seats) is not None:
+            yield GaugeMetricFamily("headstart_connections", "Open connections.", len(seats))
+            about = "Connections that were ended for new ones, or refused."
+            dropped = CounterMetricFamily(
+                "headstart_connections_dropped_total", about, labels=["how"]
+            )
+            dropped.add_metric(["displaced"], seats.displaced)
+            dropped.add_metric(["refused"], seats.refused)
+            yield dropped
         about = "Memory of this process."
         yield GaugeMetricFamily("process_resident_memory_bytes", about, resident_bytes())
 

@@ -1,4 +1,4 @@
-"""Runs the server: binds, answers until a signal comes, lets running requests end, and goes."""
+"""Runs the server: answers until a signal comes, lets running requests end, and goes."""
 
 from __future__ import annotations
 
@@ -6,67 +6,63 @@ import asyncio
 import signal
 import socket
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import uvicorn
-
-from heads.api.errors import UserError
-from inference.server.app import build_app
-from inference.server.config import ServeConfig
+from inference.server.app import OPEN_PATHS, build_app
+from inference.server.front.server import HttpServer
+from inference.server.front.site import Site
+from inference.server.front.tls import server_context
 from inference.server.service import Service
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-CLOSE_SECONDS = 5
+CLOSE_SECONDS = 5.0
 """How long connections may take to close once nothing runs any more."""
 
 
-def bind(config: ServeConfig) -> socket.socket:
-    """A listening socket; raises `UserError` when the address cannot be had."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        found.bind((config.host.strip("[]"), config.port))
-    except OSError as error:
-        found.close()
-        raise UserError(
-            f"cannot listen on {config.host}:{config.port} ({error.strerror or error}). Set "
-            "serve.host or serve.port; serve.port=0 takes a free one."
-        ) from error
-    return found
+class Server:
+    """A service on a bound socket. The first signal drains (new requests get 503, running ones
+    end), the second ends at once. failed: the engine has failed for good; ended: nothing is
+    accepted any more. Raises `UserError` for certificates that cannot be used."""
 
-
-class Server(uvicorn.Server):
-    """uvicorn with our way to end: the first signal drains (new requests get 503, running ones
-    end), the second ends at once."""
-
-    def __init__(self, service: Service, started: Callable[[], None] = lambda: None) -> None:
-        config = uvicorn.Config(
+    def __init__(
+        self, service: Service, listening: socket.socket, started: Callable[[], None] = lambda: None
+    ) -> None:
+        config = service.config
+        self.service, self.listening, self.started = service, listening, started
+        self.site = Site(
             build_app(service),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=CLOSE_SECONDS,
-            server_header=False,
+            config.limits(service.engine.decode.batch_size),
+            service.secret,
+            OPEN_PATHS,
+            server_context("serve", config.ssl_certfile, config.ssl_keyfile),
+            service.refused,
         )
-        super().__init__(config)
-        self.service, self.started_serving = service, started
-        self.failed = False
+        self.failed = self.ended = False
+        self._end = asyncio.Event()
+        self._forced = False
         self._draining: asyncio.Task[None] | None = None
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+    def run(self) -> None:
+        """Serve until `end`."""
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
         self.service.loop = asyncio.get_running_loop()
         self.service.on_broken = self._broken
-        await super().startup(sockets)
-        self.started_serving()
+        front = HttpServer(self.site, self.listening)
+        self.service.metrics.watch(front.seats)
+        with self._signals():
+            front.start()
+            self.started()
+            await self._end.wait()
+            self.ended = True
+            await front.close(0.0 if self._forced else CLOSE_SECONDS)
 
     @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Handle signals while serving. Unlike uvicorn's, they are not raised again afterwards:
-        what was asked for was done."""
+    def _signals(self) -> Iterator[None]:
+        """Handle signals while serving."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -78,9 +74,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def _signal(self, number: int, frame: FrameType | None) -> None:
-        if self.service.loop is None:  # before it listens
-            self.should_exit = True
-        else:
+        if self.service.loop is not None:
             self.service.loop.call_soon_threadsafe(self.end)
 
     def end(self) -> None:
@@ -88,11 +82,12 @@ class Server(uvicorn.Server):
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._drain())
         else:
-            self.should_exit = self.force_exit = True
+            self._forced = True
+            self._end.set()
 
     async def _drain(self) -> None:
         await self.service.drain()
-        self.should_exit = True
+        self._end.set()
 
     def _broken(self) -> None:
         """The engine has failed for good. On the worker's thread."""
@@ -106,10 +101,10 @@ def serve(
 ) -> int:
     """Serve until a signal ends it; returns the exit status: 0, or 1 when the engine failed.
     started: called when requests are taken."""
+    server = Server(service, listening, started)
     service.start()
-    server = Server(service, started)
     try:
-        server.run(sockets=[listening])
+        server.run()
     finally:
         service.stop()
         listening.close()

@@ -24,6 +24,7 @@ from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, PassRecord, Request
 from inference.decoding.session import Session
 from inference.server.errors import ApiError
+from inference.server.front.fair import FairQueue
 from inference.server.metrics import ServerMetrics
 from inference.server.protocol import Asked
 from inference.server.text import StopText
@@ -78,9 +79,9 @@ Event = Started | Piece | Done | Failed
 @dataclass
 class ServedRequest:
     """A request for the worker. deliver: takes events on the event loop's thread; created:
-    monotonic seconds of its arrival; first: of its first token.
+    monotonic seconds of its arrival; first: of its first token; client: whose turn it is.
 
-    The worker numbers it (index) and fills in the rest.
+    The worker numbers it (index) and fills in the rest. placed: it has a row.
     """
 
     id: str
@@ -90,8 +91,10 @@ class ServedRequest:
     asked: Asked
     domain: str
     created: float
+    client: str = ""
     deliver: Callable[[Event], None] = lambda event: None
     index: int = -1
+    placed: bool = False
     text: StopText | None = None
     tokens: list[int] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
@@ -123,6 +126,7 @@ class Scheduler:
         self.healthy = False
         self._inbox: queue.SimpleQueue[tuple[str, ServedRequest | None]] = queue.SimpleQueue()
         self._live: dict[int, ServedRequest] = {}
+        self._waiting: FairQueue[Request] = FairQueue()
         self._out: list[tuple[ServedRequest, Event]] = []
         self._session: Session | None = None
         self._count = 0
@@ -157,13 +161,13 @@ class Scheduler:
     # The worker's thread
 
     def _work(self) -> None:
-        failures, details = 0, self.log is not None
+        failures, details, begun = 0, self.log is not None, False
         while not self._ended and failures < MOST_FAILURES:
             try:
                 with Session(
                     self.engine, self.context, self._on_tokens, details=details
                 ) as session:
-                    self._session, self.healthy = session, True
+                    self._session, self.healthy, begun = session, True, True
                     self._ready.set()
                     while not self._ended:
                         if self._turn(session):
@@ -183,7 +187,7 @@ class Scheduler:
                 self._fail_all(broken if failures else "the server is stopping")
         self.healthy = False
         self._ready.set()
-        if not self._ended:
+        if begun and not self._ended:  # otherwise `start` says why
             self._drain_inbox()
             self.broken()
 
@@ -206,12 +210,14 @@ class Scheduler:
         self.metrics.waiting.set(max(0, len(self._live) - running))
 
     def _take(self, session: Session) -> None:
-        """Everything in the inbox; waits for something when there is nothing to decode."""
+        """Everything in the inbox; waits for something when there is nothing to decode. Then rows
+        that are free go to clients in turn."""
         while True:
             try:
-                order, job = self._inbox.get(block=not session.unfinished)
+                idle = not (session.unfinished or len(self._waiting))
+                order, job = self._inbox.get(block=idle)
             except queue.Empty:
-                return
+                break
             if job is None:
                 self._ended = True
                 return
@@ -220,19 +226,28 @@ class Scheduler:
             elif self._live.pop(job.index, None) is not None:
                 session.cancel(job.index)
                 self._record(job, "cancelled")
+        free = session.free
+        while free and len(self._waiting):
+            request = self._waiting.get()
+            if job := self._live.get(request.index):  # not cancelled meanwhile
+                session.add(request)
+                job.placed = True
+                free -= 1
 
     def _admit(self, session: Session, job: ServedRequest) -> None:
         job.index = self._count
         self._count += 1
         try:
             own = (job.asked.sampling, job.asked.ignore_eos)
-            session.add(Request(job.index, job.prompt, job.seed, job.limit, *own))
+            request = Request(job.index, job.prompt, job.seed, job.limit, *own)
+            session.check(request)
         except UserError as error:
             self._out.append((job, Failed(ApiError(400, str(error)))))
             return
         if job.asked.stream or job.asked.stops:
             job.text = StopText(self.tokenizer, self.engine.target.eos_token_ids, job.asked.stops)
         self._live[job.index] = job
+        self._waiting.put(job.client, request)
 
     def _on_tokens(self, request: Request, tokens: list[int], record: PassRecord | None) -> None:
         job = self._live.get(request.index)
@@ -312,6 +327,7 @@ class Scheduler:
         status = 503 if self._ended else 500
         self._out += [(job, Failed(ApiError(status, why))) for job in self._live.values()]
         self._live.clear()
+        self._waiting.clear()
         self._send(0)
 
     def _drain_inbox(self) -> None:

@@ -10,16 +10,19 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from heads.api.errors import UserError
 from inference.decoding.engine import Engine
-from inference.server.config import Secret, ServeConfig
+from inference.server.config import ServeConfig
 from inference.server.errors import ApiError
+from inference.server.front.fair import Place, Places
+from inference.server.front.quiet import QuietLog
+from inference.server.front.secret import Secret
+from inference.server.front.workers import FairWorkers, work_in_turn
 from inference.server.metrics import ServerMetrics
 from inference.server.protocol import CHAT, Asked
 from inference.server.recorder import Recorder
@@ -29,8 +32,9 @@ from inference.verifications import VerificationLog, record_facts
 
 logger = logging.getLogger(__name__)
 LARGEST_DEFAULT_CONTEXT = 4096
-MOST_ENTERING = 64
-"""Requests that may be read at a time, beyond as many as there are places."""
+SHORT_PROMPT = 16384
+"""Characters of a prompt that is tokenised in a few milliseconds. Longer ones have a thread of
+their own, where they wait for each other alone."""
 OUTCOMES = {
     401: "unauthorized",
     429: "overloaded",
@@ -43,15 +47,22 @@ OUTCOMES = {
 
 
 class Ticket:
-    """A request under way: its job, and the events that came for it. gone: the client has left."""
+    """A request under way: its job, its place, and the events that came for it. gone: the client
+    has left."""
 
-    def __init__(self, job: ServedRequest, service: Service) -> None:
-        self.job, self.service = job, service
+    def __init__(self, job: ServedRequest, service: Service, place: Place) -> None:
+        self.job, self.service, self.place = job, service, place
         self.gone = False
         self.ended = False
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._deadline = job.created + service.config.request_seconds
         job.deliver = self._events.put_nowait
+        place.displace = self._displace
+
+    def _displace(self) -> bool:
+        if not self.job.placed:
+            self.job.deliver(Failed(self.service.displaced()))
+        return not self.job.placed
 
     def leave(self) -> None:
         self.gone = True
@@ -60,10 +71,15 @@ class Ticket:
     async def start(self) -> None:
         """Wait until the prompt was read; raises `ApiError` (also 429 when that takes longer than
         `serve.queue_seconds`)."""
-        config, service = self.service.config, self.service
-        late = partial(service.overloaded, "no row became free in time")
-        event = await self._next(self.job.created + config.queue_seconds, late)
+        event = await self._next(self.job.created + self.service.config.queue_seconds, self._late)
         assert isinstance(event, Started)
+        self.place.displace = None
+
+    def _late(self) -> ApiError:
+        wait = f"within {self.service.config.queue_seconds:g} s"
+        if self.job.placed:
+            return self.service.overloaded(f"the prompt has a row, but was not read {wait}")
+        return self.service.overloaded(f"no row became free {wait}")
 
     async def next(self) -> Piece | Done:
         """The next event after `start`; raises `ApiError`."""
@@ -95,6 +111,7 @@ class Ticket:
         if not self.ended:
             self.ended = True
             self.service.scheduler.cancel(self.job)
+        self.place.leave()
         self.service.open.discard(self)
 
 
@@ -134,13 +151,19 @@ class Service:
         self.on_broken: Callable[[], None] = lambda: None
         self.scheduler = Scheduler(engine, self.context, self.metrics, self.post, log, self._broken)
         self.open: set[Ticket] = set()
-        self.entering = 0  # requests that are being read
+        self.places = Places(decode.batch_size + config.queue)
+        self._log = QuietLog(logger)
+        # one for each thread that uses it
         self._tokenizer = copy.deepcopy(engine.target.tokenizer)
+        self._other_tokenizer = copy.deepcopy(engine.target.tokenizer)
+        self.longest_prompt = self.context * max(map(len, self._tokenizer.get_vocab()))
+        """Characters that fit into the context at most."""
         # what belongs to rendering itself: a request must not bring a template of its own, or
         # change what comes out
         known = inspect.signature(self._tokenizer.apply_chat_template).parameters
         self._reserved = {"messages", "add_generation_prompt", *known}
-        self._texts = ThreadPoolExecutor(1, "headstart-prompts")
+        self._short = FairWorkers(1, "headstart-prompts")
+        self._long = FairWorkers(1, "headstart-long-prompts")
 
     def start(self) -> None:
         """Start the worker; raises `UserError` when its buffers cannot be made."""
@@ -153,7 +176,8 @@ class Service:
         self.scheduler.stop()
         if self.recorder is not None:
             self.recorder.stop()
-        self._texts.shutdown(wait=False, cancel_futures=True)
+        self._short.stop()
+        self._long.stop()
 
     # Admission
 
@@ -171,30 +195,27 @@ class Service:
         message = f"the server is busy: {why}. Ask again later."
         return ApiError(429, message, code="overloaded", retry_after=wait)
 
-    def require_place(self) -> None:
-        """Raise `ApiError` unless another request may come in."""
+    def displaced(self) -> ApiError:
+        """Status 429 for a request whose place went to a client with fewer of them."""
+        return self.overloaded("other clients wait as well, and this address has the most requests")
+
+    def enter(self, client: str) -> Place:
+        """A place for a client's request, to be left in the end; raises `ApiError`."""
+        self._require_ready()
+        place = self.places.take(client)
+        if place is None:
+            raise self.overloaded(f"{len(self.places)} requests run or wait")
+        return place
+
+    def _require_ready(self) -> None:
         if not self.ready:
             message = "the server takes no requests now: it is stopping."
             raise ApiError(503, message, code="unavailable", retry_after=5)
-        places = self.engine.decode.batch_size + self.config.queue
-        if len(self.open) >= places or self.entering >= places + MOST_ENTERING:
-            raise self.overloaded(f"{len(self.open)} requests run or wait")
 
-    @contextmanager
-    def entrance(self) -> Iterator[None]:
-        """Around reading a request: those that are not in yet are counted too. Raises `ApiError`
-        unless another one may come in."""
-        self.require_place()
-        self.entering += 1
-        try:
-            yield
-        finally:
-            self.entering -= 1
-
-    async def ticket(self, asked: Asked, domain: str, created: float) -> Ticket:
+    async def ticket(self, asked: Asked, domain: str, created: float, place: Place) -> Ticket:
         """Turn a request into a job and hand it to the worker; raises `ApiError`."""
-        prompt = await self.tokens(asked)
-        self.require_place()  # again: reading the prompt took a while
+        prompt = await self.tokens(asked, created, place)
+        self._require_ready()  # again: reading the prompt took a while
         room = self.context - len(prompt)
         limit = min(self.engine.decode.max_new_tokens, room) if asked.limit is None else asked.limit
         self._check(prompt, limit, room)
@@ -206,19 +227,41 @@ class Service:
             asked=asked,
             domain=self.config.domain(domain),
             created=created,
+            client=place.client,
         )
-        ticket = Ticket(job, self)
+        ticket = Ticket(job, self, place)
         self.open.add(ticket)
         self.scheduler.submit(job)
         return ticket
 
-    async def tokens(self, asked: Asked) -> tuple[int, ...]:
-        """The token ids of a request's prompt; raises `ApiError`."""
+    async def tokens(self, asked: Asked, created: float, place: Place) -> tuple[int, ...]:
+        """The token ids of a request's prompt; raises `ApiError`. Others than short prompts are
+        made into tokens one at a time, clients in turn."""
         if isinstance(asked.content, tuple):
             return asked.content
-        # a thread of its own makes them: long texts take a while, and the loop must go on
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._texts, self._tokens, asked)
+        size = characters(asked.content) + characters(asked.template)
+        if size > self.longest_prompt:
+            raise ApiError(
+                400,
+                f"the prompt has {size} characters; {self.longest_prompt} are the most here "
+                f"({self.context} positions of the longest token). Shorten it.",
+                "prompt",
+                "context_length_exceeded",
+            )
+        lane, tokenizer = self._short, self._tokenizer
+        if size > SHORT_PROMPT:
+            lane, tokenizer = self._long, self._other_tokenizer
+        work = partial(self._tokens, asked, tokenizer)
+        seconds = self.config.queue_seconds
+        try:
+            async with asyncio.timeout(max(0.0, created + seconds - time.monotonic())):
+                return await work_in_turn(lane, place, work, self.displaced)
+        except TimeoutError as error:
+            why = f"the prompt, of {size} characters, was not tokenised within {seconds:g} s"
+            raise self.overloaded(why) from error
+        except asyncio.CancelledError:
+            self._require_ready()  # what waited when the server stopped
+            raise
 
     def _check(self, prompt: tuple[int, ...], limit: int, room: int) -> None:
         vocab = self.engine.target.info.vocab_size
@@ -236,7 +279,7 @@ class Service:
                 "context_length_exceeded",
             )
 
-    def _tokens(self, asked: Asked) -> tuple[int, ...]:
+    def _tokens(self, asked: Asked, tokenizer: Any) -> tuple[int, ...]:
         reserved = sorted(set(asked.template) & self._reserved)
         if reserved:
             message = f"'{reserved[0]}' is no value for a template."
@@ -244,9 +287,9 @@ class Service:
         try:
             if asked.kind == CHAT:
                 arguments = dict(asked.template)
-                return tuple(render_prompt(self._tokenizer, asked.content, arguments=arguments))
+                return tuple(render_prompt(tokenizer, asked.content, arguments=arguments))
             asked.content.encode("utf-8")  # half a surrogate pair, which JSON can hold, is no text
-            return tuple(self._tokenizer.encode(asked.content))
+            return tuple(tokenizer.encode(asked.content))
         except UserError as error:
             raise ApiError(400, str(error), "messages") from error
         except UnicodeEncodeError as error:
@@ -257,9 +300,12 @@ class Service:
             message = f"the chat template fails on this conversation ({type(error).__name__})."
             raise ApiError(400, message, "messages") from error
 
-    def refused(self, error: ApiError) -> None:
-        """Count a request that ended with an error."""
-        self.metrics.requests.labels(OUTCOMES.get(error.status, "invalid")).inc()
+    def refused(self, method: str, error: ApiError, client: str) -> None:
+        """Note a request that ended with an error; it counts unless it only looked."""
+        if method in ("POST", ""):
+            self.metrics.requests.labels(OUTCOMES.get(error.status, "invalid")).inc()
+        if error.status != 499:
+            self._log.note(f"refused with {error.status}", f"{error.kind}, client {client}")
 
     # From the worker
 
@@ -298,6 +344,17 @@ class Service:
             "owned_by": "headstart",
             "max_model_len": self.context,
         }
+
+
+def characters(value: object) -> int:
+    """Characters of all texts in a value of JSON, without the names of members."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(characters, value.values()))
+    if isinstance(value, list):
+        return sum(map(characters, value))
+    return 0
 
 
 def _deliver(events: list[tuple[ServedRequest, Event]]) -> None:

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from heads.api.checkpoint import WEIGHTS_FILE, load_drafter, read_config
 from heads.api.errors import UserError
+from heads.api.reading import read_text
 from inference.decoding.config import DecodeConfig
 from inference.decoding.draft import DraftSettings
 from inference.decoding.engine import Engine
@@ -319,12 +320,9 @@ def _sum(one: Totals, other: Totals) -> Totals:
 def read_counters(path: Path) -> Totals:
     """Domain -> (accepted drafted tokens, passes) of a scrape in Prometheus' text format."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"watch.metrics: '{path}' cannot be read as text ({error}). Give what the server "
-            "shows at /metrics."
-        ) from error
+        text = read_text(path, "Give what the server shows at /metrics.")
+    except UserError as error:
+        raise UserError(f"watch.metrics: {error}") from error
     found: dict[str, dict[str, float]] = {ACCEPTED: {}, PASSES: {}}
     try:
         for sample in read_samples(text):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from heads.api.config import OpenFraction, PositiveInt, config
+from heads.api.config import OpenFraction, PositiveInt, Seed, config
 from heads.api.errors import UserError
 from inference.folders import require_folder_name
 
@@ -40,7 +40,7 @@ class WatchConfig:
     looks together."""
     stop: bool = True
     """Stop decoding at the first alarm. Off: decode all prompts, for the narrowest intervals."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the order in which prompts are decoded."""
 
     def __post_init__(self) -> None:

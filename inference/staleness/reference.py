@@ -12,7 +12,6 @@ Legend: D depth of the draft.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from heads.api.errors import UserError
+from heads.api.reading import read_object
 from inference.decoding.draft import DraftSettings
 from inference.decoding.rules.names import TEXT
 from inference.manifest import write_json
@@ -169,7 +169,7 @@ class Reference:
     def read(cls, path: Path) -> Reference:
         """Read watch.json; raises `UserError` for anything else."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_object(path, "")
             if content["stage"] != "watch" or content["format"] != FORMAT:
                 raise KeyError("format")
             domains = content["domains"].items()
@@ -177,7 +177,7 @@ class Reference:
             tallies = {str(name): DomainAnswers(**lists) for name, lists in domains}
             found = cls(**values, tallies=tallies, source=str(path))
             require_counts(found)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise UserError(
                 f"'{path}' is not a reference of format {FORMAT} ({error!r}). Make one with "
                 "`headstart watch watch.learn=true`."
@@ -231,10 +231,8 @@ def reference_path(given: str | Path) -> Path:
     path = Path(given)
     path = path / WATCH_FILE if path.is_dir() else path
     try:
-        ours = json.loads(path.read_text(encoding="utf-8"))["stage"] == "watch"
-    except FileNotFoundError:
-        ours = True
-    except (OSError, ValueError, KeyError, TypeError):
+        ours = not path.exists() or read_object(path).get("stage") == "watch"
+    except UserError:
         ours = False
     if not ours:
         raise UserError(

@@ -16,7 +16,8 @@ Three ways, in this order:
 
 A rendered template already holds its special tokens, so it is never tokenised with further ones
 added. Tool calls, tool results, tool descriptions and a template's own arguments
-(`enable_thinking`, ...) go through the template; the plain form knows none.
+(`enable_thinking`, ...) go through the template; the plain form knows none. Templates are rendered
+by `inference.target.templates`, within limits.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired, TypedDict
 
-from jinja2.exceptions import TemplateError
-
 from heads.api.errors import UserError
+from inference.target import templates
+from inference.target.templates import Rendered
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ def _tool_call(call: Any) -> ToolCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError("the arguments of a tool call are not JSON") from error
     if not isinstance(arguments, Mapping):
         raise UserError("the arguments of a tool call must be a mapping")
@@ -238,35 +239,41 @@ def _template(tokenizer: Any) -> str:
         raise UserError(f"the tokenizer's chat templates have no default: {error}") from error
 
 
-def _apply(tokenizer: Any, messages: list[Message], extras: Mapping[str, object]) -> Any:
-    """Render and tokenise in one call: special tokens are written by the template alone."""
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=True, chat_template=_template(tokenizer), **extras
-        )
-    except TemplateError as error:
-        raise UserError(f"the chat template refuses this conversation: {error}") from error
+def _render(
+    tokenizer: Any, messages: list[Message], extras: Mapping[str, object], marks: bool = False
+) -> Rendered:
+    """The text that the template writes; it writes the special tokens as well."""
+    values = {**tokenizer.special_tokens_map, **extras}
+    return templates.render(_template(tokenizer), messages, values, marks)
 
 
 def _ids(
     tokenizer: Any, messages: list[Message], extras: Mapping[str, object], prompt: bool = False
 ) -> list[int]:
     """Token ids of the messages; prompt: with the generation prompt."""
-    more = {"add_generation_prompt": prompt, "return_dict": False}
-    return list(_apply(tokenizer, messages, {**extras, **more}))
+    text = _render(tokenizer, messages, {**extras, "add_generation_prompt": prompt}).text
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _render_marked(
     tokenizer: Any, messages: list[Message], extras: Mapping[str, object]
 ) -> tuple[list[int], list[Span]]:
-    more = {"return_dict": True, "return_assistant_tokens_mask": True}
-    rendered = _apply(tokenizer, messages, {**extras, **more})
-    spans = spans_of(rendered["assistant_masks"])
+    rendered = _render(tokenizer, messages, extras, marks=True)
+    encoded = tokenizer(rendered.text, add_special_tokens=False)
+    ids = list(encoded["input_ids"])
+    inside = [False] * len(ids)
+    for start, end in rendered.spans:
+        first = encoded.char_to_token(start) if start < end else None
+        if first is not None:
+            last = encoded.char_to_token(end - 1)
+            stop = len(ids) if last is None else last + 1
+            inside[first:stop] = [True] * (stop - first)
+    spans = spans_of(inside)
     if not spans:
         raise UserError(
             "the chat template has {% generation %} markers but marks nothing in this conversation"
         )
-    return list(rendered["input_ids"]), spans
+    return ids, spans
 
 
 def _render_by_prefix(

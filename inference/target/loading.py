@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -181,11 +182,18 @@ def _source(config: TargetConfig) -> dict[str, Any]:
     }
 
 
+LOADING = (
+    *(OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, ImportError),
+    *(RuntimeError, MemoryError, SafetensorError, StrictDataclassError),
+)
+"""What transformers raises for folders and repositories that are no model, or a damaged one."""
+
+
 def load_config(config: TargetConfig) -> Any:
     """The target's transformers config; raises `UserError` when there is none."""
     try:
         return AutoConfig.from_pretrained(**_source(config))
-    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+    except LOADING as error:
         raise UserError(f"target '{config.path}' cannot be loaded: {_first_line(error)}") from error
 
 
@@ -194,7 +202,7 @@ def _from_pretrained(config: TargetConfig, options: dict[str, Any]) -> tuple[Any
         with _ONE_AT_A_TIME:
             options = {**_source(config), "dtype": DTYPES[config.dtype_name], **options}
             return AutoModelForCausalLM.from_pretrained(output_loading_info=True, **options)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except LOADING as error:
         raise UserError(f"target '{config.path}' cannot be loaded: {_first_line(error)}") from error
 
 
@@ -415,6 +423,8 @@ def _check_path(path: str) -> None:
 
 
 def _first_line(error: Exception) -> str:
+    if "look at the above report" in str(error):  # transformers has logged it, which is not shown
+        return "its files hold weights of other sizes than its config.json says. Fetch it again"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
 

@@ -11,7 +11,6 @@ the answers.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from prometheus_client.samples import Sample
 
+from heads.api.config import shown
 from heads.api.errors import UserError
+from heads.api.reading import parse_json, read_text
 from inference.measure.metrics import divide
 from inference.server.scrape import read_samples
 from inference.target.chat import check_messages, render_prompt
@@ -71,10 +72,9 @@ def read_traffic(config: TrafficConfig, tokenizer: Any, context: int) -> list[Ar
     if not name:
         raise UserError(f"traffic.file is not set: give {wanted}")
     try:
-        text = Path(name).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"traffic.file '{name}' cannot be read ({reason}).") from error
+        text = read_text(Path(name).expanduser(), f"Give {wanted}")
+    except UserError as error:
+        raise UserError(f"traffic.file: {error}") from error
     lines = {number: line for number, line in enumerate(text.splitlines(), 1) if line.strip()}
     if not lines:
         raise UserError(f"traffic.file '{name}' is empty.")
@@ -107,10 +107,7 @@ def needed_context(config: TrafficConfig, arrivals: Sequence[Arrival], limit: in
 
 
 def _request(line: str, where: str, config: TrafficConfig, tokenizer: Any) -> Arrival:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not a JSON object ({error}).") from error
+    row = parse_json(line, where, "Each line is a JSON object.")
     if not isinstance(row, dict) or row.get("timestamp") is None:
         raise UserError(
             f"{where}: a request needs a `timestamp` (seconds, or a time such as "
@@ -123,19 +120,19 @@ def _request(line: str, where: str, config: TrafficConfig, tokenizer: Any) -> Ar
     for name, value in (("prompt_tokens", prompt), ("answer_tokens", answer)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(
-                f"{where}: {name} must be a whole number of at least 1; given: {value!r}."
+                f"{where}: {name} must be a whole number of at least 1; given: {shown(value)}."
             )
     return Arrival(_seconds(row["timestamp"], where), prompt, answer, str(row.get("domain") or ""))
 
 
 def _seconds(value: Any, where: str) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
     try:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
         return datetime.fromisoformat(str(value)).timestamp()
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise UserError(
-            f"{where}: timestamp {value!r} is neither seconds nor a time such as "
+            f"{where}: timestamp {shown(value)} is neither seconds nor a time such as "
             "2026-01-31T12:00:00+00:00."
         ) from error
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from heads.api.config import (
-    AtLeastTwo,
+    Depth,
     NonEmpty,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveInt,
+    Rows,
+    Seconds,
+    Seed,
+    Size,
+    Tokens,
+    TokensFromTwo,
     config,
 )
 
@@ -24,20 +29,20 @@ class TrafficConfig:
     """.jsonl of requests with their times (docs/tuning.md), or the text of a server's /metrics."""
     drafters: tuple[str, ...] = ()
     """Names of drafters of this run, or checkpoint folders; empty: all that the run has trained."""
-    depths: NonEmpty[PositiveInt] = (1, 2, 4, 8)
+    depths: NonEmpty[Depth] = (1, 2, 4, 8)
     """Draft lengths to compare; those that a drafter cannot draft are left out."""
-    rows: PositiveInt = 16
+    rows: Rows = 16
     """Rows that the server decodes together."""
-    context: NonNegativeInt = 0
+    context: Size = 0
     """Positions that a row can hold; 0: as many as the longest request of the traffic needs."""
-    answer_tokens: PositiveInt = 128
+    answer_tokens: Tokens = 128
     """Length of an answer where the traffic does not say."""
-    seconds: NonNegativeFloat = 0.0
+    seconds: Seconds = 0.0
     """Text of /metrics: how long the server had run when it was taken; 0: the time that its engine
     was busy."""
     requests: PositiveInt = 400
     """Text of /metrics: requests to simulate."""
-    batches: NonEmpty[PositiveInt] = (1, 4, 16)
+    batches: NonEmpty[Rows] = (1, 4, 16)
     """Batch sizes at which costs are measured; between them they are interpolated."""
     temperature: NonNegativeFloat = 0.0
     """Of the traffic's sampling."""
@@ -46,10 +51,10 @@ class TrafficConfig:
     prompts that were held out of the run's data."""
     prompts_per_domain: PositiveInt = 8
     """Prompts of each domain, at most."""
-    max_new_tokens: AtLeastTwo = 64
+    max_new_tokens: TokensFromTwo = 64
     """Length of the answers that acceptance is measured on, at most."""
     repeats: PositiveInt = 9
     """Timed calls per point of the cost curves."""
-    seed: int = 0
+    seed: Seed = 0
     """Of what is drawn: how much of each draft is kept, and the arrivals behind the text of
     /metrics."""

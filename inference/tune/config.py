@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from heads.api.config import (
-    AtLeastTwo,
+    Depth,
     NonEmpty,
     NonNegativeFloat,
     NonNegativeInt,
     OpenFraction,
     PositiveInt,
+    Rows,
+    RowsFromTwo,
+    Seed,
+    TokensFromTwo,
     config,
 )
 from inference.measure.datasets import DatasetConfig
@@ -24,18 +28,18 @@ class TuneConfig:
 
     drafter: str = ""
     """Checkpoint folder, or the name of a drafter of this run; empty: the run's only one."""
-    batches: NonEmpty[PositiveInt] = (1, 4, 16)
+    batches: NonEmpty[Rows] = (1, 4, 16)
     """Rows decoded together: a draft is chosen for each."""
     temperatures: NonEmpty[NonNegativeFloat] = (0.0,)
     """A draft is chosen for each."""
-    depths: NonEmpty[PositiveInt] = (1, 2, 3, 4, 5, 6, 8)
+    depths: NonEmpty[Depth] = (1, 2, 3, 4, 5, 6, 8)
     """Draft lengths of chains; those that the drafter cannot draft are left out."""
-    nodes: tuple[AtLeastTwo, ...] = (6, 10, 16, 26)
+    nodes: tuple[RowsFromTwo, ...] = (6, 10, 16, 26)
     """Nodes of trees, the root included: of static trees searched from measured ranks, and of
     dynamic ones. Empty: chains alone."""
-    tree_depth: PositiveInt = 6
+    tree_depth: Depth = 6
     """Deepest level of trees."""
-    width: PositiveInt = 8
+    width: Rows = 8
     """Dynamic trees: nodes expanded per level, and children considered per node."""
     thresholds: tuple[OpenFraction, ...] = (0.2, 0.4, 0.6)
     """Chains of the longest length that stop where the estimated chance of being reached and kept
@@ -47,7 +51,7 @@ class TuneConfig:
     """Domains to use; empty: all."""
     prompts_per_domain: PositiveInt = 8
     """Prompts of each domain, at most."""
-    max_new_tokens: AtLeastTwo = 64
+    max_new_tokens: TokensFromTwo = 64
     """Length of the answers that acceptance and speed are measured on, at most."""
     repeats: PositiveInt = 9
     """Timed calls per point of the cost curves; the median counts."""
@@ -58,7 +62,7 @@ class TuneConfig:
     close_rounds: NonNegativeInt = 4
     """How often on top those finalists do that the first rounds cannot tell from the fastest; 0:
     not at all."""
-    seed: int = 0
+    seed: Seed = 0
     """Chooses the prompts, and draws the bootstrap samples."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     """As bench.dataset, for prompts that are no prompt file."""

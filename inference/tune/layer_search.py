@@ -27,7 +27,7 @@ import numpy as np
 from annotated_types import Ge, Lt
 from numpy.typing import NDArray
 
-from heads.api.config import PositiveInt, config
+from heads.api.config import Depth, Seed, config
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -77,7 +77,7 @@ class SearchConfig:
 
     evaluations: Annotated[int, Ge(4)] = 48
     """Sets that are tried (>= 4)."""
-    depth: PositiveInt = 4
+    depth: Depth = 4
     """Tokens drafted per pass: gamma (>= 1)."""
     fixed_cost: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of the target's cost per token that every drafted token pays whatever is left out: its
@@ -86,7 +86,7 @@ class SearchConfig:
     """Sets whose drafted token costs a larger share of the target's than this are not tried."""
     objective: Literal["speedup", "tau"] = "speedup"
     """speedup: tau / (1 + gamma c); or tau: the most accepted tokens within `most_cost`."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the search's own draws."""
 
 

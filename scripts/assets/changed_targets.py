@@ -10,7 +10,6 @@ domain besides the old ones.
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from inference.folders import put_new
 from inference.manifest import write_json
 from inference.target.chat import render_conversation
 from scripts.assets import cpp_headers, python_sources
@@ -86,7 +86,7 @@ def finetune(base: Path, out: Path, pairs: list[Pair], recipe: Recipe) -> None:
     last = sum(losses[-10:]) / len(losses[-10:])
     facts = {"rows": len(pairs), "first_loss": losses[0], "last_loss": last}
     write_json(partial / MADE_FILE, {**dataclasses.asdict(recipe), **facts})
-    os.replace(partial, out)
+    put_new(partial, out)
 
 
 def supervised_windows(tokenizer: Any, pairs: list[Pair], seed: int) -> Tensor:

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_module
 from hydra._internal.hydra import Hydra
 from hydra.core.config_search_path import ConfigSearchPath
@@ -32,6 +33,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import conf
+from heads.api.config import shown
 from heads.api.errors import UserError, suggest
 from heads.api.kinds import offered_kinds
 from scripts.config.fields import REPOSITORY, keys_named
@@ -39,6 +41,12 @@ from scripts.config.stages import EXTRA_VARIABLE, GROUPS, OPTION_GROUPS, RECIPE_
 
 CONF = Path(conf.__file__).resolve().parent
 CONF_ENTRY_POINTS = "headstart.conf"
+UNREADABLE = (
+    *(HydraException, OmegaConfBaseException, yaml.YAMLError),
+    *(ValueError, RecursionError, OSError),
+)
+"""What is raised for settings and files of settings that cannot be read; ValueError also for text
+that is not UTF-8 and for numbers of thousands of digits."""
 NAMED = re.compile(r"[\w./@:-]+=[\w./@:=-]*")
 """A value that holds an equals sign, as a drafter's name does (medusa-lr=0.001); Hydra reads it in
 quotes only."""
@@ -67,7 +75,9 @@ def hydra_of(stage: Stage) -> Iterator[Hydra]:
             hydra = GlobalHydra.instance().hydra
             assert hydra is not None
             yield hydra
-    except (HydraException, OmegaConfBaseException) as error:
+    except UserError:
+        raise
+    except UNREADABLE as error:
         raise UserError(
             f"the configuration of '{stage.name}' cannot be composed: {first_line(error)}."
         ) from error
@@ -124,10 +134,12 @@ def parse(overrides: Sequence[str | Override], loader: Any = None) -> list[Overr
                     "or optim.lr=1e-4."
                 )
             parsed += OverridesParser.create(config_loader=loader).parse_overrides([text])
-        except HydraException as error:
+        except UserError:
+            raise
+        except UNREADABLE as error:
             raise UserError(
-                f"'{text}' cannot be read ({first_line(error)}). Put quotes around values with "
-                "special characters: 'key=\"a, b\"'."
+                f"{shown(text)} cannot be read ({first_line(error)}). Put quotes around values "
+                "with special characters: 'key=\"a, b\"'."
             ) from error
     return parsed
 
@@ -268,4 +280,4 @@ def default_engine() -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of another library's message, without its full stop."""
-    return str(error).strip().split("\n")[0].rstrip(".")
+    return str(error).strip().split("\n")[0].rstrip(".")[:300]

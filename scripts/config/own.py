@@ -3,22 +3,45 @@ asked, and what a loop consists of."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from heads.api.config import (
     Fraction,
+    Layers,
     NonEmpty,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
+    Rate,
+    Seconds,
+    Seed,
+    Size,
     config,
 )
-from heads.api.errors import UserError
+from heads.api.errors import UserError, suggest
 from inference.folders import require_folder_name
 from inference.verifications import RecordsConfig
+from scripts.config.compose import parse
+from scripts.config.stages import GROUPS, OPTION_GROUPS
+
+
+def require_settings(key: str, overrides: Iterable[str]) -> None:
+    """Raise `UserError`, which names the setting `key`, unless every text is a setting
+    (`group.key=value` or `group=option`) of a group that exists."""
+    known = {*GROUPS, *OPTION_GROUPS}
+    for text in overrides:
+        try:
+            groups = [item.key_or_group.split(".")[0] for item in parse([text])]
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from error
+        for group in groups:
+            if group not in known:
+                raise UserError(
+                    f"{key}: '{text}': there is no group '{group}'.{suggest(group, known)}"
+                )
 
 
 @config("run")
@@ -34,10 +57,10 @@ class RunConfig:
     """Name of the drafter's folder below <root>/<name>/train/; empty: the chosen head's name."""
     answers: str = ""
     """Folder of generated answers to train on; empty: <root>/<name>/generate."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of everything random. The other groups' seeds follow it unless they are set themselves.
     """
-    threads: int = 0
+    threads: Layers = 0
     """CPU threads for torch; 0 leaves torch's own choice."""
     overwrite: bool = False
     """Delete this stage's folder first and start again."""
@@ -121,7 +144,7 @@ class RefreshStageConfig:
     """Folder or Hub id of the target that the drafter was trained for. Given, what the target has
     changed by since is added to the drafter before the training: worth it where drafters begin as
     copies of the target's layers (distilled, eagle3 and others with head.from_target_layer)."""
-    lora_rank: NonNegativeInt = 0
+    lora_rank: Size = 0
     """Rank of low-rank updates, which are then all that is trained; 0 trains all weights."""
     until: Literal["restored", "budget"] = "restored"
     """restored: end once tau is back; budget: read the answers train.epochs times whatever tau
@@ -139,7 +162,7 @@ class RefreshStageConfig:
 class SweepRow:
     """One drafter of a comparison, trained once per learning rate."""
 
-    rates: NonEmpty[PositiveFloat]
+    rates: NonEmpty[Rate]
     """Learning rates; the training with the best tau on the validation prompts stands for the row.
     """
     head: str = ""
@@ -148,6 +171,9 @@ class SweepRow:
     """What this row sets besides, such as [head.num_layers=2]; values of the loop's own command
     line win."""
 
+    def __post_init__(self) -> None:
+        require_settings("loop.sweep.<row>.overrides", self.overrides)
+
 
 @config("loop.budget")
 @dataclass(frozen=True)
@@ -155,7 +181,7 @@ class BudgetConfig:
     """What all rounds together may cost. The first round always begins; a later one if it fits,
     judged by the most expensive one so far."""
 
-    seconds: NonNegativeFloat = 0.0
+    seconds: Seconds = 0.0
     """Seconds of all stages of the rounds; 0: no limit."""
     tokens: NonNegativeInt = 0
     """Tokens trained on (padding does not count), trials of switches included; 0: no limit."""
@@ -198,6 +224,11 @@ class RoundConfig:
     """Answers of a round that are decoded plainly as well, to see what the drafter gains there and
     that it changes nothing; 0: none."""
 
+    def __post_init__(self) -> None:
+        for number, overrides in enumerate(self.overrides):
+            require_settings(f"loop.round.overrides[{number}]", overrides)
+        require_settings("loop.round.judge", self.judge)
+
     def own_overrides(self, number: int) -> tuple[str, ...]:
         """What round `number` (from 0) sets besides."""
         return self.overrides[min(number, len(self.overrides) - 1)] if self.overrides else ()
@@ -235,6 +266,8 @@ class LoopConfig:
         for key in ("measures", "sweep"):
             for name in getattr(self, key):
                 require_folder_name(f"loop.{key}", name)
+        for name, overrides in self.measures.items():
+            require_settings(f"loop.measures.{name}", overrides)
         if self.rounds and self.store_features:
             raise UserError(
                 "loop.store_features writes features once for several trainings, but every round "

@@ -20,6 +20,7 @@ from hydra.core.override_parser.types import Override
 
 from heads.api.config import build
 from heads.api.errors import UserError
+from heads.api.reading import read_yaml_object
 from heads.api.registry import get_kind
 from inference.audit.config import AuditConfig
 from inference.decoding.config import DecodeConfig
@@ -318,9 +319,11 @@ def write_settings(settings: Settings, path: Path) -> None:
 def read_settings(stage: Stage, path: Path) -> Settings:
     """The settings that `write_settings` wrote; raises `UserError` for any other file."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"--config: '{path}' cannot be read ({error}).") from error
-    if not isinstance(content, dict) or content.get("stage") != stage.name:
+        content = read_yaml_object(path, "Give a file that `headstart` wrote.")
+    except UserError as error:
+        raise UserError(f"--config: {error}") from error
+    kinds = {"values": dict, "choices": dict, "overrides": list}
+    fit = all(isinstance(content.get(key), kind) for key, kind in kinds.items())
+    if content.get("stage") != stage.name or not fit:
         raise UserError(f"--config: '{path}' does not hold the settings of stage '{stage.name}'.")
     return Settings(stage, content["values"], content["choices"], parse(content["overrides"]))

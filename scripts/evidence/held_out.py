@@ -14,7 +14,6 @@ after an interruption.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 
 from inference.decoding.config import DecodeConfig
+from inference.folders import copy_plain
 from inference.manifest import MANIFEST_FILE, read_manifest, write_json
 from inference.measure.metrics import tau_estimate
 from inference.measure.prompts import load_prompts
@@ -81,7 +81,7 @@ def train_rival(work: Path, kind: str, setting: Setting) -> dict[str, float]:
         totals = common.decode_totals(setting.model, folder, prompts, decode)
         found[recipe] = tau_estimate(totals).tau
     best = max(found, key=found.__getitem__)
-    shutil.copytree(checkpoints[best], record.parent / "best", dirs_exist_ok=True)
+    copy_plain(checkpoints[best], record.parent / "best")
     write_json(record, found)
     return found
 

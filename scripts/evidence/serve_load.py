@@ -331,7 +331,7 @@ def report(given: argparse.Namespace) -> int:
         "end": end,
     }
     shown["fine"] = is_fine(shown)
-    packages = ("torch", "transformers", "fastapi", "uvicorn", "openai")
+    packages = ("torch", "transformers", "fastapi", "h11", "openai")
     sizes = {"rows": given.rows, "queue": given.clients, "cases": len(cases), "limits": LIMITS}
     draft = {"shape": decode.shape, "depth": decode.depth}
     device = {**device_facts(torch.device("cpu")), "cores": os.cpu_count()}

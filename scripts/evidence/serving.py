@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import shutil
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from inference.export.engine_folder import export, prepare
 from inference.export.importing import import_folder
 from inference.export.layouts.base import Target
 from inference.export.layouts.folder import Folder
+from inference.folders import copy_plain
 from inference.measure.config import process_facts
 from inference.measure.prompts import load_prompts
 from inference.measure.vllm_process import LOOKUP, EngineProcess
@@ -197,7 +197,8 @@ class Bench:
         And our export of that import, in the library's layout and in vLLM's.
         """
         target, name = self.target, f"speculators 0.9.0, {source.name}"
-        folder = shutil.copytree(source, self.scratch / f"saved-{source.name}")
+        folder = self.scratch / f"saved-{source.name}"
+        copy_plain(source, folder)
         found = Folder.read(folder)
         checkpoint = self.scratch / f"imported-{source.name}"
         import_folder(found, target, checkpoint)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -37,6 +36,7 @@ from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
+from inference.folders import discard
 from inference.manifest import write_json
 from inference.measure.config import process_facts
 from inference.measure.metrics import tau_estimate
@@ -223,7 +223,7 @@ def name_of(places: int) -> str:
 
 
 def fresh(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
+    discard(folder)
     folder.mkdir(parents=True)
     return folder
 

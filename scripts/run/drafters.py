@@ -10,25 +10,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from heads.api.checkpoint import CONFIG_FILE as CHECKPOINT_FILE
 from heads.api.checkpoint import WEIGHTS_FILE, load_drafter, new_drafter, read_config
 from heads.api.config import build
 from heads.api.errors import UserError, missing_folder, suggest
+from heads.api.reading import read_yaml_object, require_object
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.decoding.decode_file import DECODE_FILE, advice
+from inference.folders import is_temporary
 from inference.hub.fetch import REVISION, fetch, is_published_name
-from inference.manifest import MANIFEST_FILE, read_manifest
+from inference.integrity import require_unchanged
+from inference.manifest import MANIFEST_FILE
 from inference.report.model import REPORT_FILE, read_report
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from scripts.config.compose import conf_folders, options
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, plain
-from scripts.run.folder import CONFIG_FILE, missing_run, read_record, require_run
+from scripts.run.folder import CONFIG_FILE, missing_run, named_file, read_record, require_run
 from scripts.run.folder import read_config as read_stage_config
+from train.manifest import read_training
 
 BEST = "best"
 NO_DRAFTER = "none"
@@ -70,7 +72,10 @@ class Found:
 
     def trained_with(self, group: str) -> dict[str, Any]:
         """A group of the settings that it was trained with; empty where they are not at hand."""
-        return (read_stage_config(self.stage_folder) if self.stage_folder else {}).get(group) or {}
+        folder = self.stage_folder
+        if not folder:
+            return {}
+        return require_object(read_stage_config(folder).get(group) or {}, f"{group} in '{folder}'")
 
 
 def list_trained(run: RunConfig) -> dict[str, Found]:
@@ -86,7 +91,11 @@ def list_trained(run: RunConfig) -> dict[str, Found]:
 
 def checkpoints(run: RunConfig) -> dict[str, Found]:
     folders = sorted((run.directory / "train").glob(f"*/{BEST}/{CHECKPOINT_FILE}"))
-    return {path.parents[1].name: at(path.parent) for path in folders}
+    return {
+        path.parents[1].name: at(path.parent)
+        for path in folders
+        if not is_temporary(path.parents[1].name)
+    }
 
 
 def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
@@ -99,7 +108,7 @@ def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
         if not mark:
             kept[name] = item
         elif (item.folder.parent / MANIFEST_FILE).is_file():
-            tau = read_manifest(item.folder.parent, "train")["best"]["tau"] or 0.0
+            tau = read_training(item.folder.parent)["best"]["tau"] or 0.0
             if tau > best.get(row, -1.0):
                 best[row], kept[row] = tau, replace(item, name=row)
     return list(kept.values())
@@ -180,7 +189,7 @@ def untrained(name: str, values: Mapping[str, Any]) -> Found:
         files = (folder / "head" / f"{recipe}.yaml" for folder in conf_folders())
         file = next((path for path in files if path.is_file()), None)
         # a kind of another package needs no file
-        own = {"kind": recipe} if file is None else yaml.safe_load(file.read_text(encoding="utf-8"))
+        own = {"kind": recipe} if file is None else read_yaml_object(file)
         rest = own | rest
     kind = get_kind(str(rest.pop("kind")))
     if kind.needs_training(build(kind.config_class, rest, f"measure.heads.{name}")):
@@ -203,6 +212,7 @@ def untrained_recipes() -> list[str]:
 def load(found: Found, target: TargetModel, values: Mapping[str, Any] | None = None) -> Any:
     """The drafter itself. values: changes to the configuration of one without a checkpoint."""
     if found.checkpoint is not None:
+        require_unchanged(found.checkpoint)
         return load_drafter(found.checkpoint, target.info, target.weights)
     merged = {**found.values, **(values or {})}
     config: Any = build(get_kind(found.kind).config_class, merged, f"head ({found.kind})")
@@ -274,7 +284,7 @@ def preferred(run: RunConfig) -> tuple[str, str]:
         word = "the highest tau in training"
         done = {name: item.folder.parent for name, item in known.items()}
         manifests = {
-            name: read_manifest(folder, "train")
+            name: read_training(folder)
             for name, folder in done.items()
             if (folder / MANIFEST_FILE).is_file()
         }
@@ -322,7 +332,9 @@ def answers_of(found: Found) -> list[Path] | None:
     record = read_record(folder) if folder is not None else None
     if record is None:
         return None
-    manifests = [Path(name) for name in record.inputs if Path(name).name == MANIFEST_FILE]
+    assert folder is not None, "it has a record"
+    inputs = [named_file(name, folder) for name in record.inputs]
+    manifests = [path for path in inputs if path.name == MANIFEST_FILE]
     if not manifests or not all(path.is_file() for path in manifests):
         return None
     before: list[Path] | None = []

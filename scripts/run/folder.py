@@ -8,7 +8,8 @@ refused, never mixed in silently.
 
 from __future__ import annotations
 
-import json
+import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -19,16 +20,17 @@ import yaml
 
 from heads.api.config import build
 from heads.api.errors import UserError, missing_folder, suggest
-from inference.folders import RUN_FILE, delete_own, stage_of
+from heads.api.reading import read_object, read_yaml_object
+from inference.folders import RUN_FILE, delete_own, stage_of, sweep
 from inference.manifest import (
     MANIFEST_FILE,
     PARTIAL,
     file_sha256,
     read_manifest,
-    remove_leftovers,
     write_bytes,
     write_json,
 )
+from inference.writers import Hold, hold, is_writer_file
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, complete
 from scripts.run.process import Session, is_main_process, now, say, shown, this_session
@@ -80,6 +82,7 @@ class StageFolder:
     path: Path
     complete: bool
     record: RunRecord = field(default_factory=RunRecord)
+    held: Hold | None = None
 
     @property
     def session(self) -> dict[str, Any]:
@@ -102,38 +105,50 @@ class StageFolder:
         if is_main_process():
             self.record.state, self.record.finished = "complete", now()
             self.record.write(self.path)
+        self.released()
+
+    def released(self) -> StageFolder:
+        """This folder, which other processes may write to now."""
+        if self.held is not None:
+            self.held.release()
+            self.held = None
+        return self
 
 
 def open_folder(
-    settings: Settings, path: Path, inputs: Sequence[Path] = (), *, stage_decides: bool = False
+    settings: Settings,
+    path: Path,
+    inputs: Sequence[Path] = (),
+    *,
+    stage_decides: bool = False,
+    several: bool = False,
 ) -> StageFolder:
-    """Open `path` for the stage in `settings`, which reads the files `inputs`.
+    """Open `path` for the stage in `settings`, which reads the files `inputs`, and hold it until
+    the stage ends (`inference.writers`).
 
     Writes run.json and config.yaml (main process only) before the stage starts, so that an
     interrupted run is on record as well. stage_decides: the stage knows itself which changes
-    matter, so a changed folder is handed to it instead of being refused. Raises `UserError` when it
-    belongs to another run or another stage, or holds files that no stage of ours wrote.
+    matter, so a changed folder is handed to it instead of being refused. several: processes share
+    the folder in a way of their own. Raises `UserError` when it belongs to another run or another
+    stage, holds files that no stage of ours wrote, or another process writes to it.
     """
     config = settings.run
-    hashes = {shown(file): file_sha256(file) for file in inputs}
+    hashes = {name_of(file, path, config.directory): file_sha256(file) for file in inputs}
+    if not config.overwrite:
+        done = complete_record(path, settings, hashes, stage_decides)
+        if done is not None:  # nothing is written: the folder need not be held
+            return StageFolder(path, True, done)
+    held = None if several else hold(path)
     if is_main_process():
         if config.overwrite:
             delete_own(path, settings.stage.name, "run.overwrite")
         require_free(path, settings.stage.name)
-        remove_leftovers(path)
+        sweep(path)
+    if not config.overwrite:
+        done = complete_record(path, settings, hashes, stage_decides)
+        if done is not None:  # by the process that held it just now
+            return StageFolder(path, True, done, held).released()
     previous = read_record(path)
-    if previous is not None and not config.overwrite:
-        accepted = config.accept_changes or not holds_results(path)
-        changed = [] if accepted else changes(path, previous, settings, hashes)
-        if changed and not stage_decides:
-            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-            raise UserError(
-                f"'{path}' was made with other settings: {'; '.join(changed[:5])}{more}. Choose "
-                "another run.name (or run.drafter), start again with run.overwrite=true, or "
-                "continue all the same with run.accept_changes=true."
-            )
-        if previous.complete and not changed:
-            return StageFolder(path, True, previous)
     record = RunRecord(
         stage=settings.stage.name,
         inputs=hashes,
@@ -147,7 +162,44 @@ def open_folder(
             path / CONFIG_FILE, yaml.safe_dump(settings.with_defaults, sort_keys=False).encode()
         )
         record.write(path)
-    return StageFolder(path, False, record)
+    return StageFolder(path, False, record, held)
+
+
+def complete_record(
+    path: Path, settings: Settings, hashes: Mapping[str, str], stage_decides: bool
+) -> RunRecord | None:
+    """The record of a folder in which nothing is left to do. Raises `UserError` for a folder of
+    another stage, or of other settings unless the stage decides."""
+    require_free(path, settings.stage.name)
+    previous = read_record(path)
+    if previous is None:
+        return None
+    accepted = settings.run.accept_changes or not holds_results(path)
+    changed = [] if accepted else changes(path, previous, settings, hashes)
+    if changed and not stage_decides:
+        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        raise UserError(
+            f"'{path}' was made with other settings: {'; '.join(changed[:5])}{more}. Choose "
+            "another run.name (or run.drafter), start again with run.overwrite=true, or "
+            "continue all the same with run.accept_changes=true."
+        )
+    return previous if previous.complete and not changed else None
+
+
+def name_of(file: Path, folder: Path, run: Path) -> str:
+    """How a stage's record names a file that was read: relative to the stage's folder where both
+    lie in one run, so that a run can be moved."""
+    whole = file.resolve()
+    if whole.is_relative_to(run.resolve()) and folder.resolve().is_relative_to(run.resolve()):
+        return Path(os.path.relpath(whole, folder.resolve())).as_posix()
+    return shown(file)
+
+
+def named_file(name: str, folder: Path) -> Path:
+    """The file that a record in `folder` names; see `name_of`. Records of earlier versions name all
+    files as seen from the working directory."""
+    inside = Path(os.path.normpath(folder / name))
+    return inside if inside.is_file() or name.startswith("..") else Path(name)
 
 
 def holds_results(path: Path) -> bool:
@@ -155,6 +207,7 @@ def holds_results(path: Path) -> bool:
     return any(
         file.name not in (RUN_FILE, CONFIG_FILE)
         and file.suffix != PARTIAL
+        and not is_writer_file(file.name)
         and file.is_file()
         and file.stat().st_size
         for file in path.rglob("*")
@@ -182,13 +235,8 @@ def read_record(path: Path) -> RunRecord | None:
     file = path / RUN_FILE
     if not file.is_file():
         return None
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"'{file}' is broken ({error}). Remove '{path}' yourself, or choose another name."
-        ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    content = read_object(file, f"Remove '{path}' yourself, or choose another name.")
+    if content.get("format") != FORMAT:
         raise UserError(
             f"'{file}' is not a run record of format {FORMAT}. Choose another run.name."
         )
@@ -200,20 +248,56 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"'{path}' is not a stage folder: it has no {CONFIG_FILE}.")
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    assert isinstance(content, dict), f"{file} was not written by us"
-    return content
+    return read_yaml_object(file, f"Remove '{path}' yourself, or choose another name.")
 
 
 def changes(
     path: Path, previous: RunRecord, settings: Settings, hashes: Mapping[str, str]
 ) -> list[str]:
     """What differs from the settings and inputs that a folder was made with, in words."""
-    before, after = comparable(read_config(path), settings.resolved)
+    old = read_config(path)
+    before, after = comparable(old, settings.resolved)
     before["run.seed"], after["run.seed"] = previous.seed, settings.run.seed
+    known = previous.sessions[-1].working_directory if previous.sessions else ""
+    run = old.get("run") or {}
+    own = (
+        RunConfig(str(run.get("name") or RunConfig().name), str(run.get("root", "")))
+        if known
+        else settings.run
+    )
+    sides = (Path(known), own.directory), (Path.cwd(), settings.run.directory)
+    moved = {
+        key
+        for key in different(before, after)
+        if placed(before.get(key), *sides[0]) == placed(after.get(key), *sides[1])
+    }
     return [
-        f"{key} was {before.get(key)!r}, is {after.get(key)!r}" for key in different(before, after)
-    ] + [f"{name} has changed" for name in different(previous.inputs, hashes)]
+        f"{key} was {before.get(key)!r}, is {after.get(key)!r}"
+        for key in different(before, after)
+        if key not in moved
+    ] + [f"{name} has changed" for name in other_inputs(previous.inputs, hashes)]
+
+
+def placed(value: Any, here: Path, run: Path) -> Any:
+    """A setting with texts as the paths that they may be: absolute, or from the run's folder on
+    where they lie in it. here: the working directory; run: as seen from there."""
+    if isinstance(value, list | tuple):
+        return [placed(item, here, run) for item in value]
+    if not isinstance(value, str) or not value:
+        return value
+    whole, folder = (Path(os.path.normpath(here / path)) for path in (value, run))
+    return ("run", whole.relative_to(folder)) if whole.is_relative_to(folder) else whole
+
+
+def other_inputs(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """The inputs whose content is another one. What has the name and the content that a file had is
+    that file, wherever the run lies now."""
+    sides = [Counter((Path(name).name, each[name]) for name in each) for each in (before, after)]
+    missing, new = sides[0] - sides[1], sides[1] - sides[0]
+    found = [name for name in sorted(after) if new[Path(name).name, after[name]]]
+    names = {Path(name).name for name in found}
+    gone = (name for name in sorted(before) if missing[Path(name).name, before[name]])
+    return found + [name for name in gone if Path(name).name not in names]
 
 
 def different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -53,6 +53,8 @@ class Session:
     device: dict[str, Any] = field(default_factory=dict)
     processes: int = 1
     """Processes of the launch."""
+    working_directory: str = ""
+    """From which relative paths count; empty in records of earlier versions."""
 
 
 def this_session(settings: Settings) -> Session:
@@ -64,6 +66,7 @@ def this_session(settings: Settings) -> Session:
         packages=versions(),
         device=device(settings),
         processes=int(os.environ.get("WORLD_SIZE", "1")),
+        working_directory=str(Path.cwd()),
     )
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from heads.api.config import build
-from inference.manifest import MANIFEST_FILE, read_manifest, write_json
+from heads.api.reading import read_as
+from inference.manifest import MANIFEST_FILE, write_json
 from inference.report.model import REPORT_FILE, read_report
 from inference.terminal import make_table
 from scripts.config.schema import Settings
 from scripts.config.stages import Stage
 from scripts.run.folder import stage_folder
 from scripts.run.process import console, say, shown
+from train.manifest import read_training
 
 JOB_FILE = "job.json"
 
@@ -55,10 +55,7 @@ class JobRecord:
 
 def read_records(folder: Path) -> list[JobRecord]:
     """The records of the jobs below a sweep's folder, in order."""
-    found = [
-        build(JobRecord, json.loads(path.read_text(encoding="utf-8")), JOB_FILE)
-        for path in folder.rglob(JOB_FILE)
-    ]
+    found = [read_as(JobRecord, path, "Run the sweep again.") for path in folder.rglob(JOB_FILE)]
     return sorted(found, key=lambda record: record.number)
 
 
@@ -68,9 +65,9 @@ def result_of(settings: Settings) -> tuple[float | None, Reached]:
     stage, run = settings.stage.name, settings.run.directory
     if stage == "train" and (stage_folder(settings) / MANIFEST_FILE).is_file():
         folder = stage_folder(settings)
-        best = read_manifest(folder, "train")["best"]
-        tau, interval = best["tau"], best.get("tau_ci95")
-        return tau, Reached(shown(folder), folder.name, tau, interval and pair(interval))
+        reached = read_training(folder)["best"]
+        tau, interval = reached["tau"], reached["tau_ci95"]
+        return tau, Reached(shown(folder), folder.name, tau, pair(interval) if interval else None)
     file = (
         run / {"measure": settings.measure.name, "loop": "measure"}[stage] / REPORT_FILE
         if (stage in ("measure", "loop"))

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from heads.api.errors import UserError
+from inference.writers import releasing
 from scripts.config.compose import parse
 from scripts.config.schema import Settings, load_settings, read_settings
 from scripts.config.stages import Stage
@@ -76,7 +77,8 @@ def run_one(settings: Settings) -> int:
         )
     if settings.stage.alone and not is_main_process():
         return 0
-    return int(importlib.import_module(settings.stage.module).run(settings) or 0)
+    with releasing():
+        return int(importlib.import_module(settings.stage.module).run(settings) or 0)
 
 
 def output_folder(settings: Settings) -> Path:

@@ -10,15 +10,18 @@ it is stopped.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
+from heads.api.errors import UserError
 from inference.manifest import MANIFEST_FILE
 from inference.target.model import TargetModel
+from inference.writers import turn
 from scripts.config.schema import Settings, load_settings
 from scripts.run.folder import open_folder, require_answers
-from scripts.run.process import prepare_process, shown
+from scripts.run.process import is_main_process, prepare_process, shown
 from train.features.remote.server import serve
-from train.features.store.claims import folder_lock
+from train.features.store.claims import Claims
 from train.features.store.writer import StoreJob, gib, write_features
 
 Head = tuple[str, str, Any]
@@ -48,8 +51,11 @@ def write(settings: Settings, heads: tuple[Head, ...]) -> None:
         seed=settings.train.seed,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
     )
-    with folder_lock(job.folder):  # other writers may be starting at this moment
-        folder = open_folder(settings, job.folder, [answers / MANIFEST_FILE], stage_decides=True)
+    with turn(job.folder):  # other writers may be starting at this moment
+        if settings.run.overwrite and is_main_process():
+            require_no_writers(job.folder)
+        inputs = [answers / MANIFEST_FILE]
+        folder = open_folder(settings, job.folder, inputs, stage_decides=True, several=True)
     manifest = write_features(job, folder.session if folder.record.sessions else None, say)
     folder.finish()
     say(
@@ -57,6 +63,17 @@ def write(settings: Settings, heads: tuple[Head, ...]) -> None:
         f"{gib(manifest['bytes'])} in {len(manifest['shards'])} shards. Train on it with "
         "features=store and the same settings."
     )
+
+
+def require_no_writers(folder: Path) -> None:
+    """Raise `UserError` while processes write to the store that is to be deleted."""
+    writing = Claims(folder).all()
+    if writing:
+        who = ", ".join(str(writer) for writer in writing.values())
+        raise UserError(
+            f"run.overwrite: '{folder}' is not deleted while others write to it: {who}. Wait for "
+            "them or end them."
+        )
 
 
 def all_heads(settings: Settings) -> tuple[Head, ...]:

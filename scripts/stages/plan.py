@@ -21,6 +21,7 @@ from rich.console import Console
 from inference.manifest import MANIFEST_FILE, write_json
 from inference.target.loading import AUTO, checked_config
 from inference.target.memory import gib
+from inference.writers import only_writer
 from scripts.config.schema import Settings
 from scripts.run.process import console, prepare_process, shown
 from scripts.stages.train import job_of
@@ -48,7 +49,8 @@ def run(settings: Settings) -> None:
     if expected:
         content["tokens_source"] = expected.source
     path = settings.run.directory / "plan" / f"{job.out.name}.json"
-    write_json(path, content)
+    with only_writer(path.parent, f".{job.out.name}.writer.json"):
+        write_json(path, content)
     screen = console()
     screen.print(plan_table(content))
     if content["fits"] is False:

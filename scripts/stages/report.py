@@ -11,6 +11,7 @@ from inference.manifest import write_bytes
 from inference.report.markdown import HEADLINE, labels, print_table, render
 from inference.report.model import REPORT_FILE, read_report
 from inference.report.page.render import write_page
+from inference.writers import only_writer
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
 from scripts.run.folder import require_run
@@ -22,6 +23,12 @@ def run(settings: Settings) -> None:
     reports = [Path(item) for item in settings.report.reports] or measurements(settings.run)
     out = Path(settings.report.out or settings.run.directory)
     main = reports[0] / REPORT_FILE if reports[0].is_dir() else reports[0]
+    with only_writer(out, ".report.writer.json"):
+        write(settings, reports, main, out)
+
+
+def write(settings: Settings, reports: list[Path], main: Path, out: Path) -> None:
+    """Write the report of `reports`, of which `main` is the first, to `out`; print it."""
     require_report_folder(out, main)
     text = render(reports, out)
     page = write_page(list(zip(labels(reports), reports, strict=True)), out, settings.run.directory)

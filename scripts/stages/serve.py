@@ -11,6 +11,8 @@ from heads.api.errors import UserError
 from inference.decoding.rules.names import AUTO
 from inference.manifest import checkpoint_hash
 from inference.server.config import read_secret
+from inference.server.front.server import bind, url_of
+from inference.writers import hold
 from scripts.config.schema import Settings
 from scripts.run.process import prepare_process, shown
 from scripts.stages.chat import build_engine
@@ -19,16 +21,16 @@ from scripts.stages.chat import build_engine
 def run(settings: Settings) -> int:
     """Load, listen, and answer until SIGTERM or SIGINT; returns the exit status."""
     try:  # what they need is an extra
-        from inference.server.run import bind, serve
+        from inference.server.run import serve
         from inference.server.service import Service
     except ImportError as error:
         raise UserError(
-            f"`headstart serve` needs {error.name}: pip install fastapi uvicorn (Headstart's extra "
+            f"`headstart serve` needs {error.name}: pip install fastapi (Headstart's extra "
             "`serve`)."
         ) from error
     config = settings.serve
     secret = read_secret(config)
-    listening = bind(config)
+    listening = bind("serve", config.host, config.port)
     try:
         prepare_process(settings.run)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
@@ -38,6 +40,7 @@ def run(settings: Settings) -> int:
         drafter, records, weights = found.name if found else "no drafter", None, ""
         if config.log_rejections:
             records = Path(config.records or settings.run.directory / "records")
+            hold(records)  # until the stage ends
             weights = checkpoint_hash(found.checkpoint or "") if found else ""
         service = Service(config, engine, drafter, secret, records, weights)
     except BaseException:
@@ -45,8 +48,7 @@ def run(settings: Settings) -> int:
         raise
 
     def started() -> None:
-        host, port = listening.getsockname()[:2]
-        where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        where = f"{url_of(listening, bool(config.ssl_certfile))}/v1"
         guarded = "with a token" if secret else "without a token"
         kept = f"; records go to {shown(records)}" if records else ""
         print(f"serving '{service.name}' with {drafter} at {where} ({guarded}){kept}", flush=True)

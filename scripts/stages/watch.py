@@ -13,6 +13,7 @@ from inference.staleness.reference import WATCH_FILE, find_reference, reference_
 from inference.staleness.result import show, summarise
 from inference.target.model import TargetModel
 from inference.verifications import read_facts
+from inference.writers import only_writer
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
@@ -39,8 +40,9 @@ def learn(settings: Settings, found: Found, decode: DecodeConfig) -> int:
     prepare_process(settings.run)
     target, own = TargetModel.load(settings.target), drafters.draft_settings(found, decode)
     prompts = load(settings).prompts
-    reference = learn_reference(config, prompts, found.folder, target, own, str(path))
-    reference.write(path)
+    with only_writer(path.parent, ".watch.writer.json"):
+        reference = learn_reference(config, prompts, found.folder, target, own, str(path))
+        reference.write(path)
     say(f"{reference.summary()}\n{shown(path)}")
     return 0
 

@@ -124,16 +124,18 @@ def until(ready: Callable[[], bool], writers: dict[int, subprocess.Popen[str]]) 
 
 
 def hold(pid: int, store: Path) -> None:
-    """Stop a writer where it stands, but not while it holds the store's lock, for which the other
-    one would wait."""
+    """Stop a writer where it stands, but not while claims change hands, for which the other one
+    would wait."""
     while True:
         os.kill(pid, signal.SIGSTOP)
-        with (store / ".lock").open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                os.kill(pid, signal.SIGCONT)
+        folder = os.open(store / "claims", os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            os.kill(pid, signal.SIGCONT)
+        finally:
+            os.close(folder)
         time.sleep(0.002)
 
 

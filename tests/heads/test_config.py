@@ -110,6 +110,52 @@ def test_every_type_is_built() -> None:
     hash((built.paths, built.pair))  # tuples all the way down, as frozen configurations need
 
 
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rate": NAN}, r"outer\.rate must be a finite number; given: nan"),
+        ({"rate": INFINITY}, r"outer\.rate must be a finite number; given: inf"),
+        ({"share": NAN}, r"outer\.share must be a finite number"),
+        (
+            {"inner": {"rate": -INFINITY}},
+            r"outer\.inner\.rate must be a finite number; given: -inf",
+        ),
+        ({"weights": {"code": NAN}}, r"outer\.weights\.code must be a finite number"),
+        ({"rate": 10**400}, r"outer\.rate: expected a number, given 1000"),
+        (
+            {"count": 2**63},
+            r"outer\.count must lie in \[-9223372036854775808, 9223372036854775807\]",
+        ),
+        ({"count": 10**5000}, "given: a value that is too long to show"),
+        ({"name": "a\0b"}, r"outer\.name: 'a\\x00b' holds a character that no text may"),
+        ({"name": "\ud800"}, r"outer\.name: '\\ud800' holds a character"),
+        ({"folder": "a\0b"}, r"outer\.folder: .* holds a character"),
+        ({"name": ["x" * 9000]}, r"\.\.\. \(9004 characters\) \(a list\)"),
+    ],
+)
+def test_numbers_and_texts_that_mean_nothing_are_refused(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        build(Outer, {"count": 1, **values}, "outer")
+
+
+def test_values_nested_deeply_are_refused() -> None:
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(UserError, match="outer: the values are nested too deeply"):
+        build(Outer, {"count": deep}, "outer")
+
+
+def test_plain_classes_have_the_same_limits() -> None:
+    with pytest.raises(UserError, match=r"plain\.count must lie in"):
+        build(Plain, {"count": 2**63}, "plain")
+
+
 def test_defaults_and_null() -> None:
     assert build(Outer, {"count": 0, "limit": None}, "outer") == Outer(0)
 

@@ -272,7 +272,7 @@ def test_a_trajectory_is_drafted_when_its_first_token_comes_up() -> None:
 
 
 def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(UserError, match=r"head\.ngram must be at least 2; given: 1"):
+    with pytest.raises(UserError, match=r"head\.ngram must lie in \[2, 1024\]; given: 1"):
         Config(ngram=1)
     with pytest.raises(UserError, match=r"needs a draft of depth 8 and 31 nodes; .* give 3 and 9"):
         lay_out(Config(window=6, guesses=4), DynamicShape(9, 3, 3), CPU)

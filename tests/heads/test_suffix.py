@@ -368,7 +368,7 @@ def test_the_oldest_answers_go_first() -> None:
     ("settings", "message"),
     [
         ({"min_n": 3, "max_n": 2}, "min_n=3, max_n=2"),
-        ({"occurrences": 0}, r"head\.occurrences must be at least 1; given: 0"),
+        ({"occurrences": 0}, r"head\.occurrences must lie in \[1, 65536\]; given: 0"),
         ({"min_probability": 1.5}, r"head\.min_probability must lie in \[0, 1\]; given: 1\.5"),
     ],
 )

@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 from heads.api.errors import UserError
-from inference.folders import delete_own, replace_folder, require_folder_name, stage_of
+from inference.folders import (
+    copy_plain,
+    delete_own,
+    discard,
+    put,
+    replace_folder,
+    replace_part,
+    require_folder_name,
+    restore,
+    stage_of,
+    sweep,
+)
 from inference.manifest import file_entry, write_json, write_manifest
 
 
@@ -125,18 +136,131 @@ def test_a_folder_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> No
     assert (tmp_path / "out.partial" / "chapter").exists()
 
 
-def test_a_file_that_the_record_does_not_list_keeps_its_folder(tmp_path: Path) -> None:
+def test_a_file_that_the_record_does_not_list_is_moved_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     out = listed(tmp_path / "out")
-    (out / "sub").mkdir()
-    (out / "sub" / "notes.txt").write_text("mine")
-    before = contents(tmp_path)
-    words = r"holds files that stage 'push' did not write: sub/notes\.txt"
-    with pytest.raises(UserError, match=words), replace_folder(out, "push", "push"):
-        raise AssertionError("nothing is built for a folder that cannot be replaced")
-    assert contents(tmp_path) == before
-    with replace_folder(out, "push", "push", beside=("sub/notes.txt",)):
+    for name in ("sub/notes.txt", "sub/more.txt"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+    with replace_folder(out, "push", "push", more=("sub/more.txt",)) as fresh:
+        (fresh / "weights").write_text("new")
+    assert contents(out) == {"weights": b"new"}
+    (aside,) = tmp_path.glob("out.aside-*")
+    assert contents(aside) == {"sub": None, "sub/notes.txt": b"mine"}
+    assert f"moved to '{aside}': sub/notes.txt" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", aside.name]
+
+
+def test_what_is_deleted_is_named_and_what_is_not_ours_is_moved_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = recorded(tmp_path / "medusa", "train")
+    (own / "result").rename(own / "log.jsonl")
+    (own / "best").mkdir()
+    for name in ("model.safetensors", "notes.txt"):
+        (own / "best" / name).write_text(name)
+    private = tmp_path / "private.txt"
+    private.write_text("mine")
+    (own / "link").symlink_to(private)
+    delete_own(own, "train", "run.overwrite")
+    assert not own.exists()
+    (aside,) = tmp_path.glob("medusa.aside-*")
+    assert sorted(path.name for path in aside.rglob("*")) == ["best", "link", "notes.txt"]
+    assert (aside / "link").is_symlink() and private.read_text() == "mine"
+    assert f"run.overwrite: deleting '{own}', which stage 'train' wrote (3 files," in caplog.text
+
+
+def test_a_part_is_replaced_whole_and_keeps_what_others_put_there(tmp_path: Path) -> None:
+    best = tmp_path / "best"
+    for name in ("weights", "notes.txt"):
+        best.mkdir(exist_ok=True)
+        (best / name).write_text("old")
+    (tmp_path / "best.old").mkdir()
+    (tmp_path / "best.old" / "weights").write_text("somebody's copy")
+    with replace_part(best, ("weights",)) as fresh:
+        (fresh / "weights").write_text("new")
+    assert contents(best) == {"weights": b"new"}
+    (aside,) = tmp_path.glob("best.aside-*")
+    assert contents(aside) == {"notes.txt": b"old"}
+    assert (tmp_path / "best.old" / "weights").read_text() == "somebody's copy"
+    (tmp_path / "link").symlink_to(best)
+    with pytest.raises(UserError, match="a link or a file"), replace_part(tmp_path / "link", ()):
         pass
-    assert contents(tmp_path) == {"out": None}
+    assert contents(best) == {"weights": b"new"}
+
+
+def test_a_kill_between_the_two_renames_is_made_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best, fresh = tmp_path / "best", tmp_path / "fresh"
+    for folder in (best, fresh):
+        folder.mkdir()
+        (folder / "weights").write_text(folder.name)
+
+    class KilledError(Exception):
+        pass
+
+    plain, calls = Path.rename, []
+
+    def rename(path: Path, other: Path) -> Path:
+        calls.append(path)
+        if len(calls) == 2:
+            raise KilledError
+        return plain(path, other)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(KilledError):
+        put(fresh, best)
+    assert not best.exists()
+    monkeypatch.setattr(Path, "rename", plain)
+    restore(best)
+    assert contents(best) == {"weights": b"best"}
+    put(fresh, best)
+    assert contents(tmp_path) == {"best": None, "best/weights": b"fresh"}
+
+
+def test_a_part_with_a_stages_record_or_a_link_is_not_discarded(tmp_path: Path) -> None:
+    part = tmp_path / "parts"
+    recorded(part / "deep", "train")
+    (tmp_path / "link").symlink_to(part)
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=r"stage 'train' wrote .*parts/deep'"):
+        discard(part)
+    with pytest.raises(UserError, match="is a link and is not deleted"):
+        discard(tmp_path / "link")
+    assert contents(tmp_path) == before
+    (part / "deep" / "run.json").unlink()
+    discard(part)
+    discard(part)
+    assert not part.exists()
+
+
+def test_what_killed_processes_were_writing_is_swept_away(tmp_path: Path) -> None:
+    dead = f".{2**22 + 1}-0123abcd@{socket.gethostname()}.partial"
+    own = f".{os.getpid()}-0123abcd@{socket.gethostname()}.partial"
+    for name in (f"a{dead}", f"sub/b{own}", f"sub/c{dead}", "mine.partial"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file").touch()
+    sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*.partial")) == [f"b{own}", "mine.partial"]
+
+
+def test_links_are_not_copied(tmp_path: Path) -> None:
+    source, private = tmp_path / "source", tmp_path / "private"
+    (source / "sub").mkdir(parents=True)
+    (source / "sub" / "a").write_text("a")
+    private.mkdir()
+    (private / "secret").write_text("mine")
+    copy_plain(source, tmp_path / "copy")
+    assert contents(tmp_path / "copy") == {"sub": None, "sub/a": b"a"}
+    for place in ("sub/secret", "folder"):
+        link = source / place
+        link.symlink_to(private / "secret" if place == "sub/secret" else private)
+        with pytest.raises(UserError, match=f"{place}' is not a plain file but a link"):
+            copy_plain(source, tmp_path / "other")
+        link.unlink()
+    assert not contents(tmp_path / "other")
 
 
 @pytest.mark.parametrize("out", [".", "..", "/"])

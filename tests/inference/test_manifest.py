@@ -10,6 +10,7 @@ import socket
 import time
 
 import pytest
+from typing_extensions import TypedDict
 
 from heads.api.errors import UserError
 from inference import manifest
@@ -38,7 +39,7 @@ def test_missing_manifest_names_the_stage_to_run(tmp_path):
     ("text", "problem"),
     [
         ("{", "not readable as JSON"),
-        ("[]", "format 'list'"),
+        ("[]", r"is broken: it holds \[\] in place of keys"),
         ('{"format": 2, "stage": "generate"}', "format 2"),
         ('{"format": 1, "stage": "train"}', "written by stage 'train'"),
     ],
@@ -47,6 +48,34 @@ def test_wrong_manifests_are_refused(tmp_path, text, problem):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(UserError, match=problem):
         manifest.read_manifest(tmp_path, "generate")
+
+
+@pytest.mark.parametrize(
+    "files", [None, "all", [5], [{"file": "a"}], [{"file": 1, "sha256": "x"}], {"a": "b"}]
+)
+def test_a_manifest_that_lists_no_files_is_refused(tmp_path, files):
+    """As of a repository that somebody else wrote."""
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"format": 1, "stage": "push", "files": files})
+    )
+    with pytest.raises(UserError, match="lists no files by path and sha256"):
+        manifest.verify_listed(tmp_path, "push", ["a"])
+
+
+def test_a_manifest_of_brackets_is_refused(tmp_path):
+    (tmp_path / "manifest.json").write_text("[" * 200_000)
+    with pytest.raises(UserError, match="not readable as JSON"):
+        manifest.verify_listed(tmp_path, "push", ["a"])
+
+
+class Finished(TypedDict):
+    steps: int
+
+
+def test_a_manifest_without_a_key_is_named(tmp_path):
+    manifest.write_manifest(tmp_path, "train", {"step": 3})
+    with pytest.raises(UserError, match=r"manifest\.json' is broken: steps: Field required"):
+        manifest.read_manifest_as(Finished, tmp_path, "train")
 
 
 def test_an_interrupted_write_leaves_the_old_manifest(tmp_path, monkeypatch):

@@ -4,18 +4,23 @@ given."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 
 from heads.api.errors import UserError
 from inference.decoding.decode_file import require_tuned
-from inference.manifest import write_json
+from inference.decoding.loading import load_drafter
+from inference.integrity import require_unchanged
+from inference.manifest import file_entry, write_json, write_manifest
 from inference.report.model import write_report
 from inference.staleness.reference import reference_path
 from scripts.cli import main
 from scripts.config.stages import STAGES
+from scripts.run.drafters import at, load
 from scripts.stages.loop.rounds import is_copy
 from tests.inference.example_report import example_report
 from tests.inference.export.ground import load_target, save, save_target
@@ -181,14 +186,9 @@ def test_an_export_replaces_an_export_and_nothing_else(
     assert main(command(root, "export", f"export.out={out}", "export.overwrite=true")) == 0
     assert (out / "model.safetensors").stat().st_size > 100
     (out / "notes.txt").write_text("mine")
-    refused(
-        root,
-        capsys,
-        "did not write: notes.txt",
-        "export",
-        f"export.out={out}",
-        "export.overwrite=true",
-    )
+    assert main(command(root, "export", f"export.out={out}", "export.overwrite=true")) == 0
+    assert not (out / "notes.txt").exists()
+    assert [path.read_text() for path in root.glob("exported.aside-*/*")] == ["mine"]
     assert not list(root.glob("exported.*-*.partial"))
 
 
@@ -214,15 +214,8 @@ def test_an_import_replaces_an_import_and_nothing_else(
     ]
     (best / "sub").mkdir()
     (best / "sub" / "notes.txt").write_text("mine")
-    refused(
-        root,
-        capsys,
-        "did not write: sub/notes.txt",
-        "import",
-        source,
-        "run.drafter=theirs",
-        "import.overwrite=true",
-    )
+    assert main(command(root, "import", source, "run.drafter=theirs", "import.overwrite=true")) == 0
+    assert [path.read_text() for path in best.parent.glob("best.aside-*/sub/*")] == ["mine"]
 
 
 def test_an_imported_drafter_is_not_trained_over(
@@ -291,3 +284,65 @@ def test_a_report_replaces_no_other_measurement_and_no_text_of_people(
     for _ in range(2):  # a report of its own is replaced
         assert main(["report", *common]) == 0
     assert (run / "report.md").is_file() and (run / "report.json").is_file()
+
+
+def test_a_flipped_bit_in_a_trained_checkpoint_is_named(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = root / "outputs" / "a" / "train" / "medusa"
+    weights = training / "best" / "model.safetensors"
+    (training / "run.json").unlink()
+    files = [file_entry(training, f"best/{name}") for name in ("config.json", weights.name)]
+    write_manifest(training, "train", {"checkpoint": "best", "files": files})
+    (training / "best" / "decode.yaml").write_text("format: 1\n")  # of a later stage
+    require_unchanged(training / "best")
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 4
+    weights.write_bytes(content)
+    words = "best/model.safetensors' was changed or damaged since it was written"
+    refused(root, capsys, words, "export", f"export.out={root / 'x'}")
+    with pytest.raises(UserError, match=words):
+        load(at(training), load_target(root / "target"))
+    with pytest.raises(UserError, match=words):
+        load_drafter(training, load_target(root / "target"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "place", "more"),
+    [
+        ("generate", "generate/.writer.json", []),
+        ("train", "train/medusa/.writer.json", ["head=medusa"]),
+        ("measure", "measure/.writer.json", []),
+        ("audit", "audit/.writer.json", []),
+        ("tune", "tune/medusa/.writer.json", []),
+        ("report", ".report.writer.json", []),
+        ("loop", ".loop.writer.json", ["head=medusa"]),
+        ("export", "export/medusa/.vllm.writer.json", []),
+        ("import", "train/theirs/.best.writer.json", ["run.drafter=theirs"]),
+        ("push", "push/.medusa.writer.json", ["push.repo=someone/x"]),
+    ],
+)
+def test_a_second_process_is_refused_by_every_stage_that_writes(
+    root: Path, capsys: pytest.CaptureFixture[str], stage: str, place: str, more: list[str]
+) -> None:
+    run = root / "outputs" / "a"
+    write_json(run / "generate" / "manifest.json", {"format": 1, "stage": "generate"})
+    write_report(example_report(), run / "measure" / "report.json")
+    if stage == "import":
+        assert main(command(root, "export", f"export.out={root / 'exported'}")) == 0
+        more = [*more, f"import.source={root / 'exported'}"]
+    (run / place).parent.mkdir(parents=True, exist_ok=True)
+    other = {"host": socket.gethostname(), "pid": os.getppid(), "started": "then", "token": "x"}
+    (run / place).write_text(json.dumps(other))
+    given = (
+        [*more, "run.accept_changes=true"] if stage in ("train", "generate", "measure") else more
+    )
+    words = f"process {os.getppid()} on {socket.gethostname()} since then"
+    common = [f"run.root={root / 'outputs'}", "run.name=a"] if stage in ("report", "push") else None
+    if common is None:
+        refused(root, capsys, words, stage, *given)
+        return
+    before = contents(root)
+    assert main([stage, *common, *given]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert contents(root) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,10 +156,29 @@ def test_a_push_needs_to_know_which_drafter(target: TargetModel, in_folder: Path
         choose(RunConfig(name="x", drafter="c"))
 
 
+GROUPS: dict[str, dict[str, Any]] = {name: {} for name in ("engine", "optim", "schedule", "train")}
+TRAINED = {
+    "kind": "medusa",
+    "head": {},
+    "target": {},
+    "data": {"path": "generate", "manifest_sha256": ""},
+    "checkpoint": "best",
+    "steps": 1,
+    "ended_by": "steps",
+    "tokens": 1,
+    "seconds": 1.0,
+    "processes": 1,
+    "history": "log.jsonl",
+    "summary": "summary.json",
+    "settings": GROUPS,
+}
+
+
 def test_a_sweeps_best_training_stands_for_its_row(target: TargetModel, in_folder: Path) -> None:
     for name, tau in (("m@0.001", 1.2), ("m@0.01", 1.4), ("m@0.1", None), ("other", 1.0)):
         folder = train_folder(target, name)
-        write_manifest(folder, "train", {"best": {"tau": tau}})
+        best = {"step": 1, "tau": tau, "tau_ci95": None}
+        write_manifest(folder, "train", {**TRAINED, "best": best})
     train_folder(target, "unfinished@0.01")
     found = drafters.best_of_sweeps(drafters.list_trained(RUN))
     assert [(item.name, item.checkpoint.parent.name) for item in found if item.checkpoint] == [

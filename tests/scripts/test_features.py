@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import signal
 import time
@@ -12,11 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from heads.api.errors import UserError
 from inference.manifest import file_sha256, read_manifest
 from scripts.cli import main
+from scripts.stages.features import require_no_writers
 from tests import forked
 from tests.train.launch import environment
 from tests.train.micro_run import prepare
+from train.features.store.claims import Claims
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +141,12 @@ def test_a_server_says_where_it_is_and_ends_when_it_is_told(micro: Path, tmp_pat
     rest, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     assert "stopped after 0 requests" in rest
+
+
+def test_a_store_that_others_write_to_is_not_deleted(tmp_path: Path) -> None:
+    claims = Claims(tmp_path)
+    assert claims.take("rows-00000")
+    with pytest.raises(UserError, match=f"while others write to it: process {os.getpid()} on"):
+        require_no_writers(tmp_path)
+    claims.drop("rows-00000")
+    require_no_writers(tmp_path)

@@ -238,7 +238,9 @@ def test_a_sweep_trains_every_row_at_every_rate() -> None:
         plan(settings(["head=medusa"], sweep=sweep))
     with pytest.raises(UserError, match=r"loop\.sweep\.<row>\.rates is empty"):
         SweepRow(())
-    with pytest.raises(UserError, match=r"loop\.sweep\.a\.rates\[0\] must be above 0; given: -1"):
+    with pytest.raises(
+        UserError, match=r"loop\.sweep\.a\.rates\[0\] must be above 0 and at most 100; given: -1"
+    ):
         settings(["loop.sweep={a: {rates: [-1]}}"])
 
 

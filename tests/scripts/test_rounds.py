@@ -170,6 +170,8 @@ def test_a_round_is_judged_on_the_validation_prompts_unless_told_otherwise() -> 
         ("loop.rounds=-1", "loop.rounds must not be negative; given: -1"),
         ("loop.round.prompts=some", "loop.round.prompts 'some' is unknown"),
         ("loop.round.trial_steps=-1", "loop.round.trial_steps must not be negative"),
+        ("loop.round.overrides=[[zzz]]", r"loop\.round\.overrides\[0\]: 'zzz' is not a setting"),
+        ("loop.round.judge=[bnch.seed=1]", "loop.round.judge: .* Did you mean 'bench'"),
         ("loop.budget.tokens=-5", "loop.budget.tokens must not be negative; given: -5"),
     ],
 )

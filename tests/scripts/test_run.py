@@ -4,6 +4,7 @@ nothing is deleted by mistake."""
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,20 @@ import pytest
 import yaml
 
 from heads.api.errors import UserError
+from inference.manifest import write_json
 from scripts.config.fields import REPOSITORY
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, load_settings
 from scripts.config.stages import STAGES
-from scripts.run.folder import changes, open_folder, read_config, read_record
+from scripts.run.folder import (
+    StageFolder,
+    changes,
+    named_file,
+    open_folder,
+    other_inputs,
+    read_config,
+    read_record,
+)
 from scripts.stages.loop.facts import LoopRecord
 from scripts.stages.loop.plan import RoundPlan
 from scripts.stages.refresh.record import RefreshRecord
@@ -249,3 +259,76 @@ def test_a_refresh_file_of_an_earlier_version_is_read_and_written_alike(in_folde
     record.write(Path())
     written, before = Path("refresh.json").read_text(), (EARLIER / "refresh.json").read_text()
     assert written == before
+
+
+def test_a_run_that_was_moved_or_copied_continues(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its inputs are compared by content, those of its own by their place in it."""
+    place = Path("outputs/default")
+    write_json(place / "generate" / "manifest.json", {"format": 1, "stage": "generate"})
+    Path("prompts.jsonl").write_text("one")
+
+    def opened(root: Path) -> StageFolder:
+        run = RunConfig(root=str(root / "outputs"))
+        inputs = [run.directory / "generate" / "manifest.json", root / "prompts.jsonl"]
+        return open_folder(settings(run), run.directory / "train" / "medusa", inputs)
+
+    folder = opened(Path())
+    assert list(folder.record.inputs) == ["../../generate/manifest.json", "prompts.jsonl"]
+    (place / "train" / "medusa" / "result").write_text("something")
+    folder.released()
+    Path("elsewhere").mkdir()
+    shutil.copytree("outputs", "elsewhere/outputs")
+    shutil.copy("prompts.jsonl", "elsewhere")
+    monkeypatch.chdir("/")
+    moved = in_folder / "elsewhere"
+    opened(moved).finish()
+    assert opened(moved).complete
+    record = read_record(moved / "outputs" / "default" / "train" / "medusa")
+    assert record is not None
+    found = named_file("../../generate/manifest.json", moved / "outputs/default/train/medusa")
+    assert found == moved / "outputs" / "default" / "generate" / "manifest.json"
+    (moved / "prompts.jsonl").write_text("two")
+    with pytest.raises(UserError, match=r"prompts\.jsonl has changed"):
+        opened(moved)
+
+
+def test_records_of_earlier_versions_name_inputs_as_seen_from_where_the_command_ran() -> None:
+    before = {"outputs/a/generate/manifest.json": "1", "outputs/a/train/x/best/w": "2"}
+    after = {"../../generate/manifest.json": "1", "../train/x/best/w": "2"}
+    assert other_inputs(before, after) == []
+    assert other_inputs(before, after | {"../train/x/best/w": "3"}) == ["../train/x/best/w"]
+    assert other_inputs(before, {"../../generate/manifest.json": "1"}) == [
+        "outputs/a/train/x/best/w"
+    ]
+
+
+def test_what_is_complete_may_lie_where_nothing_can_be_written(in_folder: Path) -> None:
+    open_folder(settings(RunConfig()), Path("out")).finish()
+    before = {path: path.stat().st_mtime_ns for path in Path("out").iterdir()}
+    assert open_folder(settings(RunConfig()), Path("out")).complete
+    assert {path: path.stat().st_mtime_ns for path in Path("out").iterdir()} == before
+    assert not Path("out/.writer.json").exists()
+
+
+def test_settings_with_paths_are_compared_by_what_they_name(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same file seen from another folder, and a file of a run that was moved."""
+
+    def opened(root: Path, prompts: list[str], target: str) -> StageFolder:
+        run = RunConfig(root=str(root))
+        given = settings(run, train={"prompts": prompts}, target={"path": target})
+        return open_folder(given, run.directory / "train" / "medusa")
+
+    folder = opened(Path("outputs"), ["p.jsonl", "outputs/default/generate/v.jsonl"], "t/tiny")
+    (folder.path / "result").write_text("something")
+    folder.released()
+    Path("outputs").rename("moved")
+    Path("other").mkdir()
+    monkeypatch.chdir("other")
+    own = str(in_folder / "moved" / "default" / "generate" / "v.jsonl")
+    opened(Path("../moved"), ["../p.jsonl", own], "../t/tiny").released()
+    with pytest.raises(UserError, match=r"target\.path was '\.\./t/tiny', is 't/tiny'"):
+        opened(Path("../moved"), ["../p.jsonl", own], "t/tiny")

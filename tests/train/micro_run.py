@@ -74,7 +74,9 @@ def prepare(folder: Path) -> Path:
     answers.mkdir()
     pq.write_table(pa.Table.from_pylist(rows, schema=SHARD_SCHEMA), answers / "shard.parquet")
     shards = [file_entry(answers, "shard.parquet", rows=len(rows))]
-    write_manifest(answers, "generate", {"target": target.info.to_dict(), "shards": shards})
+    write_manifest(
+        answers, "generate", {"target": target.info.to_dict(), "counts": {}, "shards": shards}
+    )
     lines = [
         json.dumps({"id": f"p{i}", "domain": "d", "tokens": prompt})
         for i, prompt in enumerate(drawn[ANSWERS:])

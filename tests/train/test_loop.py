@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,9 @@ from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from heads.medusa import Drafter as Medusa
 from inference.decoding.config import DecodeConfig
+from inference.folders import FORMER
+from inference.integrity import require_unchanged
+from inference.manifest import partial_of
 from inference.measure.run import quick_tau
 from inference.parity import ParityError
 from inference.target.model import TargetModel
@@ -260,10 +264,38 @@ def test_a_state_of_another_optimiser_is_refused(micro: Path, tmp_path: Path) ->
 
 def test_a_best_lost_between_two_renames_is_put_back(micro: Path, tmp_path: Path) -> None:
     train(out=tmp_path, **settings(micro, max_steps=3))
-    (tmp_path / "best").rename(tmp_path / "best.old")
+    (tmp_path / "best").rename(partial_of(tmp_path / "best").with_suffix(FORMER))
     (tmp_path / "manifest.json").unlink()
     train(out=tmp_path, **settings(micro, max_steps=3))
     assert (tmp_path / "best" / "config.json").is_file()
+    assert not list(tmp_path.glob(f"*{FORMER}"))
+
+
+def test_the_manifest_lists_the_checkpoint_and_what_people_put_there_is_kept(
+    micro: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "notes.txt").write_text("mine")
+    manifest = train(out=tmp_path, **settings(micro, max_steps=2))
+    assert [entry["file"] for entry in manifest["files"]] == [
+        "best/config.json",
+        "best/model.safetensors",
+    ]
+    require_unchanged(tmp_path / "best")
+    with (tmp_path / "best" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x7f")
+    with pytest.raises(UserError, match="was changed or damaged since it was written"):
+        require_unchanged(tmp_path / "best")
+    assert [path.read_text() for path in tmp_path.glob("best.aside-*/notes.txt")] == ["mine"]
+
+
+def test_a_second_process_does_not_train_in_the_same_folder(micro: Path, tmp_path: Path) -> None:
+    other = {"host": socket.gethostname(), "pid": os.getppid(), "token": "x"}
+    (tmp_path / ".writer.json").write_text(json.dumps(other))
+    with pytest.raises(UserError, match=f"another process writes to .*: process {os.getppid()} on"):
+        train(out=tmp_path, **settings(micro, max_steps=2))
+    assert [path.name for path in tmp_path.iterdir()] == [".writer.json"]
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,9 @@ def test_one_row_may_hold_several_documents(tmp_path):
             StoredAnswer("r0", 0, "chat", (1, 2, 3, 4, 5, 6, 7), ((1, 3), (5, 7)), parts=(3,))
         )
     merged = merge_parts(tmp_path, 1, shard_rows=2)
-    write_manifest(tmp_path, "generate", {"target": INFO.to_dict(), "shards": merged.shards})
+    write_manifest(
+        tmp_path, "generate", {"target": INFO.to_dict(), "counts": {}, "shards": merged.shards}
+    )
     expected = PackedData([([1, 2, 3], [(1, 3)]), ([4, 5, 6, 7], [(2, 4)])], 8)
     assert rows_of(PackedData.from_manifest(tmp_path, INFO, 8)) == rows_of(expected)
 
@@ -205,7 +207,9 @@ def generated(folder, rows, **target):
             )
     merged = merge_parts(folder, len(rows), shard_rows=2)
     write_manifest(
-        folder, "generate", {"target": {**INFO.to_dict(), **target}, "shards": merged.shards}
+        folder,
+        "generate",
+        {"target": {**INFO.to_dict(), **target}, "counts": {}, "shards": merged.shards},
     )
 
 
@@ -256,7 +260,11 @@ def test_a_shard_without_our_columns_is_refused(tmp_path):
     write_manifest(
         tmp_path,
         "generate",
-        {"target": INFO.to_dict(), "shards": [file_entry(tmp_path, "a.parquet", rows=1)]},
+        {
+            "target": INFO.to_dict(),
+            "counts": {},
+            "shards": [file_entry(tmp_path, "a.parquet", rows=1)],
+        },
     )
     with pytest.raises(UserError, match="not a shard of `headstart generate`"):
         PackedData.from_manifest(tmp_path, INFO, 8)

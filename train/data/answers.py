@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import time
 from collections import Counter
@@ -19,20 +18,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any, NotRequired
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from typing_extensions import TypedDict
 
 from heads.api.errors import UserError
+from heads.api.reading import read_bytes
+from inference.folders import discard
 from inference.manifest import (
     MANIFEST_FILE,
     FileEntry,
     file_entry,
-    read_manifest,
+    read_manifest_as,
     verify_file,
     write_bytes,
 )
@@ -73,7 +75,7 @@ DONE, FAILED, SKIPPED = STATUSES = ("done", "failed", "skipped")
 PARTS, SHARDS, PACKED, INPUT = "parts", "shards", "packed", "input"
 USES, RESERVED = ("validation", "bench"), "{}.jsonl"
 """What prompts are held out of the data for, and their files in `INPUT`."""
-FAILURES, SETTINGS, LOCK = "failures.jsonl", "generate.json", ".lock"
+FAILURES, SETTINGS = "failures.jsonl", "generate.json"
 
 
 class AnswersManifest(TypedDict):
@@ -105,7 +107,7 @@ class AnswersManifest(TypedDict):
 
 def read_answers(folder: Path) -> AnswersManifest:
     """The manifest of a folder of answers; raises `UserError` where there is none."""
-    return cast(AnswersManifest, read_manifest(folder, "generate"))
+    return read_manifest_as(AnswersManifest, folder, "generate")
 
 
 def held_out_prompts(folder: Path, use: str) -> Path | None:
@@ -127,7 +129,7 @@ def copy_held_out(sources: Sequence[Path], out: Path) -> dict[str, dict[str, Fil
         file = next((path for path in files if path is not None), None)
         if file is not None:
             name = f"{INPUT}/{RESERVED.format(use)}"
-            content = file.read_bytes()
+            content = read_bytes(file)
             write_bytes(out / name, content)
             found[use] = file_entry(out, name, rows=content.count(b"\n"))
     return {"held_out": found} if found else {}
@@ -236,7 +238,7 @@ def merge_parts(out: Path, total: int, shard_rows: int, watch: Watch = ignore) -
 
 
 def remove_parts(out: Path) -> None:
-    shutil.rmtree(out / PARTS, ignore_errors=True)
+    discard(out / PARTS)
 
 
 def clear_output(out: Path) -> None:
@@ -244,27 +246,7 @@ def clear_output(out: Path) -> None:
     for name in (MANIFEST_FILE, SETTINGS, FAILURES):
         (out / name).unlink(missing_ok=True)
     for name in (PARTS, SHARDS, PACKED):
-        shutil.rmtree(out / name, ignore_errors=True)
-
-
-@contextmanager
-def output_lock(out: Path, exclusive: bool) -> Iterator[None]:
-    """Hold the folder's lock while generating; a process's end releases it. exclusive: the main
-    process first finds that no other process (an orphan of a killed run, say) writes here, and
-    shares the lock then. Raises `UserError` when another run holds it."""
-    import fcntl
-
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"another process is generating into '{out}' (perhaps left over from a killed "
-                "run). Wait for it or end it, or give another output folder."
-            ) from error
-        fcntl.flock(file, fcntl.LOCK_SH)
-        yield
+        discard(out / name)
 
 
 Ranges = list[tuple[Path, int, int]]
@@ -315,7 +297,7 @@ def _write_shards(
     out: Path, ranges: Ranges, done: NDArray[np.int64], shard_rows: int, watch: Watch
 ) -> tuple[list[FileEntry], int]:
     """Manifest entries of the shards, which replace earlier ones, and their answer tokens."""
-    shutil.rmtree(out / SHARDS, ignore_errors=True)
+    discard(out / SHARDS)
     entries, tokens = [], 0
     for number, chunk in enumerate(_chunks(ranges, done, shard_rows, done=True)):
         table = chunk.select(SHARD_SCHEMA.names)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from heads.api.config import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, config
+from heads.api.config import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Seed, config
 from heads.api.errors import UserError
 from inference.measure.datasets import DatasetConfig
 
@@ -59,7 +59,7 @@ class SourceConfig:
     each."""
     shuffle: bool = False
     """Whether rows are taken in a random order (fixed by `seed`)."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the shuffle, and of the interleaving of a mixture."""
     streaming: bool = False
     """Read rows one after the other, without downloading or indexing the dataset first."""
@@ -101,7 +101,7 @@ class ReserveConfig:
     """Prompts for measuring, with bench=own."""
     share: Fraction = 0.1
     """Largest part of the conversations that either may take."""
-    seed: int = 0
+    seed: Seed = 0
     """Chooses other conversations."""
     prompts: tuple[str, ...] = ()
     """Files that an earlier `generate` wrote of what it held out: these are left out again, and

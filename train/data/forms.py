@@ -167,7 +167,11 @@ def find_column(config: SourceConfig, columns: Sequence[str]) -> str:
             return name
     raise UserError(
         f"dataset '{config.path}' has none of the columns {', '.join(known)}. "
-        f"Set data.column to one of: {', '.join(columns) or 'nothing'}."
+        + (
+            f"Set data.column to one of: {', '.join(columns)}."
+            if columns
+            else "None of its first rows could be read as one: each line must be a JSON object."
+        )
     )
 
 
@@ -265,7 +269,7 @@ def read_tools(value: Any) -> tuple[dict[str, object], ...] | None:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRowError("the tools are not JSON") from error
     if not value:
         return None
@@ -278,7 +282,7 @@ def read_tokens(value: Any) -> tuple[int, ...]:
     """Token ids; raises `BadRowError` unless a non-empty list of non-negative integers."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
         raise BadRowError("tokens are empty or not a list")
-    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in value):
+    if any(type(token) is not int or not 0 <= token < 2**31 for token in value):
         raise BadRowError("tokens are not all non-negative integers")
     return tuple(value)
 
@@ -289,7 +293,7 @@ def read_spans(value: Any, length: int) -> tuple[Span, ...] | None:
         return None
     try:
         spans = tuple((int(start), int(end)) for start, end in value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise BadRowError("spans are not a list of [start, end) pairs") from error
     bounds = [0, *(bound for span in spans for bound in span), length]
     if bounds != sorted(bounds) or any(start >= end for start, end in spans):

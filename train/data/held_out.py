@@ -19,6 +19,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from heads.api.errors import UserError
+from heads.api.reading import read_json_lines
 from inference.measure.datasets import DatasetConfig, Loaded, load_bench_prompts
 from inference.measure.prompts import CONTENT_KEYS, Prompt, load_prompts
 from train.data import tables
@@ -120,11 +121,9 @@ def is_prompt_file(file: Path) -> bool:
     """Whether a file is read as prompts (`load_prompts`) and not as data: by its first line."""
     if file.suffix != ".jsonl":
         return file.suffix not in tables.BUILDERS
-    with file.open(encoding="utf-8") as lines:
-        line = next((line for line in lines if line.strip()), "")
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
+        _, row = next(read_json_lines(file), (0, None))
+    except UserError:
         return True
     return not isinstance(row, Mapping) or any(row.get(key) is not None for key in CONTENT_KEYS)
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -30,6 +29,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError
+from heads.api.reading import read_object
+from inference.folders import discard
 from inference.manifest import PARTIAL, file_sha256, write_bytes, write_json
 from train.data.answers import RESERVED, USES, parquet_bytes
 from train.data.config import DataConfig, SourceConfig
@@ -40,6 +41,7 @@ from train.data.reserve import UNUSABLE, Fits, StoredRows, conversation_of, rese
 from train.data.sources import Mixture, Row, RowContent, SkippedRow, content_hash
 from train.data.tables import local_files
 
+REMOVE = "Remove the folder it lies in and run `headstart generate` again."
 _SOURCE_FIELDS = [field.name for field in fields(SourceConfig)]
 BLOCK = 4096
 """Rows that are read and written together."""
@@ -95,9 +97,9 @@ def ingest(
         return known[1]
     state: dict[str, Any] | None = None
     if (folder / STATE).is_file():
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    if state is None or state["identity"] != identity:
-        shutil.rmtree(folder, ignore_errors=True)
+        state = read_object(folder / STATE, REMOVE)
+    if state is None or state.get("identity") != identity:
+        discard(folder)
         state = {"identity": identity, "rows": 0, "place": None, "findings": None, "held_out": 0}
     reader = Reader(data, folder, held_out, decode)
     mixture = reader.read(state, progress)
@@ -235,7 +237,7 @@ class Reader:
         result = Input(total, _fingerprint(folder), left_out, report)
         summary = {"format": FORMAT, "identity": state["identity"], **asdict(result)}
         write_json(folder / SUMMARY, summary)
-        shutil.rmtree(folder / KEYS)
+        discard(folder / KEYS)
         for name in (STATE, SIGNATURES, HELD, CONVERSATIONS):
             (folder / name).unlink(missing_ok=True)
         return result
@@ -300,10 +302,14 @@ def remove_rows(folder: Path) -> None:
 def read_input(folder: Path) -> tuple[str, Input] | None:
     """Identity and summary of what was read completely into `folder`, or None."""
     path = folder / SUMMARY
-    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    stored = read_object(path, REMOVE) if path.is_file() else {}
     if stored.pop("format", None) != FORMAT:
         return None
-    return stored.pop("identity"), Input(**stored)
+    identity = str(stored.pop("identity", ""))
+    try:
+        return identity, Input(**stored)
+    except TypeError as error:
+        raise UserError(f"'{path}' is broken ({error}). {REMOVE}") from error
 
 
 def identity_of(data: DataConfig, held_out: HeldOutIndex | None) -> str:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
+from inference.folders import discard
 from inference.manifest import MANIFEST_FILE, file_sha256, verify_file
 from inference.target.chat import Span
 from train.data import packed_file
@@ -122,7 +123,8 @@ class PackedData:
         if not packed_file.is_whole(folder, key, thorough=True):
             if packed_file.is_whole(folder, key):
                 logger.warning("the packed rows in '%s' were damaged; they are built again", folder)
-                shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):
+                    discard(folder)
             try:
                 write(folder, watch)
             except OSError as error:

@@ -17,12 +17,9 @@ Legend: R rows, T positions (sequence_length).
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -31,7 +28,9 @@ from typing import Any, BinaryIO, NotRequired, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from inference.manifest import file_entry, file_sha256, write_json
+from heads.api.reading import read_object
+from inference.folders import discard, put
+from inference.manifest import file_entry, file_sha256, partial_of, write_json
 from inference.target.chat import Span
 from train.data.masks import Tokens, mask_of
 
@@ -189,7 +188,8 @@ def write_packed(folder: Path, documents: Iterable[Document], key: PackKey) -> N
     """Pack documents into `folder`, whole or not at all; of several processes the first wins."""
     extras = key.get("extras", [])
     folder.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=folder.name + ".partial-", dir=folder.parent))
+    building = partial_of(folder)
+    building.mkdir()
     try:
         with ExitStack() as stack:
             paths = {name: building / f"{name}.bin" for name in (*PARTS, *extras)}
@@ -203,19 +203,19 @@ def write_packed(folder: Path, documents: Iterable[Document], key: PackKey) -> N
         write_json(building / HEADER, header)
         if is_whole(folder, key):
             return
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(building, folder)
+        put(building, folder)
     except OSError:
         if not is_whole(folder, key):  # another process may just have put its own there
             raise
     finally:
-        shutil.rmtree(building, ignore_errors=True)
+        with suppress(OSError):
+            discard(building)
 
 
 def is_whole(folder: Path, key: PackKey, *, thorough: bool = False) -> bool:
     """Whether `folder` holds all packed rows of `key`, of full size (thorough: and unchanged)."""
     try:
-        header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+        header = read_object(folder / HEADER)
         if header["format"] != FORMAT or header["key"] != dict(key):
             return False
         names = {f"{name}.bin" for name in (*PARTS, *key.get("extras", ()))}
@@ -229,7 +229,7 @@ def is_whole(folder: Path, key: PackKey, *, thorough: bool = False) -> bool:
 
 
 def read_packed(folder: Path) -> Packed:
-    header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+    header = read_object(folder / HEADER)
     arrays = {name: np.fromfile(folder / f"{name}.bin", PARTS[name]) for name in INDEXES}
     names = ("tokens", *header["key"].get("extras", ()))
     flat = {name: FlatFile(folder / f"{name}.bin", (PARTS | EXTRAS)[name]) for name in names}

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from heads.api.errors import UserError, suggest
+from heads.api.reading import reason
 from train.data.config import SourceConfig
 
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json"}
@@ -100,7 +101,7 @@ def parse_line(line: bytes) -> RawRow | BadRowError:
     """The row in a line of JSON, or what is wrong with it."""
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):  # also: no UTF-8, numbers of thousands of digits
         return BadRowError("the line is not valid JSON")
     return row if isinstance(row, Mapping) else BadRowError("the line is not a JSON object")
 
@@ -198,8 +199,8 @@ def _load(shown: str, **arguments: Any) -> Any:
     except (DatasetGenerationError, pa.ArrowInvalid) as error:
         cause = error.__cause__ or error
         raise UserError(
-            f"dataset '{shown}' cannot be read: {cause}. Check the file, or turn it into jsonl to "
-            "skip broken rows."
+            f"dataset '{shown}' cannot be read: {reason(cause)}. Are its rows alike? Check the "
+            "file, or turn it into jsonl to skip broken rows."
         ) from error
     # unknown split or configuration: the message of `datasets` lists what exists
     except ValueError as error:

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.api.errors import UserError
+from heads.api.reading import parse_json
+from heads.api.tensors import BROKEN
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state per element; `step` is one number per weight."""
@@ -75,13 +77,13 @@ class FilePart:
     def __init__(self, path: Path) -> None:
         try:
             self._file: Any = safe_open(str(path), "pt")
-            runs = json.loads((self._file.metadata() or {})["runs"]).items()
+            runs = parse_json((self._file.metadata() or {})["runs"], f"'{path}'").items()
             self.runs = {
                 name: (int(start), tuple(map(int, shape))) for name, (start, shape) in runs
             }
             slices = {name: self._file.get_slice(f"{name}.{MOMENTS[0]}") for name in self.runs}
             self._counts = {name: int(part.get_shape()[0]) for name, part in slices.items()}
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except BROKEN as error:
             raise UserError(
                 f"'{path}' is no optimiser state that this version reads ({type(error).__name__}: "
                 f"{error})."

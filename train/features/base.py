@@ -19,8 +19,6 @@ from heads.api.target_info import TargetInfo, TargetWeights
 from train.data.loader import PackedBatch
 from train.features.store.batches import batch_on
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
 
 class FeatureTarget(Protocol):
     """What is asked of a target here; `inference.target.model.TargetModel` has it."""

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, config
+from heads.api.config import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Timeout,
+    config,
+)
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
@@ -51,16 +58,19 @@ class FeaturesConfig:
     the disk has room for."""
     verify: bool = False
     """`headstart features`: compare all checksums first, and write damaged shards again."""
-    wait_seconds: PositiveFloat = 300.0
+    wait_seconds: Timeout = 300.0
     """store: how long training waits for a row while the writers of the store make no progress."""
     ahead: NonNegativeInt = 2
     """store, remote, group: how many steps ahead features are fetched."""
     servers: tuple[str, ...] = ()
-    """remote: addresses of the feature servers, as http://host:port; requests go to each in
-    turn."""
+    """remote: addresses of the feature servers, as http://host:port or https://host:port; requests
+    go to each in turn."""
+    ssl_cafile: str = ""
+    """remote: PEM file of the authorities that https servers are checked by; empty: the
+    system's."""
     token_variable: str = "HEADSTART_FEATURES_TOKEN"
     """remote: environment variable with the token that servers ask for."""
-    timeout_seconds: PositiveFloat = 60.0
+    timeout_seconds: Timeout = 60.0
     """remote, group: longest wait for one answer."""
     retries: NonNegativeInt = 5
     """remote: how often a request is tried again, each time with the next server and after a longer
@@ -71,6 +81,11 @@ class FeaturesConfig:
     """serve: the address that is listened on. Any other than this machine's own needs a token."""
     port: int = 8765
     """serve: the port; 0: any free one, which is printed."""
+    ssl_certfile: str = ""
+    """serve: PEM file of a certificate, with its chain: the server speaks https; empty: http."""
+    ssl_keyfile: str = ""
+    """serve: PEM file of the certificate's private key, unencrypted; empty: it is in
+    features.ssl_certfile."""
     targets: PositiveInt = 1
     """group: how many processes of the launch, the last ones, run the target for the others."""
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
@@ -28,7 +27,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError
+from heads.api.reading import read_json_lines, require_object
 from heads.api.target_info import TargetInfo
+from inference.folders import discard
 from inference.manifest import (
     MANIFEST_FILE,
     FileEntry,
@@ -210,7 +211,7 @@ def build(
             "another folder."
         )
     for name in (SHARDS, PACKED):
-        shutil.rmtree(out / name, ignore_errors=True)
+        discard(out / name)
     tally, costs, seen = _tally(sources, info, config)
     weighing = Weighing.of(config, tally)
     hard = round(config.hard_prompts * len(costs))
@@ -404,7 +405,8 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 def read_lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
     for path in paths:
-        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        for number, row in read_json_lines(path):
+            yield require_object(row, f"'{path}' line {number}")
 
 
 def summary(manifest: FeedbackManifest) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from accelerate import PartialState
 
-from heads.api.config import PositiveInt, config
+from heads.api.config import NonNegativeInt, PositiveInt, Seconds, config
 from inference.decoding.config import DecodeConfig
 from inference.target.loading import TargetConfig
 from inference.verifications import RecordsConfig
@@ -36,13 +36,13 @@ class GenerateConfig:
     flush_rows: PositiveInt = 256
     """Finished answers that are written together; a kill loses at most these, and they are
     generated again."""
-    flush_seconds: float = 30.0
+    flush_seconds: Seconds = 30.0
     """Longest time, in seconds, that a finished answer waits to be written (checked as answers
     finish)."""
     overwrite: bool = False
     """Replace what a different configuration left in the output folder, instead of refusing. The
     same one is still continued."""
-    round: int = 0
+    round: NonNegativeInt = 0
     """How often rejected drafts have been fed back before these answers: a note in the manifest."""
     records: RecordsConfig = field(default_factory=RecordsConfig)
     """Write down in <out>/records/ what the drafter drafts and where it fails. Recording ends when

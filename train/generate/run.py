@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -30,7 +29,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from heads.api.errors import UserError
+from heads.api.reading import read_object
 from inference.decoding.config import DecodeConfig
+from inference.folders import discard
 from inference.manifest import (
     MANIFEST_FILE,
     FileEntry,
@@ -41,17 +42,9 @@ from inference.manifest import (
 )
 from inference.measure.prompts import Prompt
 from inference.target.loading import TargetConfig
+from inference.writers import only_writer
 from train.data import answers
-from train.data.answers import (
-    DONE,
-    INPUT,
-    RESERVED,
-    SETTINGS,
-    USES,
-    AnswersManifest,
-    output_lock,
-    read_answers,
-)
+from train.data.answers import DONE, INPUT, RESERVED, SETTINGS, USES, AnswersManifest, read_answers
 from train.data.config import DataConfig
 from train.data.dedup.duplicates import HELD_OUT, REASONS
 from train.data.held_out import load_held_out
@@ -94,9 +87,9 @@ def generate(
     job = GenerateJob(config, data, decode, target, out, join_processes(target), backend, watch)
     state = job.state
     with ExitStack() as stack:
-        on_main(state, lambda: stack.enter_context(output_lock(out, exclusive=True)))
+        on_main(state, lambda: stack.enter_context(only_writer(out)))
         if not state.is_main_process:
-            stack.enter_context(output_lock(out, exclusive=False))
+            stack.enter_context(only_writer(out))
         on_main(state, lambda: refuse_foreign(out))
         model = load_target(job)
         read = on_main(state, lambda: read_input(job, model))
@@ -253,7 +246,7 @@ def prepare_output(
     another configuration's answers, unless `overwrite`."""
     path = out / SETTINGS
     if path.is_file():
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_object(path)
         differences = _differences(stored, settings)
         if differences and not overwrite:
             raise UserError(
@@ -263,7 +256,7 @@ def prepare_output(
             )
         if differences:
             answers.clear_output(out)
-            shutil.rmtree(out / RECORDS, ignore_errors=True)
+            discard(out / RECORDS)
     write_json(path, settings)
     if not (out / MANIFEST_FILE).is_file():
         drop_unanswered(out)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, config
+from heads.api.config import NonNegativeInt, Rows, Seconds, Timeout, config
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 
@@ -31,17 +31,17 @@ class SamplingConfig(DecodeConfig):
     key_variable: str = "HEADSTART_SERVER_KEY"
     """Environment variable with the server's key, if it wants one. The key itself is never written
     or logged."""
-    concurrency: PositiveInt = 64
+    concurrency: Rows = 64
     """Requests under way at once, per server and process."""
     retries: NonNegativeInt = 8
     """How often a request is tried again after an error that may pass (429, 5xx, a broken
     connection, no answer in time)."""
-    backoff: NonNegativeFloat = 1.0
+    backoff: Seconds = 1.0
     """Seconds before the first of these attempts; doubled each time, up to 60. A server's
     Retry-After goes first."""
-    timeout: PositiveFloat = 600.0
+    timeout: Timeout = 600.0
     """Seconds without an answer after which a request is tried again."""
-    patience: float = 3600.0
+    patience: Seconds = 3600.0
     """Seconds without an answer from any server after which generation gives up, though servers say
     that they are only busy."""
     vllm_arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from heads.api.config import PositiveFloat, PositiveInt, UnitInterval, config
+from heads.api.config import PositiveFloat, Rows, UnitInterval, config
 
 
 @config("joint")
@@ -19,7 +19,7 @@ class JointConfig:
     mode: Literal["none", "lora"] = "none"
     """none: the target is frozen. lora: low-rank updates of its layers are trained with the drafter
     and merged at the end."""
-    rank: PositiveInt = 16
+    rank: Rows = 16
     """Rank of the updates (>= 1)."""
     alpha: PositiveFloat = 32.0
     """The updates are multiplied by alpha / rank (> 0)."""

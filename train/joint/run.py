@@ -16,13 +16,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.api.checkpoint import WEIGHTS_FILE, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
+from heads.api.tensors import read_tensors
 from inference.measure.drift import measure_drift
 from inference.target.loading import describe
 from inference.target.model import TargetModel
@@ -117,7 +118,7 @@ class JointRun(Run):
     def manifest(self, progress: Progress, reason: str) -> TrainOutcome:
         """Saves the best target, binds its drafter to it and measures the drift on the way."""
         folder = self.job.out / TARGET
-        self.backbone.load(load_file(str(self.job.out / BEST / UPDATES_FILE)))
+        self.backbone.load(read_tensors(self.job.out / BEST / UPDATES_FILE))
         self.backbone.merge()
         self.backbone.strip()
         save_changed_target(self.target, folder)
@@ -140,5 +141,5 @@ class JointRun(Run):
     def rebind(self, info: TargetInfo) -> None:
         """Write the drafter of best/ once more, now for the target that lies on disk."""
         best = self.job.out / BEST
-        weights = load_file(str(best / WEIGHTS_FILE))
+        weights = read_tensors(best / WEIGHTS_FILE)
         save_drafter(self.fresh(type(self.drafter.drafter), weights), best, info)

@@ -8,13 +8,17 @@ drift.json    the measured drift alone (`inference.measure.drift`)
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+import yaml
+
+from heads.api.reading import read_object
 from heads.api.target_info import TargetInfo
+from inference.folders import replace_part
 from inference.manifest import write_bytes, write_json
 from inference.measure.drift import Drift
+from inference.report.quoting import code, escape
 from inference.target.model import TargetModel
 from train.joint.config import JointConfig
 from train.manifest import Settings
@@ -31,14 +35,14 @@ tags: [headstart, speculative-decoding, merged-lora]
 ---
 # A changed {name}
 
-**This is not {original}.** Its layers were trained together with a drafter (kind `{kind}`) and the
+**This is not {original}.** Its layers were trained together with a drafter (kind {kind}) and the
 updates are merged into the weights, so its answers differ from the original's. Speculative decoding
 with the drafter is lossless with respect to this model only.
 
 | | |
 |---|---|
 | original | {original} |
-| revision | `{revision}` |
+| revision | {revision} |
 | updates | LoRA of rank {rank}, alpha {alpha:g}, on {modules} |
 | drafter's weight in the updates' gradient | {heads_weight:g} |
 
@@ -58,24 +62,21 @@ Measure what matters for your use before you serve it.
 
 def save_changed_target(target: TargetModel, folder: Path) -> None:
     """Write the model as it is now, with its tokenizer, replacing `folder` as a whole."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    for leftover in (partial, folder):
-        shutil.rmtree(leftover, ignore_errors=True)
     text = target.model.config.get_text_config()
     # a setting of the loading, not of the model
     ours = vars(text).pop("headstart_long_context", None)
-    target.model.save_pretrained(str(partial))
-    target.tokenizer.save_pretrained(str(partial))
+    with replace_part(folder, known=("*",)) as fresh:
+        target.model.save_pretrained(str(fresh))
+        target.tokenizer.save_pretrained(str(fresh))
     if ours is not None:
         text.headstart_long_context = ours
-    partial.rename(folder)
 
 
 def label(folder: Path, original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> None:
     """Write drift.json, an entry of config.json and the model card into the new target's folder."""
     facts = {"original": original.id, "revision": original.revision, **drift.to_dict()}
     write_json(folder / DRIFT_FILE, facts)
-    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    config = read_object(folder / CONFIG_FILE)
     config[ENTRY] = {
         "changed_from": original.id,
         "revision": original.revision,
@@ -96,14 +97,14 @@ def card(original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> s
     }
     on_hub = original.id.count("/") == 1 and not Path(original.id).exists()
     return CARD.format(
-        base_model=f"base_model: {original.id}\n" if on_hub else "",
-        name=original.id.rstrip("/").split("/")[-1],
-        original=f"`{original.id}`",
-        kind=kind,
-        revision=original.revision,
+        base_model=yaml.safe_dump({"base_model": original.id}) if on_hub else "",
+        name=escape(original.id.rstrip("/").split("/")[-1]),
+        original=code(original.id),
+        kind=code(kind),
+        revision=code(original.revision),
         rank=joint.rank,
         alpha=joint.alpha,
-        modules=", ".join(joint.modules) or "all linear layers of the decoder layers",
+        modules=escape(", ".join(joint.modules)) or "all linear layers of the decoder layers",
         heads_weight=joint.heads_weight,
         **asdict(drift),
         **bounds,

@@ -3,14 +3,30 @@ generated."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as parquet
+from typing_extensions import TypedDict
+
+from heads.api.reading import read_object, require_fit
 
 ASSUMED_ROWS = 100_000
 """Prompts of a dataset that is not on this machine and has no data.limit: an assumption."""
+
+
+class PackedCounts(TypedDict):
+    """What is read of `PackedHeader.counts`."""
+
+    tokens: int
+    supervised: int
+
+
+class PackedHeader(TypedDict):
+    """What is read of packed.json (train/data/packed_file.py)."""
+
+    counts: PackedCounts
+    key: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -25,11 +41,11 @@ class Amount:
 def packed_amount(answers: Path, length: int) -> Amount | None:
     """What the answers of a run were packed to, in rows of `length` tokens; None before that."""
     for header in sorted((answers / "packed").glob("*/packed.json")):
-        content = json.loads(header.read_text(encoding="utf-8"))
-        counts, own = content.get("counts") or {}, content.get("key", {}).get("sequence_length")
-        if own == length and counts.get("tokens"):
+        content = require_fit(PackedHeader, read_object(header), f"'{header}'")
+        counts, own = content["counts"], content["key"].get("sequence_length")
+        if own == length and counts["tokens"]:
             share = counts["supervised"] / counts["tokens"]
-            return Amount(int(counts["tokens"]), share, f"packed in '{header.parent}'")
+            return Amount(counts["tokens"], share, f"packed in '{header.parent}'")
     return None
 
 

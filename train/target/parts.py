@@ -11,7 +11,6 @@ to the process that makes the features.
 
 from __future__ import annotations
 
-import json
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -26,10 +25,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from typing_extensions import TypedDict
 
 from heads.api.batch import TrainBatch
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
+from heads.api.reading import read_object, require_fit
+from heads.api.tensors import BROKEN
 from inference.target import loading
 from inference.target.loading import TargetConfig, describe
 from inference.target.memory import gib
@@ -159,6 +161,12 @@ def fill(model: Any, files: WeightFiles, device: torch.device) -> None:
             head.weight = nn.Parameter(value, requires_grad=False)
 
 
+class WeightMap(TypedDict):
+    """What is read of a model's index: weight -> file."""
+
+    weight_map: dict[str, str]
+
+
 class WeightFiles:
     """Where each weight of a model lies in its safetensors files, which are fetched and opened as
     read. read_so_far: weights and their bytes. Raises `UserError` when files or weights are
@@ -196,9 +204,10 @@ class WeightFiles:
                 f"{WHOLE}, or save it as safetensors."
             )
         try:
-            return dict(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._unreadable(index, repr(error)) from error
+            content = require_fit(WeightMap, read_object(Path(index), ""), "it")
+        except UserError as error:
+            raise self._unreadable(index, error) from error
+        return content["weight_map"]
 
     def _fetch(self, name: str) -> str | None:
         """The path of a file in the folder or the Hub's cache; None when there is none."""
@@ -213,7 +222,7 @@ class WeightFiles:
     def _opened(self, path: str) -> Any:
         try:
             return safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
+        except BROKEN as error:
             raise self._unreadable(path, error) from error
 
     def _unreadable(self, path: str, error: object) -> UserError:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 from rich.table import Table
 
 from heads.api.errors import UserError
+from heads.api.reading import read_bytes
 from inference.manifest import write_json
 from inference.target.memory import gib
 from train.config import TrainingJob
@@ -124,8 +125,8 @@ def read_summary(path: str | Path) -> Summary:
     file = Path(path)
     file = file / SUMMARY_FILE if file.is_dir() else file
     try:
-        return Summary.model_validate_json(file.read_bytes())
-    except (OSError, ValueError) as error:
+        return Summary.model_validate_json(read_bytes(file))
+    except ValueError as error:
         raise UserError(
             f"'{file}' is no summary of a training ({type(error).__name__}). Give the folder of a "
             "finished `headstart train`."

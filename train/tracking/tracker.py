@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Required, TypedDict, cast
 
 from heads.api.config import NonNegativeInt, config
+from heads.api.reading import parse_json, read_bytes, require_object
 from inference.manifest import write_bytes
 from train.tracking.services.base import RunNames, Service, Transcript
 from train.tracking.services.mlflow_run import MlflowRun
@@ -219,8 +220,9 @@ def scalars(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[s
 
 def read_log(path: Path) -> list[LogLine]:
     """All lines of a log, in order; a last line that a kill left unfinished is left out."""
-    whole = path.read_bytes().rpartition(b"\n")[0]
-    return [json.loads(line) for line in whole.splitlines()]
+    whole = read_bytes(path).rpartition(b"\n")[0]
+    lines = [parse_json(line, f"'{path}'") for line in whole.splitlines()]
+    return [cast(LogLine, require_object(line, f"'{path}'")) for line in lines]
 
 
 def without_secrets(settings: Settings) -> dict[str, object]:

@@ -11,10 +11,11 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from heads.api.config import (
-    AtLeastTwo,
+    DepthFromTwo,
+    Layers,
     NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
+    Rows,
+    Size,
     UnitInterval,
     config,
 )
@@ -27,14 +28,14 @@ from heads.nn.feature.base import SizeConfig
 class Config(SizeConfig):
     """Configuration of a block drafter. Sizes of 0 are taken from the target."""
 
-    block_size: AtLeastTwo = 8
+    block_size: DepthFromTwo = 8
     """Slots b of a block, the root's included (>= 2)."""
     sample_from_anchor: bool = False
     """Draft from the root's slot on: slot i gives the token at depth i + 1, b in all (DSpark);
     otherwise slot i gives the token at its own position, b - 1 in all (DFlash)."""
     in_block: Literal["bidirectional", "causal"] = "bidirectional"
     """What slots see of their block: all of it, or (causal; JetSpec) no later ones."""
-    num_layers: NonNegativeInt = 0
+    num_layers: Layers = 0
     """Draft layers; 0: half of the target's and one, 3 to 5."""
     taps: tuple[int, ...] = ()
     """The target's layers that are read, ascending; empty: up to five, spread from 2 to n-2."""
@@ -53,19 +54,19 @@ class Config(SizeConfig):
     dependency: str = "none"
     """What slots know of the tokens drafted before them: none, markov, gated, rnn (DSpark), gru
     (Domino), selector (DFlash 2), parent (TreeFlash)."""
-    dependency_rank: int = 256
+    dependency_rank: Size = 256
     """Rank of its tables, size of its recurrent state, width of its MLP."""
-    selector_top_k: int = 16
+    selector_top_k: Size = 16
     """Candidates per slot that the selector orders."""
     convolution: bool = False
     """Two-tap convolution over the slots, in and out of every attention and MLP (DFlash 2)."""
-    conv_group_size: int = 16
+    conv_group_size: Size = 16
     """Channels that share a dynamic kernel; divides the hidden size."""
     confidence: bool = False
     """Estimate for every draft whether it will be accepted (DSpark)."""
     confidence_weight: NonNegativeFloat = 1.0
     """Weight of that estimate's loss."""
-    num_anchors: PositiveInt = 128
+    num_anchors: Rows = 128
     """Blocks drawn per training row, among all positions where a response goes on."""
     ce: float = 1.0
     """Weight of the cross entropy against the answer's tokens."""

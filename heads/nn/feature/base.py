@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
-from heads.api.config import config
+from heads.api.config import Size, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -35,13 +35,13 @@ whether it counts (bool, broadcast over [K, M]), and whether the drafted token i
 class SizeConfig:
     """Sizes of a drafter's layer; those of 0 are taken from the target."""
 
-    num_attention_heads: int = 0
+    num_attention_heads: Size = 0
     """Query heads."""
-    num_key_value_heads: int = 0
+    num_key_value_heads: Size = 0
     """Key/value heads; must divide the query heads."""
-    head_dim: int = 0
+    head_dim: Size = 0
     """Size of a head (even)."""
-    intermediate_size: int = 0
+    intermediate_size: Size = 0
     """Width of the MLP."""
 
 

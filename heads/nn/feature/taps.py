@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.api.batch import TrainBatch
-from heads.api.config import UnitInterval, config
+from heads.api.config import Size, UnitInterval, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec, default_taps
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -52,7 +52,7 @@ class TapConfig(base.SizeConfig):
     """Let the layer's residual stream begin with the normalised feature (vLLM alone runs that)."""
     qk_norm: bool = False
     """RMSNorm on every query and key head, as in Qwen3."""
-    draft_vocab_size: int = 0
+    draft_vocab_size: Size = 0
     """Tokens that can be drafted, the training data's most frequent; 0: all."""
     hard_label_weight: UnitInterval = 0.0
     """Share of the loss taken against the sampled token, not the target's distribution."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from heads.api.config import PositiveInt, config
+from heads.api.config import Depth, Size, config
 from heads.api.errors import UserError
 from heads.api.target_info import Rotary, TargetInfo
 from heads.nn.blocks import LayerShape
@@ -25,17 +25,17 @@ QK_NORM_FAMILIES, BIAS_FAMILIES = ("qwen3",), ("qwen2",)
 class NetworkConfig:
     """The network of a small language model. Sizes of 0 follow the target."""
 
-    num_layers: PositiveInt = 2
+    num_layers: Depth = 2
     """Decoder layers; ignored when `from_target_layers` is given."""
-    hidden_size: int = 0
+    hidden_size: Size = 0
     """Width of the residual stream."""
-    num_attention_heads: int = 0
+    num_attention_heads: Size = 0
     """Query heads; 0: as many as heads of the target's size fit into hidden_size."""
-    num_key_value_heads: int = 0
+    num_key_value_heads: Size = 0
     """Key/value heads; 0: the target's number if it divides the query heads, else those."""
-    head_dim: int = 0
+    head_dim: Size = 0
     """Size of a head (even)."""
-    intermediate_size: int = 0
+    intermediate_size: Size = 0
     """Width of the MLP; 0: in proportion to hidden_size as in the target."""
     rms_norm_eps: float = 0.0
     """Added to mean squares in every norm; 0: the target's."""

@@ -9,7 +9,6 @@ Legend: V the target's vocabulary, V' the source's, H hidden.
 
 from __future__ import annotations
 
-import json
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -17,13 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
 from heads.api.errors import UserError
+from heads.api.reading import read_object, require_object
 from heads.api.target_info import TargetInfo, TargetWeights, tokenizer_hash
+from heads.api.tensors import read_tensors
 from heads.nn import init
 from heads.nn.small_lm.config import BIAS_FAMILIES, QK_NORM_FAMILIES, NetworkConfig
 
@@ -73,11 +72,9 @@ def read_source(folder: Path, any_tokenizer: bool = False) -> StartingModel:
             "small-model drafter."
         )
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"head.from_model: '{path}' is broken ({error!r}). Fetch or train it again."
-        ) from error
+        values = read_object(path, "Fetch or train it again.")
+    except UserError as error:
+        raise UserError(f"head.from_model: {error}") from error
     if "kind" in values:
         return _drafter_source(folder, any_tokenizer)
     return StartingModel(folder, _model_sizes(folder, values), None, any_tokenizer)
@@ -92,7 +89,7 @@ def _drafter_source(folder: Path, any_tokenizer: bool) -> StartingModel:
             "a small language model. Give one of kind distilled or pard."
         )
     sizes = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
-    return StartingModel(folder, sizes, str(content["target"]["tokenizer_hash"]), any_tokenizer)
+    return StartingModel(folder, sizes, str(content["target"].get("tokenizer_hash")), any_tokenizer)
 
 
 def _model_sizes(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +121,7 @@ def _model_sizes(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
             "tie_embeddings": bool(values.get("tie_word_embeddings", False)),
             **_model_rotary(folder, values),
         }
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise UserError(
             f"head.from_model: the {CONFIG_FILE} of '{folder}' lacks a size ({error!r})."
         ) from error
@@ -203,11 +200,11 @@ def _load(folder: Path) -> dict[str, Tensor]:
     try:
         names = {WEIGHTS_FILE}
         if not (folder / WEIGHTS_FILE).is_file() and index.is_file():
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        if any(Path(name).name != name for name in names):
+            names = set(require_object(read_object(index).get("weight_map"), str(index)).values())
+        if any(not isinstance(name, str) or Path(name).name != name for name in names):
             raise UserError(f"head.from_model: '{index}' names files outside its folder.")
-        return dict(ChainMap(*(load_file(str(folder / name)) for name in sorted(names)[::-1])))
-    except (SafetensorError, OSError, json.JSONDecodeError, KeyError) as error:
+        return dict(ChainMap(*(read_tensors(folder / name) for name in sorted(names)[::-1])))
+    except UserError as error:
         raise UserError(
             f"head.from_model: the weights in '{folder}' cannot be read ({error}). A "
             f"{WEIGHTS_FILE} is needed, or the shards that {INDEX_FILE} lists."

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from heads.api.errors import UserError
+from heads.api.reading import read_object
 
 FEATURES = ("log_best", "margin", "entropy", "log_best_above", "depth")
 FORMAT = 1
@@ -67,18 +68,23 @@ class AcceptanceHead:
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> AcceptanceHead:
         """Read `save`'s file; raises `UserError` when it is absent or something else."""
+        advice = "Fit one with scripts/tools/fit_acceptance.py."
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = read_object(Path(path), advice)
             if content["format"] != FORMAT or tuple(content["features"]) != FEATURES:
-                raise UserError(
-                    f"decode.adaptive_head: '{path}' was written by another version. Fit it again."
-                )
-            return cls(*(torch.tensor(content[k], device=device) for k in ("weight", "bias")))
-        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+                raise UserError(f"'{path}' was written by another version. Fit it again.")
+            weight, bias = (torch.tensor(content[k], device=device) for k in ("weight", "bias"))
+            if weight.shape != (len(FEATURES),) or not torch.isfinite(weight.sum() + bias):
+                raise ValueError(f"{len(FEATURES)} finite weights and a bias are needed")
+        except UserError as error:
             raise UserError(
-                f"decode.adaptive_head: '{path}' is no acceptance head ({error!r}). Fit one with "
-                "scripts/tools/fit_acceptance.py."
+                f"decode.adaptive_head: '{path}' is no acceptance head: {error}"
             ) from error
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"decode.adaptive_head: '{path}' is no acceptance head ({error!r}). {advice}"
+            ) from error
+        return cls(weight, bias)
 
 
 @dataclass

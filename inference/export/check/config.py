@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from heads.api.config import NonEmpty, PositiveFloat, PositiveInt, config, require_one_of
+from heads.api.config import NonEmpty, PositiveInt, Rows, Seconds, Tokens, config, require_one_of
 from heads.api.errors import UserError
 
 
@@ -20,11 +20,11 @@ class LiveConfig:
     take, `bench` or the prompts held out of the data that the drafter was trained on."""
     prompts_per_domain: PositiveInt = 4
     """Prompts of each domain."""
-    max_new_tokens: PositiveInt = 128
+    max_new_tokens: Tokens = 128
     """Most new tokens of an answer."""
-    batches: NonEmpty[PositiveInt] = (1, 8)
+    batches: NonEmpty[Rows] = (1, 8)
     """Requests in flight at once; every size is a pass over all prompts."""
-    seconds: PositiveFloat = 1800.0
+    seconds: Seconds = 1800.0
     """Longest time that the engine may take."""
 
 

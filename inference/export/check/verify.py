@@ -27,6 +27,7 @@ from inference.export.layouts.base import IDS, Layout, Shapes, TensorRow
 from inference.export.layouts.folder import Folder, Json
 from inference.export.layouts.llama import read_rope
 from inference.export.layouts.registry import LAYOUTS
+from inference.folders import plain_files
 from inference.manifest import file_sha256
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
@@ -48,6 +49,7 @@ class Verdict:
 def verify(config: VerifyConfig, given: TargetConfig, target: TargetModel | None = None) -> Verdict:
     """Check the folder of `config` against a target. target: that of `given`, if it is loaded.
     Raises `UserError` for a folder that is not a drafter's."""
+    plain_files(Path(config.dir))  # a link may lead out of it
     folder = Folder.read(Path(config.dir))
     target = TargetModel.load(given) if target is None else target
     name = folder.export.layout or find_layout(folder)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from inference.decoding.rules.names import LOSSY, TEXT, promise, rule_text
 from inference.export.hub.config import PushConfig
 from inference.report import claims, markdown
 from inference.report.model import DraftFacts, Report
+from inference.report.quoting import code, escape, one_line
 
 LIBRARY = "headstart"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -33,6 +36,12 @@ ENVIRONMENT.globals |= {
     "markdown": markdown,
     "promises": names,
     "lines": "\n".join,
+}
+ENVIRONMENT.filters |= {
+    "text": escape,
+    "code": code,
+    "literal": lambda text: json.dumps(one_line(text), ensure_ascii=False),
+    "shell": lambda text: shlex.quote(one_line(text)),
 }
 TEMPLATE = ENVIRONMENT.get_template("card.md.j2")
 

@@ -9,8 +9,8 @@ It is complete or absent, and needs a report that measured exactly these weights
 
 from __future__ import annotations
 
+import mmap
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,14 +23,14 @@ from inference.export.engine_folder import serve
 from inference.export.hub.card import Training, base_model, card, select_measured
 from inference.export.hub.config import PushConfig
 from inference.export.layouts.folder import ExportNotes
-from inference.folders import EXPORT_FILE, replace_folder
+from inference.folders import EXPORT_FILE, copy_plain, plain_files, replace_folder
+from inference.integrity import require_unchanged
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest
 from inference.report.model import Report, read_report, write_report
 
 CARD_FILE, REPORT_FILE = "README.md", "report.json"
 STAGE = "push"
-TEXTS = (".json", ".md", ".jinja", ".txt", ".yaml")
-SECRET = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
+SECRET = re.compile(rb"\bhf_[A-Za-z0-9]{30,}")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
     Raises `UserError` for a kind without weights, a missing report, one of other weights, a drafter
     that was not lossless, or an engine's folder that was exported from other weights.
     """
+    require_unchanged(sources.checkpoint)
     weights, description = sources.checkpoint / WEIGHTS_FILE, read_config(sources.checkpoint)
     if not weights.is_file():
         raise UserError(
@@ -84,12 +85,13 @@ def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
         tuned, training = read_current(sources.checkpoint), read_training(sources.checkpoint)
         text = card(loaded, digest, description, about, images, engines, training, tuned)
         for name in (WEIGHTS_FILE, CONFIG_FILE, *((DECODE_FILE,) if tuned else ())):
-            shutil.copyfile(sources.checkpoint / name, fresh / name)
+            copy_plain(sources.checkpoint / name, fresh / name)
         for number, report in enumerate(loaded.values(), 1):
             name = REPORT_FILE if number == 1 else f"report_{number}.json"
             write_report(report, fresh / name)
         for name, notes in exports.items():
-            shutil.copytree(sources.engines[name], fresh / name)
+            for file in packed_files(sources.engines[name], notes):
+                copy_plain(sources.engines[name] / file, fresh / name / file)
             manifest.write_json(fresh / name / EXPORT_FILE, asdict(notes))
         (fresh / CARD_FILE).write_text(text, encoding="utf-8")
         files = [manifest.file_entry(fresh, name) for name in sorted(plain_files(fresh))]
@@ -160,7 +162,7 @@ def check_folder(folder: Path) -> dict[str, int]:
     files = {}
     for name in sorted(plain_files(folder)):
         path = folder / name
-        if path.suffix in TEXTS and SECRET.search(path.read_text(encoding="utf-8")):
+        if holds_token(path):
             raise UserError(
                 f"'{path}' holds what looks like a Hub access token. Revoke it, and measure "
                 "without it on the command line."
@@ -170,14 +172,30 @@ def check_folder(folder: Path) -> dict[str, int]:
     return files
 
 
-def plain_files(folder: Path) -> list[str]:
-    """Relative paths of all files; raises `UserError` for a link or anything that is no file."""
-    names = []
-    for path in folder.rglob("*"):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+def packed_files(folder: Path, notes: ExportNotes) -> list[str]:
+    """The files of an engine's folder that are published: those that the export lists, as it wrote
+    them. Raises `UserError` for links, changed files, and files that it did not write."""
+    found, wanted = plain_files(folder), notes.files
+    for name in found if wanted else ():
+        if name == EXPORT_FILE:
+            continue
+        if name not in wanted:
             raise UserError(
-                f"'{path}' is not a plain file; a Hub folder holds nothing else. Remove it."
+                f"'{folder / name}' was not written by `headstart export`, so it is not published. "
+                "Move it away, or export the drafter again into another folder."
             )
-        if path.is_file():
-            names.append(path.relative_to(folder).as_posix())
-    return names
+        manifest.verify_file(folder, {"file": name, "sha256": wanted[name]})
+    missing = sorted(set(wanted) - set(found))
+    if missing:
+        raise UserError(
+            f"'{folder}' lacks {missing[0]}, which was exported. Export the drafter again."
+        )
+    return found
+
+
+def holds_token(path: Path) -> bool:
+    """Whether a file of any kind holds what looks like a Hub access token."""
+    if not path.stat().st_size:
+        return False
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return SECRET.search(content) is not None

@@ -28,6 +28,7 @@ from inference.export.layouts.registry import ROUTES, Route
 from inference.hub.config import REPO_NAME
 from inference.hub.exchange import Exchange, hub_address, hub_token
 from inference.terminal import make_console, make_table
+from inference.writers import beside, only_writer
 
 
 @dataclass
@@ -55,7 +56,11 @@ def push(
         )
     if not (config.license or config.dry_run):
         raise UserError(f"{ask_licence(sources)} Nothing is published without one.")
-    console = console or make_console()
+    with only_writer(*beside(out)):  # until everything is sent
+        return _push(config, sources, out, console or make_console())
+
+
+def _push(config: PushConfig, sources: Sources, out: Path, console: Console) -> PushResult:
     folder = build_folder(sources, out, config)
     result = PushResult(folder, check_folder(folder))
     show(config, result, console)

@@ -15,14 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from heads.api.checkpoint import WEIGHTS_FILE, build_config, load_weights, read_config
+from heads.api.checkpoint import (
+    WEIGHTS_FILE,
+    build_config,
+    build_drafter,
+    load_weights,
+    read_config,
+)
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo, TargetWeights, tokenizer_hash
+from heads.api.tensors import open_tensors
 from inference.export.config import ExportConfig
 from inference.export.layouts.folder import Folder, Json
 from inference.manifest import file_sha256
@@ -60,11 +66,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     content = read_config(folder)
     kind, info = get_kind(content["kind"]), TargetInfo.from_dict(content["target"])
     config = build_config(kind.name, content["config"])
-    drafter = kind.drafter_class(config, info)
     weights = folder / WEIGHTS_FILE
-    if not isinstance(drafter, TrainableDrafter) or not weights.is_file():
+    if not issubclass(kind.drafter_class, TrainableDrafter) or not weights.is_file():
         raise UserError(f"'{folder}': kind '{kind.name}' has no weights to export.")
-    with safe_open(str(weights), "pt") as file:
+    drafter = build_drafter(kind, config, info, weights)
+    with open_tensors(weights) as file:
         names = [name for name in file.keys() if name not in INTEGERS]  # noqa: SIM118
         dtypes = {file.get_tensor(name).dtype for name in names}
     if len(dtypes) == 1:

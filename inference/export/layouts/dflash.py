@@ -25,7 +25,7 @@ from heads.nn.block.model import BlockModel
 from inference.export.config import ExportConfig
 from inference.export.layouts import base, llama
 from inference.export.layouts.base import Checkpoint, Imported, Target, Written
-from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Json, Receiver
+from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Json, Receiver, load_plain
 
 MASK_FILE = "mask_embedding.pt"
 ARCHITECTURES = {
@@ -395,8 +395,10 @@ def take_mask(
     """The mask's own vector [H], or None where it is the target's embedding of `token`."""
     embedding, file = theirs.pop(EMBEDDING, None), folder.path / MASK_FILE
     if file.is_file():
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        vector: Tensor = state["embedding"] if isinstance(state, dict) else state
+        state = load_plain(file)
+        vector = state.get("embedding") if isinstance(state, dict) else state
+        if not isinstance(vector, Tensor) or vector.numel() != receiver.info.hidden_size:
+            raise UserError(f"'{file}' does not hold one embedding of the target's width.")
         return vector.reshape(-1).clone()
     if embedding is None:
         return None

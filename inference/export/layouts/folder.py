@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
+from heads.api import tensors
+from heads.api.checkpoint import CONFIG_KEYS
 from heads.api.errors import UserError
+from heads.api.reading import read_object, reason
 from heads.api.target_info import TargetInfo, TargetWeights
 from inference.folders import EXPORT_FILE
 
@@ -26,6 +26,11 @@ PICKLES = ("*.pt", "*.bin", "*.pth")
 NOT_WEIGHTS = (
     "training_args.bin optimizer.pt scheduler.pt rng_state.pth mask_embedding.pt trainer_state.pt"
 ).split()
+BROKEN_PICKLE = (
+    *(UnpicklingError, RuntimeError, EOFError, OSError, ValueError, TypeError, LookupError),
+    *(AttributeError, ImportError, MemoryError, AssertionError),
+)
+"""What torch raises for a file that holds anything but tensors, or is damaged."""
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -92,12 +97,19 @@ class Folder:
                 f"'{path}' is not a folder. Fetch the drafter first "
                 "(`hf download <repo> --local-dir <folder>`)."
             )
-        return cls(path, read_json(path / CONFIG), read_tensors(path), ExportNotes.read(path))
+        config = read_json(path / CONFIG)
+        if config.keys() >= CONFIG_KEYS.keys():
+            raise UserError(
+                f"'{path}' is a checkpoint of Headstart's own and needs no import: give it as it "
+                "is, such as measure.drafters=[<folder>] or chat.drafter=<folder>."
+            )
+        return cls(path, config, read_tensors(path), ExportNotes.read(path))
 
     @cached_property
     def architecture(self) -> str:
         """The first of its architectures, or nothing."""
-        return str((self.config.get("architectures") or [""])[0])
+        given = self.config.get("architectures")
+        return str(given[0]) if isinstance(given, list) and given else ""
 
     @cached_property
     def flat(self) -> Json:
@@ -108,21 +120,15 @@ class Folder:
     @cached_property
     def block(self) -> Json:
         """`flat` with the keys of `dflash_config` at the top level."""
-        return {**self.flat, **(self.flat.get("dflash_config") or {})}
+        more = self.flat.get("dflash_config")
+        return {**self.flat, **more} if isinstance(more, dict) else self.flat
 
 
 def read_json(path: Path) -> Json:
     """A JSON object; raises `UserError` if it is absent or broken."""
     if not path.is_file():
         raise UserError(f"'{path.parent}' has no {path.name}: it is not the folder of a drafter.")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"'{path}' is broken ({error}). Fetch it again.") from error
-    if not isinstance(found, dict):
-        kind = type(found).__name__
-        raise UserError(f"'{path}' is broken: it must hold an object, not a {kind}.")
-    return found
+    return read_object(path, "Fetch it again.")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -130,12 +136,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     files = sorted(path.glob("*.safetensors"))
     for file in files:
-        try:
-            found.update(load_file(str(file)))
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"'{file}' cannot be read ({error}). It is cut off or damaged; fetch it again."
-            ) from error
+        found.update(tensors.read_tensors(file, "It is cut off or damaged; fetch it again."))
     if not files:
         items = {item for pattern in PICKLES for item in path.glob(pattern)}
         for file in sorted(item for item in items if item.name not in NOT_WEIGHTS):
@@ -148,16 +149,21 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def unpickle(file: Path) -> dict[str, Tensor]:
     """The tensors of a torch file; raises `UserError` for one that holds anything else."""
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        first = str(error).split("\n")[0]
-        raise UserError(
-            f"'{file}' cannot be read as tensors alone ({first}). Nothing in it was executed."
-        ) from error
+    state = load_plain(file)
     if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
         raise UserError(f"'{file}' does not hold a table of tensors by name.")
     return {str(name): value for name, value in state.items()}
+
+
+def load_plain(file: Path) -> Any:
+    """What a torch file holds, tensors and plain values alone; raises `UserError`."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except BROKEN_PICKLE as error:
+        raise UserError(
+            f"'{file}' cannot be read as tensors alone ({reason(error)}). Nothing in it was "
+            "executed. Fetch it again, or fetch its safetensors file."
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def read_shape(config: Json, where: Path) -> LayerShape:
             float(config.get("rms_norm_eps", 1e-6)),
             attention_bias=bool(config.get("attention_bias", False)),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(
             f"'{where}': config.json lacks a size of its decoder layers ({error!r})."
         ) from error

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from heads.api.errors import UserError
+from heads.api.reading import read_bytes
 from inference.manifest import write_bytes
 from inference.measure.breakdown.observe import Candidates, Source, Watched
 from inference.measure.prompts import Prompt
@@ -122,7 +123,7 @@ def read_transcripts(folder: Path) -> list[Transcript]:
     if not path.is_file():
         return []
     try:
-        content = TypeAdapter(TranscriptFile).validate_json(path.read_bytes())
+        content = TypeAdapter(TranscriptFile).validate_json(read_bytes(path))
     except ValidationError as error:
         raise UserError(
             f"'{path}' holds no transcripts ({error.errors()[0]['msg']}). Measure again with "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
+from heads.api.reading import parse_json
 from inference.decoding.rules.names import TEXT
 from inference.measure.breakdown.transcripts import Transcript, read_transcripts
 from inference.report import claims
@@ -142,8 +142,8 @@ def read_rounds(folder: Path) -> list[Course]:
 
 def _parse(written: str) -> Any:
     try:
-        return json.loads(written)
-    except ValueError:
+        return parse_json(written, "a line")
+    except UserError:
         return None
 
 

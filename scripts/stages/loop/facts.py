@@ -7,17 +7,19 @@ comes to the same end.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, is_dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.config import build
+from heads.api.reading import read_as, read_object, require_fit
 from inference.decoding.requests import PassRecord
-from inference.manifest import file_sha256, read_manifest, write_json
+from inference.manifest import file_sha256, write_json
 from inference.measure.answers import FINAL_FILE, read_records
 from inference.measure.metrics import Gain, Outcome, Totals, gain
 from inference.report.model import REPORT_FILE, read_report
@@ -25,11 +27,22 @@ from scripts.config.own import BudgetConfig, RoundConfig
 from scripts.run.folder import read_record
 from scripts.run.process import shown
 from scripts.stages.loop.plan import MORE
+from train.data.answers import read_answers
 from train.feedback.config import FeedbackConfig
+from train.manifest import read_training as read_manifest_of_training
 from train.tracking.summary import SUMMARY_FILE
 
 LOOP_FILE, MADE_FILE, SPEED_FILE = "loop.json", "made.json", "speed.json"
 FORMAT = 1
+
+
+class Costs(TypedDict):
+    """What is read of a training's summary.json."""
+
+    wall_seconds: float
+    setup_seconds: NotRequired[float]
+    tokens: float
+    device_hours: float
 
 
 @dataclass(frozen=True)
@@ -186,7 +199,7 @@ class LoopRecord:
     @classmethod
     def read(cls, run: Path) -> LoopRecord:
         """The record of a run; raises `UserError` for a file that is not of this format."""
-        return build(cls, json.loads((run / LOOP_FILE).read_text(encoding="utf-8")), LOOP_FILE)
+        return read_as(cls, run / LOOP_FILE, "Run the loop again: it takes what is complete.")
 
 
 def as_json(value: Any) -> Any:
@@ -207,13 +220,13 @@ def as_json(value: Any) -> Any:
 
 
 def read_generation(folder: Path) -> Answered:
-    manifest = read_manifest(folder, "generate")
+    manifest = read_answers(folder)
     counts, records = manifest["counts"], manifest.get("records", {})
     return Answered(counts["done"], counts["tokens"], records.get("verifications", 0))
 
 
 def read_training(folder: Path) -> Trained:
-    manifest = read_manifest(folder, "train")
+    manifest = read_manifest_of_training(folder)
     checkpoint = folder / manifest["checkpoint"]
     return Trained(
         manifest["steps"],
@@ -249,9 +262,10 @@ def compare(new: tuple[Path, str], old: tuple[Path, str]) -> Gain:
 def other_seconds(folder: Path) -> float:
     """Seconds outside of the stages: writing prompts, and decoding a sample in two ways."""
     files = [*(folder / name / MADE_FILE for name in MORE), folder / SPEED_FILE]
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in files if path.is_file()]
+    found = [read_object(path) for path in files if path.is_file()]
     names = ("seconds", "plain_seconds", "drafted_seconds")
-    return float(sum(content.get(name, 0.0) for content in found for name in names))
+    values = [content.get(name, 0.0) for content in found for name in names]
+    return float(sum(value for value in values if isinstance(value, (int, float))))
 
 
 def spent(stages: Sequence[Path], other: float = 0.0) -> Spent:
@@ -264,7 +278,7 @@ def spent(stages: Sequence[Path], other: float = 0.0) -> Spent:
 def spent_by(folder: Path) -> Spent:
     summary = folder / SUMMARY_FILE
     if summary.is_file():
-        content = json.loads(summary.read_text(encoding="utf-8"))
+        content = require_fit(Costs, read_object(summary), f"'{summary}'")
         seconds = content["wall_seconds"] + content.get("setup_seconds", 0.0)
         return Spent(seconds, content["tokens"], content["device_hours"])
     record = read_record(folder)

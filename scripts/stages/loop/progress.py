@@ -9,23 +9,23 @@ nothing is known yet, no time is named.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from typing_extensions import TypedDict
 
+from heads.api.errors import UserError
+from heads.api.reading import read_object, require_fit
 from inference.manifest import write_json
 from scripts.run.runner import is_complete
 from scripts.stages.loop.steps import Step
 
 TIMES_FILE = "loop_times.json"
-FORMAT = 1
 USUAL_RATES = {"generate": 6e-4, "features": 0.02, "train": 0.1, "measure": 5e-3, "report": 1.0}
 """Seconds per unit of work (`work`) on two cores with the embedded target: the proportion of the
 stages, before any loop has been timed."""
@@ -162,24 +162,30 @@ def target_name(step: Step) -> str:
     return str((step.settings.resolved.get("target") or {}).get("path"))
 
 
+class Times(TypedDict):
+    """What <root>/times.json holds: target -> step -> seconds per unit."""
+
+    format: Literal[1]
+    targets: dict[str, dict[str, float]]
+
+
+def stored_times(step: Step) -> Times:
+    """The file's content; without any targets where there is no file, or a damaged one."""
+    try:
+        return require_fit(Times, read_object(times_file(step)), TIMES_FILE)
+    except UserError:
+        return {"format": 1, "targets": {}}
+
+
 def read_times(step: Step) -> dict[str, float]:
     """The rates of earlier loops with this step's target; none from a file that is damaged."""
-    content: Any = None
-    with suppress(OSError, ValueError):
-        content = json.loads(times_file(step).read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        return {}
-    found = content["targets"].get(target_name(step), {})
-    return {str(title): float(seconds) for title, seconds in found.items()}
+    found = stored_times(step)["targets"].get(target_name(step), {})
+    return found if all(seconds >= 0 for seconds in found.values()) else {}
 
 
 def write_times(step: Step, times: dict[str, float]) -> None:
     """Keep the rates of this step's target; those of other targets stay."""
-    content: dict[str, Any] = {"format": FORMAT, "targets": {}}
-    with suppress(OSError, ValueError):
-        stored = json.loads(times_file(step).read_text(encoding="utf-8"))
-        if isinstance(stored, dict) and stored.get("format") == FORMAT:
-            content = stored
+    content = stored_times(step)
     content["targets"][target_name(step)] = times
     write_json(times_file(step), content)
 

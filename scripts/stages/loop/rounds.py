@@ -11,15 +11,16 @@ interruption and comes to the same end (docs/rounds.md).
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from heads.api.errors import UserError
+from inference.folders import WRITTEN, copy_plain, replace_part
 from inference.manifest import MANIFEST_FILE, checkpoint_hash, write_json
 from inference.measure.metrics import Gain
 from inference.target.model import TargetModel
+from inference.writers import only_writer
 from scripts.config.schema import Settings
 from scripts.run.folder import read_record
 from scripts.run.process import shown
@@ -325,23 +326,14 @@ class Rounds:
         source, out = self.plan.training(self.best), self.kept
         if checkpoint_hash(out / "best") == self.training(self.best).weights_sha256:
             return  # other stages may have put decode.yaml or watch.json into it since
-        fresh, old = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.old")
-        for leftover in (fresh, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        fresh.mkdir(parents=True)
-        for name in KEPT:
-            if (source / name).is_dir():
-                shutil.copytree(source / name, fresh / name)
-            elif (source / name).is_file():
-                shutil.copy2(source / name, fresh / name)
-        record = read_record(fresh)
-        if record is not None:
-            record.copied_from = str(source)
-            record.write(fresh)
-        if out.exists():
-            out.rename(old)
-        fresh.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
+        with only_writer(out), replace_part(out, WRITTEN["train"] + KEPT) as fresh:
+            for name in KEPT:
+                if (source / name).exists():
+                    copy_plain(source / name, fresh / name)
+            record = read_record(fresh)
+            if record is not None:
+                record.copied_from = str(source)
+                record.write(fresh)
 
 
 def is_copy(training: Path, run: Path) -> bool:

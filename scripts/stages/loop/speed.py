@@ -7,7 +7,6 @@ with the answers that were written.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,14 +15,16 @@ import pyarrow.parquet as pq
 
 from heads.api.checkpoint import load_drafter
 from heads.api.config import build
+from heads.api.reading import read_object
 from inference.audit.comparison import audit
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
-from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, write_json
+from inference.manifest import MANIFEST_FILE, file_sha256, write_json
 from inference.measure.metrics import divide
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings
 from scripts.stages.loop.facts import SPEED_FILE, HelpedGeneration
+from train.data.answers import read_answers
 
 
 def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGeneration:
@@ -31,7 +32,7 @@ def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGe
     generate stage; folder: the round's; count: answers in the sample."""
     path, key = folder / SPEED_FILE, file_sha256(folder / "generate" / MANIFEST_FILE)
     if path.is_file():
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_object(path)
         if stored.pop("generation", None) == key:
             return build(HelpedGeneration, stored, str(path))
     target = TargetModel.load(settings.target)
@@ -62,7 +63,7 @@ def sample(
     generated: Path, max_new_tokens: int, count: int
 ) -> tuple[list[Request], list[list[int]]]:
     """Requests for the first answer of `count` rows, evenly over all, and these answers."""
-    shards = read_manifest(generated, "generate")["shards"]
+    shards = read_answers(generated)["shards"]
     total = sum(shard["rows"] for shard in shards)
     wanted = {place * total // min(count, total) for place in range(min(count, total))}
     requests: list[Request] = []

@@ -17,6 +17,7 @@ from dataclasses import replace
 from heads.api.errors import UserError
 from inference.measure.config import BenchConfig
 from inference.target.model import TargetModel
+from inference.writers import only_writer
 from scripts.config.schema import Settings
 from scripts.run.drafters import SWEPT
 from scripts.run.process import console
@@ -29,6 +30,12 @@ from scripts.stages.loop.steps import Step, derive_generation, perform
 def run(settings: Settings) -> None:
     """Run every step; one that fails ends the loop, and the same command continues there."""
     steps = plan(settings)
+    with only_writer(settings.run.directory, ".loop.writer.json"):
+        play(settings, steps)
+
+
+def play(settings: Settings, steps: Sequence[Step]) -> None:
+    """Run the rounds, if there are any, and the steps, showing how far it is."""
     start = time.monotonic()
     if settings.loop.rounds:
         Rounds(settings).run()

@@ -3,7 +3,6 @@ prompts."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,9 +12,10 @@ from typing import Any
 
 from heads.api.checkpoint import build_config, load_drafter, read_config
 from heads.api.errors import UserError
+from heads.api.reading import read_object, require_fit
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.manifest import MANIFEST_FILE, read_manifest, write_json
+from inference.manifest import MANIFEST_FILE, write_json
 from inference.measure.metrics import TauEstimate
 from inference.measure.prompts import select_prompts, to_requests
 from inference.measure.run import quick_tau
@@ -29,7 +29,7 @@ from scripts.stages.generate import data_of
 from train.data.answers import AnswersManifest
 from train.generate.loop import OwnDecoder
 from train.generate.run import generate
-from train.manifest import TrainManifest
+from train.manifest import TrainManifest, read_training
 from train.refresh import RefreshConfig
 from train.run import train
 
@@ -46,7 +46,7 @@ def clock(path: Path, part: str) -> Iterator[None]:
 
 def read_seconds(path: Path) -> dict[str, float]:
     """Part -> seconds; empty before the first one has ended."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return require_fit(dict[str, float], read_object(path), f"'{path}'") if path.is_file() else {}
 
 
 def answer(
@@ -113,7 +113,7 @@ def goal_of(settings: Settings, old: Found) -> float:
             "known. Give the tau to reach as refresh.tau (its card says what was measured), or set "
             "refresh.until=budget."
         )
-    best = read_manifest(folder, "train")["best"]["tau"]
+    best = read_training(folder)["best"]["tau"]
     if best is None:
         raise UserError(
             f"the training in '{folder}' did not measure tau. Give refresh.tau, or set "

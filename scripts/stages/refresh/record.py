@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from heads.api.config import build
 from heads.api.errors import UserError
+from heads.api.reading import read_object
 from inference.manifest import write_json
 from inference.measure.metrics import TauEstimate
 
@@ -61,7 +61,7 @@ class RefreshRecord:
     def read(cls, folder: Path) -> RefreshRecord:
         """The record in a folder; raises `UserError` for a file of another format."""
         path = folder / REFRESH_FILE
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_object(path, "Refresh again.")
         if content.get("format") != FORMAT:
             raise UserError(f"'{path}' is not a record of format {FORMAT}. Refresh again.")
         return build(cls, content, REFRESH_FILE)

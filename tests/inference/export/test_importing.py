@@ -289,10 +289,10 @@ def test_folders_that_are_no_drafters(target: TargetModel, tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"has no config\.json"):
         Folder.read(tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text("{")
-    with pytest.raises(UserError, match="is broken"):
+    with pytest.raises(UserError, match="is not readable as JSON"):
         Folder.read(tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="must hold an object"):
+    with pytest.raises(UserError, match="in place of keys"):
         Folder.read(tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text("{}")
     with pytest.raises(UserError, match="holds no weights"):

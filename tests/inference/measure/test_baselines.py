@@ -189,7 +189,7 @@ def test_what_cannot_be_compared_is_refused(target: TargetModel, arms: list[Arm]
         UserError, match=r"bench\.baselines\.transformers\[\d\] 'asisted' is unknown"
     ):
         BaselinesConfig(transformers=("asisted",))
-    with pytest.raises(UserError, match=r"bench\.baselines\.lookup_tokens must be at least 1"):
+    with pytest.raises(UserError, match=r"bench\.baselines\.lookup_tokens must lie in \[1, 1024\]"):
         BaselinesConfig(lookup_tokens=0)
 
 

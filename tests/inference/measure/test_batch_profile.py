@@ -219,7 +219,7 @@ def test_the_best_draft_is_none_where_none_pays() -> None:
 
 def test_settings_are_checked(target: TargetModel, requests: list[Request], known: Any) -> None:
     assert not ProfileConfig().wanted
-    with pytest.raises(UserError, match=r"bench\.profile\.batches\[0\] must be at least 1"):
+    with pytest.raises(UserError, match=r"bench\.profile\.batches\[0\] must lie in \[1, 65536\]"):
         ProfileConfig(batches=(0,))
     with pytest.raises(UserError, match=r"bench\.profile\.temperatures\[0\] must not be negative"):
         ProfileConfig(temperatures=(-1.0,))

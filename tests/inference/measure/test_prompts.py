@@ -42,7 +42,7 @@ def test_a_folder_has_one_file_per_domain(tmp_path):
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ("{", "line 1: not a JSON object"),
+        ("{", "line 1 is not readable as JSON"),
         ("[1]", "expected a JSON object, found list"),
         ('{"id": "a"}', "exactly one of messages, prompt, tokens, text; found: none"),
         ('{"prompt": "x", "tokens": [1]}', "found: prompt, tokens"),

@@ -19,6 +19,7 @@ from inference.report import claims
 from inference.report import markdown as report_module
 from inference.report.model import Report, parse_report, read_report, write_report
 from inference.report.page.render import write_page
+from inference.report.quoting import code
 from tests.inference.example_report import BLOCKS, example_report, merged
 
 REPORTS = Path(__file__).parents[3] / "docs" / "reports"
@@ -113,6 +114,32 @@ def test_other_formats_and_double_names_are_refused() -> None:
         parse_report(example_report(format=2))
     with pytest.raises(UserError, match=r"\['eagle3'\] more than once"):
         parse_report(example_report({}, {}))
+
+
+def test_what_is_quoted_is_text() -> None:
+    """Names of drafters, domains and devices neither break a table nor become HTML."""
+    name = "a|b <img src=x onerror=alert(1)> ](http://x)\n# c"
+    report = example_report({"draft": {"name": name}}, device={"name": name}, command="x `y`")
+    text = report_module.markdown({name: parse_report(report)}, [])
+    assert "- command: `` x `y` ``" in text
+    assert "<img" not in text and "](http" not in text and "\n# c" not in text
+    assert "a\\|b &lt;img src=x onerror=alert(1)> ]\\(http://x) # c" in text
+    rows = report_module.main_table(parse_report(report))
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {10}
+    console = Console(file=io.StringIO(), width=200)
+    report_module.print_table(
+        parse_report(example_report({"draft": {"name": "[/red] x"}})), console
+    )
+    assert isinstance(console.file, io.StringIO)
+    assert "[/red] x" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("text", "span"),
+    [("a", "`a`"), ("a`b", "`` a`b ``"), ("a``|b", "``` a``\\|b ```"), ("a\nb", "`a b`")],
+)
+def test_code_spans_hold_any_text(text: str, span: str) -> None:
+    assert code(text) == span
 
 
 def test_unreadable_reports(tmp_path: Path) -> None:

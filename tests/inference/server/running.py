@@ -14,8 +14,10 @@ import openai
 
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.server.config import Secret, ServeConfig
-from inference.server.run import Server, bind
+from inference.server.config import ServeConfig
+from inference.server.front.secret import Secret
+from inference.server.front.server import bind
+from inference.server.run import Server
 from inference.server.service import Service
 
 MODEL = "micro"
@@ -58,15 +60,17 @@ def serving(
 ) -> Iterator[Running]:
     """Serve `engine` until the block ends."""
     given = replace(ServeConfig(port=0, name=MODEL, grace_seconds=20), **config)
-    listening = bind(given)
+    listening = bind("serve", given.host, given.port)
     service = Service(given, engine, "test", Secret(token.encode()) if token else None, records)
     service.start()
     begun = threading.Event()
-    server = Server(service, begun.set)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    server = Server(service, listening, begun.set)
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert begun.wait(30)
-    running = Running(service, server, f"http://127.0.0.1:{listening.getsockname()[1]}", token)
+    scheme = "https" if given.ssl_certfile else "http"
+    port = listening.getsockname()[1]
+    running = Running(service, server, f"{scheme}://127.0.0.1:{port}", token)
     try:
         yield running
     finally:

@@ -20,7 +20,17 @@ from inference.decoding.engine import Engine
 from tests.inference.server.running import MODEL, Running, offline, serving
 
 USER = [{"role": "user", "content": "Hello"}]
-BAD: list[tuple[dict[str, Any], int, str, str]] = [
+
+
+def nested(levels: int) -> Any:
+    """A list in a list in a list."""
+    found: Any = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+BAD: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"n": 2}, 400, "n", "'n' is not supported"),
     ({"logprobs": True}, 400, "logprobs", "not supported"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "not supported"),
@@ -49,6 +59,18 @@ BAD: list[tuple[dict[str, Any], int, str, str]] = [
     ),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages", "not valid Unicode"),
     ({"messages": [{"role": "user", "content": "Hello " * 400}]}, 400, "prompt", "128 positions"),
+    (
+        {"messages": [{"role": "user", "content": "a" * 99999}]},
+        400,
+        "prompt",
+        r"100\d\d\d characters",
+    ),
+    ({"model": "\ud800"}, 400, "model", "'model' is not valid Unicode"),
+    *(({name: 10**309}, 400, None, "has 310 digits") for name in ("temperature", "top_p", "min_p")),
+    ({"seed": 10**50}, 400, None, "has 51 digits"),
+    ({"\ud800": 1}, 400, None, "name is not valid Unicode"),
+    ({"chat_template_kwargs": {"a": nested(70)}}, 400, None, "more than 64 levels"),
+    ({"temperature": float("inf")}, 400, None, "Infinity is no number"),
     (
         {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
         400,
@@ -89,11 +111,14 @@ def refusal(found: httpx.Response) -> dict[str, Any]:
     ("change", "status", "param", "words"), BAD, ids=lambda value: str(value)[:40]
 )
 def test_a_bad_request_is_named(
-    running: Running, change: dict[str, Any], status: int, param: str, words: str
+    running: Running, change: dict[str, Any], status: int, param: str | None, words: str
 ) -> None:
+    invalid = 'headstart_requests_total{outcome="invalid"}'
+    before = running.metrics()[invalid]
     found = post(running, {"model": MODEL, "messages": USER, "max_tokens": 3, **change})
     error = refusal(found)
     assert (found.status_code, error["param"]) == (status, param)
+    assert running.metrics()[invalid] == before + 1
     assert re.search(words, error["message"]), error["message"]
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
@@ -334,9 +359,9 @@ def test_an_engine_that_keeps_failing_ends_the_server(engine: Engine) -> None:
         with pytest.raises((openai.InternalServerError, openai.APIConnectionError)):
             long(running.client)
         end = time.monotonic() + 10
-        while not running.server.should_exit and time.monotonic() < end:
+        while not running.server.ended and time.monotonic() < end:
             time.sleep(0.02)
-        assert running.server.failed and running.server.should_exit
+        assert running.server.failed and running.server.ended
 
 
 # The end

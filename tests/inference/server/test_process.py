@@ -101,8 +101,9 @@ def test_what_cannot_be_served_is_said_in_one_line(tmp_path: Path) -> None:
 
 def test_settings_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from heads.api.errors import UserError
-    from inference.server.config import ServeConfig, is_loopback, read_secret
-    from inference.server.run import bind
+    from inference.server.config import ServeConfig, read_secret
+    from inference.server.front.secret import is_loopback
+    from inference.server.front.server import bind
 
     monkeypatch.setenv("HEADSTART_SERVE_TOKEN", "")
     refused: list[tuple[dict[str, Any], str]] = [
@@ -122,10 +123,10 @@ def test_settings_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     secret = read_secret(ServeConfig(host="0.0.0.0", token_file=str(file)))
     assert (
         secret is not None
-        and secret.matches(f"Bearer {TOKEN}")
-        and not secret.matches(f"Bearer {TOKEN}x")
+        and secret.matches(f"Bearer {TOKEN}".encode())
+        and not secret.matches(f"Bearer {TOKEN}x".encode())
     )
-    assert not secret.matches(None) and TOKEN not in repr(secret)
+    assert not secret.matches(b"") and TOKEN not in repr(secret)
     file.write_text("short")
     with pytest.raises(UserError, match="has 5 characters; 16 are the least"):
         read_secret(ServeConfig(token_file=str(file)))
@@ -133,8 +134,8 @@ def test_settings_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         is_loopback(host)
         for host in ("127.0.0.1", "::1", "[::1]", "localhost", "0.0.0.0", "10.0.0.1", "example.org")
     ] == [True, True, True, True, False, False, False]
-    listening = bind(ServeConfig(port=0))
+    listening = bind("serve", "127.0.0.1", 0)
     listening.listen()
     with pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1"):
-        bind(ServeConfig(port=listening.getsockname()[1]))
+        bind("serve", "127.0.0.1", listening.getsockname()[1])
     listening.close()

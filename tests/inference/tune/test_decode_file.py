@@ -314,5 +314,5 @@ def test_what_the_file_says_may_be_no_draft_at_all() -> None:
         match=r"a draft has the settings shape, depth, .* given: \{'shape': 'chain', 'colour': 3\}",
     ):
         Draft.read({"shape": "chain", "colour": 3})
-    with pytest.raises(UserError, match=r"decode\.depth must be at least 1"):
+    with pytest.raises(UserError, match=r"decode\.depth must lie in \[1, 1024\]"):
         Draft.read({"shape": "chain", "depth": 0})

@@ -35,7 +35,7 @@ def answers(folder, rows, shards=1):
         name = f"shards/shard-{number:05d}.parquet"
         pq.write_table(pa.Table.from_pylist(own, schema=SHARD_SCHEMA), folder / name)
         entries.append(file_entry(folder, name, rows=len(own)))
-    write_manifest(folder, "generate", {"shards": entries})
+    write_manifest(folder, "generate", {"target": {}, "counts": {}, "shards": entries})
     return folder
 
 

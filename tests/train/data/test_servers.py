@@ -290,7 +290,7 @@ def test_answers_are_what_our_decoder_would_hand_out():
         ({"backend": "vlm"}, "Did you mean 'vllm'"),
         ({"server": "host:8000"}, "must begin with http"),
         ({"server": "http://a", "shape": "chain"}, "only known to our own decoder"),
-        ({"server": "http://a", "concurrency": 0}, "concurrency must be at least 1"),
+        ({"server": "http://a", "concurrency": 0}, r"concurrency must lie in \[1, 65536\]"),
     ],
 )
 def test_wrong_settings_are_refused(options, problem):

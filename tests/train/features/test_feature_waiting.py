@@ -130,7 +130,7 @@ def test_while_a_server_is_asked_again_and_again(
 ) -> None:
     target = TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))
     server = FeatureServer(target, torch.float32, "127.0.0.1", 0, "")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread = threading.Thread(target=server.run)
     thread.start()
     plain, calls, before = server.compute, [], set(threading.enumerate())
 
@@ -152,8 +152,7 @@ def test_while_a_server_is_asked_again_and_again(
         with pytest.raises(Stopped) as caught:
             train(out=tmp_path, **settings(micro, **EAGLE3, features=features))
     finally:
-        server.shutdown()
-        server.server_close()
+        server.end()
         thread.join()
     assert (caught.value.code, caught.value.step) == (0, 3)
     assert (tmp_path / "checkpoints/step_00000003").is_dir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -16,10 +17,12 @@ import pytest
 import torch
 
 import train.features.remote.client as remote_client
+import train.features.remote.server as remote_server
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
+from tests.inference.server.front.served import certificate
 from tests.train.micro_run import settings
 from train.data.loader import StepLoader
 from train.data.pack import PackedData
@@ -51,17 +54,19 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def serving(
-    target: TargetModel, dtype: torch.dtype = torch.float32, token: str = ""
+    target: TargetModel,
+    dtype: torch.dtype = torch.float32,
+    token: str = "",
+    pair: tuple[str, ...] = (),
 ) -> Iterator[FeatureServer]:
     """A server on a free port, in a thread."""
-    server = FeatureServer(target, dtype, "127.0.0.1", 0, token)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    server = FeatureServer(target, dtype, "127.0.0.1", 0, token, *pair)
+    thread = threading.Thread(target=server.run)
     thread.start()
     try:
         yield server
     finally:
-        server.shutdown()
-        server.server_close()
+        server.end()
         thread.join()
 
 
@@ -245,7 +250,7 @@ def test_only_who_has_the_token_is_served(
     with serving(target, token="secret") as server:
         with pytest.raises(
             UserError,
-            match=r"refuses: the token is missing or wrong\. Set HEADSTART_FEATURES_TOKEN",
+            match=r"refuses: a valid bearer token is needed.*Set HEADSTART_FEATURES_TOKEN",
         ):
             remote(target, micro, server.address)
         monkeypatch.setenv("HEADSTART_FEATURES_TOKEN", "secret")
@@ -258,13 +263,13 @@ def test_nonsense_is_answered_with_a_sentence_and_the_server_goes_on(
     target: TargetModel, micro: Path
 ) -> None:
     with serving(target) as server:
-        host, port = server.server_address[:2]
+        host, port = server.listening.getsockname()[:2]
 
         def ask(method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, str]:
             connection = http.client.HTTPConnection(str(host), port, timeout=5)
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
-            found = answer.status, json.loads(answer.read()).get("error", "")
+            found = answer.status, json.loads(answer.read())["error"]["message"]
             connection.close()
             return found
 
@@ -274,8 +279,8 @@ def test_nonsense_is_answered_with_a_sentence_and_the_server_goes_on(
         assert ask("POST", "/features", b"x")[0] == 409
         assert ask("POST", "/features", b"x", **key) == (
             400,
-            "the header X-Headstart-Ask is not readable (Expecting value: line 1 "
-            "column 1 (char 0)).",
+            "the header X-Headstart-Ask is not readable (Invalid JSON: EOF while parsing a value "
+            "at line 1 column 0).",
         )
         status, sentence = ask("POST", "/features", b"x", **{**key, "X-Headstart-Ask": wish})
         assert (status, "holds no rows" in sentence) == (400, True)
@@ -306,3 +311,68 @@ def test_nonsense_is_answered_with_a_sentence_and_the_server_goes_on(
         features, loader = remote(target, micro, server.address)
         features.batch(loader.step(0)[0])
         features.close()
+
+
+def test_a_client_costs_nothing_before_its_token_and_little_after(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = json.dumps({"taps": [1], "last_hidden": False, "format": "fp32", "top_logits": 0})
+    with serving(target, token="secret") as server:
+        port = server.listening.getsockname()[1]
+
+        def ask(length: str, *lines: str) -> tuple[int, str]:
+            head = ["POST /features HTTP/1.1", "Host: x", f"Content-Length: {length}", *lines]
+            with socket.create_connection(("127.0.0.1", port), 20) as connection:
+                connection.sendall("\r\n".join((*head, "", "")).encode("latin-1"))
+                answer = http.client.HTTPResponse(connection)
+                answer.begin()
+                return answer.status, json.loads(answer.read())["error"]["message"]
+
+        token, key = "Authorization: Bearer secret", f"X-Headstart-Key: {server.key}"
+        # nothing of the body was sent, and the answer is here
+        assert ask("1000000")[0] == 401
+        assert ask("1000000", "Authorization: Bearer \xb2")[0] == 401
+        assert ask("\xb2") == (400, "the request is not HTTP (bad Content-Length).")
+        assert ask(str((1 << 24) + 1), token) == (413, "a request may have 16777216 bytes.")
+        for asked, words in (
+            (wish.replace("[1]", "[1e999]"), "taps.0: Input should be a valid integer"),
+            (wish.replace("[1]", "[" + "9" * 400 + "]"), "do not exist"),
+            (wish.replace("[1]", "[1,1]"), "must differ"),
+            (wish.replace("fp32", "\\ud800"), "not readable"),
+            ("[" * 3000, "not readable"),
+            ("[" * 30000, "more than 4096 characters"),
+            ("5", "not readable"),
+        ):
+            status, sentence = ask("0", token, key, f"X-Headstart-Ask: {asked}")
+            assert (status, words in sentence) == (400, True), sentence
+
+
+def test_a_busy_server_is_asked_again(
+    target: TargetModel, micro: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_server, "MOST_WAITING", 0)
+    with serving(target) as full, serving(target) as server:
+        server._places.most = 8
+        features, loader = remote(target, micro, full.address, server.address, ahead=0)
+        for step in range(2):
+            features.batch(loader.step(step)[0])
+        features.close()
+        assert (full.served, server.served) == (0, 2)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_features_come_over_https_from_who_is_trusted(
+    target: TargetModel, micro: Path, tmp_path: Path
+) -> None:
+    pair = certificate(tmp_path)
+    with serving(target, pair=pair) as server:
+        assert server.address.startswith("https://127.0.0.1:")
+        features, loader = remote(target, micro, server.address, ssl_cafile=pair[0])
+        features.batch(loader.step(0)[0])
+        features.close()
+        unknown = r"certificate of the feature server https://.* is not valid.*features\.ssl_cafile"
+        with pytest.raises(UserError, match=unknown):
+            remote(target, micro, server.address)
+        plain = server.address.replace("https", "http")
+        with pytest.raises(UserError, match="no feature server answers"):
+            remote(target, micro, plain)

@@ -80,6 +80,7 @@ def write_answers(folder: Path, completions: tuple[Completion, ...]) -> Path:
         "target": target().info.to_dict(),
         "sampling": {"temperature": 0.0},
         "data": {},
+        "counts": {},
         "shards": merged.shards,
     }
     write_manifest(folder, "generate", facts)

@@ -49,7 +49,9 @@ def weighted(micro: Path, out: Path, spread: float, **columns: Any) -> Path:
     pq.write_table(table, out / "shard.parquet")
     facts = {"target": read_manifest(micro / "answers", "generate")["target"]}
     write_manifest(
-        out, "generate", {**facts, "shards": [file_entry(out, "shard.parquet", rows=len(lengths))]}
+        out,
+        "generate",
+        {**facts, "counts": {}, "shards": [file_entry(out, "shard.parquet", rows=len(lengths))]},
     )
     return out
 

@@ -61,6 +61,7 @@ def answered(folder: Path, model: TargetModel, prompts: list[list[int]]) -> Path
         "target": model.info.to_dict(),
         "sampling": {},
         "data": {},
+        "counts": {},
         "shards": merged.shards,
     }
     write_manifest(folder, "generate", facts)

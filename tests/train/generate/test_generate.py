@@ -4,7 +4,9 @@ number of processes."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -21,7 +23,7 @@ from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests import forked
 from tests.inference.tokenizers import save_micro_target
-from train.data.answers import SHARD_SCHEMA, output_lock
+from train.data.answers import SHARD_SCHEMA
 from train.data.config import DataConfig
 from train.data.masks import mask_report
 from train.data.pack import PackedData, read_documents
@@ -231,10 +233,9 @@ def test_the_output_of_another_stage_is_not_touched(target, prompts, tmp_path):
 
 
 def test_two_runs_cannot_write_into_one_folder(target, prompts, tmp_path):
-    with (
-        output_lock(tmp_path, exclusive=False),
-        pytest.raises(UserError, match="another process is generating"),
-    ):
+    other = {"host": socket.gethostname(), "pid": os.getppid(), "token": "x"}
+    (tmp_path / ".writer.json").write_text(json.dumps(other))
+    with pytest.raises(UserError, match=f"another process writes to .*: process {os.getppid()} on"):
         generate(GenerateConfig(), prompts, DecodeConfig(**DECODE), target, tmp_path)
 
 

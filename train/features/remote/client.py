@@ -7,9 +7,10 @@ import itertools
 import json
 import logging
 import os
+import ssl
 import threading
 from concurrent.futures import CancelledError
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from safetensors import SafetensorError
@@ -18,6 +19,7 @@ from safetensors.torch import load, save
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
+from inference.server.front.tls import client_context
 from train.data.loader import PackedBatch
 from train.features.config import FeaturesConfig
 from train.features.remote import wire
@@ -27,6 +29,8 @@ from train.features.store.layout import things_of
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
+LATER = (http.client.REQUEST_TIMEOUT, http.client.TOO_MANY_REQUESTS)
+"""Refusals that another attempt may not meet."""
 
 
 class FailureError(Exception):
@@ -42,7 +46,9 @@ class RemoteClient:
         self, config: FeaturesConfig, info: TargetInfo, precision: str, needs: FeatureSpec
     ) -> None:
         self.config, self.info, self.precision = config, info, precision
-        self.servers = [split_address(text) for text in config.servers]
+        self.servers = [Address.of(text) for text in config.servers]
+        secured = any(server.secured for server in self.servers)
+        self.tls = client_context("features.ssl_cafile", config.ssl_cafile) if secured else None
         ask = wire.Ask.of(needs, config.form(info)).to_json()
         self.headers = {wire.KEY_HEADER: wire.key_of(info, precision), wire.ASK_HEADER: ask}
         token = os.environ.get(config.token_variable, "")
@@ -59,7 +65,7 @@ class RemoteClient:
             try:
                 self._require_same(server, json.loads(self._request(server, "GET", "/identity")))
             except (FailureError, ValueError) as failure:
-                silent.append(f"{url_of(server)}: {failure}")
+                silent.append(f"{server}: {failure}")
         if len(silent) == len(self.servers):
             raise UserError(
                 f"no feature server answers ({'; '.join(silent)}). Start one with `headstart "
@@ -68,7 +74,7 @@ class RemoteClient:
         for line in silent:
             logger.warning("a feature server does not answer and is left out for now: %s", line)
 
-    def _require_same(self, server: tuple[str, int], answer: dict[str, Any]) -> None:
+    def _require_same(self, server: Address, answer: dict[str, Any]) -> None:
         """Raise `UserError` when a server is not of this training's target."""
         theirs = answer.get("target", {})
         pairs = [
@@ -80,7 +86,7 @@ class RemoteClient:
         for name, mine, other in pairs:
             if mine != other:
                 raise UserError(
-                    f"the feature server {url_of(server)} does not fit this training: its {name} "
+                    f"the feature server {server} does not fit this training: its {name} "
                     f"is {other}, but {mine} is needed. Start it with the training's target and "
                     "engine.precision."
                 )
@@ -95,7 +101,7 @@ class RemoteClient:
             try:
                 return things_of(load(self._request(server, "POST", "/features", body)))
             except (FailureError, SafetensorError) as failure:
-                name = url_of(server)
+                name = str(server)
                 failures[name] = str(failure)
                 logger.warning("feature server %s: %s (attempt %d)", name, failure, attempt + 1)
             # A power of more than 1,023 is no float.
@@ -112,17 +118,27 @@ class RemoteClient:
     def stop(self) -> None:
         self._stopped.set()
 
-    def _request(
-        self, server: tuple[str, int], method: str, path: str, body: bytes | None = None
-    ) -> bytes:
+    def _request(self, server: Address, method: str, path: str, body: bytes | None = None) -> bytes:
         """An answer; raises `FailureError` when asking again may help, otherwise `UserError`."""
-        connection = http.client.HTTPConnection(*server, timeout=self.config.timeout_seconds)
+        seconds = self.config.timeout_seconds
+        if server.secured:
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                server.host, server.port, timeout=seconds, context=self.tls
+            )
+        else:
+            connection = http.client.HTTPConnection(server.host, server.port, timeout=seconds)
         try:
             connection.request(method, path, body, self.headers)
             answer = connection.getresponse()
             content = answer.read()
         except TimeoutError as error:
-            raise FailureError(f"no answer within {self.config.timeout_seconds:g} s") from error
+            raise FailureError(f"no answer within {seconds:g} s") from error
+        except ssl.SSLCertVerificationError as error:
+            raise UserError(
+                f"the certificate of the feature server {server} is not valid here "
+                f"({error.verify_message}). Name the file of the authority that signed it in "
+                "features.ssl_cafile."
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise FailureError(f"{type(error).__name__}: {error}") from error
         finally:
@@ -130,35 +146,45 @@ class RemoteClient:
         if answer.status == http.client.OK:
             return content
         sentence = error_of(content)
-        if answer.status >= http.client.INTERNAL_SERVER_ERROR:
+        if answer.status >= http.client.INTERNAL_SERVER_ERROR or answer.status in LATER:
             raise FailureError(f"status {answer.status}, {sentence}")
         unknown = answer.status == http.client.UNAUTHORIZED
         hint = f" Set {self.config.token_variable}." if unknown else ""
-        raise UserError(f"the feature server {url_of(server)} refuses: {sentence}{hint}")
-
-
-def url_of(server: tuple[str, int]) -> str:
-    return f"http://{server[0]}:{server[1]}"
+        raise UserError(f"the feature server {server} refuses: {sentence}{hint}")
 
 
 def error_of(content: bytes) -> str:
     """The sentence in a refusal."""
     try:
-        return str(json.loads(content)["error"])
+        return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return "it gave no reason; is it a feature server?"
 
 
-def split_address(text: str) -> tuple[str, int]:
-    """(host, port) of `http://host:port`; raises `UserError` for anything else."""
-    try:
-        parts = urlsplit(text)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if not host or not port or parts.scheme != "http" or parts.path not in ("", "/"):
-        raise UserError(
-            f"features.servers: '{text}' is not an address like http://10.0.0.5:8765. For https "
-            "put a proxy in front of the server."
-        )
-    return host, port
+class Address(NamedTuple):
+    """Where a server listens. secured: https."""
+
+    secured: bool
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, text: str) -> Address:
+        """The address in `http://host:port` or `https://host:port`; raises `UserError` for anything
+        else."""
+        try:
+            parts = urlsplit(text)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host, port = None, None
+        known = parts.scheme in ("http", "https") and parts.path in ("", "/") if host else False
+        if not host or not port or not known:
+            raise UserError(
+                f"features.servers: '{text}' is not an address like http://10.0.0.5:8765 or "
+                "https://10.0.0.5:8765."
+            )
+        return cls(parts.scheme == "https", host, port)
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http{'s' if self.secured else ''}://{host}:{self.port}"

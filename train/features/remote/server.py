@@ -1,25 +1,34 @@
 """A feature server: the frozen target behind HTTP (`headstart features features.serve=true`).
 
-It listens on this machine alone unless configured otherwise, and then insists on a token. Requests
-queue for the one target; one that cannot be served is answered with a sentence.
+It listens on this machine alone unless configured otherwise, and then insists on a token. What a
+client may cost is bounded by `inference.server.front`, as in `headstart serve`. Requests of several
+clients take turns at the one target; one that cannot be served is answered with a sentence.
 """
 
 from __future__ import annotations
 
-import hmac
+import asyncio
 import json
 import logging
 import os
 import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from safetensors.torch import save
 
 from heads.api.errors import UserError
-from train.features.base import LOOPBACK, FeatureTarget
+from inference.server.errors import ApiError
+from inference.server.front.fair import Places
+from inference.server.front.limits import Limits
+from inference.server.front.quiet import QuietLog
+from inference.server.front.secret import Secret, client_of, is_loopback
+from inference.server.front.server import HttpServer, bind, url_of
+from inference.server.front.site import Message, Receive, Send, Site
+from inference.server.front.tls import server_context
+from inference.server.front.workers import FairWorkers, work_in_turn
+from train.features.base import FeatureTarget
 from train.features.config import FeaturesConfig
 from train.features.remote import wire
 from train.features.store.layout import precision_of, tensors_of
@@ -27,44 +36,79 @@ from train.processes import terminable
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 60.0
-"""A connection that says nothing for so long is closed."""
+MOST_WAITING = 64
+"""Requests that run or wait; further ones are answered with status 503, which clients repeat."""
+THREADS = 3
+"""One runs the target; the others read the next requests and write the last answers."""
+CLOSE_SECONDS = 1.0
 
 
-class FeatureServer(ThreadingHTTPServer):
+class FeatureServer:
     """Serves `target` on host:port (0: any free port); dtype: of the features. token: what requests
-    must carry as `Authorization: Bearer <token>`, if any. Raises `UserError` for an address that
-    cannot be listened on, or that others reach without a token."""
-
-    daemon_threads = True
+    must carry as `Authorization: Bearer <token>`, if any; certfile, keyfile: for https. Raises
+    `UserError` for an address that cannot be listened on, or that others reach without a token, and
+    for certificates that cannot be used."""
 
     def __init__(
-        self, target: FeatureTarget, dtype: torch.dtype, host: str, port: int, token: str = ""
+        self,
+        target: FeatureTarget,
+        dtype: torch.dtype,
+        host: str,
+        port: int,
+        token: str = "",
+        certfile: str = "",
+        keyfile: str = "",
     ) -> None:
-        if host not in LOOPBACK and not token:
+        if not is_loopback(host) and not token:
             raise UserError(
                 f"features.host '{host}' can be reached by other machines, but no token is set: "
                 "anybody could use this target. Put a secret into the environment variable named "
                 "by features.token_variable, here and where the trainings run."
             )
-        self.target, self.dtype, self.token = target, dtype, token
+        self.target, self.dtype = target, dtype
         self.precision = precision_of(dtype, target.dtype)
         self.key = wire.key_of(target.info, self.precision)
         self.served = 0
+        self.site = Site(
+            self._answer,
+            Limits(body_bytes=wire.LARGEST_REQUEST, bodies_bytes=wire.MOST_HELD, body_seconds=60.0),
+            Secret(token.encode()) if token else None,
+            tls=server_context("features", certfile, keyfile),
+            refused=self._refused,
+        )
         self._one_at_a_time = threading.Lock()
-        try:
-            super().__init__((host, port), Handler)
-        except OSError as error:
-            raise UserError(
-                f"cannot listen on {host}:{port} ({error.strerror or error}). Set features.host "
-                "and features.port; port 0 takes any."
-            ) from error
-
-    @property
-    def address(self) -> str:
+        self._places = Places(MOST_WAITING)
+        self._log = QuietLog(logger)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = asyncio.Event()
+        self.listening = bind("features", host, port)
+        # connections wait from here on, also if `run` comes later
+        self.listening.listen()
+        self.address = url_of(self.listening, self.site.tls is not None)
         """As features.servers wants it."""
-        host, port = self.server_address[:2]
-        return f"http://{host!s}:{port}"
+
+    def run(self) -> None:
+        """Serve until `end`."""
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        self._workers = FairWorkers(THREADS, "headstart-features")
+        self._loop = asyncio.get_running_loop()
+        front = HttpServer(self.site, self.listening)
+        front.start()
+        try:
+            await self._ended.wait()
+            await front.close(CLOSE_SECONDS)
+        finally:
+            self._workers.stop()
+            self.listening.close()
+
+    def end(self) -> None:
+        """Let `run` return. From any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._ended.set)
+        else:
+            self._ended.set()
 
     def compute(self, body: bytes, ask: wire.Ask) -> bytes:
         """The answer to a request; raises `UserError` for rows that the target cannot read."""
@@ -74,100 +118,86 @@ class FeatureServer(ThreadingHTTPServer):
             self.served += 1
         return bytes(save(tensors_of(content)))
 
-
-class Handler(BaseHTTPRequestHandler):
-    """One connection."""
-
-    server: FeatureServer
-    protocol_version = "HTTP/1.1"
-    timeout = IDLE_SECONDS
-
-    def do_GET(self) -> None:
-        server = self.server
-        if not self._authorise() or not self._is_at("/identity"):
-            return
-        facts = {"target": server.target.info.to_dict(), "precision": server.precision}
-        content = {"format": wire.FORMAT, **facts, "key": server.key}
-        self._answer(200, json.dumps(content).encode(), "application/json")
-
-    def do_POST(self) -> None:
-        """Answer a request for the features of rows."""
-        length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > wire.LARGEST_REQUEST:
-            self.close_connection = True
-            limit = wire.LARGEST_REQUEST
-            self._refuse(413, f"a request has at most {limit} bytes and says how many.")
-            return
-        body = self.rfile.read(int(length))
-        if not self._authorise() or not self._is_at("/features"):
-            return
-        if self.headers.get(wire.KEY_HEADER) != self.server.key:
-            info = self.server.target.info
-            self._refuse(
-                409,
-                f"this server runs '{info.id}', revision {info.revision}, in "
-                f"{self.server.precision}: not what was asked for.",
-            )
+    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
+        """ASGI: GET /identity and POST /features; raises `ApiError`."""
+        way = scope["method"], scope["path"]
+        if way == ("GET", "/identity"):
+            facts = {"target": self.target.info.to_dict(), "precision": self.precision}
+            content = json.dumps({"format": wire.FORMAT, **facts, "key": self.key}).encode()
+            kind = b"application/json"
+        elif way == ("POST", "/features"):
+            headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
+            body = (await receive())["body"]
+            content = await self._in_turn(client_of(scope["client"][0]), headers, body)
+            kind = b"application/octet-stream"
         else:
-            self._features(body)
+            raise ApiError(
+                404, f"there is no {way[0]} {way[1]} here: GET /identity or POST /features."
+            )
+        size = str(len(content)).encode()
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-type", kind), (b"content-length", size)],
+            }
+        )
+        await send({"type": "http.response.body", "body": content})
 
-    def _is_at(self, path: str) -> bool:
-        """Whether the request is for `path`; refuses it otherwise."""
-        if self.path != path:
-            self._refuse(404, f"there is no '{self.path}' here: GET /identity or POST /features.")
-        return self.path == path
-
-    def _features(self, body: bytes) -> None:
+    async def _in_turn(self, client: str, headers: Mapping[str, str], body: bytes) -> bytes:
+        """The features for a request, when it is its client's turn; raises `ApiError`."""
+        place = self._places.take(client)
+        if place is None:
+            raise busy(f"{len(self._places)} requests run or wait")
+        why = "other clients wait, and this address has the most requests"
         try:
-            header = self.headers.get(wire.ASK_HEADER, "")
-            answer = self.server.compute(body, wire.Ask.from_json(header, self.server.target.info))
+            work = partial(self._features, headers, body)
+            return await work_in_turn(self._workers, place, work, partial(busy, why))
+        finally:
+            place.leave()
+
+    def _features(self, headers: Mapping[str, str], body: bytes) -> bytes:
+        """The features for a request; raises `ApiError`. On a thread of the workers."""
+        if headers.get(wire.KEY_HEADER.lower()) != self.key:
+            info = self.target.info
+            raise ApiError(
+                409,
+                f"this server runs '{info.id}', revision {info.revision}, in {self.precision}: not "
+                "what was asked for.",
+            )
+        try:
+            ask = wire.Ask.from_json(headers.get(wire.ASK_HEADER.lower(), ""), self.target.info)
+            return self.compute(body, ask)
         except UserError as error:
-            self._refuse(400, str(error))
+            raise ApiError(400, str(error)) from error
         # out of memory, a lost device: the next request may go well
         except (RuntimeError, MemoryError) as error:
             logger.warning("a request failed: %s", error)
             reason = next(iter(str(error).splitlines()), "no message")
-            self._refuse(500, f"{type(error).__name__}: {reason}")
-        else:
-            self._answer(200, answer, "application/octet-stream")
+            raise ApiError(500, f"{type(error).__name__}: {reason}") from error
 
-    def _authorise(self) -> bool:
-        given, wanted = self.headers.get("Authorization", ""), f"Bearer {self.server.token}"
-        allowed = not self.server.token or hmac.compare_digest(given.encode(), wanted.encode())
-        if not allowed:
-            self._refuse(401, "the token is missing or wrong.")
-        return allowed
+    def _refused(self, method: str, error: ApiError, client: str) -> None:
+        self._log.note(f"refused with {error.status}", f"{error.kind}, client {client}")
 
-    def _refuse(self, status: int, sentence: str) -> None:
-        self._answer(status, json.dumps({"error": sentence}).encode(), "application/json")
 
-    def _answer(self, status: int, content: bytes, kind: str) -> None:
-        try:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-        except OSError as error:  # the client has gone
-            logger.info("the answer could not be delivered: %s", error)
-            self.close_connection = True
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - named by http.server
-        logger.debug(format, *args)
+def busy(why: str) -> ApiError:
+    """Status 503, after which clients ask again."""
+    return ApiError(503, f"the feature server is busy: {why}.", code="overloaded", retry_after=1)
 
 
 def serve(
     target: FeatureTarget, config: FeaturesConfig, dtype: torch.dtype, say: Callable[[str], None]
 ) -> None:
     """Serve features until SIGTERM or Ctrl-C. After a signal the process ends here, with status 0:
-    threads of connections may be inside of torch, and an interpreter that ends around them was seen
-    to abort. There is nothing left to write."""
+    threads may be inside of torch, and an interpreter that ends around them was seen to abort.
+    There is nothing left to write."""
     token = os.environ.get(config.token_variable, "")
-    server = FeatureServer(target, dtype, config.host, config.port, token)
+    pair = config.ssl_certfile, config.ssl_keyfile
+    server = FeatureServer(target, dtype, config.host, config.port, token, *pair)
     say(f"features of {target.info.id} in {server.precision} at {server.address}; Ctrl-C ends it")
     try:
-        with terminable(), server:
-            server.serve_forever()
+        with terminable():
+            server.run()
     except (KeyboardInterrupt, SystemExit) as ending:
         say(f"stopped after {server.served} requests")
         if isinstance(ending, SystemExit):

@@ -4,7 +4,8 @@
     POST /features   <- safetensors: tokens, positions, segments [b, T] int32; headers with `key`
                      and, as JSON, what is asked for
                      -> safetensors: `<thing>.<part>` over the rows' tokens without padding, as in a
-                     store's shard -> or JSON `error` with a status of 400 and above
+                     store's shard -> or JSON `error`, in OpenAI's shape as everywhere, with a
+                     status of 400 and above
 
 `key` stands for the target, its tokenizer and the precision it runs in; a server that was restarted
 with another target refuses. Nothing is pickled, and every answer has its length in front.
@@ -17,6 +18,7 @@ import json
 from dataclasses import asdict, dataclass
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load
 
@@ -30,7 +32,12 @@ from train.features.store.codec import check_format
 
 FORMAT = 1
 KEY_HEADER, ASK_HEADER = "X-Headstart-Key", "X-Headstart-Ask"
-LARGEST_REQUEST = 1 << 28
+LARGEST_REQUEST = 1 << 24
+"""Bytes of a request: 1.4 million positions."""
+MOST_HELD = 1 << 28
+"""Bytes of all requests that a server holds."""
+LONGEST_ASK = 4096
+"""Characters of the header that says what is asked for."""
 ROWS = ("tokens", "positions", "segments")
 
 
@@ -58,23 +65,27 @@ class Ask:
     @classmethod
     def from_json(cls, text: str, info: TargetInfo) -> Ask:
         """Raises `UserError` for anything that this target cannot give."""
+        if len(text) > LONGEST_ASK:
+            raise UserError(f"the header {ASK_HEADER} has more than {LONGEST_ASK} characters.")
         try:
-            content = json.loads(text)
-            ask = cls(
-                tuple(int(tap) for tap in content["taps"]),
-                bool(content["last_hidden"]),
-                str(content["format"]),
-                int(content["top_logits"]),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"the header {ASK_HEADER} is not readable ({error}).") from error
+            ask = ASK.validate_json(text, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            what = f"{where}: {first['msg']}" if where else first["msg"]
+            raise UserError(f"the header {ASK_HEADER} is not readable ({what}).") from error
         check_format(ask.format)
         ask.needs.check(info.num_layers)
+        if len(set(ask.taps)) < len(ask.taps):
+            raise UserError("taps must differ from each other.")
         if not 0 <= ask.top_logits < info.vocab_size:
             raise UserError(
                 f"top_logits {ask.top_logits} must lie between 0 and {info.vocab_size - 1}."
             )
         return ask
+
+
+ASK = TypeAdapter(Ask)
 
 
 def key_of(info: TargetInfo, precision: str) -> str:

@@ -1,43 +1,19 @@
 """Several writers, one store: each names in a file the shard it is writing; others take another.
 
-A claim without a sign of life is taken over. Claims change hands under a lock, so that of many that
-find the same dead claim one gets it. A claim is a courtesy all the same: two writers of one shard
-(a machine that was thought gone comes back, locks that end at the machine) write the same bytes,
+A claim without a sign of life is taken over (`inference.writers`). A claim is a courtesy all the
+same: two writers of one shard (a machine that was thought gone comes back) write the same bytes,
 whole, under the same name.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import secrets
-import socket
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from heads.api.errors import UserError
-from inference.manifest import STALE_SECONDS, alive
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A writer, and the seconds since its last sign of life."""
-
-    host: str
-    pid: int
-    age: float
-
-    @property
-    def stale(self) -> bool:
-        if self.host == socket.gethostname() and not alive(self.pid):
-            return True
-        return self.age > STALE_SECONDS
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, last sign of life {self.age:.0f} s ago"
+from inference.manifest import STALE_SECONDS
+from inference.writers import Writer, drop, read, take
 
 
 class Claims:
@@ -52,26 +28,14 @@ class Claims:
 
     def take(self, name: str) -> bool:
         """Claim `name`; False when a living writer has it, `UserError` for a refused write."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with folder_lock(self.store):
-            if self.path(name).exists():
-                found = self.read(name)
-                if found is not None and not found.stale:
-                    return False
-                self.path(name).unlink(missing_ok=True)
-            token = secrets.token_hex(8)
-            content = {"host": socket.gethostname(), "pid": os.getpid(), "token": token}
-            try:
-                with self.path(name).open("xb") as file:
-                    file.write(json.dumps(content).encode())
-            except FileExistsError:
-                return False  # a machine beyond the reach of our locks was faster
-            except OSError as error:
-                # half of a claim would be respected as a living writer's
-                self.path(name).unlink(missing_ok=True)
-                raise disk_error(self.store, error) from error
-            self._own[name] = token
-            return True
+        own = Writer.this()
+        try:
+            if take(self.path(name), own, STALE_SECONDS) is not None:
+                return False
+        except OSError as error:
+            raise disk_error(self.store, error) from error
+        self._own[name] = own.token
+        return True
 
     def renew(self, name: str) -> None:
         with contextlib.suppress(OSError):
@@ -80,37 +44,18 @@ class Claims:
     def drop(self, name: str) -> None:
         """Give a claim of our own up, unless another writer has taken it over."""
         token = self._own.pop(name, None)
-        with contextlib.suppress(OSError, ValueError), folder_lock(self.store):
-            content = json.loads(self.path(name).read_text(encoding="utf-8"))
-            if token is not None and content.get("token") == token:
-                self.path(name).unlink()
+        if token is not None:
+            drop(self.path(name), token)
 
-    def read(self, name: str) -> Claim | None:
-        """Who holds the claim; None for no holder, and for one half written by a kill long ago."""
-        path = self.path(name)
-        try:
-            age = max(0.0, time.time() - path.stat().st_mtime)
-            content = json.loads(path.read_text(encoding="utf-8"))
-            return Claim(str(content["host"]), int(content["pid"]), age)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError):
-            return Claim("an unknown machine", 0, age) if age < STALE_SECONDS else None
-
-    def all(self) -> dict[str, Claim]:
+    def all(self) -> dict[str, Writer]:
+        """The claims of writers that are not known to be gone."""
         names = sorted(path.stem for path in self.folder.glob("*.json"))
-        return {name: claim for name in names if (claim := self.read(name)) is not None}
-
-
-@contextlib.contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder alone, waiting for its holder; a process's end releases it."""
-    import fcntl
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        found = {name: read(self.path(name)) for name in names}
+        return {
+            name: writer
+            for name, writer in found.items()
+            if writer is not None and not writer.gone(STALE_SECONDS)
+        }
 
 
 def disk_error(folder: Path, error: Exception) -> UserError:

@@ -25,6 +25,7 @@ from pydantic import BaseModel, TypeAdapter
 from torch import Tensor
 
 from heads.api.errors import UserError
+from heads.api.reading import read_bytes, read_object
 from inference.manifest import FORMAT, write_bytes, write_json
 from train.data.loader import PackedBatch
 
@@ -110,8 +111,8 @@ def read_plan(folder: Path) -> StorePlan:
             "features.mode=online, or features.path to another folder."
         )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = read_object(path)
+    except UserError as error:
         raise damaged_json(path, error) from error
     try:
         if content["format"] != FORMAT:
@@ -144,7 +145,7 @@ class ShardIndex(BaseModel):
     def read(cls, path: Path) -> ShardIndex:
         """The index at `path`; raises `UserError` when it is damaged."""
         try:
-            return cls.model_validate_json(path.read_bytes())
+            return cls.model_validate_json(read_bytes(path))
         except ValueError as error:
             raise damaged_json(path, error) from error
 

@@ -21,10 +21,11 @@ from safetensors import SafetensorError, safe_open
 
 from heads.api.errors import UserError
 from inference.manifest import file_sha256
+from inference.writers import Writer
 from train.data.loader import PackedBatch
 from train.features.store import layout
 from train.features.store.batches import Content, join_rows
-from train.features.store.claims import Claim, Claims
+from train.features.store.claims import Claims
 from train.features.store.layout import ShardIndex, index_path, shard_path
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class StoreReader:
                     "features` with the settings of the training."
                 )
             now = time.monotonic()
-            writing = {name: claim for name, claim in claims.all().items() if not claim.stale}
+            writing = claims.all()
             ages = {name: claim.age for name, claim in writing.items()}
             if progress or any(age < signs.get(name, float("inf")) for name, age in ages.items()):
                 moved = now  # a new shard, a new claim, or a renewed one
@@ -135,7 +136,7 @@ class StoreReader:
             if self._stopped.wait(POLL_SECONDS):
                 raise CancelledError
 
-    def _late(self, writing: dict[str, Claim]) -> UserError:
+    def _late(self, writing: dict[str, Writer]) -> UserError:
         """The error for writers that stand still, or are not there."""
         who = ", ".join(f"{name}: {claim}" for name, claim in writing.items())
         state = f"{len(self._indexed)} of {self.plan.shards} shards are written"

@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save
+from typing_extensions import TypedDict
 
 from heads.api.batch import TrainBatch
 from heads.api.errors import UserError
@@ -32,6 +33,7 @@ from inference import manifest
 from inference.manifest import MANIFEST_FILE, write_bytes
 from inference.target.loading import TargetConfig, pick_device
 from inference.target.model import TargetModel
+from inference.writers import turn
 from train.data.loader import PackedBatch, packed_rows
 from train.data.pack import PackedData
 from train.data.permute import stable_permutation
@@ -39,7 +41,7 @@ from train.features.base import OnlineFeatures
 from train.features.config import FeaturesConfig
 from train.features.store import layout
 from train.features.store.batches import Content, Form, Logits, encode_batch, join_rows, to_cpu
-from train.features.store.claims import Claims, disk_error, folder_lock
+from train.features.store.claims import Claims, disk_error
 from train.features.store.codec import FORMATS, bytes_per_token, parts_of, states_of, store_bytes
 from train.features.store.layout import ShardIndex, index_path, shard_name, shard_path
 from train.processes import terminable
@@ -146,7 +148,7 @@ def open_store(folder: Path, plan: layout.StorePlan, quota_bytes: int) -> layout
     """Begin or continue a store; returns the plan that its shards follow: that of the first writer,
     as one at a time comes through here. Raises `UserError` for another store in the folder, or a
     quota or a disk without room."""
-    with folder_lock(folder):
+    with turn(folder):
         manifest.remove_leftovers(folder)  # of killed writers, before the room is counted
         if (folder / layout.STORE_FILE).is_file():
             stored = layout.read_plan(folder)
@@ -248,7 +250,7 @@ def finish_store(
     folder: Path, plan: layout.StorePlan, provenance: Mapping[str, object] | None
 ) -> StoreManifest:
     """Write the manifest of a store whose shards are all there, once; returns it."""
-    with folder_lock(folder):
+    with turn(folder):
         if not (folder / MANIFEST_FILE).is_file():
             paths = [index_path(folder, shard) for shard in range(plan.shards)]
             shards: list[ShardEntry] = []
@@ -270,7 +272,7 @@ def finish_store(
             indices = [manifest.file_entry(folder, str(path.relative_to(folder))) for path in paths]
             content = {**known, "bytes": size, "shards": shards, "index": indices}
             manifest.write_manifest(folder, "features", content, provenance)
-    return cast(StoreManifest, manifest.read_manifest(folder, "features"))
+    return manifest.read_manifest_as(StoreManifest, folder, "features")
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,17 @@ def written(
     return yaml.safe_load(matter), body
 
 
+def test_what_a_card_quotes_is_text() -> None:
+    hostile = "x` <img src=y onerror=alert(1)> |\n# z"
+    about = PushConfig("someone/a", datasets=(hostile,), base_model=hostile)
+    matter, body = written(about=about, kind=hostile, target={**CONFIG["target"], "id": hostile})
+    assert matter["base_model"] == hostile
+    assert "\n# z" not in body
+    blocks = re.sub(r"(?s)^```.*?^```$", "", body, flags=re.MULTILINE)
+    spans = re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", blocks)
+    assert "<img" not in spans and "onerror" in body
+
+
 def test_front_matter() -> None:
     matter, _ = written()
     assert matter == {

@@ -21,7 +21,7 @@ from heads.api.errors import UserError
 from inference.export.hub.config import PushConfig
 from inference.export.hub.folder import Sources, check_folder
 from inference.export.hub.push import push, upload
-from inference.manifest import file_sha256
+from inference.manifest import file_entry, file_sha256, write_manifest
 from inference.report.model import read_report
 from tests.inference.export.hub.example_folder import (
     CONFIG,
@@ -350,11 +350,9 @@ def test_building_again_replaces_only_what_was_built(
     with pytest.raises(UserError, match="is not a stage folder and is not deleted"):
         build(measured[0], [measured[1]], mine, REAL)
     (out / "chapter2.md").write_text("more of it", encoding="utf-8")
-    with pytest.raises(
-        UserError, match=r"holds files that stage 'push' did not write: chapter2\.md"
-    ):
-        build(measured[0], [measured[1]], out, REAL)
-    assert (out / "chapter2.md").read_text(encoding="utf-8") == "more of it"
+    build(measured[0], [measured[1]], out, REAL)
+    assert not (out / "chapter2.md").exists()
+    assert [path.read_text() for path in tmp_path.glob("hub.aside-*/chapter2.md")] == ["more of it"]
     assert (mine / "chapter1.md").read_text(encoding="utf-8") == "years of work"
 
 
@@ -439,6 +437,79 @@ def test_an_export_of_other_weights_is_refused(measured: tuple[Path, Path], tmp_
     with pytest.raises(UserError, match="is no folder of `headstart export`"):
         build(measured[0], [measured[1]], tmp_path / "hub", REAL, {"vllm": stale})
     assert not (tmp_path / "hub").exists()
+
+
+def test_what_an_export_did_not_write_and_links_are_not_published(
+    measured: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A link in an engine's folder would publish what it leads to."""
+    digest = file_sha256(measured[0] / "model.safetensors")
+    folder, private = write_export(tmp_path / "vllm", digest), tmp_path / "private.txt"
+    private.write_text("mine")
+    notes = json.loads((folder / "headstart_export.json").read_text())
+    notes["files"] = {
+        name: file_sha256(folder / name) for name in ("config.json", "model.safetensors")
+    }
+    (folder / "headstart_export.json").write_text(json.dumps(notes))
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "a.pyc").write_text("of an engine that looked at it")
+
+    def refused(words: str) -> None:
+        with pytest.raises(UserError, match=words):
+            build(measured[0], [measured[1]], tmp_path / "hub", REAL, {"vllm": folder})
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["private.txt", "vllm"]
+
+    (folder / "notes.txt").symlink_to(private)
+    refused(r"notes\.txt' is not a plain file but a link")
+    (folder / "notes.txt").unlink()
+    (folder / "notes.txt").write_text("to do")
+    refused(r"notes\.txt' was not written by `headstart export`")
+    (folder / "notes.txt").unlink()
+    kept = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(kept.replace("llama", "lloma"))
+    refused(r"vllm/config\.json' was changed or damaged since it was written")
+    (folder / "config.json").unlink()
+    refused(r"lacks config\.json, which was exported")
+    (folder / "config.json").write_text(kept)
+    out = build(measured[0], [measured[1]], tmp_path / "hub", REAL, {"vllm": folder})
+    assert sorted(path.name for path in (out / "vllm").iterdir()) == [
+        "config.json",
+        "headstart_export.json",
+        "model.safetensors",
+    ]
+    weights = measured[0] / "model.safetensors"
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "config.json").write_bytes((measured[0] / "config.json").read_bytes())
+    (linked / "model.safetensors").symlink_to(weights)
+    with pytest.raises(UserError, match="is a link, which is not followed"):
+        build(linked, [measured[1]], tmp_path / "other", REAL)
+    assert not list(tmp_path.glob("other*"))
+
+
+@pytest.mark.parametrize("name", ["medusa.py", "tokenizer.model", "notes.TXT", "LICENSE"])
+def test_a_token_in_any_file_does_not_leave(
+    measured: tuple[Path, Path], tmp_path: Path, name: str
+) -> None:
+    digest = file_sha256(measured[0] / "model.safetensors")
+    folder = write_export(tmp_path / "vllm", digest)
+    (folder / name).write_bytes(b"\x00\xff = '" + GOOD_TOKEN.encode() + b"'\n")
+    with pytest.raises(UserError, match="looks like a Hub access token") as caught:
+        build(measured[0], [measured[1]], tmp_path / "hub", REAL, {"vllm": folder})
+    assert GOOD_TOKEN not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["vllm"]
+
+
+def test_a_damaged_checkpoint_is_not_pushed(tmp_path: Path) -> None:
+    digest = write_checkpoint(tmp_path / "best")
+    files = [file_entry(tmp_path, f"best/{name}") for name in ("config.json", "model.safetensors")]
+    facts = {"files": files, "steps": 1, "tokens": 1, "seconds": 1.0, "best": {"tau": None}}
+    write_manifest(tmp_path, "train", facts)
+    report = write_measured(tmp_path / "measure", digest)
+    build(tmp_path / "best", [report], tmp_path / "hub", REAL)
+    (tmp_path / "best" / "config.json").write_text(json.dumps({**CONFIG, "needs": {"x": 1}}))
+    with pytest.raises(UserError, match=r"best/config\.json' was changed or damaged"):
+        build(tmp_path / "best", [report], tmp_path / "hub", REAL)
 
 
 def test_heads_of_one_target_meet_in_one_collection(

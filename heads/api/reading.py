@@ -1,0 +1,197 @@
+"""Readers of what comes from outside: text, JSON, JSON lines and YAML.
+
+Each is bounded, in the size of a file, in the depth and (for YAML, whose aliases multiply) in the
+number of its values, and turns every way in which a file can be wrong into one `UserError` that
+names it and says what to do: missing, a folder, not allowed, no UTF-8, cut off, numbers that
+nothing holds. `heads.api.tensors` does the same for safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from heads.api.config import build, shown
+from heads.api.errors import UserError
+
+T = TypeVar("T")
+
+ADVICE = "Copy it again, or remove it and run the stage that wrote it again."
+MIB = 1024 * 1024
+LARGEST_JSON = 1024 * MIB
+LARGEST_YAML = 4 * MIB
+LARGEST_LINE = 256 * MIB
+DEEPEST = 100
+"""Lists and mappings inside each other that a file may hold; what is written here has some ten."""
+MOST_VALUES = 1_000_000
+"""Values of a YAML file, with those that its aliases repeat."""
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_BROKEN_JSON = (ValueError, RecursionError)  # ValueError: also of UTF-8 and of long numbers
+# PyYAML's constructors let through what Python says to an empty or senseless tagged value.
+_BROKEN_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, on one line: an operating system's without its number."""
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    lines = said.strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+@contextmanager
+def refusing(name: str, advice: str, *errors: type[BaseException]) -> Iterator[None]:
+    """Turn `errors` of the block into a `UserError`: `name` cannot be read, why, `advice`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except errors as error:
+        raise UserError(f"{name} cannot be read: {reason(error)}. {advice}") from error
+
+
+def read_bytes(path: Path, advice: str = ADVICE, most: int = LARGEST_JSON) -> bytes:
+    """The content of a file of at most `most` bytes; raises `UserError`."""
+    # ValueError: of a path with a NUL
+    with refusing(f"'{path}'", advice, OSError, ValueError), path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise UserError(f"'{path}' cannot be read: it is larger than {most:,} bytes. {advice}")
+    return content
+
+
+def read_text(path: Path, advice: str = ADVICE, most: int = LARGEST_JSON) -> str:
+    """The text of a UTF-8 file; raises `UserError`."""
+    content = read_bytes(path, advice, most)
+    try:
+        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"'{path}' is not text in UTF-8 (byte {error.start} is {content[error.start]:#04x}). "
+            f"{advice}"
+        ) from error
+
+
+def parse_json(text: str | bytes, name: str, advice: str = ADVICE) -> Any:
+    """The values of a JSON text; raises `UserError`, which calls the text `name`."""
+    try:
+        written = text.decode("utf-8") if isinstance(text, bytes) else text
+        values = json.loads(written)
+        _require_shallow(values)
+        if _ESCAPED_SURROGATE.search(written):
+            json.dumps(values, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} holds half a character (a lone surrogate). {advice}") from error
+    except _BROKEN_JSON as error:
+        raise UserError(f"{name} is not readable as JSON ({reason(error)}). {advice}") from error
+    return values
+
+
+def read_json(path: Path, advice: str = ADVICE, most: int = LARGEST_JSON) -> Any:
+    """The values of a JSON file; raises `UserError`."""
+    return parse_json(read_bytes(path, advice, most), f"'{path}'", advice)
+
+
+def read_object(path: Path, advice: str = ADVICE, most: int = LARGEST_JSON) -> dict[str, Any]:
+    """The keys of a JSON file that holds an object; raises `UserError`."""
+    return require_object(read_json(path, advice, most), f"'{path}'", advice)
+
+
+def read_as(cls: type[T], path: Path, advice: str = ADVICE) -> T:
+    """A dataclass from a JSON file; raises `UserError`, also for keys that do not fit."""
+    values = read_object(path, advice)
+    try:
+        return build(cls, values, path.name)
+    except UserError as error:
+        raise UserError(f"'{path}' does not fit: {error} {advice}") from error
+
+
+def read_json_lines(path: Path, advice: str = ADVICE) -> Iterator[tuple[int, Any]]:
+    """Number (from 1) and values of each line of a JSON lines file, empty ones left out; raises
+    `UserError`."""
+    with refusing(f"'{path}'", advice, OSError, ValueError), path.open("rb") as file:
+        number = 0
+        while line := file.readline(LARGEST_LINE):
+            number += 1
+            if len(line) == LARGEST_LINE:
+                raise UserError(
+                    f"'{path}' line {number} is longer than {LARGEST_LINE:,} bytes. {advice}"
+                )
+            if line.strip():
+                yield number, parse_json(line, f"'{path}' line {number}", advice)
+
+
+def parse_yaml(text: str, name: str, advice: str = ADVICE) -> Any:
+    """The values of a YAML text, plain types only; raises `UserError`."""
+    try:
+        values = yaml.safe_load(text)
+        _require_shallow(values, MOST_VALUES)
+    except _BROKEN_YAML as error:
+        said = " ".join(str(error).split())[:200]
+        raise UserError(f"{name} is broken: no YAML of plain values ({said}). {advice}") from error
+    return values
+
+
+def read_yaml(path: Path, advice: str = ADVICE) -> Any:
+    """The values of a YAML file; raises `UserError`."""
+    return parse_yaml(read_text(path, advice, LARGEST_YAML), f"'{path}'", advice)
+
+
+def read_yaml_object(path: Path, advice: str = ADVICE) -> dict[str, Any]:
+    """The keys of a YAML file that holds a mapping; raises `UserError`."""
+    return require_object(read_yaml(path, advice), f"'{path}'", advice)
+
+
+def require_object(values: Any, name: str, advice: str = ADVICE) -> dict[str, Any]:
+    """Return `values` if they are keys, all of them text; raises `UserError` otherwise."""
+    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+        raise UserError(f"{name} is broken: it holds {shown(values)} in place of keys. {advice}")
+    return dict(values)
+
+
+def require_fit(kind: type[T], values: Any, name: str, advice: str = ADVICE) -> T:
+    """Return `values` if they are of `kind`, a `TypedDict` of typing_extensions; further keys are
+    other versions'. Raises `UserError`, which names the first key that is missing or does not fit.
+    """
+    try:
+        _adapter(cast(Any, kind)).validate_python(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        raise UserError(f"{name} is broken: {place}: {first['msg']}. {advice}") from error
+    return cast(T, values)
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _require_shallow(values: Any, most: float = float("inf")) -> None:
+    """Raise `RecursionError` for values inside more than `DEEPEST` others, `ValueError` for more
+    than `most` of them."""
+    level, count = [values], 0
+    for _ in range(DEEPEST):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+            if len(inner) > most:
+                raise ValueError(f"more than {most:,} values")
+        count += len(inner)
+        level = [value for value in inner if isinstance(value, (dict, list))]
+        if not level:
+            break
+    if level and inner:
+        raise RecursionError(f"more than {DEEPEST} lists or mappings inside each other")
+    if count > most:
+        raise ValueError(f"more than {most:,} values")

@@ -1,0 +1,71 @@
+"""Readers of safetensors files from outside, bounded as `heads.api.reading` is.
+
+The library checks a header against the file: its length, that every tensor lies inside and that its
+bytes are what its shape and format take. So the shapes that `tensor_shapes` returns are as large as
+the file is, and what is compared with them needs no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from heads.api.errors import UserError
+from heads.api.reading import refusing
+
+ADVICE = "The file is missing or was cut off; copy or train it again."
+BROKEN = (
+    *(SafetensorError, OSError, ValueError, TypeError, LookupError, RuntimeError, MemoryError),
+    *(OverflowError, AttributeError),
+)
+"""What the library, and torch behind it, raise for a file that is damaged or is no such file."""
+
+
+def read_tensors(path: Path, advice: str = ADVICE, device: str = "cpu") -> dict[str, Tensor]:
+    """All tensors of a file; raises `UserError`."""
+    with refusing(f"'{path}'", advice, *BROKEN):
+        tensors: dict[str, Tensor] = load_file(str(path), device=device)
+    return tensors
+
+
+@contextmanager
+def open_tensors(path: Path, advice: str = ADVICE) -> Iterator[Any]:
+    """Yield a file whose tensors are read one by one (`safetensors.safe_open`, for torch); its
+    errors, and those of reading, leave the block as `UserError`."""
+    with refusing(f"'{path}'", advice, *BROKEN), safe_open(str(path), "pt") as file:
+        yield file
+
+
+def tensor_shapes(path: Path, advice: str = ADVICE) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of a file's tensors, none of which is read; raises `UserError`."""
+    with open_tensors(path, advice) as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def require_shapes(
+    found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], path: Path, what: str
+) -> None:
+    """Raise `UserError` unless a file's tensors are those of `what`, by name and shape."""
+    missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if missing or unknown:
+        raise UserError(
+            f"'{path}' does not fit {what}: missing tensors {_some(missing)}, unknown tensors "
+            f"{_some(unknown)}."
+        )
+    for name, shape in found.items():
+        if shape != expected[name]:
+            raise UserError(
+                f"'{path}': tensor '{name}' has shape {list(shape)}, expected "
+                f"{list(expected[name])}."
+            )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{names[:8]}{more}"

@@ -1,0 +1,31 @@
+"""What the front serves: an ASGI application, and what it wants to be asked and told."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from inference.server.errors import ApiError
+from inference.server.front.limits import Limits
+from inference.server.front.secret import Secret
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+"""An ASGI application; an `ApiError` that leaves it before its answer begins is the answer."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """An application and its door. open_paths: need no token. refused: told of every request
+    that the front refused, its method (empty: its headers were not read) and its client."""
+
+    app: App
+    limits: Limits = field(default_factory=Limits)
+    secret: Secret | None = None
+    open_paths: frozenset[str] = frozenset()
+    tls: ssl.SSLContext | None = None
+    refused: Callable[[str, ApiError, str], None] = lambda method, error, client: None

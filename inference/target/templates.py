@@ -1,0 +1,174 @@
+"""Renders chat templates in a process of their own (`template_worker`), with limits on time, memory
+and output: a template comes with a tokenizer, and nothing else would end one that never does.
+
+The process starts with the first conversation, is kept for the following ones and ends with this
+one. It has none of this process's environment but what Python needs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heads.api.errors import UserError
+from inference.target import template_worker
+from inference.target.template_worker import LENGTH, LONGEST, MEMORY
+
+KEPT = (
+    "PATH HOME LANG LC_ALL LC_CTYPE TZ TMPDIR LD_LIBRARY_PATH DYLD_LIBRARY_PATH VIRTUAL_ENV "
+    "PYTHONHOME SYSTEMROOT HF_HOME"
+).split()
+"""Environment variables that the process gets."""
+OWN = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+SECONDS = 10
+"""Computing time of one rendering; others take some milliseconds."""
+PATIENCE = 300.0
+"""Seconds without an answer after which the process counts as lost: a machine may be so busy that
+its `SECONDS` of computing take long."""
+LARGEST_ANSWER = 16 * LONGEST
+PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation's text, and the spans [start, end) of characters in `{% generation %}`."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class WorkerLostError(Exception):
+    """The process has ended, or does not answer."""
+
+
+class Worker:
+    """The process. One conversation at a time; threads take turns."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(self, request: Mapping[str, object]) -> dict[str, Any]:
+        """The process's answer; raises `WorkerLostError`, after which the next call starts anew."""
+        try:
+            content = json.dumps(request, default=plain).encode()
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"this conversation cannot be given to a chat template ({error}). Its tools and "
+                "arguments must be plain values, not nested deeply."
+            ) from error
+        with self._lock:
+            process = self._process or self._start()
+            try:
+                assert process.stdin is not None
+                process.stdin.write(len(content).to_bytes(LENGTH, "big") + content)
+                process.stdin.flush()
+                deadline = time.monotonic() + PATIENCE
+                length = int.from_bytes(self._read(process, LENGTH, deadline), "big")
+                if length > LARGEST_ANSWER:
+                    raise WorkerLostError
+                answer: dict[str, Any] = json.loads(self._read(process, length, deadline))
+            except BaseException as error:
+                self.stop()
+                if isinstance(error, (OSError, ValueError)):
+                    raise WorkerLostError from error
+                raise
+        return answer
+
+    def stop(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def forget(self) -> None:
+        """In a forked child: the process is the parent's."""
+        process, self._process, self._lock = self._process, None, threading.Lock()
+        for stream in (process.stdin, process.stdout) if process is not None else ():
+            if stream is not None:
+                os.close(stream.fileno())
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {name: os.environ[name] for name in KEPT if name in os.environ} | OWN
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(template_worker.__file__)), str(SECONDS)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C at the terminal is for this process
+            )
+        except OSError as error:
+            raise UserError(
+                f"the process for chat templates cannot be started ({error}). Free memory or "
+                "processes."
+            ) from error
+        return self._process
+
+    def _read(self, process: subprocess.Popen[bytes], count: int, deadline: float) -> bytes:
+        """The next `count` bytes; raises `WorkerLostError` at the end, or at the deadline."""
+        assert process.stdout is not None
+        parts, missing, place = [], count, process.stdout.fileno()
+        with selectors.DefaultSelector() as selector:
+            selector.register(place, selectors.EVENT_READ)
+            while missing:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise WorkerLostError
+                parts.append(os.read(place, min(missing, PIECE)))
+                if not parts[-1]:
+                    raise WorkerLostError
+                missing -= len(parts[-1])
+        return b"".join(parts)
+
+
+_WORKER = Worker()
+atexit.register(_WORKER.stop)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_WORKER.forget)
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, object]],
+    values: Mapping[str, object],
+    marks: bool = False,
+) -> Rendered:
+    """Render a conversation. values: further variables; marks: whether spans are wanted.
+
+    Raises `UserError` for a template that refuses the conversation, has an error, or takes more
+    time or memory than there is for one.
+    """
+    chat = [{key: value for key, value in one.items() if value is not None} for one in messages]
+    request = {"template": template, "messages": chat, "values": dict(values), "marks": marks}
+    try:
+        answer = _WORKER.render(request)
+    except WorkerLostError as error:
+        raise UserError(
+            f"the chat template was ended: it took more than {SECONDS} seconds of computing or "
+            f"{MEMORY // 1024**2} MiB for one conversation. Shorten the conversation, or use "
+            "another chat template."
+        ) from error
+    if "error" in answer:
+        raise UserError(f"the chat template refuses this conversation: {answer['error']}")
+    return Rendered(answer["text"], [(start, end) for start, end in answer["spans"]])
+
+
+def plain(value: object) -> object:
+    """What JSON has no type for, as transformers' own rendering shows it to a template."""
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "shape", None) == ():
+        return item()  # a scalar of numpy
+    return f"<{type(value).__name__}>"

@@ -1,0 +1,43 @@
+"""Every setting refuses what it cannot hold, with one message that names it."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.config.schema import group_classes
+from tests.chaos import bad_inputs
+
+
+@pytest.mark.parametrize("group", sorted(group_classes()))
+def test_every_setting_of_a_group_refuses_every_bad_value(group: str) -> None:
+    cases = [case for case in bad_inputs.every_input() if case.group == group]
+    found = {
+        f"{case.setting}={bad_inputs.spell(case.value)[:80]}": bad_inputs.failure_of_group(
+            case, bad_inputs.base_values(case)
+        )
+        for case in cases
+    }
+    assert cases
+    assert {key: words for key, words in found.items() if words} == {}
+
+
+def test_every_setting_of_every_kind_of_drafter_refuses_every_bad_value() -> None:
+    cases = list(bad_inputs.every_head_input())
+    found = {
+        f"{kind}: {case.setting}={bad_inputs.spell(case.value)[:80]}": bad_inputs.failure_of_group(
+            case, {"kind": kind}
+        )
+        for kind, case in cases
+    }
+    assert len(cases) > 500
+    assert {key: words for key, words in found.items() if words} == {}
+
+
+def test_commands_refuse_a_sample_of_them() -> None:
+    assert bad_inputs.attack(seed=18, count=12) == (12, [])
+
+
+@pytest.mark.slow
+def test_commands_refuse_three_hundred_of_them() -> None:
+    tried, failed = bad_inputs.attack(seed=1, count=300)
+    assert (tried, failed) == (300, [])
