@@ -30,7 +30,9 @@ READ = 1 << 16
 LINGER_SECONDS, LINGER_BYTES = 2.0, 16 << 20
 """How long, and for how many bytes, a refused client may go on sending: closing at once would
 destroy the answer on its way."""
-REASONS = {431: "the headers have more than {limit} bytes.", 501: "this way to send is not known."}
+HEADERS_TOO_LARGE = 431
+MOST_SAID = 300
+"""Characters of a reason, which may quote what was sent."""
 
 
 class Answer:
@@ -144,10 +146,10 @@ class Connection:
                 if self.reader.at_eof():
                     self.left.set()
                     raise ApiError(499, "the client has left.") from error
-                status = error.error_status_hint
-                reason = REASONS.get(status, f"the request is not HTTP ({str(error)[:200]}).")
-                message = reason.format(limit=self.limits.header_bytes)
-                raise ApiError(status, message, code="invalid_http") from error
+                status, message = error.error_status_hint, f"the request is not HTTP ({error})."
+                if status == HEADERS_TOO_LARGE:
+                    message = f"the headers have more than {self.limits.header_bytes} bytes."
+                raise ApiError(status, message[:MOST_SAID], code="invalid_http") from error
             if event is not h11.NEED_DATA:
                 return cast("h11.Event | type[h11.PAUSED]", event)
             self.http.receive_data(await self.reader.read(READ))

@@ -337,7 +337,7 @@ def test_a_client_costs_nothing_before_its_token_and_little_after(
         for asked, words in (
             (wish.replace("[1]", "[1e999]"), "taps.0: Input should be a valid integer"),
             (wish.replace("[1]", "[" + "9" * 400 + "]"), "do not exist"),
-            (wish.replace("[1]", "[1,1]"), "must differ"),
+            (wish.replace("[1]", "[1,1]"), "without repetition"),
             (wish.replace("fp32", "\\ud800"), "not readable"),
             ("[" * 3000, "not readable"),
             ("[" * 30000, "more than 4096 characters"),

@@ -76,8 +76,6 @@ class Ask:
             raise UserError(f"the header {ASK_HEADER} is not readable ({what}).") from error
         check_format(ask.format)
         ask.needs.check(info.num_layers)
-        if len(set(ask.taps)) < len(ask.taps):
-            raise UserError("taps must differ from each other.")
         if not 0 <= ask.top_logits < info.vocab_size:
             raise UserError(
                 f"top_logits {ask.top_logits} must lie between 0 and {info.vocab_size - 1}."
