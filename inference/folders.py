@@ -11,7 +11,6 @@ copies folders (tests/test_layers.py).
 from __future__ import annotations
 
 import glob
-import json
 import logging
 import secrets
 import shutil
@@ -23,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.manifest import MANIFEST_FILE, PARTIAL, is_abandoned, partial_of, remove_leftovers
+from heads.api.reading import read_json
+from inference.manifest import (
+    LARGEST,
+    MANIFEST_FILE,
+    PARTIAL,
+    is_abandoned,
+    partial_of,
+    remove_leftovers,
+)
 from inference.writers import beside, is_writer_file, only_writer
 
 logger = logging.getLogger(__name__)
@@ -275,10 +282,15 @@ def is_temporary(name: str) -> bool:
 
 def plain_files(folder: Path) -> list[str]:
     """Relative paths of all files but those in `CACHES`; raises `UserError` for a link or anything
-    that is no file: what it leads to may be private."""
+    that is no file (what it leads to may be private), and for a name that is not UTF-8."""
     names = []
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
+        if any("\udc80" <= char <= "\udcff" for char in path.name):
+            raise UserError(
+                f"{str(path)!r} has a name that is not UTF-8, which no manifest can list. Give it "
+                "another name, or remove it."
+            )
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise UserError(
                 f"'{path}' is not a plain file but a link or a device, which is not followed. "
@@ -361,20 +373,19 @@ def _known(folder: Path, stage: str) -> tuple[str, ...]:
             listed = [str(entry["file"]) for entry in entries if "file" in entry]
             return (MANIFEST_FILE, *map(glob.escape, listed))
         if export is not None:
-            return (EXPORT_FILE, *map(glob.escape, export.get("files") or ()))
+            listed = export.get("files")
+            return (EXPORT_FILE, *map(glob.escape, listed if isinstance(listed, dict) else ()))
     return (RUN_FILE, MANIFEST_FILE, "config.yaml", *WRITTEN.get(stage, ()))
 
 
 def _read(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"'{file}' is broken ({error}), so it is not known whose folder '{file.parent}' is. "
-            "Remove the folder yourself, or choose another name."
-        ) from error
+    advice = (
+        f"So it is not known whose folder '{file.parent}' is: remove it yourself, or choose "
+        "another name."
+    )
+    content = read_json(file, advice, LARGEST)
     return content if isinstance(content, dict) else None
 
 

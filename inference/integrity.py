@@ -7,11 +7,11 @@ not complete or of an earlier version, is not listed anywhere.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE
-from inference.manifest import MANIFEST_FILE, read_manifest, verify_file
+from heads.api.reading import read_object
+from inference.manifest import LARGEST, MANIFEST_FILE, listed_files, verify_file
 
 CHECKED = (CONFIG_FILE, WEIGHTS_FILE)
 """Later stages put others beside them, about these very weights."""
@@ -21,23 +21,17 @@ STAGES = ("import", "push")
 
 def require_unchanged(checkpoint: Path) -> None:
     """Raise `UserError`, which names the file, for a checkpoint that was changed or damaged since
-    it was written."""
+    it was written, and a manifest that is not readable, by which nothing can be checked."""
     whole = checkpoint.resolve()
     for folder, stages in ((whole, STAGES), (whole.parent, ("train",))):
-        stage = _stage(folder)
+        path = folder / MANIFEST_FILE
+        content = read_object(path, most=LARGEST) if path.is_file() else {}
+        stage = content.get("stage")
         if stage not in stages:
             continue
-        for entry in read_manifest(folder, stage).get("files") or ():
-            path = folder / str(entry.get("file", ""))
-            if path.parent == whole and path.name in CHECKED:
+        # an earlier version lists none
+        for entry in listed_files(folder, stage) if content.get("files") is not None else ():
+            file = folder / entry["file"]
+            if file.parent == whole and file.name in CHECKED:
                 verify_file(folder, entry)
         return
-
-
-def _stage(folder: Path) -> str:
-    """The stage that a folder's manifest names; empty without one of ours."""
-    try:
-        content = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return ""
-    return str(content.get("stage", "")) if isinstance(content, dict) else ""

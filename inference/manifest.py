@@ -154,7 +154,7 @@ def is_abandoned(path: Path) -> bool:
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # also: a number that no process has
         return False
     except PermissionError:
         return True

@@ -29,7 +29,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from heads.api.config import build
 from heads.api.errors import UserError
+from heads.api.reading import read_object
 from inference.manifest import alive, partial_of
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ SILENT_SECONDS = 180.0
 _NAME = re.compile(r"\.(.+\.)?writer(-\d+)?\.json")
 _TURN_FILE, _TURN_SECONDS = ".turn.json", 0.02
 _TRIES = 5
+_LARGEST = 65_536
+"""Bytes of a file of a writer."""
 _UNKNOWN = "an unknown machine"
 
 
@@ -128,14 +132,15 @@ def read(path: Path, now: float | None = None) -> Writer | None:
     is that of an unknown machine."""
     try:
         age = max(0.0, (time.time() if now is None else now) - path.stat().st_mtime)
-        content = json.loads(path.read_text(encoding="utf-8"))
-        known = {item.name: content[item.name] for item in fields(Writer) if item.name in content}
-        found = Writer(**known)
-        return replace(found, pid=int(found.pid), host=str(content["host"]), age=age)
-    except FileNotFoundError:
+    except OSError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return Writer(host=_UNKNOWN, age=age)
+    try:
+        content = read_object(path, most=_LARGEST)
+        known = {item.name: content[item.name] for item in fields(Writer) if item.name in content}
+        found = build(Writer, known, path.name)
+        return replace(found, host=found.host or _UNKNOWN, age=age)
+    except UserError as error:
+        return None if isinstance(error.__cause__, FileNotFoundError) else Writer(_UNKNOWN, age=age)
 
 
 def drop(path: Path, token: str) -> None:

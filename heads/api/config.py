@@ -71,6 +71,8 @@ Weight = NonNegativeFloat
 Seconds = Annotated[float, Ge(0), Le(1e9)]
 Timeout = Annotated[float, Gt(0), Le(1e9)]
 Rate = Annotated[float, Gt(0), Le(100)]
+Count = Annotated[int, Ge(0), Le(1_000_000)]
+Port = Annotated[int, Ge(0), Le(65_535)]
 NonEmpty = Annotated[tuple[Item, ...], MinLen(1)]
 BOUNDED = (
     "PositiveInt",
@@ -94,11 +96,13 @@ BOUNDED = (
     "Seconds",
     "Timeout",
     "Rate",
+    "Count",
+    "Port",
 )
 """Names of the types above that have limits: `Seed` of every generator (NumPy takes 32 bits),
 `Depth` of a draft, layers or heads, `Layers` likewise where 0 is a default, `Rows` computed
 together, `Tokens` of a text, `Size` of a tensor's axis (0: a default), `Seconds` and
-`Timeout` to wait, `Rate` of learning."""
+`Timeout` to wait, `Rate` of learning, `Count` of requests or connections, `Port` of a server."""
 INT64 = (-(2**63), 2**63 - 1)
 """Limits of every whole number: what tensors and clocks hold."""
 

@@ -10,17 +10,22 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveInt, config
+from heads.api.config import Count, Port, Seconds, Size, config
 from heads.api.errors import UserError
+from heads.api.reading import read_text
 from inference.server.front.limits import Limits
 from inference.server.front.secret import Secret, is_loopback
 
-Seconds = Annotated[float, Ge(0.1)]
+Limit = Annotated[float, Ge(0.1), Le(1e9)]
+"""Seconds after which something ends."""
+Connections = Annotated[int, Ge(1), Le(1_000_000)]
 
 TOKEN_VARIABLE = "HEADSTART_SERVE_TOKEN"
 """Environment variable that holds the bearer token."""
 SHORTEST_TOKEN = 16
 """Characters that a token must have at least."""
+LARGEST_TOKEN = 16_384
+"""Bytes of its file: as much as the headers of a request leave room for."""
 
 
 @config("serve")
@@ -34,7 +39,7 @@ class ServeConfig:
     run's fastest one, as measured."""
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs a token, or serve.open=true."""
-    port: Annotated[int, Ge(0), Le(65535)] = 8000
+    port: Port = 8000
     """Port to listen on; 0 takes a free one and prints it."""
     name: str = ""
     """Model name that clients see; empty: the target's id, of a folder its last part."""
@@ -43,35 +48,35 @@ class ServeConfig:
     without that no token."""
     open: bool = False
     """Listen on another address than loopback without a token."""
-    context: NonNegativeInt = 0
+    context: Size = 0
     """Most positions of a request, prompt and answer; every row has memory for so many. 0: the
     target's limit, at most 4096."""
-    queue: NonNegativeInt = 128
+    queue: Count = 128
     """Requests that may wait for a row; further ones get status 429."""
-    queue_seconds: Seconds = 60.0
+    queue_seconds: Limit = 60.0
     """Longest wait for a row before a request gets status 429."""
-    request_seconds: Seconds = 600.0
+    request_seconds: Limit = 600.0
     """Longest time from arrival to the end of an answer; then it is broken off with status 504."""
-    write_seconds: Seconds = 30.0
+    write_seconds: Limit = 30.0
     """Longest time a streaming client may take to read a piece before it counts as gone."""
-    header_seconds: Seconds = 10.0
+    header_seconds: Limit = 10.0
     """Longest time the headers of a request may take to arrive, and a TLS handshake."""
-    body_seconds: Seconds = 20.0
+    body_seconds: Limit = 20.0
     """Longest time a request may take to arrive behind its headers."""
-    body_kilobytes: PositiveInt = 1024
+    body_kilobytes: Annotated[int, Ge(1), Le(1_048_576)] = 1024
     """Largest request; larger ones get status 413. Nothing is read before the token was right."""
-    idle_seconds: Seconds = 30.0
+    idle_seconds: Limit = 30.0
     """Longest time a connection may stay open without a request."""
-    connections: PositiveInt = 1024
+    connections: Connections = 1024
     """Most connections. At the limit the one that has waited longest for its client is ended for a
     new one."""
-    connections_per_address: PositiveInt = 512
+    connections_per_address: Connections = 512
     """Most connections of one address (IPv6: of a /64 network), in the same way."""
     ssl_certfile: str = ""
     """PEM file of a certificate, with its chain: the server speaks https; empty: http."""
     ssl_keyfile: str = ""
     """PEM file of the certificate's private key, unencrypted; empty: serve.ssl_certfile has it."""
-    grace_seconds: NonNegativeFloat = 30.0
+    grace_seconds: Seconds = 30.0
     """After SIGTERM or SIGINT: how long running requests may go on. New ones get status 503
     meanwhile."""
     domains: tuple[str, ...] = ("chat", "code", "math", "summary", "translation", "qa", "other")
@@ -82,7 +87,7 @@ class ServeConfig:
     Records)."""
     records: str = ""
     """Folder of the records; empty: <root>/records."""
-    records_megabytes: Annotated[float, Ge(0.01)] = 256.0
+    records_megabytes: Annotated[float, Ge(0.01), Le(1e9)] = 256.0
     """Size at which recording stops; what is not written then is counted in the metrics."""
     records_redact: bool = False
     """Keep no token and no text in the records, only positions, depths, probabilities and keyed
@@ -126,12 +131,9 @@ def read_secret(config: ServeConfig) -> Secret | None:
     value = os.environ.get(TOKEN_VARIABLE, "").strip()
     if config.token_file:
         try:
-            value = Path(config.token_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not text"
-            raise UserError(
-                f"serve.token_file '{config.token_file}' cannot be read ({reason})."
-            ) from error
+            value = read_text(Path(config.token_file), "Give a text file.", LARGEST_TOKEN).strip()
+        except UserError as error:
+            raise UserError(f"serve.token_file {error}") from error
         if not value:
             raise UserError(f"serve.token_file '{config.token_file}' is empty.")
     if value and len(value) < SHORTEST_TOKEN:

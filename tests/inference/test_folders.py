@@ -74,9 +74,17 @@ def test_a_record_says_whose_a_folder_is(tmp_path: Path) -> None:
     assert stage_of(tmp_path / "c") == "export"
     write_json(tmp_path / "d" / "manifest.json", {"name": "a browser's extension"})
     assert stage_of(tmp_path / "d") == ""
-    (tmp_path / "a" / "run.json").write_text('{"format": 1')
-    with pytest.raises(UserError, match=r"run\.json' is broken"):
+
+
+@pytest.mark.parametrize("content", [b'{"format": 1', b"\xff\xfe", b"[" * 100_000, b"9" * 5000])
+def test_a_folder_whose_record_is_not_readable_is_nobodys(tmp_path: Path, content: bytes) -> None:
+    (recorded(tmp_path / "a", "train") / "run.json").write_bytes(content)
+    words = r"run\.json' is not readable as JSON .* it is not known whose folder"
+    with pytest.raises(UserError, match=words):
         stage_of(tmp_path / "a")
+    with pytest.raises(UserError, match=words):
+        delete_own(tmp_path / "a", "train", "run.overwrite")
+    assert (tmp_path / "a" / "run.json").read_bytes() == content
 
 
 def test_a_stage_deletes_its_own_folder_and_no_other(tmp_path: Path) -> None:
@@ -244,6 +252,13 @@ def test_what_killed_processes_were_writing_is_swept_away(tmp_path: Path) -> Non
         (tmp_path / name / "file").touch()
     sweep(tmp_path)
     assert sorted(path.name for path in tmp_path.rglob("*.partial")) == [f"b{own}", "mine.partial"]
+
+
+def test_a_name_that_is_not_utf_8_is_not_copied(tmp_path: Path) -> None:
+    source = listed(tmp_path / "a")
+    Path(os.fsdecode(os.fsencode(source) + b"/notes-\xff")).touch()
+    with pytest.raises(UserError, match="has a name that is not UTF-8"):
+        copy_plain(source, tmp_path / "b")
 
 
 def test_links_are_not_copied(tmp_path: Path) -> None:

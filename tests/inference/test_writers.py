@@ -113,12 +113,24 @@ def test_who_counts_as_gone(
             assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
-def test_a_file_that_is_no_writers_is_respected_until_it_is_old(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[" * 50_000, '{"host": "x", "pid": 1e999}', '{"host": "x", "pid": [1]}', '["x"]', ""],
+)
+def test_a_file_that_is_no_writers_is_respected_until_it_is_old(
+    tmp_path: Path, content: str
+) -> None:
     path = tmp_path / ".writer.json"
-    path.write_text("{")
+    path.write_text(content)
     with pytest.raises(UserError, match="an unknown machine"):
         hold(tmp_path)
     os.utime(path, (time.time() - 1000,) * 2)
+    hold(tmp_path).release()
+
+
+def test_a_number_that_no_process_has_is_nobodys(tmp_path: Path) -> None:
+    content = {"host": socket.gethostname(), "pid": 2**62, "token": "x"}
+    (tmp_path / ".writer.json").write_text(json.dumps(content))
     hold(tmp_path).release()
 
 

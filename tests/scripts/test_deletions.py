@@ -27,6 +27,9 @@ from tests.inference.export.ground import load_target, save, save_target
 from tests.inference.test_folders import contents, recorded
 from train.data.ingest import require_own_input
 
+ANSWERS = {"target": {}, "counts": {}, "shards": []}
+"""What a manifest of answers has at least."""
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -227,9 +230,7 @@ def test_an_imported_drafter_is_not_trained_over(
         == 0
     )
     capsys.readouterr()
-    write_json(
-        root / "outputs" / "a" / "generate" / "manifest.json", {"format": 1, "stage": "generate"}
-    )
+    write_manifest(root / "outputs" / "a" / "generate", "generate", ANSWERS)
     for more in ([], ["run.overwrite=true"]):
         refused(root, capsys, "theirs'", "train", "head=medusa", "run.drafter=theirs", *more)
 
@@ -305,6 +306,10 @@ def test_a_flipped_bit_in_a_trained_checkpoint_is_named(
         load(at(training), load_target(root / "target"))
     with pytest.raises(UserError, match=words):
         load_drafter(training, load_target(root / "target"))
+    for damage in (b"[" * 100_000, b"\xff", b"[]"):
+        (training / "manifest.json").write_bytes(damage)
+        with pytest.raises(UserError, match=r"manifest\.json' is (not readable as JSON|broken)"):
+            require_unchanged(training / "best")
 
 
 @pytest.mark.parametrize(
@@ -326,7 +331,7 @@ def test_a_second_process_is_refused_by_every_stage_that_writes(
     root: Path, capsys: pytest.CaptureFixture[str], stage: str, place: str, more: list[str]
 ) -> None:
     run = root / "outputs" / "a"
-    write_json(run / "generate" / "manifest.json", {"format": 1, "stage": "generate"})
+    write_manifest(run / "generate", "generate", ANSWERS)
     write_report(example_report(), run / "measure" / "report.json")
     if stage == "import":
         assert main(command(root, "export", f"export.out={root / 'exported'}")) == 0

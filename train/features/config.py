@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from heads.api.config import (
+    Count,
     NonNegativeFloat,
     NonNegativeInt,
+    Port,
     PositiveFloat,
     PositiveInt,
     Timeout,
@@ -60,7 +62,7 @@ class FeaturesConfig:
     """`headstart features`: compare all checksums first, and write damaged shards again."""
     wait_seconds: Timeout = 300.0
     """store: how long training waits for a row while the writers of the store make no progress."""
-    ahead: NonNegativeInt = 2
+    ahead: Count = 2
     """store, remote, group: how many steps ahead features are fetched."""
     servers: tuple[str, ...] = ()
     """remote: addresses of the feature servers, as http://host:port or https://host:port; requests
@@ -72,14 +74,14 @@ class FeaturesConfig:
     """remote: environment variable with the token that servers ask for."""
     timeout_seconds: Timeout = 60.0
     """remote, group: longest wait for one answer."""
-    retries: NonNegativeInt = 5
+    retries: Count = 5
     """remote: how often a request is tried again, each time with the next server and after a longer
     pause."""
     serve: bool = False
     """`headstart features`: serve features instead of writing a store."""
     host: str = "127.0.0.1"
     """serve: the address that is listened on. Any other than this machine's own needs a token."""
-    port: int = 8765
+    port: Port = 8765
     """serve: the port; 0: any free one, which is printed."""
     ssl_certfile: str = ""
     """serve: PEM file of a certificate, with its chain: the server speaks https; empty: http."""

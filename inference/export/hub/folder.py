@@ -14,6 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NotRequired
+
+from typing_extensions import TypedDict
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
 from heads.api.errors import UserError
@@ -25,12 +28,41 @@ from inference.export.hub.config import PushConfig
 from inference.export.layouts.folder import ExportNotes
 from inference.folders import EXPORT_FILE, copy_plain, plain_files, replace_folder
 from inference.integrity import require_unchanged
-from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest
+from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest_as
 from inference.report.model import Report, read_report, write_report
 
 CARD_FILE, REPORT_FILE = "README.md", "report.json"
 STAGE = "push"
-SECRET = re.compile(rb"\bhf_[A-Za-z0-9]{30,}")
+SECRET = re.compile(rb"\bhf_[A-Za-z0-9]{30,}|h\0f\0_\0(?:[A-Za-z0-9]\0){30,}")
+"""A token in UTF-8 and all encodings like it, and in UTF-16."""
+
+
+class Best(TypedDict):
+    """Of a training's manifest: its best evaluation."""
+
+    tau: float | None
+
+
+class Revision(TypedDict, total=False):
+    """Of a training's manifest: the code."""
+
+    revision: str
+
+
+class Provenance(TypedDict, total=False):
+    """Of a training's manifest: what it ran with."""
+
+    git: Revision
+
+
+class Trained(TypedDict):
+    """What a card says of a training, as its manifest has it."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    best: Best
+    provenance: NotRequired[Provenance]
 
 
 @dataclass(frozen=True)
@@ -129,7 +161,7 @@ def read_training(checkpoint: Path) -> Training | None:
     folder = checkpoint.parent
     if not (folder / MANIFEST_FILE).is_file():
         return None
-    record = read_manifest(folder, "train")
+    record = read_manifest_as(Trained, folder, "train")
     revision = str(record.get("provenance", {}).get("git", {}).get("revision", ""))
     measured = record["best"]["tau"] is not None
     return Training(record["steps"], record["tokens"], record["seconds"], revision, measured)

@@ -3,6 +3,7 @@ and who may ask."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 
 import train.features.remote.client as remote_client
 import train.features.remote.server as remote_server
@@ -29,6 +31,7 @@ from train.data.pack import PackedData
 from train.features.base import OnlineFeatures
 from train.features.config import FeaturesConfig
 from train.features.make import make_features
+from train.features.remote.client import FailureError, content_of
 from train.features.remote.server import FeatureServer
 from train.features.remote.wire import Ask
 from train.run import train
@@ -237,6 +240,56 @@ def test_a_server_of_another_target_or_precision_is_refused(
         remote(target, micro, "ftp://x")
     with pytest.raises(UserError, match=r"features\.mode=remote needs features\.servers"):
         FeaturesConfig(mode="remote")
+
+
+@contextmanager
+def saying(body: bytes) -> Iterator[str]:
+    """The address of something that answers every request with the same body, without its
+    length."""
+    ended = threading.Event()
+
+    def answer() -> None:
+        while not ended.is_set():
+            connection, _ = listening.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        host, port = listening.getsockname()
+        try:
+            yield f"http://{host}:{port}"
+        finally:
+            ended.set()
+            with contextlib.suppress(OSError):
+                socket.create_connection((host, port)).close()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"[" * 100_000, "the answer is not readable as JSON"),
+        (b"\xff\xfe", "the answer is not readable as JSON"),
+        (b"[1]", "the answer is broken: it holds"),
+        (b'{"format": 1, "target": 5}', "'target' is broken"),
+        (b" " * (2 << 20), "an answer of more than 1,048,576 bytes"),
+    ],
+)
+def test_what_is_no_feature_server_is_named(
+    target: TargetModel, micro: Path, body: bytes, words: str
+) -> None:
+    with saying(body) as address, pytest.raises(UserError, match=words) as caught:
+        remote(target, micro, address)
+    assert address in str(caught.value)
+
+
+@pytest.mark.parametrize("body", [b"", b"x" * 100, save({"plain": torch.zeros(1)})])
+def test_features_that_are_none_are_asked_for_again(body: bytes) -> None:
+    with pytest.raises(FailureError, match="the answer cannot be read"):
+        content_of(body)
 
 
 def test_only_who_has_the_token_is_served(

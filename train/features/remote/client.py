@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import itertools
-import json
 import logging
 import os
 import ssl
@@ -13,12 +12,13 @@ from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
+from heads.api.reading import parse_json, refusing, require_object
 from heads.api.target_info import TargetInfo
+from heads.api.tensors import BROKEN
 from inference.server.front.tls import client_context
 from train.data.loader import PackedBatch
 from train.features.config import FeaturesConfig
@@ -29,6 +29,12 @@ from train.features.store.layout import things_of
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
+LARGEST_IDENTITY = 1 << 20
+"""Bytes of what a server says of itself."""
+MOST_AROUND, VALUE_BYTES = 1 << 20, 16
+"""Bytes that an answer may have beside its values (names, scales), and for each of them: more than
+every format takes."""
+ADVICE = "Is it a feature server?"
 LATER = (http.client.REQUEST_TIMEOUT, http.client.TOO_MANY_REQUESTS)
 """Refusals that another attempt may not meet."""
 
@@ -49,8 +55,11 @@ class RemoteClient:
         self.servers = [Address.of(text) for text in config.servers]
         secured = any(server.secured for server in self.servers)
         self.tls = client_context("features.ssl_cafile", config.ssl_cafile) if secured else None
-        ask = wire.Ask.of(needs, config.form(info)).to_json()
+        form = config.form(info)
+        ask = wire.Ask.of(needs, form).to_json()
         self.headers = {wire.KEY_HEADER: wire.key_of(info, precision), wire.ASK_HEADER: ask}
+        widest = max(info.hidden_size, form.top_logits)
+        self.position_bytes = (len(needs.taps) + 1) * widest * VALUE_BYTES
         token = os.environ.get(config.token_variable, "")
         if token:
             self.headers["Authorization"] = f"Bearer {token}"
@@ -63,8 +72,9 @@ class RemoteClient:
         silent = []
         for server in self.servers:
             try:
-                self._require_same(server, json.loads(self._request(server, "GET", "/identity")))
-            except (FailureError, ValueError) as failure:
+                said = self._request(server, "GET", "/identity", most=LARGEST_IDENTITY)
+                self._require_same(server, identity_of(said))
+            except FailureError as failure:
                 silent.append(f"{server}: {failure}")
         if len(silent) == len(self.servers):
             raise UserError(
@@ -76,7 +86,7 @@ class RemoteClient:
 
     def _require_same(self, server: Address, answer: dict[str, Any]) -> None:
         """Raise `UserError` when a server is not of this training's target."""
-        theirs = answer.get("target", {})
+        theirs = answer["target"]
         pairs = [
             ("protocol", wire.FORMAT, answer.get("format")),
             ("target revision", self.info.revision, theirs.get("revision")),
@@ -94,13 +104,14 @@ class RemoteClient:
     def fetch(self, packed: PackedBatch) -> Content:
         """Features of a batch from one server after another; raises `UserError` when all fail."""
         body = save({name: getattr(packed, name).int().contiguous() for name in wire.ROWS})
+        most = MOST_AROUND + packed.tokens.numel() * self.position_bytes
         failures: dict[str, str] = {}
         for attempt in range(self.config.retries + 1):
             with self._lock:
                 server = next(self._turn)
             try:
-                return things_of(load(self._request(server, "POST", "/features", body)))
-            except (FailureError, SafetensorError) as failure:
+                return content_of(self._request(server, "POST", "/features", body, most=most))
+            except FailureError as failure:
                 name = str(server)
                 failures[name] = str(failure)
                 logger.warning("feature server %s: %s (attempt %d)", name, failure, attempt + 1)
@@ -118,8 +129,11 @@ class RemoteClient:
     def stop(self) -> None:
         self._stopped.set()
 
-    def _request(self, server: Address, method: str, path: str, body: bytes | None = None) -> bytes:
-        """An answer; raises `FailureError` when asking again may help, otherwise `UserError`."""
+    def _request(
+        self, server: Address, method: str, path: str, body: bytes | None = None, *, most: int
+    ) -> bytes:
+        """An answer of at most `most` bytes; raises `FailureError` when asking again may help,
+        otherwise `UserError`."""
         seconds = self.config.timeout_seconds
         if server.secured:
             connection: http.client.HTTPConnection = http.client.HTTPSConnection(
@@ -130,7 +144,7 @@ class RemoteClient:
         try:
             connection.request(method, path, body, self.headers)
             answer = connection.getresponse()
-            content = answer.read()
+            content = answer.read(most + 1)
         except TimeoutError as error:
             raise FailureError(f"no answer within {seconds:g} s") from error
         except ssl.SSLCertVerificationError as error:
@@ -143,6 +157,8 @@ class RemoteClient:
             raise FailureError(f"{type(error).__name__}: {error}") from error
         finally:
             connection.close()
+        if len(content) > most:
+            raise FailureError(f"an answer of more than {most:,} bytes; is it a feature server?")
         if answer.status == http.client.OK:
             return content
         sentence = error_of(content)
@@ -156,9 +172,28 @@ class RemoteClient:
 def error_of(content: bytes) -> str:
     """The sentence in a refusal."""
     try:
-        return str(json.loads(content)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        return str(parse_json(content, "the answer")["error"]["message"])
+    except (UserError, LookupError, TypeError):
         return "it gave no reason; is it a feature server?"
+
+
+def identity_of(content: bytes) -> dict[str, Any]:
+    """The facts that a server gives of itself; raises `FailureError` for an answer of another
+    sort."""
+    try:
+        facts = require_object(parse_json(content, "the answer", ADVICE), "the answer", ADVICE)
+        return {**facts, "target": require_object(facts.get("target"), "'target'", ADVICE)}
+    except UserError as error:
+        raise FailureError(str(error)) from error
+
+
+def content_of(answer: bytes) -> Content:
+    """The features in an answer; raises `FailureError` for one that was cut or holds others."""
+    try:
+        with refusing("the answer", ADVICE, *BROKEN):
+            return things_of(load(answer))
+    except UserError as error:
+        raise FailureError(str(error)) from error
 
 
 class Address(NamedTuple):
