@@ -487,13 +487,14 @@ def test_what_an_export_did_not_write_and_links_are_not_published(
     assert not list(tmp_path.glob("other*"))
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize("name", ["medusa.py", "tokenizer.model", "notes.TXT", "LICENSE"])
 def test_a_token_in_any_file_does_not_leave(
-    measured: tuple[Path, Path], tmp_path: Path, name: str
+    measured: tuple[Path, Path], tmp_path: Path, name: str, encoding: str
 ) -> None:
     digest = file_sha256(measured[0] / "model.safetensors")
     folder = write_export(tmp_path / "vllm", digest)
-    (folder / name).write_bytes(b"\x00\xff = '" + GOOD_TOKEN.encode() + b"'\n")
+    (folder / name).write_bytes(b"\x00\xff = '" + f"'{GOOD_TOKEN}'\n".encode(encoding))
     with pytest.raises(UserError, match="looks like a Hub access token") as caught:
         build(measured[0], [measured[1]], tmp_path / "hub", REAL, {"vllm": folder})
     assert GOOD_TOKEN not in str(caught.value)
