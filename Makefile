@@ -1,6 +1,7 @@
 # `make demo`: the whole loop on the embedded target.  `make test`: the tests, but for the slow ones, which `make test-all`
 # adds.  `make check`: ruff, mypy, import-linter.
 # `make docs`: the documentation site, in outputs/site; fails on a broken link.  `make test-serve`: tests against a real vLLM.
+# `make test-chaos`: interruptions, damage, full disks, hostile requests, by the hundred.
 # All install first, once. Another Python: `make demo PY=python3.12`. An environment that is already there, where nothing
 # must be installed: `make test PYTHON=/path/to/python`.
 PY ?= python3
@@ -26,9 +27,9 @@ endif
 # The browser that report.html is checked in.
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: install demo test test-all check docs help serve-env test-serve test-page
+.PHONY: install demo test test-all test-chaos check docs help serve-env test-serve test-page
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,6s/^# //p' Makefile
 
 install: $(STAMP)
 
@@ -47,6 +48,11 @@ test: $(NEEDS)
 
 test-all: $(NEEDS)
 	$(PYTHON) -m pytest -q $(PYTEST_ARGS)
+
+# Attacks on every stage and both servers: about an hour on two cores, `make test-chaos CHAOS_ARGS=--sample` two minutes. Parts that
+# mount small disks need root.
+test-chaos: $(NEEDS)
+	$(PYTHON) -m tests.chaos $(CHAOS_ARGS)
 
 check: $(NEEDS)
 	$(PYTHON) -m ruff check .

@@ -1,131 +1,119 @@
-"""Inject every fault of `tests.chaos` for real and report how each one ended.
+"""Attack every stage and both servers, and report how many attempts of each kind failed.
 
-    python -m tests.chaos                                all of them, and docs/reports/faults.json
-    python -m tests.chaos --only train_killed            some, printed only
-    python -m tests.chaos --only train_killed --update   some, and their rows of the report
+    python -m tests.chaos                                  all parts, and docs/reports/chaos.json
+    python -m tests.chaos --only disks damage              some, and their rows of the report
+    python -m tests.chaos --only damage --count 50         with another number of attempts
+    python -m tests.chaos --only train_killed              some of the faults
+    python -m tests.chaos --sample                         a few of each, printed only (CI)
 
-A fault is survived when the rerun (or the restart) has the result of a run without the fault, or
-refused when one clear message names the cause and nothing that was written is lost. Full-disk
-faults mount a small tmpfs and therefore need root.
+What is done follows from --seed; when something is hit depends on the machine as well.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from inference.manifest import write_bytes
-from tests.chaos import answers, features, training  # noqa: F401 (registers the faults)
-from tests.chaos.ground import FAILED, FAULTS, Fault, Ground, Outcome, UnsurvivedError
+from tests.chaos import bad_inputs, damage, disks, faults, interruptions, protocol
+from tests.chaos.ground import FAULTS
+from tests.chaos.rows import Row, content, save, show
+from tests.chaos.stages import alone
 
-REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "faults.json"
+REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "chaos.json"
+COMMAND = "python -m tests.chaos"
+Attack = Callable[[int, int, Path], list[Row]]
+"""From seed, number of attempts and an empty folder to rows."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """An attack, with its number of attempts: all of them, and a sample."""
+
+    attack: Attack
+    count: int
+    sample: int
+
+
+PARTS = {
+    "faults": Part(faults.attack, len(FAULTS), 1),
+    "interruptions": Part(interruptions.attack, 200, 8),
+    "damage": Part(damage.attack, 600, 12),
+    "disks": Part(disks.attack, len(disks.WAYS) * len(alone()), 4),
+    "inputs": Part(lambda seed, count, _: [bad_inputs.attack(seed, count)], 600, 12),
+    "protocol": Part(protocol.attack, 1000, 100),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Inject, print, write; returns 0 when every fault was survived or refused cleanly."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.chaos", description=__doc__.split("\n")[0]
-    )
+    """Attack, print, write; returns 0 when nothing failed."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.split("\n")[0])
+    names = [*PARTS, *FAULTS]
     parser.add_argument(
-        "--only", nargs="+", choices=sorted(FAULTS), metavar="NAME", help=", ".join(FAULTS)
+        "--only", nargs="+", choices=names, metavar="PART", help=f"parts or faults: {names}"
     )
-    parser.add_argument(
-        "--update",
-        action="store_true",
-        help="put the rows of --only into the report, in place of theirs",
-    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, help="attempts of each part")
+    parser.add_argument("--sample", action="store_true", help="a few attempts of each part")
     parser.add_argument(
         "--folder", type=Path, help="where it happens; kept (default: a temporary one)"
     )
-    parser.add_argument("--out", type=Path, default=REPORT)
+    parser.add_argument(
+        "--out", type=Path, help=f"the report (default: {REPORT.name}, with --sample none)"
+    )
     given = parser.parse_args(arguments)
-    names = given.only or list(FAULTS)
-    rows = inject(names, given.folder)
-    show(rows)
-    if not given.only or given.update:
-        before = json.loads(given.out.read_text(encoding="utf-8"))["faults"] if given.only else []
-        content = {"format": 1, "command": "python -m tests.chaos", "faults": merged(before, rows)}
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(given.out, (json.dumps(content, indent=1) + "\n").encode())
-    return 0 if all(row["ok"] for row in rows) else 1
+    out = given.out or (None if given.sample else REPORT)
+    found: list[Row] = []
+    for name, attack, count in chosen(given):
+        rows = run(name, attack, given.seed, count, given.folder)
+        found += rows
+        if out is not None:
+            command = f"{COMMAND} --only {name} --seed {given.seed} --count {count}"
+            lines = [content(row, given.seed, command) for row in rows]
+            save(out, lines, {name} & PARTS.keys())
+    show(found)
+    return 1 if any(row.failed for row in found) else 0
 
 
-def inject(names: Sequence[str], folder: Path | None) -> list[dict[str, Any]]:
-    """One row per fault."""
-    at = folder or Path(tempfile.mkdtemp(prefix="headstart-faults-"))
-    at.mkdir(parents=True, exist_ok=True)
-    ground, rows = Ground(at.resolve()), []
-    console = Console(stderr=True)
+def chosen(given: argparse.Namespace) -> list[tuple[str, Attack, int]]:
+    """Name, attack and number of attempts of what is asked for: whole parts, then single faults."""
+    wanted = given.only or list(PARTS)
+    found = []
+    for name, part in PARTS.items():
+        if name in wanted:
+            count = given.count or (part.sample if given.sample else part.count)
+            found.append((name, part.attack, count))
+    for name in FAULTS:
+        if name in wanted:
+            found.append((name, one_fault(name), 1))
+    return found
+
+
+def one_fault(name: str) -> Attack:
+    return lambda seed, count, folder: faults.attack(seed, count, folder, [name])
+
+
+def run(name: str, attack: Attack, seed: int, count: int, folder: Path | None) -> list[Row]:
+    """The rows of one attack, which happens below `folder`."""
+    at = (folder or Path(tempfile.mkdtemp(prefix="headstart-chaos-"))).resolve() / name
+    begun = time.monotonic()
     try:
-        for name in names:
-            begun = time.monotonic()
-            row = row_of(name, FAULTS[name], ground)
-            rows.append(row)
-            what_was_seen = "" if row["ok"] else row["words"]
-            console.print(
-                f"{'ok ' if row['ok'] else 'BAD'} {name} {time.monotonic() - begun:.0f} s "
-                f"{what_was_seen}"
-            )
+        at.mkdir(parents=True)
+        rows = attack(seed, count, at)
     finally:
         if folder is None:
-            shutil.rmtree(at, ignore_errors=True)
+            shutil.rmtree(at.parent, ignore_errors=True)
+    tried, failed = sum(row.tried for row in rows), sum(row.failed for row in rows)
+    seconds = time.monotonic() - begun
+    Console(stderr=True).print(f"{name}: tried {tried}, failed {failed}, {seconds:.0f} s")
     return rows
-
-
-def merged(
-    before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """The rows of a report with newer ones in place of theirs, in the order of the table."""
-    found = {row["name"]: row for row in (*before, *rows)}
-    return [found[name] for name in FAULTS if name in found]
-
-
-def row_of(name: str, injected: Fault, ground: Ground) -> dict[str, Any]:
-    """Inject one fault and describe how it ended."""
-    try:
-        found = injected.case(ground)
-    except UnsurvivedError as error:
-        found = Outcome(FAILED, words=str(error))
-    words = found.words.replace(str(ground.folder), "...")
-    values = asdict(found)
-    return {
-        "name": name,
-        "what": injected.what,
-        "where": injected.where,
-        "outcome": values["outcome"],
-        "samples_lost": values["lost"],
-        "samples_doubled": values["doubled"],
-        "identical": values["identical"],
-        "ok": found.ok,
-        "words": words,
-    }
-
-
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    """The table."""
-    table = Table("fault", "where", "outcome", "lost", "doubled", "same result")
-    for row in rows:
-        same = {True: "yes", False: "NO", None: "-"}[row["identical"]]
-        table.add_row(
-            row["what"],
-            row["where"],
-            row["outcome"],
-            str(row["samples_lost"]),
-            str(row["samples_doubled"]),
-            same,
-        )
-    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,13 @@
 """Bad values for every setting, made from the configuration's classes.
 
-    python -m tests.chaos.bad_inputs --seed 1 --count 300
-
 Of every setting of every stage: another type, a number beyond its bounds, NaN and infinity, whole
 numbers that nothing holds, names that lead out of a folder, values inside each other. A value is
 refused when the command ends with status 2 and one message that names the setting; any other end,
-and a value that is taken, is a failure. Prints how many were tried and which ones failed.
+and a value that is taken, is a failure.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import io
@@ -30,6 +27,7 @@ from heads.api.registry import get_kind
 from scripts.cli import main
 from scripts.config.schema import build_group, group_classes, load_settings
 from scripts.config.stages import STAGES
+from tests.chaos.rows import Row
 
 NAN, INFINITY = math.nan, math.inf
 NUMBERS = (NAN, INFINITY, -INFINITY, 10**30, -(10**30), 10**400)
@@ -258,27 +256,11 @@ def defaults(stage: str) -> Mapping[str, Any]:
     return load_settings(STAGES[stage], []).resolved
 
 
-def attack(seed: int, count: int) -> tuple[int, list[str]]:
-    """Give `count` bad inputs, drawn by `seed`, to commands: how many were tried, and the failures
-    in words."""
+def attack(seed: int, count: int) -> Row:
+    """Give `count` bad inputs, drawn by `seed`, to commands."""
     cases = [case for case in every_input() if case.spellable]
-    drawn = random.Random(seed).sample(cases, min(count, len(cases)))
-    found = [(case, failure_of_command(case)) for case in drawn]
-    failed = [f"{case.stage} {case.override[:120]}: {words}" for case, words in found if words]
-    return len(drawn), failed
-
-
-def run() -> int:
-    parser = argparse.ArgumentParser(description="Bad values for settings; see the module.")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=300)
-    given = parser.parse_args()
-    tried, failed = attack(given.seed, given.count)
-    for line in failed:
-        print(line)
-    print(f"bad inputs, seed {given.seed}: {tried} tried, {len(failed)} failed")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(run())
+    row = Row("inputs", "settings of all stages")
+    for case in random.Random(seed).sample(cases, min(count, len(cases))):
+        words = failure_of_command(case)
+        row.note(f"{case.stage} {case.override[:120]}: {words}" if words else "")
+    return row

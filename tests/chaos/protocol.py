@@ -1,8 +1,6 @@
 """Malformed and hostile requests to both servers, beside clients whose answers are compared with
 offline ones.
 
-    python -m tests.chaos.protocol --seed 1 --count 1000
-
 `headstart serve` and a feature server run as processes of their own, on a micro target in float64.
 A request fails when it is answered with a failure of ours (status 500) or, where an answer is due,
 not at all; a client when its answer differs from the offline one. What a request is follows from
@@ -11,7 +9,6 @@ the seed alone.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -20,8 +17,6 @@ import re
 import signal
 import socket
 import statistics
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +37,7 @@ from inference.decoding.engine import Engine
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests import forked
+from tests.chaos.rows import Areas, Row
 from tests.inference.tokenizers import save_micro_target
 
 TOKEN = "a-token-for-the-attack"
@@ -58,23 +54,6 @@ FRAMES = "length, half body, half headers, noise, headers, chunks, mutation, tok
 SERVE_KINDS = [*FRAMES, *"number surrogate constant depth type".split()]
 FEATURES_KINDS = [*FRAMES, "ask", "ask text", "rows", "key"]
 """What can be wrong with a request."""
-
-
-@dataclass
-class Row:
-    """One kind of attack: how many were tried, how many failed, and the first of the failures."""
-
-    area: str
-    tried: int = 0
-    failed: int = 0
-    words: list[str] = field(default_factory=list)
-
-    def note(self, wrong: str) -> None:
-        """Count one; wrong: what was, empty where nothing was."""
-        self.tried += 1
-        if wrong:
-            self.failed += 1
-            self.words = [*self.words, wrong][:5]
 
 
 @dataclass(frozen=True)
@@ -367,7 +346,7 @@ def half_sent(number: int) -> bytes:
     return head + (token if number % 4 else b"") + b"\r\n{"
 
 
-def under_siege(server: Server, question: Question, row: Row, connections: int) -> dict[str, float]:
+def under_siege(server: Server, question: Question, row: Row, connections: int) -> None:
     """The seconds of an answer in peace, and with half-sent requests on so many connections and
     twenty prompts of a megabyte in flight. More than twice the usual time is a failure."""
     headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -398,7 +377,7 @@ def under_siege(server: Server, question: Question, row: Row, connections: int) 
         connection.close()
     slow = besieged > 2 * usual
     row.note(f"{besieged:.3f} s in place of {usual:.3f} s" if slow else "")
-    return {"usual_seconds": usual, "besieged_seconds": besieged}
+    row.figures = {"usual_seconds": usual, "besieged_seconds": besieged}
 
 
 def aftermath(server: Server, stage: str, row: Row) -> None:
@@ -423,32 +402,24 @@ def aftermath(server: Server, stage: str, row: Row) -> None:
 
 def attack(
     seed: int, count: int, folder: Path, connections: int = 1500, client_count: int = 32
-) -> tuple[list[Row], dict[str, float]]:
+) -> list[Row]:
     """`count` malformed requests to both servers together, and the siege of `headstart serve`
-    with so many connections. Returns what was tried, and the siege's seconds."""
+    with so many connections."""
     folder.mkdir(parents=True, exist_ok=True)
     path = save_micro_target(folder / "micro")
     target = TargetModel.load(TargetConfig(str(path), dtype="float64", device="cpu"))
     order = random.Random(seed)
     malformed = [serve_request(order) for _ in range(count - count // 2)]
-    rows = {
-        name: Row(f"server, {name}")
-        for name in (
-            "malformed requests",
-            "answers beside them",
-            "half-sent requests",
-            "afterwards",
-        )
-    }
+    rows = Areas("protocol")
     asked = questions(target, 40, seed)
     longest = max(asked, key=lambda question: int(question.body["max_tokens"]))
     own = ("serve.port=0", f"serve.name={MODEL}", "serve.drafter=ngram", "decode.batch_size=8")
     with running(SERVE, folder, path, *own) as server:
-        with clients(server, asked, client_count, rows["answers beside them"]):
-            fuzz(server, rows["malformed requests"], malformed)
-        siege = under_siege(server, longest, rows["half-sent requests"], connections)
-        aftermath(server, SERVE, rows["afterwards"])
-    features = Row("feature server, malformed requests")
+        with clients(server, asked, client_count, rows["server: answers beside them"]):
+            fuzz(server, rows["server: malformed requests"], malformed)
+        under_siege(server, longest, rows["server: half-sent requests"], connections)
+        aftermath(server, SERVE, rows["server: afterwards"])
+    features = rows["feature server: malformed requests"]
     with running(FEATURES, folder, path, "features.serve=true", "features.port=0") as server:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         facts = httpx.get(f"{server.base}/identity", headers=headers, timeout=LONGEST).json()
@@ -460,34 +431,4 @@ def attack(
         for connection in held:
             connection.close()
         aftermath(server, FEATURES, features)
-    return [*rows.values(), features], siege
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Attack and print; returns 0 when nothing failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.protocol")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=1000, help="malformed requests")
-    parser.add_argument("--connections", type=int, default=1500)
-    parser.add_argument("--clients", type=int, default=32)
-    given = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="headstart-protocol-") as folder:
-        rows, siege = attack(
-            given.seed, given.count, Path(folder), given.connections, given.clients
-        )
-    show(rows, siege)
-    return 1 if any(row.failed for row in rows) else 0
-
-
-def show(rows: Sequence[Row], siege: dict[str, float]) -> None:
-    """Tried and failed, and the first failures."""
-    for row in rows:
-        print(f"{row.area}: tried {row.tried}, failed {row.failed}")
-        for words in row.words:
-            print(f"    {words}")
-    usual, besieged = siege["usual_seconds"], siege["besieged_seconds"]
-    print(f"an answer took {usual:.3f} s in peace and {besieged:.3f} s under siege")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return list(rows.values())

@@ -34,10 +34,5 @@ def test_every_setting_of_every_kind_of_drafter_refuses_every_bad_value() -> Non
 
 
 def test_commands_refuse_a_sample_of_them() -> None:
-    assert bad_inputs.attack(seed=18, count=12) == (12, [])
-
-
-@pytest.mark.slow
-def test_commands_refuse_three_hundred_of_them() -> None:
-    tried, failed = bad_inputs.attack(seed=1, count=300)
-    assert (tried, failed) == (300, [])
+    row = bad_inputs.attack(seed=18, count=12)
+    assert (row.tried, row.words) == (12, [])
