@@ -20,13 +20,12 @@ PART = "disks"
 ROOM_KIB = 512 * 1024
 PAGE_KIB = 4
 LIMITED = """
-import resource, signal, sys
+import resource, sys
 from scripts.cli import main
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.{limit}, ({value}, {value}))
 sys.exit(main(sys.argv[1:]))
 """
-"""A stage under a limit of the system. (Python ignores SIGXFSZ itself.)"""
+"""A stage under a limit of the system."""
 
 
 def attack(seed: int, count: int, folder: Path) -> list[Row]:

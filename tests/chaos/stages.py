@@ -252,7 +252,8 @@ def pushed(run: Path) -> Any:
 def looped(run: Path) -> Any:
     summary = read(run / "loop.json")
     weights = sorted((run / "train").glob(f"*/best/{WEIGHTS_FILE}"))
-    return timeless(summary), [file_sha256(path) for path in weights]
+    shown = json.dumps(timeless(summary)).replace(run.name, "run")
+    return shown, [file_sha256(path) for path in weights]
 
 
 def refreshed(run: Path) -> Any:
@@ -303,6 +304,12 @@ REFRESH = (
     "data.benches=[]",
     "run.drafter=fresh",
 )
+WATCH = (
+    "watch.drafter=medusa",
+    "watch.learn=true",
+    "watch.reference={run}/watch/watch.json",
+    "bench.prompts={data}/train.jsonl",  # a reference needs some answers
+)
 STORE = ("features.format=fp32", "features.shard_mib=0.02")
 SUBJECTS: dict[str, Subject] = {
     subject.name: subject
@@ -314,14 +321,7 @@ SUBJECTS: dict[str, Subject] = {
         Subject("audit", "audit", "audit", audited, ("train",), AUDIT),
         Subject("tune", "tune", "tune", tuned, ("train",), TUNE),
         Subject("traffic", "traffic", "traffic", simulated, ("train",), TRAFFIC),
-        Subject(
-            "watch",
-            "watch",
-            "watch",
-            watched,
-            ("train",),
-            ("watch.drafter=medusa", "watch.learn=true", "watch.reference={run}/watch/watch.json"),
-        ),
+        Subject("watch", "watch", "watch", watched, ("train",), WATCH),
         Subject("report", "report", "report.md", reported, ("train", "measure"), exact=False),
         Subject("export", "export", "export", exported, ("train",), ("export.overwrite=true",)),
         Subject(
