@@ -335,11 +335,12 @@ def train(given: argparse.Namespace) -> None:
 
 
 def _training_of(folder: Path) -> dict[str, Any]:
-    """Return how long the target in a folder was trained, for the record of one that starts
-    there."""
+    """Return how long the target in a folder was trained, and what that one started from, for the
+    record of one that starts there."""
     record = json.loads((folder / "training.json").read_text())
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-    return {"layers": layers, **{key: record[key] for key in ("tokens_seen", "training_seconds")}}
+    known = ("tokens_seen", "training_seconds", "started_from")
+    return {"layers": layers, **{key: record[key] for key in known if key in record}}
 
 
 def evaluate(given: argparse.Namespace) -> None:
