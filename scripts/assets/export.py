@@ -40,7 +40,7 @@ def export(data: Path, run: Path, out: Path, with_card: bool = True) -> None:
     write_json(out / "generation_config.json", {**stops, "do_sample": False})
     if with_card:
         parameters = sum(tensor.numel() for tensor in weights.values())
-        write_bytes(out / "README.md", render_card(record, manifest, parameters).encode())
+        write_bytes(out / "README.md", render_card(out.name, record, manifest, parameters).encode())
     write_json(out / "config.json", settings["config"])
     size = sum(file.stat().st_size for file in out.iterdir())
     note(f"{out}: {size / 1e6:.1f} MB")
@@ -96,13 +96,15 @@ def _start(record: Mapping[str, Any]) -> str:
         return ""
     return (
         f" It began with the weights of a model of {given['layers']} layers, which had seen "
-        f"{given['tokens_seen']:,} tokens in {given['training_seconds']:,.0f} s."
+        f"{given['tokens_seen']:,} tokens in {given['training_seconds']:,.0f} s.{_start(given)}"
     )
 
 
-def render_card(record: Mapping[str, Any], manifest: Mapping[str, Any], parameters: int) -> str:
-    """Return the embedded target's card in Markdown: card.md with the figures of the training
-    record, the corpus manifest and the number of weights."""
+def render_card(
+    folder: str, record: Mapping[str, Any], manifest: Mapping[str, Any], parameters: int
+) -> str:
+    """Return the card of the model in `assets/<folder>` in Markdown: card.md with the figures of the
+    training record, the corpus manifest and the number of weights."""
     settings, last, calls = record["settings"], record["evaluations"][-1], record["calls"]
     config, limit = settings["config"], record.get("eval_tokens")
     pairs = manifest["pairs"]["train"]
@@ -118,6 +120,7 @@ def render_card(record: Mapping[str, Any], manifest: Mapping[str, Any], paramete
         for name in ("code", "chat")
     ]
     figures = {
+        "folder": folder,
         "parameters": parameters,
         "layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],

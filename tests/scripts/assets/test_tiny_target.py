@@ -405,7 +405,7 @@ def test_card_reads_its_figures_from_the_record(exported: Path) -> None:
     )
     assert "used up its budget, and" in text
     record["finished"] = False
-    assert "was ended before its budget" in render_card(record, EMPTY_MANIFEST, 1)
+    assert "was ended before its budget" in render_card("tiny-target", record, EMPTY_MANIFEST, 1)
 
 
 EMPTY_MANIFEST = {

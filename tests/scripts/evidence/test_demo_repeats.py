@@ -24,7 +24,7 @@ def report(speedup: float) -> dict:
     interval = [speedup - 0.1, speedup + 0.1]
     return example_report(
         {"speedup": speedup, "speedup_ci95": interval},
-        {"kind": "ngram", "path": None, "draft": UNTRAINED, "speedup": 3.0},
+        {"kind": "ngram", "path": "", "draft": UNTRAINED, "speedup": 3.0},
     )
 
 
