@@ -103,8 +103,8 @@ def _start(record: Mapping[str, Any]) -> str:
 def render_card(
     folder: str, record: Mapping[str, Any], manifest: Mapping[str, Any], parameters: int
 ) -> str:
-    """Return the card of the model in `assets/<folder>` in Markdown: card.md with the figures of the
-    training record, the corpus manifest and the number of weights."""
+    """Return the card of the model in `assets/<folder>` in Markdown: card.md with the figures of
+    the training record, the corpus manifest and the number of weights."""
     settings, last, calls = record["settings"], record["evaluations"][-1], record["calls"]
     config, limit = settings["config"], record.get("eval_tokens")
     pairs = manifest["pairs"]["train"]

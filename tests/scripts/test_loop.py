@@ -95,6 +95,13 @@ def test_a_loop_with_stored_features_trains_the_same_drafter(in_folder: Path) ->
     assert weights["online"] == weights["stored"]
 
 
+def test_a_draft_of_a_drafter_that_is_not_measured_is_refused_before_the_training() -> None:
+    drafts = "measure.drafts={ngram: {depth: 2}, eagle3: {depth: 3}}"
+    plan(settings([drafts, "measure.kinds=[ngram]"], recipes=(A, B)))
+    with pytest.raises(UserError, match="'ngram', which is not measured"):
+        plan(settings([drafts, "measure.kinds=[]"], recipes=(A, B)))
+
+
 @pytest.mark.parametrize("override", ["head=medusa", "run.drafter=x"])
 def test_what_cannot_apply_to_several_recipes_is_refused(override: str) -> None:
     key = override.split("=")[0]
