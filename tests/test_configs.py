@@ -190,7 +190,7 @@ def test_the_demo_trains_the_three_kinds_and_finds_its_files() -> None:
         load_settings(STAGES["train"], [f"experiment=[{recipe},demo]"]).head.kind
         for recipe in recipes
     ]
-    assert heads == ["medusa", "eagle3", "distilled"]
+    assert heads == ["eagle3", "distilled", "medusa"]
     assert (REPOSITORY / "assets" / "tiny-target" / "config.json").is_file()
     assert settings.run.name == "demo"
 

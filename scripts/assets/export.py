@@ -15,7 +15,7 @@ from inference.manifest import file_sha256, write_bytes, write_json
 from scripts.assets.prepared import BOS_ID, END_ID, PAD_ID, load_manifest
 from scripts.assets.training import build_model, note
 
-MAX_WEIGHT_BYTES = 16_000_000
+MAX_WEIGHT_BYTES = 32_000_000
 
 
 def export(data: Path, run: Path, out: Path, with_card: bool = True) -> None:
@@ -40,7 +40,7 @@ def export(data: Path, run: Path, out: Path, with_card: bool = True) -> None:
     write_json(out / "generation_config.json", {**stops, "do_sample": False})
     if with_card:
         parameters = sum(tensor.numel() for tensor in weights.values())
-        write_bytes(out / "README.md", render_card(record, manifest, parameters).encode())
+        write_bytes(out / "README.md", render_card(out.name, record, manifest, parameters).encode())
     write_json(out / "config.json", settings["config"])
     size = sum(file.stat().st_size for file in out.iterdir())
     note(f"{out}: {size / 1e6:.1f} MB")
@@ -89,9 +89,22 @@ def check_weights(path: Path, config: Mapping[str, Any]) -> dict[str, torch.Tens
     return found
 
 
-def render_card(record: Mapping[str, Any], manifest: Mapping[str, Any], parameters: int) -> str:
-    """Return the embedded target's card in Markdown: card.md with the figures of the training
-    record, the corpus manifest and the number of weights."""
+def _start(record: Mapping[str, Any]) -> str:
+    """Return a sentence on the weights that the training began with, where these were trained."""
+    given = record.get("started_from")
+    if not given:
+        return ""
+    return (
+        f" It began with the weights of a model of {given['layers']} layers, which had seen "
+        f"{given['tokens_seen']:,} tokens in {given['training_seconds']:,.0f} s.{_start(given)}"
+    )
+
+
+def render_card(
+    folder: str, record: Mapping[str, Any], manifest: Mapping[str, Any], parameters: int
+) -> str:
+    """Return the card of the model in `assets/<folder>` in Markdown: card.md with the figures of
+    the training record, the corpus manifest and the number of weights."""
     settings, last, calls = record["settings"], record["evaluations"][-1], record["calls"]
     config, limit = settings["config"], record.get("eval_tokens")
     pairs = manifest["pairs"]["train"]
@@ -107,6 +120,7 @@ def render_card(record: Mapping[str, Any], manifest: Mapping[str, Any], paramete
         for name in ("code", "chat")
     ]
     figures = {
+        "folder": folder,
         "parameters": parameters,
         "layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],
@@ -114,6 +128,7 @@ def render_card(record: Mapping[str, Any], manifest: Mapping[str, Any], paramete
         "positions": config["max_position_embeddings"],
         "megabytes": 2 * parameters / 1e6,
         "state": f"The run {ended}",
+        "start": _start(record),
         "devices": ", ".join(dict.fromkeys(call["device"] for call in calls)),
         "torch": ", ".join(dict.fromkeys(call["torch"] for call in calls)),
         "seconds": record["training_seconds"],

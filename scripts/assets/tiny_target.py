@@ -328,9 +328,19 @@ def train(given: argparse.Namespace) -> None:
         eval_tokens=given.eval_tokens or (None if fast else 32_768),
         command=" ".join(["python -m scripts.assets.tiny_target", *words]),
         start=start or None,
+        started_from=given.start and _training_of(given.start),
     )
     ended = trainer.run()
     note("training is finished" if ended else "not finished: run the same command again to go on")
+
+
+def _training_of(folder: Path) -> dict[str, Any]:
+    """Return how long the target in a folder was trained, and what that one started from, for the
+    record of one that starts there."""
+    record = json.loads((folder / "training.json").read_text())
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    known = ("tokens_seen", "training_seconds", "started_from")
+    return {"layers": layers, **{key: record[key] for key in known if key in record}}
 
 
 def evaluate(given: argparse.Namespace) -> None:

@@ -172,7 +172,8 @@ class Trainer:
 
     folder: prepared; state: where `checkpoint.pt` is kept; out: gets `model.safetensors` (bfloat16)
     and `training.json`; config: content of the model's config.json; eval_tokens: of each held-out
-    stream, None for all; command: for the record; start: the first weights, by name (None: fresh).
+    stream, None for all; command: for the record; start: the first weights, by name (None: fresh);
+    started_from: what is known of their training, for the record.
     """
 
     def __init__(
@@ -188,6 +189,7 @@ class Trainer:
         eval_tokens: int | None = None,
         command: str = "",
         start: Mapping[str, Tensor] | None = None,
+        started_from: Mapping[str, Any] | None = None,
     ) -> None:
         self.settings, self.device, self.out, self.eval_tokens = settings, device, out, eval_tokens
         self.intervals = intervals or Intervals()
@@ -206,6 +208,7 @@ class Trainer:
         self.optimisers = self._optimisers()
         self.generator = torch.Generator(device).manual_seed(settings.seed + 1)
         self.step, self.seconds = 0, 0.0
+        self.started_from = started_from
         self.log: dict[str, list[dict[str, Any]]] = {"history": [], "evaluations": [], "calls": []}
         self.identity = {
             **dataclasses.asdict(settings),
@@ -390,5 +393,7 @@ class Trainer:
             "eval_tokens": self.eval_tokens,  # per held-out stream, None for all
             "settings": self.identity,
         }
+        if self.started_from:
+            summary["started_from"] = dict(self.started_from)
         write_json(self.out / "training.json", {**summary, **self.log})
         note(f"saved step {self.step} ({'finished' if finished else 'unfinished'})")

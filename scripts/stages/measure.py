@@ -113,14 +113,19 @@ def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
             f"there is nothing to measure: '{run.directory}' has no trained drafter. Train one, or "
             "set measure.drafters."
         )
-    names = [item.name for item in found]
+    require_measured(config, [item.name for item in found])
+    return found
+
+
+def require_measured(config: MeasureConfig, names: Sequence[str]) -> None:
+    """Raise `UserError` where `measure.drafts` has a drafter that is not among those measured."""
     for name in config.drafts:
         if name not in names:
             raise UserError(
                 f"measure.drafts names '{name}', which is not measured. Measured: "
-                f"{', '.join(names)}."
+                f"{', '.join(names)}. Choose of these, or leave the draft out: "
+                f"'~measure.drafts.{name}'."
             )
-    return found
 
 
 def arm(found: Found, target: TargetModel, settings: Settings) -> Arm:

@@ -48,7 +48,8 @@ def test_without_recipes_the_loop_trains_the_head_it_is_given() -> None:
 def test_each_recipe_is_put_before_the_loops_own_experiment() -> None:
     given = ["experiment=demo", "train.max_steps=3", "loop.launch=", "debug=fast", "decode.depth=2"]
     measures = {"sampled": ("decode.temperature=1",)}
-    assert shown(plan(settings(given, recipes=(A, B), measures=measures))) == [
+    own = {"recipes": (A, B), "measures": measures, "store_features": False}
+    assert shown(plan(settings(given, **own))) == [
         "generate experiment=[embedded_medusa,demo] debug=fast",
         "train experiment=[embedded_medusa,demo] train.max_steps=3 debug=fast decode.depth=2",
         "train experiment=[embedded_eagle3,demo] train.max_steps=3 debug=fast decode.depth=2",
@@ -93,6 +94,13 @@ def test_a_loop_with_stored_features_trains_the_same_drafter(in_folder: Path) ->
         assert (folder / "features").is_dir() == stored
         weights[name] = file_sha256(folder / "train" / "eagle3" / "best" / WEIGHTS_FILE)
     assert weights["online"] == weights["stored"]
+
+
+def test_a_draft_of_a_drafter_that_is_not_measured_is_refused_before_the_training() -> None:
+    drafts = "measure.drafts={ngram: {depth: 2}, eagle3: {depth: 3}}"
+    plan(settings([drafts, "measure.kinds=[ngram]"], recipes=(A, B)))
+    with pytest.raises(UserError, match="'ngram', which is not measured"):
+        plan(settings([drafts, "measure.kinds=[]"], recipes=(A, B)))
 
 
 @pytest.mark.parametrize("override", ["head=medusa", "run.drafter=x"])
@@ -220,7 +228,8 @@ def test_a_sweep_trains_every_row_at_every_rate() -> None:
         "medusa": SweepRow((1e-3, 0.01)),
         "long": SweepRow((3e-3,), "eagle3", ("train.epochs=6",)),
     }
-    steps = plan(settings(["experiment=demo", "run.name=x"], recipes=(), measures={}, sweep=sweep))
+    own = {"recipes": (), "measures": {}, "sweep": sweep, "store_features": False}
+    steps = plan(settings(["experiment=demo", "run.name=x"], **own))
     assert [step.settings.optim.lr for step in steps[1:4]] == [0.001, 0.01, 0.003]
     assert [step.settings.head.kind for step in steps[1:4]] == ["medusa", "medusa", "eagle3"]
     assert shown(steps) == [

@@ -34,10 +34,10 @@ pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAFTERS: dict[str, dict[str, Any]] = {
-    "distilled": {"from_target_layers": (0, 1, 2, 4, 5, 7)},
+    "distilled": {"from_target_layers": (*range(8), *range(9, 13), *range(14, 20))},
     "medusa": {"num_heads": 3},
-    "eagle": {"from_target_layer": 7},
-    "eagle3": {"from_target_layer": 7},
+    "eagle": {"from_target_layer": 19},
+    "eagle3": {"from_target_layer": 19},
 }
 CUSTOM = "inference.export.vllm_medusa.MedusaProposer"
 

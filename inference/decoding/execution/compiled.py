@@ -22,13 +22,14 @@ Legend: B rows, N nodes, D the tree's deepest level.
 from __future__ import annotations
 
 import functools
+import hashlib
 import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.node import map_arg
 from torch.fx.passes.split_module import split_module
+from torch.utils._python_dispatch import _disable_current_modes
 
 from heads.api.errors import UserError
 from inference.decoding.step import Decoder, Rows
@@ -51,6 +53,10 @@ OPTIONS: dict[str, Any] = {
     "max_autotune": True,  # with its own matrix products besides the libraries', see `_prefer_own`
     "max_autotune_gemm_backends": "CPP,ATEN",
     "cpp.enable_concat_linear": True,  # layers that read the same input are one product
+    # Elements for a thread: with inductor's own 512, norms of a few rows of a small model are
+    # divided among threads, whose meeting takes longer (3 rows of 20 layers of width 256: 2.38 and
+    # 2.26 ms).
+    "cpp.min_chunk_size": 8192,
 }
 """Inductor's settings."""
 PREFETCH_BYTES = 4096
@@ -70,6 +76,8 @@ _Known = dict[str, tuple[str, Callable[..., Any]]]
 """Compiled verifications by `_layout`, each with the weights it was compiled with."""
 _verifications: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 """Those of every target."""
+_constants: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
+"""Packed weights of compiled functions by content, shape and type."""
 
 
 def seconds_spent() -> float:
@@ -261,6 +269,7 @@ def _inductor(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]
             prefetching(),
             small_blocks(),
             parsing_templates_once(),
+            sharing_constants(),
         ):
             return cast(Callable[..., Any], compile_fx(graph, arguments))
     finally:
@@ -339,6 +348,37 @@ def parsing_templates_once() -> Iterator[None]:
         yield
     finally:
         setattr(KernelTemplate, "_template_from_string", staticmethod(before))  # noqa: B010
+
+
+@contextmanager
+def sharing_constants() -> Iterator[None]:
+    """Let compiled functions that pack the same weights alike keep one copy of them.
+
+    Every graph packs its weights anew, so that the steps of several drafts would each hold and read
+    a target of their own: memory, and a cache that none of them finds warm.
+    """
+    import torch._inductor.compile_fx  # noqa: F401  first: its modules import each other
+    from torch._inductor.graph import GraphLowering
+
+    before = GraphLowering.add_tensor_constant
+
+    def once(graph: Any, data: Tensor, name: str | None = None) -> Any:
+        return before(graph, _alike(data), name)
+
+    GraphLowering.add_tensor_constant = once  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        GraphLowering.add_tensor_constant = before  # type: ignore[method-assign]
+
+
+def _alike(data: Tensor) -> Tensor:
+    """The first living constant with this one's content and layout; this one if there is none."""
+    if type(data) is not Tensor or data.is_mkldnn or not data.is_contiguous():
+        return data
+    with _disable_current_modes():
+        content = hashlib.sha256(data.detach().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return _constants.setdefault((content, data.shape, data.dtype), data)
 
 
 class _Plan:

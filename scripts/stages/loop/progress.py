@@ -31,7 +31,7 @@ USUAL_RATES = {"generate": 6e-4, "features": 0.02, "train": 0.1, "measure": 5e-3
 stages, before any loop has been timed."""
 START_SECONDS = 5.0
 """What every step takes besides its work."""
-USUAL_ROWS, USUAL_DOMAINS = 1000, 3
+USUAL_ROWS, USUAL_DOMAINS = 1000, 6
 """Rows of prompts and domains of a measurement where the settings do not say."""
 BAR_WIDTH = 30
 

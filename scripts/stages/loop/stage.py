@@ -13,18 +13,21 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from heads.api.errors import UserError
 from inference.measure.config import BenchConfig
 from inference.target.model import TargetModel
 from inference.writers import only_writer
 from scripts.config.schema import Settings
-from scripts.run.drafters import SWEPT
+from scripts.run.drafters import SWEPT, list_trained
+from scripts.run.folder import stage_folder
 from scripts.run.process import console
 from scripts.stages.generate import data_of, held_out_of
 from scripts.stages.loop.progress import Forecast, clock
 from scripts.stages.loop.rounds import Rounds
 from scripts.stages.loop.steps import Step, derive_generation, perform
+from scripts.stages.measure import require_measured
 
 
 def run(settings: Settings) -> None:
@@ -75,11 +78,23 @@ def plan(settings: Settings) -> list[Step]:
         title = f"train {recipe}" if recipe else "train"
         trainings.append(Step(title, settings.derive("train", recipe, before=before)))
     trainings += sweep_steps(settings, common, before)
+    check_drafts(measures, trainings)
     steps = [Step("generate", hold_out(generate, benches))]
     if loop.store_features:
         steps.append(features_step(settings, trainings))
     report = Step("report", settings.derive("report", common))
     return [*steps, *trainings, *measures, report]
+
+
+def check_drafts(measures: Sequence[Step], trainings: Sequence[Step]) -> None:
+    """Raise `UserError` before anything is trained where a measurement has a draft for a drafter
+    that it will not measure."""
+    trained = [stage_folder(step.settings).name.partition(SWEPT)[0] for step in trainings]
+    for step in measures:
+        config = step.settings.measure
+        named = [Path(name).name for name in config.drafters]
+        own = named or [*trained, *list_trained(step.settings.run)]
+        require_measured(config, [*dict.fromkeys(own), *config.kinds])
 
 
 def features_step(settings: Settings, trainings: Sequence[Step]) -> Step:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import inference.decoding.execution.compiled
 from heads.api.errors import UserError
@@ -17,6 +19,7 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.execution.compiled import (
     CompiledStep,
+    _inductor,
     parsing_templates_once,
     prefetching,
     small_blocks,
@@ -116,6 +119,20 @@ def test_drafters_that_read_other_taps_share_the_verification_while_taps_are_len
             assert {c.request.index: c.tokens for c in engine.run(items)} == plain
             assert len(shared[target.model]) == 1
     assert target.taps.last is None
+
+
+@pytest.mark.slow
+def test_compiled_products_keep_one_copy_of_a_weight() -> None:
+    constants = inference.decoding.execution.compiled._constants
+    linear = nn.Linear(64, 128, bias=False)
+    before, kept = len(constants), []
+    for rows in (1, 3):
+        inputs = torch.randn(1, rows, 64)
+        with torch.no_grad():
+            compiled = _inductor(make_fx(linear)(inputs), [inputs])
+            torch.testing.assert_close(compiled(inputs), linear(inputs))
+        kept.append(compiled)
+        assert len(constants) == before + 1
 
 
 def test_the_bound_doubles_up_to_the_capacity() -> None:

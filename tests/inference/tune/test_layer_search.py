@@ -209,7 +209,7 @@ def test_the_script_writes_a_recipe_that_builds(tmp_path: Path, extra: list[str]
 def test_the_script_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--domain", "poetry", "--out", str(tmp_path), "--device", "cpu"]) == 2
     assert (
-        "no prompts of domain 'poetry'; there are: code, explain, reference"
+        "no prompts of domain 'poetry'; there are: code, explain, json, reference, rewrite, summarise"
         in capsys.readouterr().err
     )
     assert main(["--kind", "distilled", "--sublayers"]) == 2

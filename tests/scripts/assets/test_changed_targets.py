@@ -40,7 +40,7 @@ def test_unseen_prompts_share_nothing_with_what_drafters_learn() -> None:
     assert (
         {row["domain"] for row in one}
         == {row["domain"] for row in other}
-        == {"code", "explain", "reference"}
+        == {"code", "explain", "json", "reference", "rewrite", "summarise"}
     )
 
 
