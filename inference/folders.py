@@ -373,8 +373,9 @@ def _known(folder: Path, stage: str) -> tuple[str, ...]:
             listed = [str(entry["file"]) for entry in entries if "file" in entry]
             return (MANIFEST_FILE, *map(glob.escape, listed))
         if export is not None:
-            listed = export.get("files")
-            return (EXPORT_FILE, *map(glob.escape, listed if isinstance(listed, dict) else ()))
+            files = export.get("files")
+            names = map(str, files if isinstance(files, dict) else ())
+            return (EXPORT_FILE, *map(glob.escape, names))
     return (RUN_FILE, MANIFEST_FILE, "config.yaml", *WRITTEN.get(stage, ()))
 
 

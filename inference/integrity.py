@@ -26,7 +26,7 @@ def require_unchanged(checkpoint: Path) -> None:
     for folder, stages in ((whole, STAGES), (whole.parent, ("train",))):
         path = folder / MANIFEST_FILE
         content = read_object(path, most=LARGEST) if path.is_file() else {}
-        stage = content.get("stage")
+        stage = str(content.get("stage"))
         if stage not in stages:
             continue
         # an earlier version lists none
