@@ -377,7 +377,7 @@ def _alike(data: Tensor) -> Tensor:
     if type(data) is not Tensor or data.is_mkldnn or not data.is_contiguous():
         return data
     with _disable_current_modes():
-        raw = memoryview(data.detach().reshape(-1).view(torch.uint8).numpy())
+        raw = data.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
         content = hashlib.sha256(raw).hexdigest()
     return _constants.setdefault((content, data.shape, data.dtype), data)
 
