@@ -365,11 +365,11 @@ def sharing_constants() -> Iterator[None]:
     def once(graph: Any, data: Tensor, name: str | None = None) -> Any:
         return before(graph, _alike(data), name)
 
-    GraphLowering.add_tensor_constant = once  # type: ignore[method-assign]
+    setattr(GraphLowering, "add_tensor_constant", once)  # noqa: B010
     try:
         yield
     finally:
-        GraphLowering.add_tensor_constant = before  # type: ignore[method-assign]
+        setattr(GraphLowering, "add_tensor_constant", before)  # noqa: B010
 
 
 def _alike(data: Tensor) -> Tensor:
@@ -377,7 +377,8 @@ def _alike(data: Tensor) -> Tensor:
     if type(data) is not Tensor or data.is_mkldnn or not data.is_contiguous():
         return data
     with _disable_current_modes():
-        content = hashlib.sha256(data.detach().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+        raw = data.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        content = hashlib.sha256(raw).hexdigest()
     return _constants.setdefault((content, data.shape, data.dtype), data)
 
 
