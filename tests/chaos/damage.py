@@ -90,7 +90,7 @@ def replace(content: Any, order: random.Random) -> Any:
     elif isinstance(content, list):
         keys = list(range(len(content)))
     if not keys or order.random() < 0.1:
-        return order.choice(STRANGE)
+        return order.choice([one for one in STRANGE if one != content])
     key, copy = order.choice(keys), content.copy()
     if order.random() < 0.15:
         del copy[key]

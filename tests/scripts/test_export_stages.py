@@ -145,7 +145,8 @@ def test_a_live_check_takes_the_prompts_that_a_measurement_would(
     (answers / "input").mkdir(parents=True)
     (tmp_path / "held.jsonl").rename(answers / "input" / "bench.jsonl")
     held = {"bench": file_entry(answers, "input/bench.jsonl", rows=1)}
-    write_manifest(answers, "generate", {"held_out": held, "shards": []})
+    whole = {"target": {}, "counts": {}, "shards": []}
+    write_manifest(answers, "generate", {"held_out": held, **whole})
     trained = run / "outputs" / "demo" / "train" / "medusa"
     (trained / "config.yaml").write_text("train: {}\n")
     RunRecord(stage="train", inputs={str(answers / "manifest.json"): "hash"}).write(trained)

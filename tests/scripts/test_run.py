@@ -198,7 +198,7 @@ def test_only_the_main_process_writes(in_folder: Path, monkeypatch: pytest.Monke
 def test_a_broken_record_is_one_clear_error(in_folder: Path) -> None:
     Path("out").mkdir()
     Path("out/run.json").write_text('{"format": 1')
-    with pytest.raises(UserError, match=r"run\.json' is broken"):
+    with pytest.raises(UserError, match=r"run\.json' is not readable as JSON"):
         open_folder(settings(RunConfig()), Path("out"))
 
 
