@@ -126,7 +126,7 @@ def measure(
                 stack.enter_context(packed_linears(arm.drafter))
             # compiled verifications that catch the same taps are compiled once
             taps = [tap for arm in arms if arm.decode.compile for tap in arm.drafter.needs.taps]
-            stack.enter_context(target.taps.lend(taps))
+            stack.enter_context(target.taps.share(taps))
             session.warm_up()
             session.run(console)
         baseline, drafters = session.results()

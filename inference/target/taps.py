@@ -50,25 +50,25 @@ class Taps:
         self._hooked: tuple[int, ...] = ()
         self._caught: dict[int, Tensor] = {}
         self._handles: list[Any] = []
-        self.lent: tuple[int, ...] = ()
-        """Taps that every pass catches, asked for or not: see `lend`."""
+        self.shared: tuple[int, ...] = ()
+        """Taps that every pass catches, asked for or not: see `share`."""
         self.last: Seen | None = None
-        """What the last pass left, while taps are lent."""
+        """What the last pass left, while taps are shared."""
 
     @contextmanager
-    def lend(self, taps: Iterable[int]) -> Iterator[None]:
+    def share(self, taps: Iterable[int]) -> Iterator[None]:
         """Let every pass catch these taps too, so that passes for drafters with different taps are
         the same computation."""
-        before, self.lent = self.lent, tuple(sorted(set(taps)))
+        before, self.shared = self.shared, tuple(sorted(set(taps)))
         try:
             yield
         finally:
-            self.lent, self.last = before, None
+            self.shared, self.last = before, None
 
     def want(self, taps: tuple[int, ...]) -> None:
-        """Install hooks for these taps and the lent ones; cheap when nothing changed."""
+        """Install hooks for these taps and the shared ones; cheap when nothing changed."""
         self._wanted = taps
-        hooked = tuple(sorted({*taps, *self.lent}))
+        hooked = tuple(sorted({*taps, *self.shared}))
         if hooked == self._hooked:
             return
         for handle in self._handles:
@@ -97,7 +97,7 @@ class Taps:
         self._caught = {}
         places = None if wanted == hooked else tuple(hooked.index(tap) for tap in wanted)
         seen = Seen(stacked, last_hidden, places)
-        self.last = seen if self.lent else None
+        self.last = seen if self.shared else None
         return seen
 
 

@@ -11,6 +11,7 @@ which leave nothing in a run. Feedback and rounds are part of the loop.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -103,7 +104,7 @@ class Site:
     def calm(self, subject: Subject) -> Calm:
         """The subject's calm run; raises `UnsurvivedError` when that fails."""
         if subject.name not in self.calms:
-            run = self.run(subject, CALM.format(subject.name.replace(" ", "-")))
+            run = self.run(subject, CALM.format(re.sub(r"\W+", "-", subject.name)))
             begun = time.monotonic()
             ended = self.start(subject, run)
             seconds = time.monotonic() - begun

@@ -109,11 +109,11 @@ def test_steps_that_verify_alike_share_the_compiled_verification() -> None:
 
 
 @pytest.mark.slow
-def test_drafters_that_read_other_taps_share_the_verification_while_taps_are_lent() -> None:
+def test_drafters_that_read_other_taps_share_the_verification_while_taps_are_shared() -> None:
     target, items = random_target(num_hidden_layers=2), requests(3)
     shared = inference.decoding.execution.compiled._verifications
     plain = {c.request.index: c.tokens for c in Engine(target, None, DecodeConfig()).run(items)}
-    with target.taps.lend([0, 1, 2]):
+    with target.taps.share([0, 1, 2]):
         for kind in ("ngram", "eagle3", "medusa"):
             engine, _ = compiled_engine(target, kind, DecodeConfig(depth=2))
             assert {c.request.index: c.tokens for c in engine.run(items)} == plain

@@ -1,8 +1,7 @@
 """What only a GPU can show: no synchronisation in a step, and a captured graph that decodes what
 launched steps decode.
 
-None of these has run yet where this was written (no GPU was lent): docs/decoder.md lists them as
-unconfirmed.
+Not yet run on a GPU: docs/decoder.md lists them as unconfirmed.
 """
 
 from __future__ import annotations
