@@ -176,7 +176,7 @@ def ancestor_words(ancestors: Tensor) -> Tensor:
     """
     padded = torch.nn.functional.pad(ancestors, (0, -ancestors.shape[2] % 32))
     places = torch.arange(32, device=ancestors.device)
-    packed = (padded.unflatten(2, (-1, 32)) << places).sum(-1)
+    packed = (padded.unflatten(2, (-1, 32)).long() << places).sum(-1)
     return torch.where(packed > 0x7FFFFFFF, packed - (1 << 32), packed).to(torch.int32)
 
 

@@ -7,7 +7,8 @@ An operation is declared once, with its reference, in `inference.kernels.referen
 and is called like a function; the device and the dtype of its first argument (a tensor) decide.
 Modules with Triton kernels import triton at their top and are imported only when their kernel is
 called, so that nothing here needs triton to be installed. HEADSTART_KERNELS=auto|reference|triton
-overrides the choice. TRITON_INTERPRET=1, set before triton is first imported, lets
+overrides the choice. Steps that are traced to be compiled for a CPU (`traced_for_cpu`) may have a
+third implementation, C++. TRITON_INTERPRET=1, set before triton is first imported, lets
 HEADSTART_KERNELS=triton run the kernels on a CPU, slowly: that is for tests.
 """
 
@@ -18,6 +19,8 @@ import importlib.util
 import os
 import pkgutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -43,17 +46,18 @@ OPS: dict[str, Op] = {}
 class Choice:
     """The implementation that runs, and why in a few words."""
 
-    implementation: Literal["triton", "reference"]
+    implementation: Literal["triton", "cpp", "reference"]
     why: str
 
 
 @dataclass(frozen=True)
 class Op:
-    """An operation with two implementations of one signature, registered under `name`.
+    """An operation with implementations of one signature, registered under `name`.
 
     reference: plain torch, the meaning. kernel: "module:function", imported when it first runs.
     dtypes: those of the first argument that the kernel takes; empty: any. by_default: whether the
-    kernel runs where it can, or only where HEADSTART_KERNELS=triton asks for it.
+    kernel runs where it can, or only where HEADSTART_KERNELS=triton asks for it. cpp: as `kernel`,
+    for steps that are traced for a CPU, in float32; None if there is none.
     """
 
     name: str
@@ -61,7 +65,8 @@ class Op:
     kernel: str
     dtypes: tuple[torch.dtype, ...] = ()
     by_default: bool = True
-    _loaded: list[Callable[..., Any]] = field(default_factory=list, repr=False, compare=False)
+    cpp: str | None = None
+    _loaded: dict[str, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert self.name not in OPS, f"two kernels are called {self.name}"
@@ -69,16 +74,36 @@ class Op:
 
     def triton(self) -> Callable[..., Any]:
         """The kernel's function; imports triton."""
-        if not self._loaded:
-            module, function = self.kernel.split(":")
-            self._loaded.append(getattr(importlib.import_module(module), function))
-        return self._loaded[0]
+        return self._load(self.kernel)
+
+    def _load(self, place: str) -> Callable[..., Any]:
+        if place not in self._loaded:
+            module, function = place.split(":")
+            self._loaded[place] = getattr(importlib.import_module(module), function)
+        return self._loaded[place]
 
     def __call__(self, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the implementation that `choose` names for the device and dtype of `first`."""
-        if choose(self, first.device, first.dtype).implementation == "triton":
+        implementation = choose(self, first.device, first.dtype).implementation
+        if implementation == "triton":
             return self.triton()(first, *args, **kwargs)
+        if implementation == "cpp":
+            assert self.cpp is not None
+            return self._load(self.cpp)(first, *args, **kwargs)
         return self.reference(first, *args, **kwargs)
+
+
+_TRACED: ContextVar[bool] = ContextVar("headstart_traced_for_cpu", default=False)
+
+
+@contextmanager
+def traced_for_cpu() -> Iterator[None]:
+    """What runs within the block is recorded, and compiled for a CPU later."""
+    token = _TRACED.set(True)
+    try:
+        yield
+    finally:
+        _TRACED.reset(token)
 
 
 def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None) -> Choice:
@@ -91,6 +116,9 @@ def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None)
         raise UserError(f"{VARIABLE} is '{mode}'.{suggest(mode, MODES)}")
     if mode == "reference":
         return Choice("reference", f"{VARIABLE}=reference")
+    on_cpu = torch.device(device).type == "cpu"
+    if mode == "auto" and op.cpp and _TRACED.get() and on_cpu and dtype == torch.float32:
+        return Choice("cpp", "compiled for the CPU")
     if mode == "auto" and not op.by_default:
         return Choice("reference", f"not shown to be faster; {VARIABLE}=triton runs the kernel")
     if dtype is not None and op.dtypes and dtype not in op.dtypes:

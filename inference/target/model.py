@@ -181,7 +181,7 @@ class TargetModel:
         self, tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int
     ) -> AttentionPlan:
         """What nodes may see, from lengths on the device: bits for the kernel, or a mask."""
-        if choose(TREE_ATTENTION, self.device, self.dtype).implementation == "triton":
+        if choose(TREE_ATTENTION, self.device, self.dtype).implementation != "reference":
             nodes = lengths, tree.words(), tree.depth
             return AttentionPlan(None, False, positions, positions, nodes)
         return _ragged_plan(tree, positions, lengths, bound)

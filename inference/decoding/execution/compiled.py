@@ -11,8 +11,10 @@ to compile, holds no weight but the target's: steps that verify alike share it, 
 one draft at several temperatures, and, where taps are shared (`Taps.share`), those of drafters that
 read other taps.
 
-How much of the cache attention reads is a constant of a graph. So there is one graph per power of
-two of slots, at most the capacity, each compiled when a row first needs it.
+Attention in float32 reads what is committed and no more (`inference.kernels.cpu_tree_attention`),
+so one graph serves every length. In other types torch's attention runs, and how much of the cache
+it reads is a constant of a graph: there is one graph per power of two of slots, at most the
+capacity, each compiled when a row first needs it.
 
 Not part of it: prefill, whose shapes change, and the host's reading of results.
 
@@ -41,13 +43,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from heads.api.errors import UserError
 from inference.decoding.step import Decoder, Rows
+from inference.kernels.cpu_tree_attention import in_cpp
+from inference.kernels.dispatch import choose, traced_for_cpu
 from inference.kernels.packed_linear import unpacked_linears
+from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target.kv_cache import KVCache
 
 SMALLEST_BOUND = 512
-"""Slots of the cache that the smallest graph reads. With half as many, a verification of the
-embedded target takes 0.85 (1 row) and 0.80 (3 rows) of the time (docs/log.md), for a graph more to
-compile."""
+"""Slots of the cache that the smallest graph reads, where graphs have a bound."""
 OPTIONS: dict[str, Any] = {
     "freezing": True,  # weights are constants
     "cpp_wrapper": True,  # the calls between kernels are C++ too
@@ -95,6 +98,9 @@ class CompiledStep:
     def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows) -> None:
         self._decoder, self._cache, self._rows = decoder, cache, rows
         self._plans: dict[tuple[int, int], _Plan] = {}
+        with traced_for_cpu():
+            choice = choose(TREE_ATTENTION, "cpu", decoder.target.dtype)
+        self._reads_committed = choice.implementation == "cpp"
 
     @property
     def graphs(self) -> int:
@@ -102,7 +108,9 @@ class CompiledStep:
         return len(self._plans)
 
     def bound(self, longest: int) -> int:
-        """The slots that attention reads when the longest row has `longest` committed tokens."""
+        """The slots that attention may read when the longest row has `longest` committed tokens."""
+        if self._reads_committed:
+            return self._cache.capacity
         needed, bound = longest + self._decoder.tree.num_nodes, SMALLEST_BOUND
         while bound < needed:
             bound *= 2
@@ -158,7 +166,11 @@ class CompiledStep:
             return (results[0], *states)
 
         try:
-            with unpacked_linears(decoder.target.model), unpacked_linears(decoder.drafter):
+            with (
+                unpacked_linears(decoder.target.model),
+                unpacked_linears(decoder.drafter),
+                traced_for_cpu(),
+            ):
                 graph = make_fx(step)()
         finally:
             decoder.clock = clock
@@ -221,8 +233,6 @@ class _Part:
     compiled: Callable[..., Any] | None = None
 
     def build(self, arguments: list[Tensor]) -> None:
-        for node in self.graph.graph.nodes:
-            node.meta.pop("val", None)  # inductor makes its own, for all inputs alike
         if self.shared is None:
             self.compiled = _inductor(self.graph, arguments)
             return
@@ -262,6 +272,8 @@ def _inductor(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.select_algorithm import get_algorithm_selector_cache
 
+    for node in graph.graph.nodes:
+        node.meta.pop("val", None)  # inductor makes its own, for all inputs alike
     selector = get_algorithm_selector_cache()
     selector.add_preprocessing_fn(_prefer_own)
     try:
@@ -271,6 +283,7 @@ def _inductor(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]
             small_blocks(),
             parsing_templates_once(),
             sharing_constants(),
+            in_cpp(),
         ):
             return cast(Callable[..., Any], compile_fx(graph, arguments))
     finally:

@@ -98,5 +98,9 @@ def workspace_bytes(
 
 
 TREE_ATTENTION = Op(
-    "tree_attention", tree_attention, "inference.kernels.tree_attention:tree_attention", FLOATS
+    "tree_attention",
+    tree_attention,
+    "inference.kernels.tree_attention:tree_attention",
+    FLOATS,
+    cpp="inference.kernels.cpu_tree_attention:tree_attention",
 )
