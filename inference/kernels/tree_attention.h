@@ -21,10 +21,6 @@
 #include <immintrin.h>
 #endif
 
-// inductor compiles the code around its kernels, where this stands, without much optimisation
-#pragma GCC push_options
-#pragma GCC optimize("O3")
-
 namespace headstart {
 
 #if defined(__AVX512F__)
@@ -32,6 +28,15 @@ constexpr int kLanes = 16;
 #else
 constexpr int kLanes = 8;
 #endif
+// The code around inductor's kernels, where this stands, is compiled with little optimisation: what
+// runs long asks for more.
+#if defined(__clang__)
+#define HEADSTART_FAST
+#else
+#define HEADSTART_FAST __attribute__((optimize("O3")))
+#endif
+#define HEADSTART_INLINE inline __attribute__((always_inline))
+
 typedef float Floats __attribute__((vector_size(kLanes * sizeof(float))));
 typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(float))));
 typedef float Unaligned __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
@@ -41,11 +46,11 @@ constexpr int64_t kRows = 8;         // query rows that are computed together
 constexpr float kNothing = -1e30f;   // the score of what is not seen; its weight is 0
 constexpr int64_t kWorkPerThread = 1 << 15;  // products, below which a thread costs more than it brings
 
-inline Floats load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
-inline void store(float* to, Floats value) { *reinterpret_cast<Unaligned*>(to) = value; }
-inline Floats all(float value) { return value - Floats{}; }
+HEADSTART_INLINE Floats load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
+HEADSTART_INLINE void store(float* to, Floats value) { *reinterpret_cast<Unaligned*>(to) = value; }
+HEADSTART_INLINE Floats all(float value) { return value - Floats{}; }
 
-inline Floats multiply_add(Floats a, Floats b, Floats sum) {
+HEADSTART_INLINE Floats multiply_add(Floats a, Floats b, Floats sum) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
 #elif defined(__FMA__)
@@ -56,7 +61,7 @@ inline Floats multiply_add(Floats a, Floats b, Floats sum) {
 }
 
 // exp(x) for x <= 0, to a relative error of 2e-7: 2^n times a polynomial of the rest.
-inline Floats exponential(Floats x) {
+HEADSTART_INLINE Floats exponential(Floats x) {
   x = x < -87.0f ? all(-87.0f) : x;
   Ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints);  // towards 0: the nearest
   Floats whole = __builtin_convertvector(power, Floats);
@@ -69,7 +74,7 @@ inline Floats exponential(Floats x) {
 
 // Exchange between rows i and i + step of a square of kLanes x kLanes: one stage of a transposition.
 template <int step>
-inline void exchange(Floats* square) {
+HEADSTART_INLINE void exchange(Floats* square) {
   Ints first, second;
   for (int k = 0; k < kLanes; ++k) {
     first[k] = (k & step) == 0 ? k : k - step + kLanes;
@@ -90,7 +95,7 @@ inline void exchange(Floats* square) {
   }
 }
 
-inline void transpose(Floats* square) {
+HEADSTART_INLINE void transpose(Floats* square) {
   exchange<1>(square);
   exchange<2>(square);
   exchange<4>(square);
@@ -101,7 +106,7 @@ inline void transpose(Floats* square) {
 
 // Scores of kLanes keys from `keys` on (`count` of them exist) with `rows` queries: a vector each.
 template <int64_t kSize>
-inline void products(const float* keys, int64_t step, int64_t count, const float* queries,
+HEADSTART_INLINE void products(const float* keys, int64_t step, int64_t count, const float* queries,
                      int64_t rows, int64_t size, Floats* scores) {
   const int64_t known = kSize ? kSize : size, whole = known / kLanes * kLanes;
   for (int64_t m = 0; m < rows; ++m) scores[m] = Floats{};
@@ -130,7 +135,7 @@ inline void products(const float* keys, int64_t step, int64_t count, const float
 
 // sum += weights [count] times values [count, E], of one query row.
 template <int64_t kSize>
-inline void weighted(const float* values, int64_t step, int64_t count, const float* weights,
+HEADSTART_INLINE void weighted(const float* values, int64_t step, int64_t count, const float* weights,
                      int64_t size, float* sum) {
   const int64_t known = kSize ? kSize : size;
   int64_t e = 0;
@@ -208,7 +213,7 @@ struct Call {
 inline int64_t partial_size(const Call& call) { return call.values.size[3] + 2; }
 
 template <int64_t kSize, int64_t kValue>
-inline void read_split(const Call& call, int64_t row, int64_t head, int64_t split, float* partials,
+HEADSTART_FAST void read_split(const Call& call, int64_t row, int64_t head, int64_t split, float* partials,
                        std::vector<float>& space) {
   const int64_t size = kSize ? kSize : call.query.size[3];
   const int64_t value_size = kValue ? kValue : call.values.size[3];
@@ -263,7 +268,7 @@ inline void read_split(const Call& call, int64_t row, int64_t head, int64_t spli
 }
 
 // Add up the splits of one key/value head's query rows.
-inline void combine(const Call& call, int64_t row, int64_t head, int64_t splits,
+HEADSTART_FAST inline void combine(const Call& call, int64_t row, int64_t head, int64_t splits,
                     const float* partials) {
   const int64_t size = call.values.size[3], step = call.queries() * (size + 2);
   for (int64_t m = 0; m < call.queries(); ++m) {
@@ -384,5 +389,3 @@ inline AtenTensorHandle tree_attention(AtenTensorHandle query, AtenTensorHandle 
 }
 
 }  // namespace headstart
-
-#pragma GCC pop_options

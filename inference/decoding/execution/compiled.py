@@ -54,6 +54,8 @@ SMALLEST_BOUND = 512
 OPTIONS: dict[str, Any] = {
     "freezing": True,  # weights are constants
     "cpp_wrapper": True,  # the calls between kernels are C++ too
+    # and are compiled apart from the kernels, with less optimisation: as fast, 0.7 of the time
+    "cpp_wrapper_build_separate": True,
     "max_autotune": True,  # with its own matrix products besides the libraries', see `_prefer_own`
     "max_autotune_gemm_backends": "CPP,ATEN",
     "cpp.enable_concat_linear": True,  # layers that read the same input are one product
@@ -350,18 +352,21 @@ def small_blocks() -> Iterator[None]:
 
 @contextmanager
 def parsing_templates_once() -> Iterator[None]:
-    """Let inductor parse each of its templates once. It parses them anew for every matrix product,
-    which is a quarter of its time for a model of 24 layers."""
+    """Let inductor parse each of its templates once, and each expression in them. It parses them
+    anew for every matrix product, which is a quarter of its time for a model of 24 layers."""
     import torch._inductor.compile_fx  # noqa: F401  first: its modules import each other
+    from torch._inductor.codegen import cpp_template_kernel
     from torch._inductor.codegen.common import KernelTemplate
 
-    before = KernelTemplate._template_from_string
-    once = staticmethod(functools.cache(before))
+    template, expression = KernelTemplate._template_from_string, cpp_template_kernel.parse_expr
+    once = staticmethod(functools.cache(template))
     setattr(KernelTemplate, "_template_from_string", once)  # noqa: B010
+    setattr(cpp_template_kernel, "parse_expr", functools.cache(expression))  # noqa: B010
     try:
         yield
     finally:
-        setattr(KernelTemplate, "_template_from_string", staticmethod(before))  # noqa: B010
+        setattr(KernelTemplate, "_template_from_string", staticmethod(template))  # noqa: B010
+        setattr(cpp_template_kernel, "parse_expr", expression)  # noqa: B010
 
 
 @contextmanager
