@@ -5,6 +5,8 @@ What cannot be a target is refused by its config, before weights are read.
 
 from __future__ import annotations
 
+import errno
+import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import inference.target.attention as attention
 from heads.api.config import config
@@ -158,6 +160,10 @@ def load_model(config: TargetConfig) -> Any:
             f"target '{config.path}' is incomplete: weights {missing[:4]} are missing from its "
             "files."
         )
+    own_generation = load_generation_config(config)
+    if own_generation is not None:
+        # transformers goes on without one that it could not read
+        model.generation_config = own_generation
     model.requires_grad_(False).eval()
     return prepare(model if options else model.to(device), config.long_context)
 
@@ -275,6 +281,32 @@ def load_tokenizer(config: TargetConfig) -> Any:
         raise UserError(
             f"target '{config.path}' has no readable tokenizer: {_first_line(error)}"
         ) from error
+
+
+def load_generation_config(config: TargetConfig) -> GenerationConfig | None:
+    """What the target says of generating, its end-of-text tokens among it; None where it says
+    nothing. Raises `UserError` when it does and that cannot be read: without it, answers would end
+    elsewhere."""
+    try:
+        return GenerationConfig.from_pretrained(config.path, revision=config.revision)
+    except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, OSError) and _is_absent(error):
+            return None
+        raise UserError(
+            f"the generation config of target '{config.path}' cannot be read: {_first_line(error)}"
+        ) from error
+
+
+def _is_absent(error: BaseException | None) -> bool:
+    """Whether an OSError of transformers' says that a file is not there, and not, somewhere in its
+    chain, that it could not be read."""
+    while error is not None:
+        if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)):
+            return False
+        if getattr(error, "errno", None) not in (None, errno.ENOENT, errno.ENOTDIR):
+            return False
+        error = error.__cause__ or error.__context__
+    return True
 
 
 def switch_attention(model: Any) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from heads.api.target_info import TargetInfo
 from inference.target import loading
@@ -30,16 +30,9 @@ class TargetFacts:
             model = AutoModelForCausalLM.from_config(
                 described, trust_remote_code=config.trust_remote_code
             )
-        ends = loading.end_tokens(_generation_eos(config, model), tokenizer)
+        generation = loading.load_generation_config(config) or model.config
+        ends = loading.end_tokens(getattr(generation, "eos_token_id", None), tokenizer)
         return cls(tokenizer, loading.describe(model, tokenizer, config), ends)
 
 
 AnyTarget = TargetModel | TargetFacts
-
-
-def _generation_eos(config: TargetConfig, model: Any) -> Any:
-    """The end-of-text ids of the generation config, or of the model's where it has none."""
-    try:
-        return GenerationConfig.from_pretrained(config.path, revision=config.revision).eos_token_id
-    except OSError:  # a model without a generation config
-        return getattr(model.config, "eos_token_id", None)

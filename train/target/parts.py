@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -98,9 +98,9 @@ def load_parts(config: TargetConfig) -> TargetModel:
     files = WeightFiles(model, config, hub_commit(config.path, config.revision) or config.revision)
     fill(model, files, device)
     tokenizer = loading.load_tokenizer(config)
-    with suppress(OSError):  # then it keeps the one made of its config, as when it is loaded whole
-        found = GenerationConfig.from_pretrained(config.path, revision=files.revision)
-        model.generation_config = found
+    own_generation = loading.load_generation_config(replace(config, revision=files.revision))
+    if own_generation is not None:
+        model.generation_config = own_generation
     loading.switch_attention(model)
     target = TargetModel(model, tokenizer, describe(model, tokenizer, config))
     target.weights.state = StoredWeights(model, files, device)

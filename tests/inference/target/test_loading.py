@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import inference.target.quantization as quantization
@@ -19,6 +20,7 @@ from inference.target.loading import (
     REFUSED,
     TargetConfig,
     checked_config,
+    load_generation_config,
     load_model,
     require_supported,
     shared_weights,
@@ -27,8 +29,11 @@ from inference.target.model import TargetModel
 from inference.target.quantization import NAMES, dense_weight, quantization_settings
 from tests.inference.tokenizers import tiny_tokenizer
 from tests.models import ALL_FAMILIES, SMALL, VOCAB, random_model, save_random_target
+from train.generate.target_facts import TargetFacts
+from train.target.parts import load_parts
 
 CPU = torch.device("cpu")
+GENERATION_CONFIG = "generation_config.json"
 
 
 def refusal(name: str, config: Any) -> str:
@@ -268,3 +273,39 @@ def test_an_automatic_dtype_is_float32_on_a_cpu() -> None:
     assert TargetConfig("x", dtype="bfloat16", device="cpu").dtype_name == "bfloat16"
     with pytest.raises(UserError, match=r"target\.dtype 'bf16' is unknown"):
         checked_config(TargetConfig("x", dtype="bf16"))
+
+
+def test_a_target_without_a_generation_config_says_nothing_of_it(tmp_path: Path) -> None:
+    save_random_target(tmp_path, tiny_tokenizer("plain"))
+    (tmp_path / GENERATION_CONFIG).unlink(missing_ok=True)
+    assert load_generation_config(TargetConfig(path=str(tmp_path))) is None
+
+
+def test_its_end_of_text_tokens_come_from_the_generation_config(tmp_path: Path) -> None:
+    save_random_target(tmp_path, tiny_tokenizer("plain"))
+    (tmp_path / GENERATION_CONFIG).write_text(json.dumps({"eos_token_id": [3, 7]}))
+    config = TargetConfig(path=str(tmp_path))
+    assert load_model(config).generation_config.eos_token_id == [3, 7]
+    assert set(TargetFacts.load(config).eos_token_ids) >= {3, 7}
+
+
+def test_a_generation_config_that_cannot_be_read_is_no_missing_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it answers would end elsewhere, and nothing would say so."""
+    save_random_target(tmp_path, tiny_tokenizer("plain"))
+    (tmp_path / GENERATION_CONFIG).write_text('{"eos_token_id": ')
+    config = TargetConfig(path=str(tmp_path))
+    for load in (load_model, TargetFacts.load, load_parts):
+        with pytest.raises(UserError, match=r"generation config .* cannot be read"):
+            load(config)
+
+    def no_descriptors(*_: object, **__: object) -> None:
+        try:
+            raise OSError(errno.EMFILE, "Too many open files")
+        except OSError as error:
+            raise OSError("Can't load the configuration") from error
+
+    monkeypatch.setattr(GenerationConfig, "from_pretrained", no_descriptors)
+    with pytest.raises(UserError, match=r"generation config .* cannot be read"):
+        load_generation_config(config)
