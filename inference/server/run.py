@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
 
 from inference.server.app import OPEN_PATHS, build_app
 from inference.server.front.server import HttpServer
+from inference.server.front.signals import ended_by_signals
 from inference.server.front.site import Site
 from inference.server.front.tls import server_context
 from inference.server.service import Service
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CLOSE_SECONDS = 5.0
 """How long connections may take to close once nothing runs any more."""
 
@@ -53,27 +49,14 @@ class Server:
         self.service.on_broken = self._broken
         front = HttpServer(self.site, self.listening)
         self.service.metrics.watch(front.seats)
-        with self._signals():
+        with ended_by_signals(self._signal):
             front.start()
             self.started()
             await self._end.wait()
             self.ended = True
             await front.close(0.0 if self._forced else CLOSE_SECONDS)
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Handle signals while serving."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._signal) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _signal(self, number: int, frame: FrameType | None) -> None:
+    def _signal(self) -> None:
         if self.service.loop is not None:
             self.service.loop.call_soon_threadsafe(self.end)
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,10 +68,15 @@ def run_demo(root: Path, name: str) -> float:
             )
         options = [f"run.root={root}", f"run.name={name}"]
         words = [sys.executable, "-m", "scripts.cli", "loop", "experiment=demo", *options]
-        begun = time.monotonic()
-        if subprocess.run(words, cwd=ROOT, check=False).returncode:
+        with tempfile.TemporaryDirectory(prefix="headstart-compiled-") as compiled:
+            # every run is a first one, which compiles its steps
+            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": compiled}
+            begun = time.monotonic()
+            done = subprocess.run(words, cwd=ROOT, env=environment, check=False)
+            seconds = time.monotonic() - begun
+        if done.returncode:
             raise UserError(f"{name} failed, see above. Remove {root / name} and run it again.")
-        write_json(path, {"seconds": round(time.monotonic() - begun, 1)})
+        write_json(path, {"seconds": round(seconds, 1)})
     return float(json.loads(path.read_text(encoding="utf-8"))["seconds"])
 
 

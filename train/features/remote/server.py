@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,6 +26,7 @@ from inference.server.front.limits import Limits
 from inference.server.front.quiet import QuietLog
 from inference.server.front.secret import Secret, client_of, is_loopback
 from inference.server.front.server import HttpServer, bind, url_of
+from inference.server.front.signals import ended_by_signals
 from inference.server.front.site import Message, Receive, Send, Site
 from inference.server.front.tls import server_context
 from inference.server.front.workers import FairWorkers, work_in_turn
@@ -32,7 +34,6 @@ from train.features.base import FeatureTarget
 from train.features.config import FeaturesConfig
 from train.features.remote import wire
 from train.features.store.layout import precision_of, tensors_of
-from train.processes import terminable
 
 logger = logging.getLogger(__name__)
 
@@ -188,17 +189,15 @@ def busy(why: str) -> ApiError:
 def serve(
     target: FeatureTarget, config: FeaturesConfig, dtype: torch.dtype, say: Callable[[str], None]
 ) -> None:
-    """Serve features until SIGTERM or Ctrl-C. After a signal the process ends here, with status 0:
-    threads may be inside of torch, and an interpreter that ends around them was seen to abort.
-    There is nothing left to write."""
+    """Serve features until a signal, after which the process ends here, with status 0: threads may
+    be inside of torch, and an interpreter that ends around them was seen to abort. There is nothing
+    left to write."""
     token = os.environ.get(config.token_variable, "")
     pair = config.ssl_certfile, config.ssl_keyfile
     server = FeatureServer(target, dtype, config.host, config.port, token, *pair)
     say(f"features of {target.info.id} in {server.precision} at {server.address}; Ctrl-C ends it")
-    try:
-        with terminable():
-            server.run()
-    except (KeyboardInterrupt, SystemExit) as ending:
-        say(f"stopped after {server.served} requests")
-        if isinstance(ending, SystemExit):
-            os._exit(0)
+    with ended_by_signals(server.end):
+        server.run()
+    say(f"stopped after {server.served} requests")
+    sys.stdout.flush()
+    os._exit(0)
