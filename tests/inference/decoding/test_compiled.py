@@ -84,6 +84,24 @@ def test_compiled_steps_give_the_eager_tokens_and_a_second_prompt_compiles_nothi
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"depth": 3, "batch_size": 3}),
+        ("gemma2", {"shape": "tree", "choices": ((0,), (1,), (0, 0), (1, 0)), "batch_size": 2}),
+    ],
+)
+def test_compiled_attention_gives_the_eager_tokens(family: str, settings: dict[str, Any]) -> None:
+    """In float32, where it runs; Gemma 2 has windows and soft-capping."""
+    target, items = random_target(family, dtype=torch.float32), requests(5)
+    plain = {c.request.index: c.tokens for c in Engine(target, None, DecodeConfig()).run(items)}
+    kind = "ngram" if family == "llama" else "medusa"
+    engine, step = compiled_engine(target, kind, DecodeConfig(**settings))
+    assert {c.request.index: c.tokens for c in engine.run(items)} == plain
+    assert step.graphs == 1 and step.bound(1) == step._cache.capacity
+
+
+@pytest.mark.slow
 def test_steps_that_verify_alike_share_the_compiled_verification() -> None:
     target = random_target(num_hidden_layers=2)
     shared = inference.decoding.execution.compiled._verifications
@@ -135,9 +153,10 @@ def test_compiled_products_keep_one_copy_of_a_weight() -> None:
         assert len(constants) == before + 1
 
 
-def bounds(longest: list[int]) -> list[int]:
+def bounds(longest: list[int], dtype: torch.dtype) -> list[int]:
     """What a step of a cache of 1500 slots may read when the longest row has so many tokens."""
-    engine = Engine(random_target(), None, DecodeConfig(shape="none"), capacity=1500)
+    target = random_target(dtype=dtype)
+    engine = Engine(target, None, DecodeConfig(shape="none"), capacity=1500)
     next(iter(engine.run(requests(1, new=2))))
     lanes = engine._lanes
     assert lanes is not None
@@ -146,14 +165,11 @@ def bounds(longest: list[int]) -> list[int]:
 
 
 def test_one_graph_serves_every_length() -> None:
-    assert bounds([1, 512, 1499]) == [1500, 1500, 1500]
+    assert bounds([1, 512, 1499], torch.float32) == [1500, 1500, 1500]
 
 
-def test_without_attention_of_our_own_the_bound_doubles_up_to_the_capacity(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("HEADSTART_KERNELS", "reference")
-    found = bounds([1, 511, 512, 1023, 1024, 1499])
+def test_without_attention_of_our_own_the_bound_doubles_up_to_the_capacity() -> None:
+    found = bounds([1, 511, 512, 1023, 1024, 1499], torch.float64)
     assert found == [512, 512, 1024, 1024, 1500, 1500]
 
 
