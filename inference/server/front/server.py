@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import select
 import socket
 
 from heads.api.errors import UserError
@@ -100,6 +101,8 @@ class HttpServer:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:  # no descriptors, no memory
+                if not is_readable(self.listening):
+                    return  # Linux asks for the descriptor first: nobody is waiting
                 self._log.note("connections cannot be accepted", error.strerror or str(error))
                 self.seats.displace_one()
                 loop = asyncio.get_running_loop()
@@ -162,6 +165,13 @@ class HttpServer:
             ssl_shutdown_timeout=TLS_END_SECONDS if tls else None,
         )
         return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+def is_readable(listening: socket.socket) -> bool:
+    """Whether a connection waits to be accepted. Takes no descriptor."""
+    poll = select.poll()
+    poll.register(listening, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def turn_away(connection: socket.socket, secured: bool) -> None:
