@@ -219,6 +219,7 @@ class Drafter(FeatureDrafter):
         ahead = torch.arange(1, count + 1, device=tokens.device)
 
         def part(rows: Tensor) -> losses.Sums:
+            """The loss of all heads at rows [M] int64 of the flat batch."""
             mask = wanted[rows].T  # [K, M]
             # Rows near the end of the batch wrap to the last token; the mask excludes them.
             places = (rows[:, None] + ahead).clamp(max=tokens.shape[0] - 1)  # [M, K]

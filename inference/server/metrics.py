@@ -94,6 +94,7 @@ class _Derived(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
+        """tau and acceptance by depth, computed from the counters when Prometheus asks."""
         about = "Committed tokens per verification, since the start."
         tau = GaugeMetricFamily("headstart_tau", about, labels=["domain"])
         about = "Share of verifications that kept a draft at this depth (beta)."

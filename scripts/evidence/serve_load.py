@@ -274,6 +274,7 @@ class Server:
         server."""
 
         async def interrupt() -> Seen:
+            """Send SIGTERM while long answers run; what their clients got."""
             longest = sorted(cases, key=lambda case: -case.request.max_new_tokens)[:16]
             asking = asyncio.create_task(self.each_once(longest, 16))
             most = 0.0
