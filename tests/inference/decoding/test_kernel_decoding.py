@@ -36,7 +36,7 @@ for mode in ("reference", "triton"):
         def watched(*args, _original=original, _name=op.name, **kwargs):
             used.add((mode, _name))
             return _original(*args, **kwargs)
-        op._loaded[0] = watched
+        op._loaded[op.kernel] = watched
     engine = Engine(target, drafter_of("medusa", target), config)
     texts.append({c.request.index: c.tokens for c in engine.run(requests(2, new=4))})
 assert texts[0] == texts[1], texts
