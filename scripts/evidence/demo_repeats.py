@@ -35,14 +35,15 @@ SECONDS_FILE = "seconds.json"
 def repeat(given: argparse.Namespace) -> None:
     """Run, compare and write; raises `UserError` when a run fails."""
     names = [f"demo-{number}" for number in range(1, given.runs + 1)]
+    root = ROOT / given.root
     seconds = {name: run_demo(given.root, name) for name in names}
     found = {
-        measured: {name: read_report(given.root / name / measured / REPORT_FILE) for name in names}
+        measured: {name: read_report(root / name / measured / REPORT_FILE) for name in names}
         for measured in MEASUREMENTS
     }
     chosen = middle(found["measure"])
     for measured, committed in MEASUREMENTS.items():
-        source = given.root / chosen / measured / REPORT_FILE
+        source = root / chosen / measured / REPORT_FILE
         shutil.copyfile(source, REPORTS / f"{committed}.json")
     content = {
         "command": given.command,
@@ -58,12 +59,14 @@ def repeat(given: argparse.Namespace) -> None:
 
 
 def run_demo(root: Path, name: str) -> float:
-    """Run one demo unless that was done; returns its seconds."""
-    path = root / name / SECONDS_FILE
+    """Run one demo unless that was done; returns its seconds. root: from the repository, so that
+    reports name the same folder wherever the repository lies."""
+    folder = ROOT / root / name
+    path = folder / SECONDS_FILE
     if not path.is_file():
-        if (root / name).exists():
+        if folder.exists():
             raise UserError(
-                f"{root / name} was begun and not finished, so its time is not known. Remove the "
+                f"{folder} was begun and not finished, so its time is not known. Remove the "
                 "folder and run the same command again."
             )
         options = [f"run.root={root}", f"run.name={name}"]
@@ -75,7 +78,7 @@ def run_demo(root: Path, name: str) -> float:
             done = subprocess.run(words, cwd=ROOT, env=environment, check=False)
             seconds = time.monotonic() - begun
         if done.returncode:
-            raise UserError(f"{name} failed, see above. Remove {root / name} and run it again.")
+            raise UserError(f"{name} failed, see above. Remove {folder} and run it again.")
         write_json(path, {"seconds": round(seconds, 1)})
     return float(json.loads(path.read_text(encoding="utf-8"))["seconds"])
 
@@ -123,7 +126,7 @@ def lines(measured: str, facts: Facts) -> list[str]:
 
 
 main = command(
-    repeat, runs=(3, "how often"), root=(ROOT / "outputs" / "demo_repeats", "folder of the runs")
+    repeat, runs=(3, "how often"), root=(Path("outputs/demo_repeats"), "folder of the runs, from the repository")
 )
 
 if __name__ == "__main__":
