@@ -27,7 +27,8 @@ import functools
 import hashlib
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -43,7 +44,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from heads.api.errors import UserError
 from inference.decoding.step import Decoder, Rows
-from inference.kernels.cpu_tree_attention import in_cpp
+from inference.kernels.cpp_operations import in_cpp
 from inference.kernels.dispatch import choose, traced_for_cpu
 from inference.kernels.packed_linear import unpacked_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
@@ -285,6 +286,7 @@ def _inductor(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]
             small_blocks(),
             parsing_templates_once(),
             sharing_constants(),
+            compiling_aside(),
             in_cpp(),
         ):
             return cast(Callable[..., Any], compile_fx(graph, arguments))
@@ -370,6 +372,48 @@ def parsing_templates_once() -> Iterator[None]:
 
 
 @contextmanager
+def compiling_aside() -> Iterator[None]:
+    """Let the C++ compiler run while inductor goes on: a function is waited for when it is first
+    called. The wrapper and the kernels of a function are compiled at the same time.
+
+    Inductor writes C++ in one thread, and the compiler, a process of its own, takes as long again.
+    An error of the compiler is raised by that first call.
+    """
+    import torch._inductor.compile_fx  # noqa: F401  first: its modules import each other
+    from torch._inductor import codecache
+
+    load, build = codecache.CppWrapperCodeCache.load_pybinding, codecache._worker_compile_cpp
+
+    def load_later(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        aside = {**kwargs, "submit_fn": _compilers().submit}
+        entry = codecache.CppWrapperCodeCache.load_pybinding_async(*args, **aside)
+        return lambda *given: entry()(*given)
+
+    def build_together(lock_path: str, builders: Sequence[Any]) -> None:
+        with ThreadPoolExecutor(len(builders)) as pool:
+            objects = enumerate(builders[:-1])
+            started = [pool.submit(build, f"{lock_path}.{n}", (each,)) for n, each in objects]
+        for done in started:
+            done.result()
+        # the last one links them
+        build(lock_path, builders)
+
+    setattr(codecache.CppWrapperCodeCache, "load_pybinding", load_later)  # noqa: B010
+    setattr(codecache, "_worker_compile_cpp", build_together)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(codecache.CppWrapperCodeCache, "load_pybinding", load)  # noqa: B010
+        setattr(codecache, "_worker_compile_cpp", build)  # noqa: B010
+
+
+@functools.cache
+def _compilers() -> ThreadPoolExecutor:
+    """Threads that wait for the C++ compiler."""
+    return ThreadPoolExecutor(2, thread_name_prefix="headstart-cpp")
+
+
+@contextmanager
 def sharing_constants() -> Iterator[None]:
     """Let compiled functions that pack the same weights alike keep one copy of them.
 
@@ -435,7 +479,7 @@ class _Plan:
                 known = shared if phase == "verify" else None
                 parts.append(_Part(phase, module, takes, len(values), known))
                 places[node], order[node] = len(values), _order_outputs(module)
-                values += [None] * _outputs(module)
+                values += [None] * len(_output_nodes(module))
             elif node.op == "call_function":
                 assert node.target is operator.getitem
                 part, number = node.args
@@ -446,9 +490,15 @@ class _Plan:
 
     @torch.no_grad()
     def build(self) -> Tensor:
-        """Compile the parts, each with what those before it gave: one step -> its result."""
+        """Compile the parts, then run one step -> its result."""
+        values = list(self.values)
         for part in self.parts:
-            part.build([self.values[place] for place in part.takes])
+            # nothing runs before all is compiled, so parts are compiled with tensors of the traced
+            # values' layouts
+            given = _given(part.graph)
+            part.build([values[place] for place in part.takes])
+            values[part.gives : part.gives + len(given)] = given
+        for part in self.parts:
             self._run(part)
         return cast(Tensor, self.values[self.result])
 
@@ -499,7 +549,13 @@ def _order_outputs(part: GraphModule) -> list[int]:
     return [ordered.index(node) for node in given]
 
 
-def _outputs(graph: GraphModule) -> int:
-    """How many values a part gives."""
+def _output_nodes(graph: GraphModule) -> Sequence[Node]:
+    """What computes the values that a part gives."""
     given = graph.graph.output_node().args[0]
-    return len(given) if isinstance(given, (list, tuple)) else 1
+    return cast(Sequence[Node], given if isinstance(given, (list, tuple)) else [given])
+
+
+def _given(graph: GraphModule) -> list[Tensor]:
+    """Tensors laid out as the values that a part gives, of any content."""
+    found = [node.meta["val"] for node in _output_nodes(graph)]
+    return [torch.empty_strided(v.size(), v.stride(), dtype=v.dtype) for v in found]

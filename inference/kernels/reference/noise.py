@@ -1,8 +1,9 @@
-"""The position-keyed noise and the pick with it in plain torch (Triton: `noise_pick.py`).
+"""The position-keyed noise and the pick with it in plain torch (Triton: `noise_pick.py`; C++:
+`noise_pick.h`).
 
 The bits are the definition: every implementation produces exactly these. The Gumbel noise made of
-them may differ by rounding, at most 2 units in the last place of max(1, |g|) between the kernel and
-torch on a CPU; one process uses one implementation throughout.
+them may differ by rounding, at most 2 units in the last place of max(1, |g|) between a kernel and
+torch on a CPU; the steps that are compared with each other use one implementation.
 
 Legend: B rows, M positions per row, N nodes, V columns of the logits, V' of them with noise.
 """
@@ -84,4 +85,10 @@ def noise_pick(
 GUMBEL_NOISE = Op(
     "gumbel_noise", gumbel_noise, "inference.kernels.noise_pick:gumbel_noise", (torch.int64,)
 )
-NOISE_PICK = Op("noise_pick", noise_pick, "inference.kernels.noise_pick:noise_pick", FLOATS)
+NOISE_PICK = Op(
+    "noise_pick",
+    noise_pick,
+    "inference.kernels.noise_pick:noise_pick",
+    FLOATS,
+    cpp="inference.kernels.cpu_noise_pick:noise_pick",
+)

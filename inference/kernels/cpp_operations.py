@@ -1,0 +1,53 @@
+"""C++ functions that inductor calls inside compiled steps on CPUs, in place of operations of ours.
+
+An operation exists for tracing, where it runs its reference; `in_cpp` lets inductor put the C++ of
+every operation registered by `call_in_cpp` into the code that it generates, and call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# The name is inductor's for an operation on a CPU. It puts `extern` before and a semicolon behind,
+# and all of it between the braces of an `extern "C"`.
+_FUNCTION = """AOTITorchError aoti_torch_cpu_{name}({arguments}, AtenTensorHandle* out);
+}}
+{source}
+extern "C" {{
+__attribute__((visibility("hidden")))
+AOTITorchError aoti_torch_cpu_{name}({arguments}, AtenTensorHandle* out) {{
+  *out = headstart::{name}({names});
+  return AOTI_TORCH_SUCCESS;
+}}
+"""
+_functions: dict[Any, str] = {}
+"""C++ of every operation."""
+
+
+def call_in_cpp(operation: Any, source: Path, arguments: str) -> None:
+    """Register the C++ of `operation`: `source` defines headstart::<the operation's name>.
+
+    arguments: its C++ parameters, as inductor passes them: tensors are AtenTensorHandle, optional
+    ones a pointer to it, numbers double or int64_t. It returns the result's handle.
+    """
+    overload = operation._opoverload
+    name = overload._schema.name.split("::")[1]
+    names = ", ".join(argument.split()[-1] for argument in arguments.split(","))
+    text = source.read_text()
+    _functions[overload] = _FUNCTION.format(
+        name=name, arguments=arguments, names=names, source=text
+    )
+
+
+@contextmanager
+def in_cpp() -> Iterator[None]:
+    """Let what inductor compiles within the block call the C++ functions."""
+    import torch._inductor.config as inductor_config  # seconds to import
+
+    known = inductor_config.aot_inductor.custom_ops_to_c_shims
+    own = {operation: [text] for operation, text in _functions.items()}
+    with inductor_config.patch({"aot_inductor.custom_ops_to_c_shims": {**known, **own}}):
+        yield
