@@ -126,7 +126,9 @@ def lines(measured: str, facts: Facts) -> list[str]:
 
 
 main = command(
-    repeat, runs=(3, "how often"), root=(Path("outputs/demo_repeats"), "folder of the runs, from the repository")
+    repeat,
+    runs=(3, "how often"),
+    root=(Path("outputs/demo_repeats"), "folder of the runs, from the repository"),
 )
 
 if __name__ == "__main__":

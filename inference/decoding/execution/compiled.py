@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -385,7 +386,7 @@ def compiling_aside() -> Iterator[None]:
     load, build = codecache.CppWrapperCodeCache.load_pybinding, codecache._worker_compile_cpp
 
     def load_later(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        aside = {**kwargs, "submit_fn": _compilers().submit}
+        aside = {**kwargs, "submit_fn": _compilers(os.getpid()).submit}
         entry = codecache.CppWrapperCodeCache.load_pybinding_async(*args, **aside)
         return lambda *given: entry()(*given)
 
@@ -408,8 +409,8 @@ def compiling_aside() -> Iterator[None]:
 
 
 @functools.cache
-def _compilers() -> ThreadPoolExecutor:
-    """Threads that wait for the C++ compiler."""
+def _compilers(process: int) -> ThreadPoolExecutor:
+    """Threads of this process that wait for the C++ compiler; a fork has none of its parent's."""
     return ThreadPoolExecutor(2, thread_name_prefix="headstart-cpp")
 
 

@@ -3,6 +3,7 @@ cannot be."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,30 @@ def test_templates_of_products_are_parsed_once_while_compiling() -> None:
         assert KernelTemplate._template_from_string("{{ a }} rows") is once
         assert [once.render(a=number) for number in (1, 2)] == ["1 rows", "2 rows"]
     assert KernelTemplate._template_from_string is parse
+
+
+def test_the_cpp_compiler_runs_aside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch._inductor import codecache
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    threads: list[threading.Thread] = []
+    build, go_on = codecache._worker_compile_cpp, threading.Event()
+
+    def held(lock_path: str, builders: Any) -> None:
+        if "precompiled_headers" not in lock_path:  # made before any function, and waited for
+            threads.append(threading.current_thread())
+            assert go_on.wait(20)
+        build(lock_path, builders)
+
+    monkeypatch.setattr(codecache, "_worker_compile_cpp", held)
+    values = torch.arange(4.0)
+    graph = make_fx(lambda x: (x * 3.25 + 17,))(values)
+    function = _inductor(graph, [values])
+    assert not go_on.is_set()
+    go_on.set()
+    assert torch.equal(function(values)[0], values * 3.25 + 17)
+    assert threads[0] is not threading.current_thread()
+    assert codecache._worker_compile_cpp is held
 
 
 def test_without_a_compiler_the_error_says_what_to_do(
