@@ -79,6 +79,17 @@ def test_a_claim_that_was_taken_over_is_not_given_up_by_its_first_owner(tmp_path
     assert not path.exists()
 
 
+def test_claims_of_writers_that_are_gone_are_cleared_and_others_are_not(
+    tmp_path: Path, gone: int
+) -> None:
+    living, claims = Claims(tmp_path), Claims(tmp_path)
+    assert living.take("rows-00000")
+    dead = json.dumps({"host": socket.gethostname(), "pid": gone})
+    claims.path("rows-00001").write_text(dead)
+    claims.clear()
+    assert [path.name for path in claims.folder.iterdir()] == ["rows-00000.json"]
+
+
 def test_a_claim_that_the_disk_refuses_leaves_no_half_of_one(tmp_path: Path) -> None:
     """Half of a claim would be waited for as for a living writer's."""
     import resource

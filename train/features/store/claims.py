@@ -47,6 +47,13 @@ class Claims:
         if token is not None:
             drop(self.path(name), token)
 
+    def clear(self) -> None:
+        """Remove the claims of writers that are gone: killed after they had ended a shard."""
+        for path in sorted(self.folder.glob("*.json")):
+            with contextlib.suppress(UserError):  # nobody waits for an ended shard
+                if self.take(path.stem):
+                    self.drop(path.stem)
+
     def all(self) -> dict[str, Writer]:
         """The claims of writers that are not known to be gone."""
         names = sorted(path.stem for path in self.folder.glob("*.json"))

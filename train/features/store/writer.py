@@ -97,6 +97,7 @@ class Writer:
                     self.say(f"{shard_name(shard)} is written: {done} of {self.plan.shards} shards")
             finally:
                 self.claims.drop(shard_name(shard))
+        self.claims.clear()
         return written
 
     def write(self, shard: int) -> None:
