@@ -451,10 +451,7 @@ class _Plan:
 
     def __init__(self, parts: list[_Part], values: list[Any], result: int) -> None:
         self.parts, self.values, self.result = parts, values, result
-
-    @property
-    def ready(self) -> bool:
-        return all(part.compiled is not None for part in self.parts)
+        self.ready = False  # until a step has run, with which an error of the compiler shows
 
     @classmethod
     def cut(
@@ -480,7 +477,7 @@ class _Plan:
                 known = shared if phase == "verify" else None
                 parts.append(_Part(phase, module, takes, len(values), known))
                 places[node], order[node] = len(values), _order_outputs(module)
-                values += [None] * len(_output_nodes(module))
+                values += _laid_out(module)
             elif node.op == "call_function":
                 assert node.target is operator.getitem
                 part, number = node.args
@@ -492,15 +489,11 @@ class _Plan:
     @torch.no_grad()
     def build(self) -> Tensor:
         """Compile the parts, then run one step -> its result."""
-        values = list(self.values)
         for part in self.parts:
-            # nothing runs before all is compiled, so parts are compiled with tensors of the traced
-            # values' layouts
-            given = _given(part.graph)
-            part.build([values[place] for place in part.takes])
-            values[part.gives : part.gives + len(given)] = given
+            part.build([self.values[place] for place in part.takes])
         for part in self.parts:
             self._run(part)
+        self.ready = True
         return cast(Tensor, self.values[self.result])
 
     @torch.no_grad()
@@ -550,13 +543,10 @@ def _order_outputs(part: GraphModule) -> list[int]:
     return [ordered.index(node) for node in given]
 
 
-def _output_nodes(graph: GraphModule) -> Sequence[Node]:
-    """What computes the values that a part gives."""
-    given = graph.graph.output_node().args[0]
-    return cast(Sequence[Node], given if isinstance(given, (list, tuple)) else [given])
-
-
-def _given(graph: GraphModule) -> list[Tensor]:
-    """Tensors laid out as the values that a part gives, of any content."""
-    found = [node.meta["val"] for node in _output_nodes(graph)]
+def _laid_out(part: GraphModule) -> list[Tensor]:
+    """Tensors of any content with the layouts of what a part gave in the trace: the parts behind it
+    are compiled for them, before anything runs."""
+    given = part.graph.output_node().args[0]
+    nodes = cast(Sequence[Node], given if isinstance(given, (list, tuple)) else [given])
+    found = [node.meta["val"] for node in nodes]
     return [torch.empty_strided(v.size(), v.stride(), dtype=v.dtype) for v in found]

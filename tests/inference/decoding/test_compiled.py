@@ -244,5 +244,6 @@ def test_without_a_compiler_the_error_says_what_to_do(
     engine, _ = compiled_engine(random_target(), None, DecodeConfig(shape="none"))
     # torch's own patch: what pytest's would put back is a setting that does not exist any more.
     without = torch._inductor.config.patch({"cpp.cxx": (str(tmp_path / "no-compiler"),)})
-    with without, pytest.raises(UserError, match=r"decode\.compile=false"):
-        list(engine.run(requests(1)))
+    for _ in range(2):  # what failed once is no compiled step afterwards
+        with without, pytest.raises(UserError, match=r"decode\.compile=false"):
+            list(engine.run(requests(1)))

@@ -15,16 +15,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from inference.decoding.execution.compiled import _inductor
 from inference.kernels.dispatch import traced_for_cpu
 from inference.kernels.reference.noise import NOISE_PICK, noise_pick
+from tests.inference.kernels.test_cpu_tree_attention import threads
 
 TEMPERATURE = 0.7
 Inputs = tuple[Tensor, ...]
 
 
-def compiled(inputs: Inputs, temperature: float = TEMPERATURE) -> Any:
+def compiled(inputs: Inputs) -> Any:
     """The operation for arguments of these shapes, compiled."""
 
     def call(logits: Tensor, positions: Tensor, seeds: Tensor, *ids: Tensor) -> tuple[Tensor]:
-        return (NOISE_PICK(logits, positions, seeds, temperature, *ids),)
+        return (NOISE_PICK(logits, positions, seeds, TEMPERATURE, *ids),)
 
     with torch.no_grad(), traced_for_cpu():
         graph = make_fx(call)(*inputs)
@@ -34,11 +35,11 @@ def compiled(inputs: Inputs, temperature: float = TEMPERATURE) -> Any:
     return lambda *tensors: function(*tensors)[0]
 
 
-def inputs(rows: int = 2, nodes: int = 3, columns: int = 515, scale: float = 2.0) -> Inputs:
+def inputs(rows: int = 2, nodes: int = 3, columns: int = 515) -> Inputs:
     torch.manual_seed(rows * nodes)
     positions = torch.randint(0, 1 << 20, (rows, nodes))
     seeds = torch.randint(0, (1 << 63) - 1, (rows,))
-    return torch.randn(rows, nodes, columns) * scale, positions, seeds
+    return torch.randn(rows, nodes, columns) * 2.0, positions, seeds
 
 
 def test_equals_the_reference() -> None:
@@ -63,7 +64,8 @@ def test_takes_the_tokens_that_columns_stand_for() -> None:
 @pytest.mark.parametrize("rows", [1, 40])
 def test_many_columns_are_divided_among_threads(rows: int) -> None:
     given = inputs(rows=rows, nodes=2, columns=4096)
-    assert torch.equal(compiled(given)(*given), noise_pick(*given, TEMPERATURE))
+    with threads(2):
+        assert torch.equal(compiled(given)(*given), noise_pick(*given, TEMPERATURE))
 
 
 def test_infinite_and_missing_logits_are_the_references() -> None:
