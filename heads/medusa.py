@@ -3,23 +3,26 @@
 Head i (0-based) reads the post-final-norm state at position t and predicts token t+2+i; the
 target's own LM head predicts t+1. Each head is a stack of residual blocks h + SiLU(U h + b), zero
 at the start so that training begins at the target's own prediction, followed by the target's frozen
-LM head or an own one (2401.10774). Loss: sum over heads of decay^k times cross entropy.
+LM head or an own one (2401.10774), which may be reduced to the most frequent tokens. Loss: sum over
+heads of decay^k times cross entropy.
 
-Legend: B rows, T positions, M selected positions, K heads, H hidden, V vocabulary, D depth of the
-tree.
+Legend: B rows, T positions, M selected positions, K heads, H hidden, V' draft vocabulary, D depth
+of the tree.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import Depth, Fraction, config
+from heads.api.config import Depth, Fraction, Size, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -27,7 +30,8 @@ from heads.api.tree import DraftShape
 from heads.nn import blocks, init, losses
 from heads.nn.drafting.growth import fill
 from heads.nn.drafting.state import Rooted, last_valid
-from heads.nn.feature.base import FeatureDrafter, label_loss, require_heads
+from heads.nn.feature.base import next_tokens, require_heads, unrolled_loss
+from heads.nn.feature.reduced import ReducedDrafter
 from heads.nn.matrices import set_matrix
 
 
@@ -41,8 +45,11 @@ class Config:
     num_layers: Depth = 1
     """Residual blocks per head, each with its own weights (>= 1)."""
     own_lm_head: bool = False
-    """Give every head an LM head of its own, started from the target's (V * H weights each);
-    otherwise share the frozen one."""
+    """Give every head an LM head of its own, started from the target's (V' * H weights each);
+    otherwise all share one."""
+    draft_vocab_size: Size = 0
+    """Tokens that can be drafted, the training data's most frequent; 0: all. The LM head that all
+    heads share is the target's, frozen, where they draft all tokens, and else a trained one."""
     decay: Fraction = 0.8
     """Head k (1-based) weighs decay^k in the loss (0 < decay <= 1)."""
     soft_labels: bool = False
@@ -56,7 +63,7 @@ class State(Rooted):
     hidden: Tensor
 
 
-class Drafter(FeatureDrafter):
+class Drafter(ReducedDrafter):
     """K residual heads over the target's last hidden state."""
 
     kind: ClassVar[str] = "medusa"
@@ -71,8 +78,12 @@ class Drafter(FeatureDrafter):
         self.residual_weight = nn.Parameter(torch.empty(layers, heads, hidden, hidden))
         set_matrix(self.residual_weight, True)
         self.residual_bias = nn.Parameter(torch.empty(layers, heads, hidden))
-        own = torch.empty(heads, info.vocab_size, hidden) if config.own_lm_head else None
-        self.lm_heads = None if own is None else nn.Parameter(own)
+        self.columns_drafted = self.reduce_to(config.draft_vocab_size)
+        # [K, V', H], or [1, V', H] for all heads
+        self.lm_heads: nn.Parameter | None = None
+        if config.own_lm_head or self.reduced:
+            own = torch.empty(heads if config.own_lm_head else 1, self.columns_drafted, hidden)
+            self.lm_heads = nn.Parameter(own)
         unset_parameters(self)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
@@ -80,63 +91,76 @@ class Drafter(FeatureDrafter):
         init.constant(self.residual_weight, 0.0)
         init.constant(self.residual_bias, 0.0)
         if self.lm_heads is not None:
-            init.copy(self.lm_heads, weights.lm_head.expand_as(self.lm_heads))
+            init.copy(self.lm_heads, self.lm_head_rows(weights).expand_as(self.lm_heads))
 
-    def _head_logits(self, hidden: Tensor, heads: int) -> Tensor:
-        """States [M, H] -> logits [heads, M, V] of the first `heads` heads."""
+    def _outputs(self, hidden: Tensor, heads: int) -> Tensor:
+        """States [M, H] -> what the LM heads of the first `heads` heads read [heads, M, H]."""
         states = hidden.to(self.residual_weight.dtype).expand(heads, *hidden.shape)
         for weight, bias in zip(self.residual_weight, self.residual_bias, strict=True):
             states = self.residual_blocks(states, weight[:heads], bias[:heads])
-        if self.lm_heads is not None:
-            return torch.bmm(states, self.lm_heads[:heads].transpose(1, 2))
-        return self.target.project(states)
+        return states
+
+    def _logits(self, outputs: Tensor) -> Tensor:
+        """Outputs [heads, M, H] -> logits [heads, M, V']."""
+        if self.lm_heads is None:
+            return self.target.project(outputs)
+        if self.lm_heads.shape[0] == 1:
+            return F.linear(outputs, self.lm_heads[0])
+        return torch.bmm(outputs, self.lm_heads[: outputs.shape[0]].transpose(1, 2))
 
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over heads k of decay^k times the cross entropy of supervised tokens t+k+1."""
+        """Sum over heads k of decay^k times the cross entropy of supervised tokens t+k+1.
+
+        Positions whose token, or whose likeliest token with `soft_labels`, cannot be drafted carry
+        no loss; a token that cannot be drafted counts as wrong.
+        """
         assert batch.last_hidden is not None, "medusa needs the target's last hidden state"
-        count, tokens = self.config.num_heads, batch.tokens.flatten()
-        hidden, wanted = batch.last_hidden.flatten(0, 1), batch.supervised_ahead(count)
-        ahead = torch.arange(1, count + 1, device=tokens.device)
+        count = self.config.num_heads
+        outputs = self._outputs(batch.last_hidden.flatten(0, 1), count)
+        by_head = list(outputs.unflatten(1, batch.tokens.shape))
+        weights = self.config.decay ** torch.arange(1, count + 1, device=batch.tokens.device)
+        taught = self.info.vocab_size if self.config.soft_labels else 0
+        judge = partial(self._judge, batch)
+        return unrolled_loss(batch, by_head, self.columns_drafted, weights, judge, taught)
 
-        def part(rows: Tensor) -> losses.Sums:
-            mask = wanted[rows]  # [M, K]
-            # Rows near the end of the batch wrap to the last token; the mask excludes them.
-            states_at = (rows[:, None] + ahead).clamp(max=tokens.shape[0] - 1)
-            labels = tokens[(states_at + 1).clamp(max=tokens.shape[0] - 1)]  # [M, K]
-            logits = self._head_logits(hidden[rows], count).transpose(0, 1)  # [M, K, V]
-            # Token t+k+1 is drawn from the target's distribution at state t+k.
-            values, _ = label_loss(batch, logits, labels, states_at, not self.config.soft_labels)
-            values = batch.weighed(values, states_at, ahead)
-            correct = (losses.best_column(logits) == labels) & mask
-            return losses.masked_sum(values, mask), correct.sum(0), mask.sum(0)
-
-        rows = wanted.any(1).nonzero().squeeze(1)
-        sums = losses.sum_over_rows(part, rows, count * self.info.vocab_size)
-        return losses.weighted_output(self.config.decay ** ahead.to(sums[0].dtype), *sums)
+    def _judge(
+        self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Cross entropy [K, M] of outputs [K, M, H] against the next tokens, or the target."""
+        logits, labels = self._logits(outputs), next_tokens(batch, states_at)
+        columns, known = self.columns_of(labels)
+        right = (losses.best_column(logits) == columns) & known
+        if not self.config.soft_labels:
+            return self.hard_loss(logits, labels), known, right
+        probabilities, _, known = self.teach(batch, states_at)
+        return losses.soft_cross_entropy(logits, probabilities), known, right
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Logits [B, T, V] of heads 1..depth; see the contract."""
+        """Logits [B, T, V'] of heads 1..depth; see the contract."""
         assert batch.last_hidden is not None, "medusa needs the target's last hidden state"
         heads = self.config.num_heads
         assert depth <= heads, f"{depth} depths asked of {heads} heads"
         shape = batch.tokens.shape
-        return list(self._head_logits(batch.last_hidden.flatten(0, 1), depth).unflatten(1, shape))
+        outputs = self._outputs(batch.last_hidden.flatten(0, 1), depth)
+        return list(self._logits(outputs).unflatten(1, shape))
 
     # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; raises `UserError` when the tree is deeper than there are heads."""
         require_heads(self, tree)
+        self.set_columns()
         rows, last, root, root_position = last_valid(seen)
         assert seen.last_hidden is not None, "medusa needs the target's last hidden state"
         return State(root, root_position, self.plans.of(tree), seen.last_hidden[rows, last])
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """One pass of all heads; a node's token depends on its depth and rank alone."""
-        logits = self._head_logits(state.hidden, state.plan.max_depth).transpose(0, 1)  # [B, D, V]
-        return fill(state, logits, noise)
+        outputs = self._outputs(state.hidden, state.plan.max_depth)
+        logits = self._logits(outputs).transpose(0, 1)  # [B, D, V']
+        return fill(state, logits, noise, self.columns)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Move to the last accepted token's true state; see the protocol."""

@@ -72,12 +72,15 @@ class MedusaProposer:
 
         device = next(target_model.parameters()).device
         found = {
-            name: value.to(device=device, dtype=self.dtype)
+            name: value.to(device=device, dtype=self.dtype if value.is_floating_point() else None)
             for name, value in load_file(str(self.folder / "model.safetensors")).items()
         }
         heads, layers = range(self.tokens), range(self.config["num_hidden_layers"])
         names = [[f"blocks.{head}.layers.{layer}" for layer in layers] for head in heads]
         shared = found.get("lm_head.weight")
+        tokens = found.pop("token_map", None)
+        # target ids of the LM heads' columns, where those are not all tokens
+        self.columns = None if tokens is None else tokens.long()
         try:
             self.blocks = [
                 [(found[f"{name}.weight"], found.get(f"{name}.bias")) for name in head]
@@ -117,7 +120,8 @@ class MedusaProposer:
             for weight, bias in blocks:
                 hidden = hidden + F.silu(F.linear(hidden, weight, bias))
             found.append(F.linear(hidden, head).argmax(-1))
-        return torch.stack(found, dim=1)
+        drafts = torch.stack(found, dim=1)
+        return drafts if self.columns is None else self.columns[drafts]
 
     def dummy_run(self, *_: Any, **__: Any) -> None:
         """vLLM's warm-up: nothing here needs one."""

@@ -42,6 +42,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("peagle", {"hard_label_weight": 0.3}),
     ("early_exit", {"hard_label_weight": 0.3}),
     ("hydra_heads", {"hard_label_weight": 0.5}),
+    ("medusa", {"draft_vocab_size": 31, "soft_labels": True}),
     ("medusa", {"soft_labels": True}),
     ("mtp", {"soft_labels": False}),
 ]

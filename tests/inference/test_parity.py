@@ -110,12 +110,12 @@ class HeadsSwapped(medusa.Drafter):
     """Drafts with its heads in reverse order."""
 
     def propose(self, state: medusa.State, noise: Any) -> Any:
-        own = self._head_logits
-        self._head_logits = lambda hidden, heads: own(hidden, heads).flip(0)
+        own = self._outputs
+        self._outputs = lambda hidden, heads: own(hidden, heads).flip(0)
         try:
             return super().propose(state, noise)
         finally:
-            self._head_logits = own
+            self._outputs = own
 
 
 class WrongRoot(medusa.Drafter):

@@ -285,7 +285,12 @@ def medusa(folder: Folder, context: Context, chain: Tensor, depth: int) -> Tenso
             states = states + F.silu(inner)
         shared = config.get("original_lm_head")
         found.append(states @ weights["lm_head.weight" if shared else f"lm_heads.{head}.weight"].T)
-    return torch.cat(found)
+    logits = torch.cat(found)
+    if "token_map" not in weights:
+        return logits
+    wide = logits.new_full((depth, context.embedding.shape[0]), float("-inf"))
+    wide[:, weights["token_map"].long()] = logits
+    return wide
 
 
 def language_model(folder: Folder, context: Context, chain: Tensor, depth: int) -> Tensor:

@@ -2,7 +2,7 @@
 LM head over a reduced vocabulary.
 
 Parameter names are those of serving engines (vLLM and SGLang): `fc_norm.{i}`, `fc`, `norm`,
-`lm_head`, `d2t`, `t2d`.
+`lm_head`.
 
 Legend: B rows, T positions, M selected states, K steps, H hidden, V vocabulary, V' draft
 vocabulary, n taps.
@@ -22,9 +22,10 @@ from heads.api.config import Size, UnitInterval, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec, default_taps
 from heads.api.target_info import TargetInfo, TargetWeights
-from heads.nn import init, losses, vocab
+from heads.nn import init, losses
 from heads.nn.blocks import Attention, FusingLayer, RMSNorm, initialise_blocks
 from heads.nn.feature import base
+from heads.nn.feature.reduced import ReducedDrafter
 from heads.nn.matrices import set_matrix
 
 
@@ -64,14 +65,11 @@ class TapConfig(base.SizeConfig):
             )
 
 
-class TapDrafter(base.FeatureDrafter):
+class TapDrafter(ReducedDrafter):
     """Base of the kinds that fuse taps and draft through an LM head of their own.
 
     A kind hands its own `layers` by name; they stand between the fusion and the final norm.
     """
-
-    d2t: Tensor
-    t2d: Tensor
 
     def __init__(self, config: TapConfig, info: TargetInfo, layers: dict[str, nn.Module]) -> None:
         super().__init__(config, info)
@@ -87,24 +85,8 @@ class TapDrafter(base.FeatureDrafter):
         for name, layer in layers.items():
             self.add_module(name, layer)
         self.norm = RMSNorm(hidden, info.rms_norm_eps)
-        self.reduced = 0 < config.draft_vocab_size < info.vocab_size
-        columns = config.draft_vocab_size if self.reduced else info.vocab_size
-        self.lm_head = nn.Linear(hidden, columns, bias=False)
+        self.lm_head = nn.Linear(hidden, self.reduce_to(config.draft_vocab_size), bias=False)
         set_matrix(self.lm_head.weight, False)
-        if self.reduced:
-            self.register_buffer("d2t", torch.zeros(columns, dtype=torch.int64))
-            self.register_buffer("t2d", torch.zeros(info.vocab_size, dtype=torch.bool))
-        # target ids [V'] while drafting with a reduced vocabulary
-        self.columns: Tensor | None = None
-
-    def choose_vocabulary(self, counts: Tensor) -> None:
-        """Fix a reduced draft vocabulary by token counts [V].
-
-        Called once, before `initialise`.
-        """
-        if self.reduced:
-            ids = vocab.most_frequent(counts.to(self.d2t.device), self.config.draft_vocab_size)
-            self.d2t, self.t2d = vocab.to_maps(ids, self.info.vocab_size)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """Random layers; final norm and LM head start from the target's, and the fused feature as
@@ -113,16 +95,7 @@ class TapDrafter(base.FeatureDrafter):
         initialise_blocks(self, generator)
         with torch.no_grad():
             self.fc.weight.mul_(0.3)[:, -self.info.hidden_size :].diagonal().add_(1.0)
-        rows = weights.lm_head
-        if self.reduced:
-            if not bool(self.t2d.any()):
-                raise UserError(
-                    "the draft vocabulary was not chosen: head.draft_vocab_size needs token "
-                    "counts of the training data. Train through `headstart train`, or call "
-                    "choose_vocabulary(counts) first."
-                )
-            rows = rows[vocab.to_target_ids(self.d2t)]
-        init.copy(self.lm_head.weight, rows)
+        init.copy(self.lm_head.weight, self.lm_head_rows(weights))
         self.copy_final_norm(self.norm.weight, weights)
 
     def fuse(self, taps: Tensor) -> Tensor:
@@ -143,10 +116,6 @@ class TapDrafter(base.FeatureDrafter):
             return cast(Tensor, layer.hidden_norm(states))
         return states
 
-    def set_columns(self) -> None:
-        """Remember the target ids of the draft columns; called by `start`."""
-        self.columns = vocab.to_target_ids(self.d2t) if self.reduced else None
-
     def judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,30 +124,11 @@ class TapDrafter(base.FeatureDrafter):
         States whose best target token cannot be drafted carry no loss and count as wrong.
         """
         logits = self.lm_head(outputs)  # [K, M, V']
-        probabilities, best, known = self._teach(batch, states_at)
+        probabilities, best, known = self.teach(batch, states_at)
         values = losses.soft_cross_entropy(logits, probabilities)
         share = self.config.hard_label_weight
         if share > 0:
-            values = torch.lerp(values, self._hard_loss(logits, batch, states_at), share)
+            values = torch.lerp(
+                values, self.hard_loss(logits, base.next_tokens(batch, states_at)), share
+            )
         return values, known, (losses.best_column(logits) == best) & known
-
-    @torch.no_grad()
-    def _teach(self, batch: TrainBatch, states_at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The target's word at flat states [M]: probabilities [M, V'] renormalised on the draft
-        vocabulary, the best draft column [M], and whether the target's own best token is in the
-        draft vocabulary [M]."""
-        logits = base.teacher_logits(batch, states_at)
-        known = torch.ones_like(states_at, dtype=torch.bool)
-        if self.reduced:
-            known = self.t2d[logits.argmax(-1)]
-            logits = logits[:, vocab.to_target_ids(self.d2t)]
-        return base.probabilities_of(logits), logits.argmax(-1), known
-
-    def _hard_loss(self, logits: Tensor, batch: TrainBatch, states_at: Tensor) -> Tensor:
-        """Cross entropy [K, M] against the next token; 0 where the draft vocabulary lacks it."""
-        labels = base.next_tokens(batch, states_at)
-        known = torch.ones_like(labels, dtype=torch.bool)
-        if self.reduced:
-            known, labels = self.t2d[labels], (self.t2d.cumsum(0) - 1).clamp(min=0)[labels]
-        values = losses.cross_entropy(logits.flatten(0, 1), labels.repeat(logits.shape[0]))
-        return torch.where(known, values.view(logits.shape[:2]), values.new_zeros(()))

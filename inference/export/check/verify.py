@@ -1,9 +1,9 @@
 """`headstart verify-export`: an exported folder read as its engine reads it, without the engine.
 
 What it looks for, ignores, captures and maps. Every fault begins with a name: architecture, config,
-tensor, shape, dtype, vocabulary, d2t, layer ids, rope, norm eps, positions, anchor, drafts, path,
-files. Faults that no file shows (chunks of `fc` in another order, shifted heads) appear only when
-an engine drafts: see `live`.
+tensor, shape, dtype, vocabulary, d2t, token_map, layer ids, rope, norm eps, positions, anchor,
+drafts, path, files. Faults that no file shows (chunks of `fc` in another order, shifted heads)
+appear only when an engine drafts: see `live`.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def check_dtypes(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     if torch.float64 in floats:
         yield "dtype: float64 is none that engines serve"
     for name, value in tensors.items():
-        if name in ("d2t", "t2d"):
+        if name in ("d2t", "t2d", "token_map"):
             if value.is_floating_point():
                 yield f"dtype: '{name}' is {value.dtype}; token ids are whole numbers"
         elif not value.is_floating_point():
@@ -193,6 +193,12 @@ def check_vocabulary(folder: Folder, info: TargetInfo) -> Iterator[str]:
     token = folder.block.get("mask_token_id", config.get("pard_token"))
     if token is not None and not 0 <= int(token) < size:
         yield f"vocabulary: the mask token {token} is none of the target's {size}"
+    listed = folder.tensors.get("token_map")
+    if listed is not None and not listed.is_floating_point():
+        if int(listed.max()) >= size or int(listed.min()) < 0:
+            yield "token_map: leads beyond the target's vocabulary; it holds target ids"
+        elif len(listed.unique()) < len(listed):
+            yield "token_map: names a token twice"
     offsets = folder.tensors.get("d2t")
     if offsets is None or offsets.is_floating_point():
         return

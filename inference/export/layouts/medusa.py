@@ -1,8 +1,9 @@
 """Medusa: vLLM's layout (up to 0.32), and the two older ones of its authors.
 
 All heads of one layer are one stacked tensor of ours; there, every head has a file entry of its
-own. Without an LM head per head, vLLM wants the target's in the file. vLLM ignores names that it
-does not know without an error.
+own. Without an LM head per head, vLLM wants the shared one in the file: the target's, or, with a
+reduced draft vocabulary, that of the tokens in `token_map`. vLLM ignores names that it does not
+know without an error.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
+from heads.nn import vocab
 from inference.export.config import ExportConfig
 from inference.export.layouts import base
 from inference.export.layouts.base import Checkpoint, Imported, Target, TensorRow, Written
@@ -22,33 +24,45 @@ from inference.export.layouts.folder import HEAD, Folder, Receiver
 
 PROPOSER = Path(__file__).parents[1] / "vllm_medusa.py"
 """A proposer that the folder holds for versions of vLLM without Medusa."""
+MAP = "token_map"
+"""Their target ids of the draft columns."""
+MAPS = ("d2t", "t2d")
+"""Our maps of a reduced draft vocabulary."""
 BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
 OLD_BLOCK = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
 OLD_HEAD = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight")
 
 
-def rows(heads: int, layers: int, hidden: int, vocabulary: int, own_heads: bool) -> list[TensorRow]:
-    """The tensors of Medusa's heads; own_heads: every head has an LM head of its own."""
+def rows(heads: int, layers: int, hidden: int, columns: int, head: str) -> list[TensorRow]:
+    """The tensors of Medusa's heads; head: "each" where every one has an LM head of its own of
+    `columns` tokens, "one" where they share a trained one, "target" where they share the target's.
+    """
     found = []
-    for head in range(heads):
+    for number in range(heads):
         for layer in range(layers):
-            name, at = f"blocks.{head}.layers.{layer}", (layer, head)
+            name, at = f"blocks.{number}.layers.{layer}", (layer, number)
             found.append(TensorRow("residual_weight", f"{name}.weight", (hidden, hidden), at))
             found.append(TensorRow("residual_bias", f"{name}.bias", (hidden,), at))
-        if own_heads:
-            size, name = (vocabulary, hidden), f"lm_heads.{head}.weight"
-            found.append(TensorRow("lm_heads", name, size, (head,)))
+        if head == "each":
+            size, name = (columns, hidden), f"lm_heads.{number}.weight"
+            found.append(TensorRow("lm_heads", name, size, (number,)))
+    if head == "one":
+        found.append(TensorRow("lm_heads", HEAD, (columns, hidden), (0,)))
     return found
 
 
 def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     """See `Layout.tensors`."""
     config, hidden, size = folder.flat, info.hidden_size, info.vocab_size
-    own = not config.get("original_lm_head", False)
-    table = rows(int(config["num_heads"]), int(config["num_hidden_layers"]), hidden, size, own)
+    columns = int(config.get("truncated_vocab_size") or size)
+    shared, reduced = bool(config.get("original_lm_head", False)), columns < size
+    if reduced and not shared:
+        raise UserError("vLLM reduces the vocabulary of an LM head that all heads share alone.")
+    head = "one" if shared else "each"
+    table = rows(int(config["num_heads"]), int(config["num_hidden_layers"]), hidden, columns, head)
     if not config.get("medusa_fc_bias", False):
         table = [row for row in table if not row.theirs.endswith(".bias")]
-    return table + ([] if own else base.same_names({HEAD: (size, hidden)})), {}
+    return table + (base.same_names({MAP: (columns,)}) if reduced else []), {}
 
 
 LAYOUT = base.Layout(
@@ -63,11 +77,19 @@ LAYOUT = base.Layout(
 
 def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
     """The folder that vLLM's Medusa loads."""
-    config, info = checkpoint.config, checkpoint.info
+    config, info, ours = checkpoint.config, checkpoint.info, checkpoint.tensors
     hidden, vocabulary = info.hidden_size, info.vocab_size
     heads, layers, own = config.num_heads, config.num_layers, config.own_lm_head
-    tensors = base.give(rows(heads, layers, hidden, vocabulary, own), checkpoint.tensors)
-    if not own:
+    reduced = MAPS[0] in ours
+    if own and reduced:
+        what = "it drafts from a reduced vocabulary with an LM head for every head"
+        raise base.refuse(what, "vLLM", "Train with head.own_lm_head=false: they then share one.")
+    head = "each" if own else "one" if reduced else "target"
+    columns = ours[MAPS[0]].shape[0] if reduced else vocabulary
+    tensors = base.give(rows(heads, layers, hidden, columns, head), ours, left=MAPS)
+    if reduced:
+        tensors[MAP] = vocab.to_target_ids(ours[MAPS[0]])
+    elif not own:
         if any(name.endswith("lm_head.bias") for name in target.weights.state):
             raise UserError(
                 "the target's LM head has a bias, which Medusa's layout cannot hold. Train with "
@@ -81,7 +103,7 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
         "model_type": "medusa",
         "hidden_size": hidden,
         "vocab_size": vocabulary,
-        "truncated_vocab_size": vocabulary,
+        "truncated_vocab_size": columns,
         "num_heads": heads,
         "num_hidden_layers": layers,
         "medusa_fc_bias": True,
@@ -121,15 +143,34 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     named = int(config.get("num_heads") or config.get("medusa_num_heads") or heads)
     if named > heads:
         raise UserError(f"'{where}': config.json names {named} heads, the weights hold {heads}.")
-    if "token_map" in theirs:
-        raise UserError(
-            f"'{where}' drafts from a reduced vocabulary (token_map), which our medusa does not."
-        )
     for match in blocks:
         weight, name = theirs[match[0]], match[0].removesuffix("weight") + "bias"
         theirs.setdefault(name, weight.new_zeros(weight.shape[0]))
-    receiver.drop_shared(HEAD, theirs, where)
     own = any(name.startswith("lm_heads.") for name in theirs)
-    found = base.take(rows(heads, layers, info.hidden_size, info.vocab_size, own), theirs, where)
+    head, columns, maps = "each" if own else "target", info.vocab_size, {}
+    if MAP in theirs:
+        maps = reduce(theirs, info.vocab_size, where)
+        head, columns = "each" if own else "one", maps[MAPS[0]].shape[0]
+    else:
+        receiver.drop_shared(HEAD, theirs, where)
+    found = base.take(rows(heads, layers, info.hidden_size, columns, head), theirs, where)
     values = {"num_heads": heads, "num_layers": layers, "own_lm_head": own}
-    return Imported("medusa", values, found)
+    values |= {"draft_vocab_size": columns} if maps else {}
+    return Imported("medusa", values, {**found, **maps})
+
+
+def reduce(theirs: dict[str, Tensor], size: int, where: Path) -> dict[str, Tensor]:
+    """Take `token_map` out of their tensors, and bring the rows of their LM heads, which may be
+    those of all tokens, into its ascending order; returns our maps of the draft vocabulary. Raises
+    `UserError` for a map that is not of different tokens of the target."""
+    ids = theirs.pop(MAP).long()
+    ascending, order = ids.sort()
+    counts = ids.ndim == 1 and 0 < len(ids) < size and bool((ascending.diff() > 0).all())
+    if not counts or int(ascending[0]) < 0 or int(ascending[-1]) >= size:
+        raise UserError(
+            f"'{where}': {MAP} must hold fewer than {size} different token ids of the target."
+        )
+    for name in [name for name in theirs if name == HEAD or name.startswith("lm_heads.")]:
+        whole = theirs[name].shape[0] == size
+        theirs[name] = theirs[name][ascending if whole else order]
+    return dict(zip(MAPS, vocab.to_maps(ascending, size), strict=True))

@@ -93,6 +93,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "domino": ("dflash", {**BLOCK, "dependency": "gru", "mask_token_id": 3}),
     "medusa": ("medusa", {"num_heads": 3, "num_layers": 2}),
     "medusa_heads": ("medusa", {"num_heads": 2, "own_lm_head": True}),
+    "medusa_reduced": ("medusa", {"num_heads": 2, "draft_vocab_size": 40}),
+    "medusa_reduced_heads": (
+        "medusa",
+        {"num_heads": 2, "own_lm_head": True, "draft_vocab_size": 40},
+    ),
     "distilled": (
         "distilled",
         {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24},
@@ -124,6 +129,7 @@ WAYS = {
     "dflash2_token": ("sglang", "speculators"),
     "dspark_shifted": ("vllm", "speculators"),
     "dspark_gated": ("sglang",),
+    "medusa_reduced_heads": (),
     "dspark_rnn": ("sglang",),
     "domino": ("sglang",),
     "distilled": ("vllm", "sglang", "transformers"),

@@ -221,6 +221,36 @@ def test_legacy_medusa(target: TargetModel, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_medusa_with_a_token_map_in_any_order(
+    target: TargetModel, tmp_path: Path, whole: bool
+) -> None:
+    """vLLM's truncated vocabulary: LM heads of all tokens, or of those in `token_map` alone."""
+    mine = dict(drafter_of(target, "medusa_heads").state_dict())
+    size, ids = target.info.vocab_size, torch.tensor([50, 3, 17, 4])
+    rows = slice(None) if whole else ids
+    theirs = {
+        f"blocks.{i}.layers.0.{part}": mine[f"residual_{part}"][0, i]
+        for i in range(2)
+        for part in ("weight", "bias")
+    }
+    theirs |= {f"lm_heads.{i}.weight": mine["lm_heads"][i][rows] for i in range(2)}
+    config = {"architectures": ["MedusaModel"], "num_heads": 2, "num_hidden_layers": 1}
+    folder = folder_of(tmp_path / "in", config, {**theirs, "token_map": ids})
+    found = taken(target, folder, tmp_path / "out", "medusa")
+    kept = [3, 4, 17, 50]
+    assert (found["d2t"] + torch.arange(4)).tolist() == kept
+    assert found["t2d"].nonzero().flatten().tolist() == kept
+    assert torch.equal(found["lm_heads"], mine["lm_heads"][:, kept])
+    assert read_config(tmp_path / "out")["config"]["draft_vocab_size"] == 4
+    for number, bad in enumerate(([3, 3], [-1, 2], [1, size], list(range(size)))):
+        broken = {**theirs, "token_map": torch.tensor(bad)}
+        with pytest.raises(UserError, match="token_map must hold fewer than"):
+            import_folder(
+                folder_of(tmp_path / f"bad{number}", config, broken), target, tmp_path / "x"
+            )
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_plain_language_models(target: TargetModel, tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM

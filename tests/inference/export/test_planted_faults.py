@@ -90,6 +90,19 @@ def absolute_d2t(config: Config, weights: Weights) -> None:
     weights["d2t"] += torch.arange(weights["d2t"].shape[0])
 
 
+def map_of_repeats(config: Config, weights: Weights) -> None:
+    weights["token_map"][1] = weights["token_map"][0]
+
+
+def map_beyond(config: Config, weights: Weights) -> None:
+    weights["token_map"] += config["vocab_size"] // 2
+
+
+def map_unsaid(config: Config, weights: Weights) -> None:
+    """vLLM reads token_map only for a truncated vocabulary."""
+    config["truncated_vocab_size"] = config["vocab_size"]
+
+
 def swapped_chunks(config: Config, weights: Weights) -> None:
     chunks = list(weights["fc.weight"].chunk(3, 1))
     chunks[0], chunks[2] = chunks[2], chunks[0]
@@ -205,6 +218,9 @@ FAULTS: list[tuple[Any, ...]] = [
     ("peagle", wrong_class, "architecture: 'PeagleLlamaForCausalLM' is none"),
     ("eagle3", other_eps, "norm eps: rms_norm_eps is 0.001"),
     ("eagle3", not_finite, "tensor: 'norm.weight'"),
+    ("medusa_reduced", map_of_repeats, "token_map: names a token twice"),
+    ("medusa_reduced", map_beyond, "token_map: leads beyond the target's vocabulary"),
+    ("medusa_reduced", map_unsaid, "'token_map' is none of", "vocabulary: 'lm_head.weight' is"),
     ("medusa", no_bias, "tensor: 'blocks.0.layers.0.bias' is none of this layout"),
 ]
 

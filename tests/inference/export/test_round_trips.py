@@ -110,6 +110,7 @@ REFUSED = {
     ("pard", "transformers"): "mask tokens",
     ("pard", "sglang"): "mask tokens",
     ("medusa", "sglang"): "no Medusa",
+    ("medusa_reduced_heads", "vllm"): "head.own_lm_head=false",
     ("eagle", "transformers"): "inner states",
     ("fastmtp", "speculators"): "norms on query",
     ("fastmtp_wide", "vllm"): r"intermediate_size 96 instead of \d+",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from heads.nn.vocab import to_target_ids
 from inference.export.vllm_medusa import MedusaProposer, last_rows
 from inference.target.model import TargetModel
 from tests.inference.export.ground import drafter_of, load_target, save, save_target, write
@@ -68,7 +69,7 @@ def folder(target: TargetModel, tmp_path: Path, request: pytest.FixtureRequest) 
 
 @pytest.mark.parametrize(
     ("folder", "name"),
-    [("medusa", "medusa"), ("medusa_heads", "medusa_heads")],
+    [(name, name) for name in ("medusa", "medusa_heads", "medusa_reduced")],
     indirect=["folder"],
 )
 def test_it_drafts_what_our_medusa_drafts(
@@ -80,7 +81,8 @@ def test_it_drafts_what_our_medusa_drafts(
     proposer.load_model(target.model)
     states = torch.randn(9, target.info.hidden_size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected = ours._head_logits(states, heads).argmax(-1).T
+        columns = ours._logits(ours._outputs(states, heads)).argmax(-1).T
+    expected = to_target_ids(ours.d2t)[columns] if ours.reduced else columns
     assert torch.equal(proposer.draft(states), expected)
     metadata = SimpleNamespace(num_draft_tokens=[heads, 0, heads])
     # two taken of three; a prompt that was just read; one that is still being read

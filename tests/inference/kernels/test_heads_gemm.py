@@ -97,7 +97,7 @@ def test_weights_are_not_transposed() -> None:
 
 @ON_CPU
 def test_medusas_own_path_is_what_is_computed() -> None:
-    """The states behind `_head_logits` of a two-block Medusa with weights of its own."""
+    """What the LM heads read of a two-block Medusa with weights of its own."""
     target = random_target(dtype=torch.float32)
     drafter = Drafter(Config(num_heads=3, num_layers=2), target.info)
     torch.manual_seed(1)
@@ -110,5 +110,8 @@ def test_medusas_own_path_is_what_is_computed() -> None:
         for weight, bias in zip(drafter.residual_weight, drafter.residual_bias, strict=True):
             states = RESIDUAL_BLOCKS.triton()(states, weight, bias)
         torch.testing.assert_close(
-            target.weights.logits(states), drafter._head_logits(hidden, 3), rtol=1e-4, atol=1e-4
+            target.weights.logits(states),
+            drafter._logits(drafter._outputs(hidden, 3)),
+            rtol=1e-4,
+            atol=1e-4,
         )
