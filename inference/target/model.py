@@ -28,6 +28,10 @@ from inference.target.attention import AttentionPlan, attention_plan
 from inference.target.kv_cache import KVCache, LayerShape
 from inference.target.taps import Seen, Taps, find_decoder, find_layers
 
+PADDING = 512
+"""Most padded positions of prompts that are read together. They take as long as tokens do; another
+pass takes another look at the weights."""
+
 
 class TargetModel:
     """A loaded target, from `TargetModel.load(config)`; frozen, in eval mode."""
@@ -122,9 +126,41 @@ class TargetModel:
     ) -> tuple[Tensor, Seen]:
         """Read prompts into cache rows: tokens [R, T] right-padded, lengths [R], rows [R]. Returns
         the logits [R, V] after each prompt's last token, and the features at every prompt position.
+        Prompts of like length are read together; features behind a prompt's end mean nothing.
 
         chunk: most tokens of one pass, which bounds attention's memory; 0: all at once.
         """
+        groups = of_like_length(lengths.tolist())
+        if len(groups) == 1:
+            return self._prefill_together(cache, rows, tokens, lengths, needs, chunk)
+        logits, hidden, taps = None, None, None
+        for places in groups:
+            group = torch.tensor(places, device=tokens.device)
+            own, width = lengths[group], int(lengths[places[0]])
+            some, seen = self._prefill_together(
+                cache, rows[group], tokens[group, :width], own, needs, chunk
+            )
+            if logits is None or hidden is None:
+                logits = some.new_zeros(len(rows), some.shape[1])
+                hidden = seen.last_hidden.new_zeros(*tokens.shape, seen.last_hidden.shape[-1])
+                if seen.taps is not None:
+                    taps = seen.taps.new_zeros(*tokens.shape, *seen.taps.shape[2:])
+            logits[group], hidden[group, :width] = some, seen.last_hidden
+            if taps is not None and seen.taps is not None:
+                taps[group, :width] = seen.taps
+        assert logits is not None and hidden is not None, "a prefill needs a prompt"
+        return logits, Seen(taps, hidden)
+
+    def _prefill_together(
+        self,
+        cache: KVCache,
+        rows: Tensor,
+        tokens: Tensor,
+        lengths: Tensor,
+        needs: FeatureSpec,
+        chunk: int,
+    ) -> tuple[Tensor, Seen]:
+        """`prefill` of prompts that are all padded to the longest."""
         total = tokens.shape[1]
         cache.writer.mode, cache.writer.rows = "prefill", rows
         parts = []
@@ -245,3 +281,17 @@ def _own_logits(model: Any) -> tuple[Tensor, Tensor]:
     tokens = (torch.arange(1, 9, device=model.device) * 37 % vocab)[None]
     with torch.no_grad():
         return tokens, model(input_ids=tokens, use_cache=False).logits
+
+
+def of_like_length(lengths: list[int]) -> list[list[int]]:
+    """Places in `lengths` [R] in groups, each to be padded to its longest: from the longest on, a
+    group ends where it would hold more than `PADDING` padded positions."""
+    groups: list[list[int]] = []
+    padding = 0
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        padding += lengths[groups[-1][0]] - lengths[place] if groups else 0
+        if not groups or padding > PADDING:
+            groups.append([])
+            padding = 0
+        groups[-1].append(place)
+    return groups

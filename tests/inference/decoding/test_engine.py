@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import inference.decoding.engine as engine_module
+import inference.target.model as model_module
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -196,6 +197,41 @@ def test_prompts_read_in_chunks_give_the_same_text(family: str, chunk: int) -> N
         )
         assert texts(parts) == texts(whole)
         assert {i: c.passes for i, c in parts.items()} == {i: c.passes for i, c in whole.items()}
+
+
+@pytest.mark.parametrize("padding", [0, 3, 12])
+def test_prompts_of_different_lengths_are_read_apart(
+    monkeypatch: pytest.MonkeyPatch, padding: int
+) -> None:
+    """However a batch's prompts are divided, the text is that of reading all of them together."""
+    target, items = random_target(), requests(5)
+    for kind in ("eagle3", "distilled"):
+        found = []
+        for allowed in (10_000, padding):
+            monkeypatch.setattr(model_module, "PADDING", allowed)
+            drafter = drafter_of(kind, target)
+            done = decode(target, drafter, DecodeConfig(batch_size=5), items)
+            found.append({index: done[index] for index in sorted(done)})
+        assert texts(found[1]) == texts(found[0])
+        assert [each.passes for each in found[1].values()] == [
+            each.passes for each in found[0].values()
+        ]
+
+
+@pytest.mark.parametrize("padding", [0, 7, 40, 10_000])
+def test_groups_hold_every_prompt_once_and_little_padding(
+    monkeypatch: pytest.MonkeyPatch, padding: int
+) -> None:
+    monkeypatch.setattr(model_module, "PADDING", padding)
+    lengths = torch.randint(1, 60, (50,), generator=torch.Generator().manual_seed(2)).tolist()
+    groups = model_module.of_like_length(lengths)
+    assert sorted(place for group in groups for place in group) == list(range(50))
+    sizes = [[lengths[place] for place in group] for group in groups]
+    assert sum(sizes, []) == sorted(lengths, reverse=True)  # noqa: RUF017
+    padded = [sum(size[0] - length for length in size) for size in sizes]
+    assert max(padded) <= padding
+    for size, after, room in zip(sizes, sizes[1:], padded, strict=False):
+        assert room + size[0] - after[0] > padding
 
 
 def test_what_cannot_fit_is_refused_before_it_is_read() -> None:
