@@ -106,7 +106,7 @@ class Drafter(ReducedDrafter):
             return self.target.project(outputs)
         if self.lm_heads.shape[0] == 1:
             return F.linear(outputs, self.lm_heads[0])
-        return torch.bmm(outputs, self.lm_heads[: outputs.shape[0]].transpose(1, 2))
+        return blocks.head_products(outputs, self.lm_heads[: outputs.shape[0]])
 
     # Training
 

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import (
 from heads.api.errors import UserError
 from heads.api.features import default_taps
 from heads.api.tree import TokenTree
-from heads.nn import attention, init, vocab
+from heads.nn import attention, blocks, init, vocab
 from heads.nn.block.model import default_start
 from heads.nn.blocks import LayerShape, RMSNorm
 from heads.nn.drafting.plan import TreePlan
@@ -205,3 +205,15 @@ def test_layer_shapes_that_cannot_work_are_refused() -> None:
         LayerShape(16, 4, 3, 4, 24, 1e-6)
     with pytest.raises(UserError, match="must be even"):
         LayerShape(15, 3, 3, 5, 24, 1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_heads_are_a_linear_map_each(bias: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(3, 7, 5, generator=generator, dtype=torch.float64)
+    biases = torch.randn(3, 7, generator=generator, dtype=torch.float64) if bias else None
+    shared = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    for states in (shared.expand(3, 4, 5), shared + torch.arange(3)[:, None, None]):
+        expected = torch.einsum("koh,kmh->kmo", weight, states)
+        expected = expected if biases is None else expected + biases[:, None]
+        torch.testing.assert_close(blocks.head_products(states, weight, biases), expected)

@@ -32,6 +32,7 @@ from heads.api.errors import UserError
 from heads.api.tree import TokenTree
 from heads.nn.drafting.plan import TreePlan
 from inference.decoding.adaptive import head
+from inference.decoding.rules.accept import leading
 
 MODES = ("none", "entropy", "confidence", "throughput")
 DEFAULT_THRESHOLDS = {"entropy": 2.0, "confidence": 0.3}
@@ -88,11 +89,6 @@ class AdaptiveSettings:
 def entropies(logits: Tensor, temperature: float) -> Tensor:
     """Entropy in nats [B, M] of logits [B, M, V'] that drafts are drawn from; untempered at 0."""
     return head.entropy((logits.float() / (temperature or 1.0)).log_softmax(-1))
-
-
-def leading(good: Tensor) -> Tensor:
-    """How many levels [B] int64 of good [B, D] bool come before the first that is not."""
-    return good.to(torch.int64).cumprod(1).sum(1)
 
 
 def admit(chance: Tensor, active: Tensor, seconds: Tensor, early_stop: bool = True) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from heads.api.tree import TokenTree
@@ -32,12 +33,22 @@ class Walk:
     has_children: Tensor
 
 
+def leading(good: Tensor) -> Tensor:
+    """How many levels [B] int64 of good [B, D] bool come before the first that is not.
+
+    A smallest place, not a product: compiled for a CPU it is part of the kernel around it.
+    """
+    levels = good.shape[1]
+    ends = torch.where(good, levels, torch.arange(levels, device=good.device))
+    return F.pad(ends, (0, 1), value=levels).amin(1)
+
+
 def walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
     """Follow the target's picks from the root. tokens, picks [B, N] int64 (drafted tokens; the
     target's choice at each node)."""
     if tree.is_chain:
         matched = tokens[:, 1:] == picks[:, :-1]
-        accepted = matched.to(torch.int64).cumprod(1).sum(1)
+        accepted = leading(matched)
         path = torch.arange(tree.num_nodes, device=tokens.device).expand(tokens.shape[0], -1)
         return Walk(path, accepted, accepted < tree.max_depth)
     rows = tokens.shape[0]

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from heads.api.tree import DraftShape
+from inference.decoding.rules.accept import leading
 from inference.decoding.rules.base import Rule, RuleOptions
 from inference.decoding.rules.weights import Chain, ChainRule
 
@@ -30,7 +30,7 @@ class Rejection(ChainRule):
     def keep(self, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor | None]:
         # p / q > coin without the division, and strictly: what the target cannot say is never kept
         kept = coins * chain.q_drafted < chain.p_drafted
-        return kept.to(torch.int64).cumprod(1).sum(1), None
+        return leading(kept), None
 
 
 def make(shape: DraftShape, options: RuleOptions) -> Rule:
