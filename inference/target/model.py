@@ -130,13 +130,14 @@ class TargetModel:
 
         chunk: most tokens of one pass, which bounds attention's memory; 0: all at once.
         """
-        groups = of_like_length(lengths.tolist())
+        known = lengths.tolist()
+        groups = of_like_length(known)
         if len(groups) == 1:
             return self._prefill_together(cache, rows, tokens, lengths, needs, chunk)
         logits, hidden, taps = None, None, None
         for places in groups:
             group = torch.tensor(places, device=tokens.device)
-            own, width = lengths[group], int(lengths[places[0]])
+            own, width = lengths[group], known[places[0]]
             some, seen = self._prefill_together(
                 cache, rows[group], tokens[group, :width], own, needs, chunk
             )
