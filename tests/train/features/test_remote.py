@@ -167,7 +167,7 @@ def test_a_server_that_hangs_or_vanishes_is_worked_around_and_named_when_none_is
 ) -> None:
     with mute() as hanging, serving(target) as server:
         features, loader = remote(
-            target, micro, hanging, server.address, timeout_seconds=0.3, retries=2
+            target, micro, hanging, server.address, timeout_seconds=0.3, retries=10
         )
         for packed in loader.step(0):
             features.batch(packed)
