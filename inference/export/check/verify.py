@@ -194,7 +194,7 @@ def check_vocabulary(folder: Folder, info: TargetInfo) -> Iterator[str]:
     if token is not None and not 0 <= int(token) < size:
         yield f"vocabulary: the mask token {token} is none of the target's {size}"
     listed = folder.tensors.get("token_map")
-    if listed is not None and not listed.is_floating_point():
+    if listed is not None and listed.numel() and not listed.is_floating_point():
         if int(listed.max()) >= size or int(listed.min()) < 0:
             yield "token_map: leads beyond the target's vocabulary; it holds target ids"
         elif len(listed.unique()) < len(listed):

@@ -171,6 +171,7 @@ def reduce(theirs: dict[str, Tensor], size: int, where: Path) -> dict[str, Tenso
             f"'{where}': {MAP} must hold fewer than {size} different token ids of the target."
         )
     for name in [name for name in theirs if name == HEAD or name.startswith("lm_heads.")]:
-        whole = theirs[name].shape[0] == size
-        theirs[name] = theirs[name][ascending if whole else order]
+        held = theirs[name].shape[0]
+        if held in (size, len(ids)):  # the shapes of others are refused with all shapes
+            theirs[name] = theirs[name][ascending if held == size else order]
     return dict(zip(MAPS, vocab.to_maps(ascending, size), strict=True))

@@ -243,7 +243,10 @@ def test_medusa_with_a_token_map_in_any_order(
     assert found["t2d"].nonzero().flatten().tolist() == kept
     assert torch.equal(found["lm_heads"], mine["lm_heads"][:, kept])
     assert read_config(tmp_path / "out")["config"]["draft_vocab_size"] == 4
-    for number, bad in enumerate(([3, 3], [-1, 2], [1, size], list(range(size)))):
+    cut = {**theirs, "token_map": ids, "lm_heads.0.weight": torch.zeros(3, H)}
+    with pytest.raises(UserError, match=r"'lm_heads.0.weight' has shape \[3, 32\]"):
+        import_folder(folder_of(tmp_path / "cut", config, cut), target, tmp_path / "x")
+    for number, bad in enumerate(([], [3, 3], [-1, 2], [1, size], list(range(size)))):
         broken = {**theirs, "token_map": torch.tensor(bad)}
         with pytest.raises(UserError, match="token_map must hold fewer than"):
             import_folder(
