@@ -65,9 +65,10 @@ def under_way(
     steps: int = 2,
     count: int = 3,
     first: int = 0,
+    details: bool = False,
 ) -> Lanes:
     """The lanes of an engine after prefill and some steps: all rows active."""
-    engine = Engine(target, drafter, decode, capacity=96)
+    engine = Engine(target, drafter, decode, capacity=96, details=details)
     items = requests(first + count, new=60)[first:]
     run = engine.run(items, yield_steps=True)
     passes = 0

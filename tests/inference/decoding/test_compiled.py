@@ -4,6 +4,7 @@ cannot be."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import inference.decoding.execution.compiled
 from heads.api.errors import UserError
+from heads.nn.blocks import residual_blocks
 from inference.decoding.buffers import Lanes
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -26,6 +28,7 @@ from inference.decoding.execution.compiled import (
     small_blocks,
 )
 from inference.decoding.execution.graphs import Pending
+from inference.decoding.requests import Completion
 from inference.target.model import TargetModel
 from tests.inference.decoding.test_lossless import SHAPES, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
@@ -37,14 +40,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tree": ("medusa", {**SHAPES["tree"], "batch_size": 2}),
 }
 
+# several heads in one tensor, a layer, a block, a chain of small products, a model of its own
+COMPILED_KINDS = ["medusa", "eagle3", "dflash", "domino", "hydra_heads", "distilled"]
+
 
 def compiled_engine(
     target: TargetModel, kind: str | None, config: DecodeConfig
 ) -> tuple[Engine, CompiledStep]:
     """An engine whose steps are compiled."""
     drafter = None if kind is None else drafter_of(kind, target)
-    engine = Engine(target, drafter, config, capacity=96)
-    engine._lanes = lanes = under_way(target, drafter, config, count=config.batch_size)
+    engine = Engine(target, drafter, config, capacity=96, details=True)
+    engine._lanes = lanes = under_way(
+        target, drafter, config, count=config.batch_size, details=True
+    )
     return engine, compile_steps(lanes)
 
 
@@ -100,6 +108,50 @@ def test_compiled_attention_gives_the_eager_tokens(family: str, settings: dict[s
     engine, step = compiled_engine(target, kind, DecodeConfig(**settings))
     assert {c.request.index: c.tokens for c in engine.run(items)} == plain
     assert step.graphs == 1 and step.bound(1) == step._cache.capacity
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", COMPILED_KINDS)
+def test_compiled_drafters_draft_the_eager_tokens(kind: str) -> None:
+    """Text does not show what a drafter drafts: the passes do. In float32, for which products are
+    generated."""
+    target, items = random_target(dtype=torch.float32), requests(2)
+    config = DecodeConfig(depth=3)
+    engine, _ = compiled_engine(target, kind, config)
+    eager = Engine(target, drafter_of(kind, target), config, details=True)
+    expected, found = (drafted(each.run(items)) for each in (eager, engine))
+    assert len(expected[0]) > 5 and found == expected
+
+
+def drafted(completions: Iterable[Completion]) -> dict[int, list[tuple[int, ...]]]:
+    """What every pass of every request drafted."""
+    by_request = {}
+    for completion in completions:
+        details = [passed.details for passed in completion.passes]
+        assert all(details)
+        by_request[completion.request.index] = [each.drafted for each in details if each]
+    return by_request
+
+
+def test_products_with_parts_of_a_weight_are_those_parts() -> None:
+    weight, bias = torch.randn(2, 3, 64, 64), torch.randn(2, 3, 64)
+    inputs = torch.randn(1, 64)
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = x.expand(2, 1, 64)
+            for layer in (0, 1):
+                heads = residual_blocks(heads, self.weight[layer, :2], self.bias[layer, :2])
+            return heads
+
+    module = Heads()
+    with torch.no_grad():
+        compiled = _inductor(make_fx(module)(inputs), [inputs])
+        torch.testing.assert_close(compiled(inputs), module(inputs))
 
 
 @pytest.mark.slow
