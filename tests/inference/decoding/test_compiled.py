@@ -134,7 +134,7 @@ def drafted(completions: Iterable[Completion]) -> dict[int, list[tuple[int, ...]
 
 
 def test_products_with_parts_of_a_weight_are_those_parts() -> None:
-    weight, bias = torch.randn(2, 3, 64, 64), torch.randn(2, 3, 64)
+    weight, bias = torch.randn(2, 3, 64, 64) / 8, torch.randn(2, 3, 64)
     inputs = torch.randn(1, 64)
 
     class Heads(nn.Module):
@@ -151,7 +151,7 @@ def test_products_with_parts_of_a_weight_are_those_parts() -> None:
     module = Heads()
     with torch.no_grad():
         compiled = _inductor(make_fx(module)(inputs), [inputs])
-        torch.testing.assert_close(compiled(inputs), module(inputs))
+        torch.testing.assert_close(compiled(inputs), module(inputs), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
