@@ -75,18 +75,19 @@ inner dimension. Inductor's own 8 x 32 needs 16 sums, which GCC does not keep in
 cores of an EPYC, 10 rows through 14 MB of weights take 0.89 ms with it and 0.46 ms with 5 x 32 from
 the cache, 1.16 and 0.97 ms from memory (1 row: 0.20 and 0.73 ms). A number of rows that divides
 those of the batch is chosen, else the largest."""
-_SLICING = {
+_LOADED = "B + k * ldb + col * VLEN"
+_PARTS = {"draft": 0, "verify": 1, "other": 2, "commit": 2}
+"""Which compiled function the work before each of the clock's marks goes to."""
+_PARTS_OF = {
     torch.ops.aten.select.int,
     torch.ops.aten.slice.Tensor,
     torch.ops.aten.unbind.int,
     torch.ops.aten.split.Tensor,
     torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.view.default,
     operator.getitem,
 }
-"""Operations that show a part of a tensor."""
-_LOADED = "B + k * ldb + col * VLEN"
-_PARTS = {"draft": 0, "verify": 1, "other": 2, "commit": 2}
-"""Which compiled function the work before each of the clock's marks goes to."""
+"""Operations that show a tensor, or a part of it, without a copy."""
 
 _spent = [0.0]
 _Known = dict[str, tuple[str, Callable[..., Any]]]
@@ -285,7 +286,7 @@ def _inductor(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.select_algorithm import get_algorithm_selector_cache
 
-    _slices_of_weights_are_weights(graph)
+    _copy_parts_of_weights(graph)
     for node in graph.graph.nodes:
         node.meta.pop("val", None)  # inductor makes its own, for all inputs alike
     selector = get_algorithm_selector_cache()
@@ -305,24 +306,25 @@ def _inductor(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]
         selector.preprocessing_fns.remove(_prefer_own)
 
 
-def _slices_of_weights_are_weights(graph: GraphModule) -> None:
-    """Replace parts of weights by copies of them.
+def _copy_parts_of_weights(graph: GraphModule) -> None:
+    """Put copies in place of parts of weights.
 
     Inductor packs a weight for a product of its own from the beginning of the storage, whatever
     part of it a view shows (torch 2.13): the product of a second head would be that of the first.
     """
     nodes = graph.graph
-    shown: dict[Node, Any] = {
-        node: getattr(graph, str(node.target)) for node in nodes.find_nodes(op="get_attr")
-    }
-    weights = set(shown)
+    shown: dict[Node, Any] = {}
     for node in nodes.nodes:
-        if node.op == "call_function" and node.target in _SLICING and node.args[0] in shown:
+        if node.op == "get_attr":
+            shown[node] = getattr(graph, str(node.target))
+        elif node.op == "call_function" and node.target in _PARTS_OF and node.args[0] in shown:
             shown[node] = node.target(shown[node.args[0]], *node.args[1:], **node.kwargs)
-    for node in [node for node in shown if node not in weights and isinstance(shown[node], Tensor)]:
+    for node, part in shown.items():
+        if node.op == "get_attr" or all(user in shown for user in node.users):
+            continue  # read through its parts alone
+        name = f"part_{node.name}"
+        graph.register_parameter(name, nn.Parameter(part.clone(), requires_grad=False))
         with nodes.inserting_before(node):
-            name = f"slice_{node.name}"
-            graph.register_parameter(name, nn.Parameter(shown[node].clone(), requires_grad=False))
             node.replace_all_uses_with(nodes.get_attr(name))
     nodes.eliminate_dead_code()
     graph.recompile()
