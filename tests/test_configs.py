@@ -23,6 +23,7 @@ CONF = REPOSITORY / "conf"
 OWN = "data.path=prompts.jsonl"
 NEEDED = {
     ("target", "local"): ["target.path=some/model", OWN],
+    ("experiment", "own_model"): ["target.path=some/model", OWN],
     ("target", "llama31_8b"): [OWN],
     ("target", "qwen3_8b"): [OWN],
     ("data", "jsonl"): ["data.path=prompts.jsonl"],
@@ -127,7 +128,9 @@ def test_every_stage_composes(stage: Stage) -> None:
 @pytest.mark.parametrize("stage", STAGE)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_builds_in_every_stage(recipe: str, stage: Stage) -> None:
-    settings = load_settings(stage, [f"experiment={recipe}"])
+    needed = NEEDED.get(("experiment", recipe), [])
+    read = [item for item in needed if item.split(".")[0] in stage.groups]
+    settings = load_settings(stage, [f"experiment={recipe}", *read])
     for group in stage.groups:
         assert hasattr(settings, attribute(group))
 
@@ -254,3 +257,18 @@ def test_the_engine_is_torch_where_deepspeed_is_not_installed(
         assert load_settings(STAGES["train"], overrides).engine.name == "deepspeed"
     with pytest.raises(UserError, match="Use engine=torch, or install deepspeed"):
         import_deepspeed("cpu")
+
+
+@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+def test_trainings_are_in_bfloat16_on_gpus_and_in_float32_on_cpus(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, chosen = STAGES["train"], f"engine={engine}"
+    for there, expected in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert load_settings(stage, [chosen]).engine.precision == expected
+    # a plan is of the machine that it names
+    planned = load_settings(STAGES["plan"], [chosen, "plan.gpu=h100"])
+    assert planned.engine.precision == "bfloat16"
+    given = load_settings(stage, [chosen, "engine.precision=bfloat16"])
+    assert given.engine.precision == "bfloat16"
