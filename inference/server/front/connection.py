@@ -2,7 +2,7 @@
 
 HTTP's grammar is h11's. In this order a request must have headers in time, the token, an acceptable
 length, and a body in time; only then does the application hear of it. So what nobody vouches for
-costs no more than its headers.
+costs no more than its headers, and gives way to others on paths that are open to all.
 """
 
 from __future__ import annotations
@@ -108,12 +108,13 @@ class Connection:
             request = await self._head()
             if request is None:
                 return False
-            self._require_token(request)
-            body = await self._body(request)
+            vouched = self._require_token(request)
+            body = await self._body(request, self.limits.body_bytes if vouched else 0)
         except ApiError as error:
             await self._refuse(request, error)
             return False
-        self.seat.answering()
+        if vouched:
+            self.seat.answering()
         whole = await self._answer(request, body)
         self.bodies.release(self.seat)
         done = self.http.our_state is h11.DONE and self.http.their_state is h11.DONE
@@ -154,19 +155,23 @@ class Connection:
                 return cast("h11.Event | type[h11.PAUSED]", event)
             self.http.receive_data(await self.reader.read(READ))
 
-    def _require_token(self, request: h11.Request) -> None:
-        """Raise `ApiError` for a request without the token, where one is needed."""
+    def _require_token(self, request: h11.Request) -> bool:
+        """Whether a request shows the token, or none is needed anywhere; raises `ApiError` where it
+        needs one. What shows none on a path that is open to all may take no place of others."""
         secret, path = self.site.secret, request.target.partition(b"?")[0]
-        if secret is None or path.decode("ascii") in self.site.open_paths:
-            return
+        if secret is None:
+            return True
         given = [value for name, value in request.headers if name == b"authorization"]
-        if len(given) != 1 or not secret.matches(given[0]):
+        if len(given) == 1 and secret.matches(given[0]):
+            return True
+        if path.decode("ascii") not in self.site.open_paths:
             message = "a valid bearer token is needed: 'Authorization: Bearer <token>'."
             raise ApiError(401, message, code="invalid_api_key")
+        return False
 
-    async def _body(self, request: h11.Request) -> bytes:
-        """A request's body; raises `ApiError`."""
-        most, seconds = self.limits.body_bytes, self.limits.body_seconds
+    async def _body(self, request: h11.Request, most: int) -> bytes:
+        """A request's body of at most `most` bytes; raises `ApiError`."""
+        seconds = self.limits.body_seconds
         large = ApiError(413, f"a request may have {most} bytes.", code="request_too_large")
         length = dict(request.headers).get(b"content-length", b"0")
         if int(length) > most:  # h11 has seen to it that these are digits

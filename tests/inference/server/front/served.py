@@ -23,14 +23,15 @@ from inference.server.front.site import Message, Receive, Send, Site
 
 class Served:
     """A front that runs. refused: (method, status, client) of what it refused; bodies: lengths of
-    what reached the application; gate: what /slow waits for."""
+    what reached the application; gate: what /slow and /open wait for; no token is needed for
+    /health and /open."""
 
     def __init__(self, limits: Limits, token: str = "", tls: ssl.SSLContext | None = None) -> None:
         self.refused: list[tuple[str, int, str]] = []
         self.bodies: list[int] = []
         self.left = threading.Event()
         secret = Secret(token.encode()) if token else None
-        self.site = Site(self._app, limits, secret, frozenset(("/health",)), tls, self._refused)
+        self.site = Site(self._app, limits, secret, frozenset(("/health", "/open")), tls, self._refused)
         self.listening = bind("serve", "127.0.0.1", 0)
         self.port: int = self.listening.getsockname()[1]
         self._begun = threading.Event()
@@ -60,7 +61,7 @@ class Served:
             raise RuntimeError("secret insides")
         if scope["path"] == "/refuse":
             raise ApiError(409, "no.")
-        if scope["path"] == "/slow":
+        if scope["path"] in ("/slow", "/open"):
             await self.gate.wait()
         if scope["path"] == "/watch":
             assert (await receive())["type"] == "http.disconnect"

@@ -92,6 +92,31 @@ def test_an_address_may_have_so_many_connections_and_others_are_answered() -> No
             connection.close()
 
 
+def test_who_shows_no_token_gives_way_to_others_and_has_no_body_on_open_paths() -> None:
+    with served(TOKEN, connections=2) as front:
+        right = b"Authorization: Bearer " + TOKEN.encode()
+        strangers = [front.connect("127.0.0.2") for _ in range(2)]
+        for connection in strangers:
+            connection.sendall(GET.replace(b"/ ", b"/open "))
+        while len(front.bodies) < 2:
+            time.sleep(0.01)
+        assert front.ask(post(b"abc", right), "127.0.0.3") == (200, 3)
+        assert closed(strangers[0])
+        known = [front.connect("127.0.0.2") for _ in range(2)]
+        for connection in known:
+            connection.sendall(post(b"abc", right, path=b"/open"))
+        while len(front.bodies) < 5:
+            time.sleep(0.01)
+        assert front.ask(post(b"abc", right), "127.0.0.3")[0] == 503
+        front.open_gate()
+        for connection in known:
+            assert answer(connection) == (200, 3)
+        assert front.ask(post(b"a", path=b"/health"))[0] == 413
+        assert front.ask(post(b"", path=b"/health")) == (200, 0)
+        for connection in (*strangers, *known):
+            connection.close()
+
+
 def test_an_idle_connection_is_ended_and_so_is_one_that_says_nothing() -> None:
     with served(idle_seconds=0.3, header_seconds=0.3) as front, front.connect() as connection:
         assert closed(connection)
