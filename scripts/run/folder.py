@@ -77,12 +77,14 @@ class RunRecord:
 
 @dataclass
 class StageFolder:
-    """An opened stage folder. `complete`: there is nothing left to do in it."""
+    """An opened stage folder. `complete`: there is nothing left to do in it. settings: those of
+    this process, for config.yaml."""
 
     path: Path
     complete: bool
     record: RunRecord = field(default_factory=RunRecord)
     held: Hold | None = None
+    settings: Settings | None = None
 
     @property
     def session(self) -> dict[str, Any]:
@@ -101,10 +103,19 @@ class StageFolder:
             )
         return self.complete
 
+    def write(self) -> None:
+        """Put the settings and the record of this process into the folder (main process only)."""
+        if not is_main_process():
+            return
+        assert self.settings is not None, "a complete folder is not written to"
+        self.path.mkdir(parents=True, exist_ok=True)
+        content = yaml.safe_dump(self.settings.with_defaults, sort_keys=False)
+        write_bytes(self.path / CONFIG_FILE, content.encode())
+        self.record.write(self.path)
+
     def finish(self) -> None:
-        if is_main_process():
-            self.record.state, self.record.finished = "complete", now()
-            self.record.write(self.path)
+        self.record.state, self.record.finished = "complete", now()
+        self.write()
         self.released()
 
     def released(self) -> StageFolder:
@@ -121,6 +132,7 @@ def open_folder(
     inputs: Sequence[Path] = (),
     *,
     stage_decides: bool = False,
+    may_refuse: bool = False,
     several: bool = False,
 ) -> StageFolder:
     """Open `path` for the stage in `settings`, which reads the files `inputs`, and hold it until
@@ -128,9 +140,10 @@ def open_folder(
 
     Writes run.json and config.yaml (main process only) before the stage starts, so that an
     interrupted run is on record as well. stage_decides: the stage knows itself which changes
-    matter, so a changed folder is handed to it instead of being refused. several: processes share
-    the folder in a way of their own. Raises `UserError` when it belongs to another run or another
-    stage, holds files that no stage of ours wrote, or another process writes to it.
+    matter, so a changed folder is handed to it instead of being refused. may_refuse: it may still
+    refuse a folder with results, so writing is left to it (`StageFolder.write`). several: processes
+    share the folder in a way of their own. Raises `UserError` when it belongs to another run or
+    another stage, holds files that no stage of ours wrote, or another process writes to it.
     """
     config = settings.run
     hashes = {name_of(file, path, config.directory): file_sha256(file) for file in inputs}
@@ -156,13 +169,11 @@ def open_folder(
         seed=config.seed,
         sessions=[*(previous.sessions if previous else []), this_session(settings)],
     )
-    if is_main_process():
-        path.mkdir(parents=True, exist_ok=True)
-        write_bytes(
-            path / CONFIG_FILE, yaml.safe_dump(settings.with_defaults, sort_keys=False).encode()
-        )
-        record.write(path)
-    return StageFolder(path, False, record, held)
+    folder = StageFolder(path, False, record, held, settings)
+    kept = may_refuse and previous is not None and holds_results(path)
+    if not kept:
+        folder.write()
+    return folder
 
 
 def complete_record(

@@ -21,7 +21,8 @@ OWN = "own"
 
 def run(settings: Settings) -> None:
     """Generate answers, continuing an interrupted folder; a complete one is left alone."""
-    folder = open_folder(settings, settings.run.directory / "generate", stage_decides=True)
+    out = settings.run.directory / "generate"
+    folder = open_folder(settings, out, stage_decides=True, may_refuse=True)
     if folder.skip():
         return
     prepare_process(settings.run)
@@ -32,6 +33,7 @@ def run(settings: Settings) -> None:
         settings.target,
         folder.path,
         provenance=folder.session,
+        accepted=folder.write,
     )
     folder.finish()
 

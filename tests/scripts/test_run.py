@@ -176,6 +176,28 @@ def test_a_stage_that_decides_itself_gets_the_changed_folder(in_folder: Path) ->
     ).complete
 
 
+def test_a_stage_that_may_still_refuse_writes_its_record_itself(in_folder: Path) -> None:
+    out, decides = Path("out"), {"stage_decides": True, "may_refuse": True}
+    first, other = (settings(RunConfig(), optim={"lr": rate}) for rate in (0.1, 0.2))
+    folder = open_folder(first, out, **decides)
+    assert (out / "run.json").is_file(), "there is nothing that it could refuse"
+    (out / "result").write_text("something")
+    folder.finish()
+    before = [(out / name).read_bytes() for name in ("run.json", "config.yaml")]
+    refusing = open_folder(other, out, **decides)
+    assert not refusing.complete
+    assert before == [(out / name).read_bytes() for name in ("run.json", "config.yaml")]
+    refusing.released()
+    assert open_folder(first, out, **decides).complete
+    accepting = open_folder(other, out, **decides)
+    accepting.write()
+    record = read_record(out)
+    assert record is not None and not record.complete
+    assert read_config(out)["optim"]["lr"] == 0.2
+    accepting.finish()
+    assert open_folder(other, out, **decides).complete
+
+
 def test_overwrite_starts_again_but_deletes_only_our_folders(in_folder: Path) -> None:
     open_folder(settings(RunConfig(), optim={"lr": 0.1}), Path("out")).finish()
     Path("out/old.txt").write_text("old")

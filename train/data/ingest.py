@@ -95,9 +95,7 @@ def ingest(
     known = read_input(folder)
     if known is not None and known[0] == identity and (answered or (folder / VERDICT).is_file()):
         return known[1]
-    state: dict[str, Any] | None = None
-    if (folder / STATE).is_file():
-        state = read_object(folder / STATE, REMOVE)
+    state = read_state(folder)
     if state is None or state.get("identity") != identity:
         discard(folder)
         state = {"identity": identity, "rows": 0, "place": None, "findings": None, "held_out": 0}
@@ -310,6 +308,20 @@ def read_input(folder: Path) -> tuple[str, Input] | None:
         return identity, Input(**stored)
     except TypeError as error:
         raise UserError(f"'{path}' is broken ({error}). {REMOVE}") from error
+
+
+def read_state(folder: Path) -> dict[str, Any] | None:
+    """How far the reading into `folder` is, or None."""
+    path = folder / STATE
+    return read_object(path, REMOVE) if path.is_file() else None
+
+
+def is_input_of(folder: Path, data: DataConfig, held_out: HeldOutIndex | None) -> bool:
+    """Whether `folder` holds this data, completely or in part, or nothing yet."""
+    known, state = read_input(folder), read_state(folder)
+    found = [known[0]] if known else []
+    found += [str(state.get("identity"))] if state else []
+    return not found or identity_of(data, held_out) in found
 
 
 def identity_of(data: DataConfig, held_out: HeldOutIndex | None) -> str:

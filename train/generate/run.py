@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import chain, islice
@@ -31,7 +31,7 @@ from rich.console import Console
 from heads.api.errors import UserError
 from heads.api.reading import read_object
 from inference.decoding.config import DecodeConfig
-from inference.folders import discard
+from inference.folders import discard, replace_part
 from inference.manifest import (
     MANIFEST_FILE,
     FileEntry,
@@ -48,7 +48,7 @@ from train.data.answers import DONE, INPUT, RESERVED, SETTINGS, USES, AnswersMan
 from train.data.config import DataConfig
 from train.data.dedup.duplicates import HELD_OUT, REASONS
 from train.data.held_out import load_held_out
-from train.data.ingest import Input, ingest, remove_rows, require_own_input
+from train.data.ingest import Input, ingest, is_input_of, remove_rows, require_own_input
 from train.data.masks import mask_report
 from train.data.pack import weighted_documents
 from train.data.reserve import LEAST, VERDICTS
@@ -77,11 +77,14 @@ def generate(
     *,
     backend: Backend | None = None,
     watch: answers.Watch = answers.ignore,
+    accepted: Callable[[], None] = lambda: None,
 ) -> AnswersManifest:
     """Answer every row of `data` and return the manifest in `out`; continues an interrupted run of
     the same settings. Call it in every process of a launch. backend: who samples, instead of what
-    `decode` says; watch: called with the progress of each phase. Raises `UserError` for an unusable
-    source or target, for another configuration's folder, or when nothing could be answered."""
+    `decode` says; watch: called with the progress of each phase; accepted: called once `out` has
+    turned out to be of these settings, before anything of it is replaced. Raises `UserError` for an
+    unusable source or target, for another configuration's folder, or when nothing could be
+    answered."""
     if config.records.enabled:
         require_drafts(decode, config.drafter)
     job = GenerateJob(config, data, decode, target, out, join_processes(target), backend, watch)
@@ -92,13 +95,13 @@ def generate(
             stack.enter_context(only_writer(out))
         on_main(state, lambda: refuse_foreign(out))
         model = load_target(job)
-        read = on_main(state, lambda: read_input(job, model))
+        read = on_main(state, lambda: read_accepted(job, model))
         settings = settings_of(job, model, read)
-        done = on_main(state, lambda: prepare_output(out, settings, config.overwrite, read.total))
+        done = on_main(state, lambda: prepare_output(job, settings, read.total, accepted))
         manifest = on_main(state, lambda: finished_manifest(out))
         if manifest is None:
             # a finished folder has lost its rows
-            on_main(state, lambda: read_input(job, model, again=True))
+            on_main(state, lambda: read_input(job, model, out / INPUT, again=True))
             give_back_freed_memory()
             answer_rows(job, model, done)
             give_back_freed_memory()
@@ -123,8 +126,20 @@ def show_sample(manifest: AnswersManifest, out: Path, target: AnyTarget) -> None
         Console(stderr=True, highlight=False).print(str(report), soft_wrap=True)
 
 
-def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Input:
-    """Read the sources once and say what was left out. again: once more, quietly."""
+def read_accepted(job: GenerateJob, target: AnyTarget) -> Input:
+    """The input, with what it replaces left alone until the folder's answers turn out to be of
+    these settings: prompts that were held out of them are in it; raises `UserError` otherwise."""
+    folder, held_out = job.out / INPUT, load_held_out(job.data)
+    if not (job.out / SETTINGS).is_file() or is_input_of(folder, job.data, held_out):
+        return read_input(job, target, folder)
+    with replace_part(folder, ("*",)) as fresh:
+        read = read_input(job, target, fresh)
+        refuse_other(job.out, settings_of(job, target, read), job.config.overwrite)
+    return read
+
+
+def read_input(job: GenerateJob, target: AnyTarget, folder: Path, again: bool = False) -> Input:
+    """Read the sources once into `folder` and say what was left out. again: once more, quietly."""
     console = console_of(again)
     held_out = load_held_out(job.data)
 
@@ -139,7 +154,7 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
     finished = (job.out / MANIFEST_FILE).is_file() and not again
     read = ingest(
         job.data,
-        job.out / INPUT,
+        folder,
         held_out,
         text,
         progress=progress,
@@ -240,24 +255,17 @@ def refuse_foreign(out: Path) -> None:
 
 
 def prepare_output(
-    out: Path, settings: dict[str, Any], overwrite: bool, total: int
+    job: GenerateJob, settings: dict[str, Any], total: int, accepted: Callable[[], None]
 ) -> NDArray[np.bool_]:
-    """Make `out` ready for `settings` and return which rows are done; raises `UserError` for
-    another configuration's answers, unless `overwrite`."""
-    path = out / SETTINGS
-    if path.is_file():
-        stored = read_object(path)
-        differences = _differences(stored, settings)
-        if differences and not overwrite:
-            raise UserError(
-                f"'{out}' holds answers of another configuration: {'; '.join(differences)}. Choose "
-                "another run.name, restore the configuration to continue, or replace them with "
-                "run.overwrite=true."
-            )
-        if differences:
-            answers.clear_output(out)
-            discard(out / RECORDS)
-    write_json(path, settings)
+    """Make the output folder ready for `settings` and return which rows are done; raises
+    `UserError` for another configuration's answers, unless they may be overwritten."""
+    out = job.out
+    other = refuse_other(out, settings, job.config.overwrite)
+    accepted()
+    if other:
+        answers.clear_output(out)
+        discard(out / RECORDS)
+    write_json(out / SETTINGS, settings)
     if not (out / MANIFEST_FILE).is_file():
         drop_unanswered(out)
     done = np.zeros(total, dtype=bool)
@@ -265,6 +273,20 @@ def prepare_output(
     # others are refused when all is put together
     done[found[(found >= 0) & (found < total)]] = True
     return done
+
+
+def refuse_other(out: Path, settings: dict[str, Any], overwrite: bool) -> bool:
+    """Whether `out` holds answers of other settings; raises `UserError` for them, unless
+    `overwrite`."""
+    path = out / SETTINGS
+    differences = _differences(read_object(path), settings) if path.is_file() else []
+    if differences and not overwrite:
+        raise UserError(
+            f"'{out}' holds answers of another configuration: {'; '.join(differences)}. Choose "
+            "another run.name, restore the configuration to continue, or replace them with "
+            "run.overwrite=true."
+        )
+    return bool(differences)
 
 
 def finished_manifest(out: Path) -> AnswersManifest | None:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -16,15 +17,15 @@ from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
-from inference.manifest import read_manifest
+from inference.manifest import read_manifest, verify_file
 from inference.measure.prompts import prompt_seed
 from inference.target.chat import render_prompt
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests import forked
 from tests.inference.tokenizers import save_micro_target
-from train.data.answers import SHARD_SCHEMA
-from train.data.config import DataConfig
+from train.data.answers import SHARD_SCHEMA, read_answers
+from train.data.config import DataConfig, ReserveConfig
 from train.data.masks import mask_report
 from train.data.pack import PackedData, read_documents
 from train.generate.config import GenerateConfig
@@ -224,6 +225,32 @@ def test_an_unfinished_or_finished_folder_is_only_continued_with_its_own_setting
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(UserError, match="changed or damaged"):
         generate(GenerateConfig(), fewer, decode, target, out)
+
+
+def test_a_refused_generate_leaves_the_prompts_that_were_held_out(target, prompts, tmp_path):
+    reserve = ReserveConfig(validation=2, bench=2)
+    data = replace(prompts, reserve=reserve)
+    out, decode = tmp_path / "out", DecodeConfig(**DECODE)
+    generate(GenerateConfig(), data, decode, target, out)
+    before = contents(out)
+    assert {"input/validation.jsonl", "input/bench.jsonl"} <= set(before)
+    for other in (replace(data, limit=9), replace(data, reserve=replace(reserve, seed=5))):
+        with pytest.raises(UserError, match="the rows of the data have changed|left_out was"):
+            generate(GenerateConfig(), other, decode, target, out)
+        assert contents(out) == before
+        generate(GenerateConfig(overwrite=True), other, decode, target, out)
+        assert verify_file(out, read_answers(out)["held_out"]["bench"]).is_file()
+        generate(GenerateConfig(overwrite=True), data, decode, target, out)
+        assert contents(out)["input/bench.jsonl"] == before["input/bench.jsonl"]
+        before = contents(out)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_the_output_of_another_stage_is_not_touched(target, prompts, tmp_path):
