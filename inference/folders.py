@@ -28,6 +28,7 @@ from inference.manifest import (
     MANIFEST_FILE,
     PARTIAL,
     is_abandoned,
+    name_of,
     partial_of,
     remove_leftovers,
 )
@@ -180,7 +181,7 @@ def replace_folder(
     out.parent.mkdir(parents=True, exist_ok=True)
     with only_writer(*beside(out)):
         for leftover in out.parent.glob(f"{glob.escape(out.name)}.*"):
-            if leftover.is_dir() and is_abandoned(leftover):
+            if name_of(leftover) == out.name and leftover.is_dir() and is_abandoned(leftover):
                 shutil.rmtree(leftover)  # of a writer that was killed
         restore(out)
         fresh = partial_of(out)
@@ -226,7 +227,12 @@ def put(fresh: Path, out: Path) -> None:
     if out.is_dir():
         former = partial_of(out).with_suffix(FORMER)
         out.rename(former)
-    fresh.rename(out)
+    try:
+        fresh.rename(out)
+    except OSError:
+        if former is not None:
+            former.rename(out)
+        raise
     if former is not None:
         shutil.rmtree(former, ignore_errors=True)
 
@@ -246,7 +252,9 @@ def put_new(fresh: Path, out: Path) -> None:
 def restore(out: Path) -> None:
     """Give a folder its name back that a killed `put` has taken; remove what such a one left. The
     caller holds the folder, so that no other `put` is under way."""
-    for former in out.parent.glob(f"{glob.escape(out.name)}.*@*{FORMER}"):
+    for former in out.parent.glob(f"{glob.escape(out.name)}.*{FORMER}"):
+        if name_of(former.with_suffix(PARTIAL)) != out.name:
+            continue  # of a folder whose name begins alike
         if out.exists():
             shutil.rmtree(former, ignore_errors=True)
         else:

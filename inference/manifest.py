@@ -138,6 +138,12 @@ def partial_of(path: Path) -> Path:
     )
 
 
+def name_of(partial: Path) -> str:
+    """The name for which `partial_of` made a temporary one; empty for another name."""
+    found = _PARTIAL_NAME.search(partial.name)
+    return partial.name[: found.start()] if found else ""
+
+
 def is_abandoned(path: Path) -> bool:
     """Whether `path` has a name of `partial_of` and its writer is gone; see `remove_leftovers`."""
     found = _PARTIAL_NAME.search(path.name)

@@ -21,8 +21,8 @@ from heads.api.reading import refusing
 
 ADVICE = "The file is missing or was cut off; copy or train it again."
 BROKEN = (
-    *(SafetensorError, OSError, ValueError, TypeError, LookupError, RuntimeError, MemoryError),
-    *(OverflowError, AttributeError),
+    *(SafetensorError, OSError, ValueError, TypeError, LookupError, RuntimeError, OverflowError),
+    AttributeError,
 )
 """What the library, and torch behind it, raise for a file that is damaged or is no such file."""
 

@@ -3,26 +3,33 @@
     <HF_HOME>/headstart/<user>--<name>/<commit>/    a checkpoint as `headstart pull` writes it
 
 huggingface_hub's own cache holds links, while a checkpoint's folder is files that its manifest
-lists; the cache is therefore one of ours. Without a connection the copy that arrived last counts.
+lists; the cache is therefore one of ours. Without a connection the copy that was asked for last
+counts, or the one of the revision that is named.
 """
 
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import constants, errors
 from rich.console import Console
 
 from heads.api.errors import UserError
+from heads.api.reading import read_object, require_fit
+from inference.folders import is_temporary
 from inference.hub.config import REPO_NAME, PullConfig
 from inference.hub.exchange import causes
 from inference.hub.pull import connect, pull
+from inference.manifest import write_json
 from inference.writers import turn
 
 logger = logging.getLogger(__name__)
 REVISION = "@"
 """Between a repository and a branch, tag or commit of it: user/name@v1."""
+REVISIONS = "revisions.json"
+"""Revision -> commit, of those that were asked for by name."""
 
 
 def is_published_name(text: str) -> bool:
@@ -43,16 +50,21 @@ def fetch(name: str) -> Path:
     try:
         commit = find_commit(config)
     except UserError as error:
-        kept = newest(cache, revision) if is_unreachable(error) else None
+        kept = kept_copy(cache, revision) if is_unreachable(error) else None
         if kept is None:
             raise
         logger.warning("%s: the Hub cannot be reached; using the copy in %s", name, kept)
         return kept
     folder = cache / commit
-    with turn(cache):  # another process may be fetching it
-        if not folder.is_dir():
-            pull(PullConfig(repo=repo, revision=commit), folder, console=Console(stderr=True))
-    folder.touch()  # the newest is the one that was asked for last
+    if not folder.is_dir():
+        with turn(cache):  # another process may be fetching it
+            if not folder.is_dir():
+                pull(PullConfig(repo=repo, revision=commit), folder, console=Console(stderr=True))
+    known = known_revisions(cache)
+    with suppress(OSError):  # a cache that may only be read is one as well
+        if revision and known.get(revision) != commit:
+            write_json(cache / REVISIONS, {**known, revision: commit})
+        folder.touch()  # the newest is the one that was asked for last
     return folder
 
 
@@ -62,11 +74,20 @@ def find_commit(config: PullConfig) -> str:
         return str(api.model_info(config.repo, revision=config.revision or None).sha)
 
 
-def newest(cache: Path, revision: str) -> Path | None:
-    """The copy that was asked for last; with a commit as revision only that one."""
-    copies = [path for path in cache.glob("*") if path.is_dir() and path.suffix != ".partial"]
-    own = [path for path in copies if path.name == revision]
-    return max(own or copies, key=lambda path: path.stat().st_mtime, default=None)
+def kept_copy(cache: Path, revision: str) -> Path | None:
+    """The copy in the cache of a revision: a commit, or what a branch or tag stood at when it was
+    last fetched. Without a revision the copy that was asked for last."""
+    copies = [path for path in cache.glob("*") if path.is_dir() and not is_temporary(path.name)]
+    if revision:
+        commit = known_revisions(cache).get(revision, revision)
+        copies = [path for path in copies if path.name == commit]
+    return max(copies, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def known_revisions(cache: Path) -> dict[str, str]:
+    """Revision -> the commit that it stood at when it was last fetched."""
+    path = cache / REVISIONS
+    return require_fit(dict[str, str], read_object(path), f"'{path}'") if path.is_file() else {}
 
 
 def is_unreachable(error: UserError) -> bool:

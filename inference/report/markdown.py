@@ -48,8 +48,10 @@ def render(reports: Sequence[Path], out: Path) -> Path:
         raise UserError(NO_REPORT)
     loaded = dict(zip(labels(reports), map(read_report, reports), strict=True))
     out.mkdir(parents=True, exist_ok=True)
-    images = plot_all(loaded, out)
     path = out / "report.md"
+    # first: it says that the other files are ours, should this be interrupted
+    write_bytes(path, markdown(loaded, []).encode())
+    images = plot_all(loaded, out)
     write_bytes(path, markdown(loaded, [image.name for image in images]).encode())
     return path
 

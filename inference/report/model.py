@@ -24,6 +24,8 @@ from inference.measure.metrics import GAP, PHASES, divide
 
 FORMAT = 1
 REPORT_FILE = "report.json"
+PLOTS = ("acceptance", "speedup", "step_time", "speedup_by_batch")
+"""Names of the plots' files, without .png; the last one only with a profile."""
 
 
 def _check_order(interval: tuple[float, float]) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from inference.manifest import write_bytes
 from inference.measure.metrics import GAP, PHASES
-from inference.report.model import ProfilePoint, Report
+from inference.report.model import PLOTS, ProfilePoint, Report
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#555555")
 """Okabe and Ito's palette, which colour-blind readers can tell apart."""
@@ -42,8 +42,7 @@ def plot_all(reports: Mapping[str, Report], out: Path) -> list[Path]:
     profiled = {label: report for label, report in reports.items() if _batch_points(report)}
     drawn = [acceptance(reports), speedup(reports), step_time(reports)]
     drawn += [speedup_by_batch(profiled)] if profiled else []
-    names = ("acceptance", "speedup", "step_time", "speedup_by_batch")
-    return [_save(figure, out / f"{name}.png") for figure, name in zip(drawn, names, strict=False)]
+    return [_save(figure, out / f"{name}.png") for figure, name in zip(drawn, PLOTS, strict=False)]
 
 
 def _save(figure: Figure, path: Path) -> Path:

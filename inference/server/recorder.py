@@ -43,7 +43,7 @@ class Recorder:
         try:
             self.log.flush()
         except OSError as error:
-            self.log.full = True
+            self.log.full = full = True
             logger.error("records cannot be written (%s); recording ends", error.strerror)
         if self.log.full and not full:
             logger.warning("recording has ended: serve.records_megabytes is reached")

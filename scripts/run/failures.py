@@ -15,6 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -141,8 +142,9 @@ def write_traceback(error: BaseException, arguments: Sequence[str], version: str
         f"headstart {version}, Python {platform.python_version()}, {platform.platform()}",
         f"{now}, process {os.getpid()}, rank {os.environ.get('RANK', '0')}",
         shlex.join(["headstart", *arguments]),
-        f"in {Path.cwd()}",
     ]
+    with suppress(OSError):  # it may be gone
+        facts.append(f"in {Path.cwd()}")
     try:
         descriptor, name = tempfile.mkstemp(prefix="headstart-", suffix=".txt")
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:

@@ -9,7 +9,8 @@ from heads.api.errors import UserError
 from inference.folders import stage_of
 from inference.manifest import write_bytes
 from inference.report.markdown import HEADLINE, labels, print_table, render
-from inference.report.model import REPORT_FILE, read_report
+from inference.report.model import PLOTS, REPORT_FILE, read_report
+from inference.report.page.render import FILE as PAGE_FILE
 from inference.report.page.render import write_page
 from inference.writers import only_writer
 from scripts.config.own import RunConfig
@@ -54,6 +55,15 @@ def require_report_folder(out: Path, main: Path) -> None:
             f"report.out: '{out}' was written by stage '{stage_of(out)}', whose {REPORT_FILE} "
             "would be replaced by another. Choose another folder."
         )
+    if not text.is_file():
+        written = [PAGE_FILE, *(f"{name}.png" for name in PLOTS)]
+        written += [] if main.resolve() == (out / REPORT_FILE).resolve() else [REPORT_FILE]
+        there = [name for name in written if (out / name).exists()]
+        if there:
+            raise UserError(
+                f"report.out: '{out}' has no report.md of ours, but {', '.join(there)}, which "
+                "would be replaced. Choose another report.out, or move them away."
+            )
 
 
 def measurements(run: RunConfig) -> list[Path]:

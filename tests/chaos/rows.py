@@ -32,7 +32,9 @@ class Row:
     figures: dict[str, float] = field(default_factory=dict)
 
     def note(self, wrong: str, tried: int = 1) -> None:
-        """Count `tried` of them; wrong: what was, empty where nothing was."""
+        """Count `tried` of them; wrong: what was, empty where nothing was, and counted as one
+        where nothing was tried."""
+        tried = max(tried, int(bool(wrong)))
         self.tried += tried
         if wrong:
             self.failed += tried

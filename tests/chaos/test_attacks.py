@@ -80,6 +80,8 @@ def test_rows_count_and_keep_the_first_failures() -> None:
     rows = Areas("part")
     rows["a"].note("")
     rows["a"].note("wrong", 3)
+    rows["never hit"].note("another result", 0)
+    assert (rows["never hit"].tried, rows["never hit"].failed) == (1, 1)
     assert rows["a"] == Row("part", "a", 4, 3, ["wrong"])
     for number in range(100):
         rows["b"].note(str(number))

@@ -10,6 +10,7 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.folders import (
+    FORMER,
     copy_plain,
     delete_own,
     discard,
@@ -21,7 +22,7 @@ from inference.folders import (
     stage_of,
     sweep,
 )
-from inference.manifest import file_entry, write_json, write_manifest
+from inference.manifest import file_entry, partial_of, write_json, write_manifest
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -226,6 +227,30 @@ def test_a_kill_between_the_two_renames_is_made_good(
     assert contents(best) == {"weights": b"best"}
     put(fresh, best)
     assert contents(tmp_path) == {"best": None, "best/weights": b"fresh"}
+
+
+def test_what_is_on_its_way_belongs_to_one_folder_alone(tmp_path: Path) -> None:
+    former = partial_of(tmp_path / "v1.1").with_suffix(FORMER)
+    killed = tmp_path / f"v1.1.{2**22 + 1}-0123abcd@{socket.gethostname()}.partial"
+    for folder in (former, killed):
+        folder.mkdir()
+        (folder / "weights").write_text("of v1.1")
+    restore(tmp_path / "v1")
+    assert not (tmp_path / "v1").exists() and former.is_dir()
+    with replace_folder(tmp_path / "v1", "export", "export.out"):
+        pass
+    restore(tmp_path / "v1")  # it is there now
+    assert former.is_dir() and killed.is_dir()
+    restore(tmp_path / "v1.1")
+    assert contents(tmp_path / "v1.1") == {"weights": b"of v1.1"}
+
+
+def test_a_folder_gets_its_name_back_when_the_new_one_cannot_have_it(tmp_path: Path) -> None:
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "weights").write_text("old")
+    with pytest.raises(FileNotFoundError):
+        put(tmp_path / "missing", tmp_path / "best")
+    assert contents(tmp_path) == {"best": None, "best/weights": b"old"}
 
 
 def test_a_part_with_a_stages_record_or_a_link_is_not_discarded(tmp_path: Path) -> None:

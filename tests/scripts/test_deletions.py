@@ -274,10 +274,15 @@ def test_a_report_replaces_no_other_measurement_and_no_text_of_people(
     write_report(example_report(), recorded(run / "other", "measure") / "report.json")
     (root / "p" / "report.md").write_text("# My own report\n")
     common = [f"run.root={root / 'outputs'}", "run.name=a", f"report.reports=[{run / 'measure'}]"]
+    for name in ("report.json", "speedup.png"):
+        (root / name).mkdir()
+        (root / name / name).write_text("of people")
     before = contents(root)
     for out, words in (
         (root / "p", "was not written by `headstart report`"),
         (run / "other", "was written by stage 'measure'"),
+        (root / "report.json", "has no report.md of ours, but report.json, which would be"),
+        (root / "speedup.png", "has no report.md of ours, but speedup.png, which would be"),
     ):
         assert main(["report", *common, f"report.out={out}"]) == 2
         assert words in " ".join(capsys.readouterr().err.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -98,6 +99,17 @@ class FeaturesConfig:
                 "features.mode=remote needs features.servers, for instance "
                 "[http://10.0.0.5:8765]. Start one with `headstart features features.serve=true`."
             )
+
+    def token(self) -> str:
+        """The token of the environment variable, empty where there is none; raises `UserError` for
+        one that no header can carry."""
+        value = os.environ.get(self.token_variable, "").strip()
+        if not (value.isascii() and value.isprintable()):
+            raise UserError(
+                f"the token in the environment variable {self.token_variable} must consist of "
+                "printable ASCII characters. `openssl rand -hex 24` makes one."
+            )
+        return value
 
     def form(self, info: TargetInfo) -> Form:
         """How states are stored or sent; raises `UserError` when so many logits cannot be

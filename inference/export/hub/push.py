@@ -17,7 +17,6 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, metadata_load, try_to_load_from_cache
 from rich.console import Console
-from yaml import YAMLError
 
 from heads.api.checkpoint import build_config, read_config
 from heads.api.errors import UserError
@@ -139,7 +138,7 @@ def licence_of(target: str) -> str:
         return ""
     try:
         front = metadata_load(card) or {}
-    except (ValueError, YAMLError):  # front matter that is no mapping, or no YAML
+    except Exception:  # noqa: BLE001 - somebody else's text, and a reader that raises all sorts
         return ""
     return str(front.get("license") or "")
 

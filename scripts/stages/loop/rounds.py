@@ -79,11 +79,7 @@ class Rounds:
     def run(self) -> facts.LoopRecord:
         """Play all rounds that are worth it, keep the best one as the run's drafter, and return the
         record."""
-        if self.kept.exists() and not is_copy(self.kept, self.run_folder):
-            raise UserError(
-                f"'{self.kept}' is the training of another loop, and the rounds' best drafter "
-                "belongs there. Choose another run.name."
-            )
+        self.require_own_place()
         ended_by = ""
         while not ended_by:
             number = len(self.done)
@@ -321,19 +317,30 @@ class Rounds:
         record.write(self.run_folder)
         return record
 
+    def require_own_place(self) -> None:
+        """Raise `UserError` where the best drafter's place holds something else."""
+        if self.kept.exists() and not is_copy(self.kept, self.run_folder):
+            raise UserError(
+                f"'{self.kept}' is the training of another loop or of `headstart train`, and the "
+                "rounds' best drafter belongs there. Choose another run.name, or move that "
+                "training away and repeat the command: the rounds are kept."
+            )
+
     def keep_best(self) -> None:
         """Copy the best round's training to <run>/train/<drafter>/, for later stages."""
         source, out = self.plan.training(self.best), self.kept
         if checkpoint_hash(out / "best") == self.training(self.best).weights_sha256:
             return  # other stages may have put decode.yaml or watch.json into it since
-        with only_writer(out), replace_part(out, WRITTEN["train"] + KEPT) as fresh:
-            for name in KEPT:
-                if (source / name).exists():
-                    copy_plain(source / name, fresh / name)
-            record = read_record(fresh)
-            if record is not None:
-                record.copied_from = str(source)
-                record.write(fresh)
+        with only_writer(out):
+            self.require_own_place()  # hours may have passed
+            with replace_part(out, WRITTEN["train"] + KEPT) as fresh:
+                for name in KEPT:
+                    if (source / name).exists():
+                        copy_plain(source / name, fresh / name)
+                record = read_record(fresh)
+                if record is not None:
+                    record.copied_from = str(source)
+                    record.write(fresh)
 
 
 def is_copy(training: Path, run: Path) -> bool:

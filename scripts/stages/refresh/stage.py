@@ -16,6 +16,7 @@ from typing import Any
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
 from heads.api.errors import UserError
+from inference.folders import RUN_FILE
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
@@ -59,6 +60,11 @@ def refresh(
     """Generate, train into `out`, measure before and after. times: file of the seconds by part."""
     decode = drafters.draft_settings(old, settings.decode)
     answers = settings.run.directory / "generate"
+    if settings.run.overwrite and (answers / RUN_FILE).is_file():
+        raise UserError(
+            f"run.overwrite: '{answers}' was written by `headstart generate` and is not replaced "
+            "by a refresh. Choose another run.name."
+        )
     with clock(times, "generate"):
         made = answer(settings, old, decode, answers, session)
     goal = goal_of(settings, old)

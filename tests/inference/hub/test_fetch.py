@@ -65,6 +65,19 @@ def test_the_copy_counts_where_no_hub_answers(
         fetch("someone/else")
 
 
+def test_without_a_connection_another_revision_is_no_substitute(
+    hub: HubStandIn, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fetch(REPO)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    assert fetch(f"{REPO}@{COMMIT}") == folder
+    for revision in ("b" * 40, "v1"):
+        with pytest.raises(UserError):
+            fetch(f"{REPO}@{revision}")
+    (folder.parent / "revisions.json").write_text(f'{{"v1": "{COMMIT}"}}')
+    assert fetch(f"{REPO}@v1") == folder
+
+
 def test_what_was_swapped_is_refused_and_not_kept(
     hub: HubStandIn, weights: str, tmp_path: Path
 ) -> None:

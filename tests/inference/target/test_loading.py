@@ -22,6 +22,7 @@ from inference.target.loading import (
     checked_config,
     load_generation_config,
     load_model,
+    load_tokenizer,
     require_supported,
     shared_weights,
 )
@@ -309,3 +310,26 @@ def test_a_generation_config_that_cannot_be_read_is_no_missing_one(
     monkeypatch.setattr(GenerationConfig, "from_pretrained", no_descriptors)
     with pytest.raises(UserError, match=r"generation config .* cannot be read"):
         load_generation_config(config)
+
+
+DAMAGED = {
+    "tokenizer.json": [b'{"version": "1.0", "model": {"type": "Nonsense"}}', b"[" * 100_000],
+    "tokenizer_config.json": [b"[]", b'{"tokenizer_class": 5}', b"[" * 100_000],
+    GENERATION_CONFIG: [b"[" * 100_000, b'{"watermarking_config": 5}'],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [(name, content) for name, contents in DAMAGED.items() for content in contents],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_damaged_file_beside_the_weights_is_one_clear_error(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    save_random_target(tmp_path, tiny_tokenizer("plain"))
+    (tmp_path / name).write_bytes(content)
+    config = TargetConfig(str(tmp_path), device="cpu")
+    read = load_generation_config if name == GENERATION_CONFIG else load_tokenizer
+    with pytest.raises(UserError, match=r"no readable tokenizer|generation config of target"):
+        read(config)

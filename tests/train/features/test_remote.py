@@ -306,7 +306,11 @@ def test_only_who_has_the_token_is_served(
             match=r"refuses: a valid bearer token is needed.*Set HEADSTART_FEATURES_TOKEN",
         ):
             remote(target, micro, server.address)
-        monkeypatch.setenv("HEADSTART_FEATURES_TOKEN", "secret")
+        monkeypatch.setenv("HEADSTART_FEATURES_TOKEN", "sec\nret")
+        with pytest.raises(UserError, match="printable ASCII") as caught:
+            remote(target, micro, server.address)
+        assert "ret" not in str(caught.value).replace("printable", "")
+        monkeypatch.setenv("HEADSTART_FEATURES_TOKEN", "secret\n")  # as files end
         features, loader = remote(target, micro, server.address)
         features.batch(loader.step(0)[0])
         features.close()

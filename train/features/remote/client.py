@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import itertools
 import logging
-import os
 import ssl
 import threading
 from concurrent.futures import CancelledError
@@ -60,8 +59,7 @@ class RemoteClient:
         self.headers = {wire.KEY_HEADER: wire.key_of(info, precision), wire.ASK_HEADER: ask}
         widest = max(info.hidden_size, form.top_logits)
         self.position_bytes = (len(needs.taps) + 1) * widest * VALUE_BYTES
-        token = os.environ.get(config.token_variable, "")
-        if token:
+        if token := config.token():
             self.headers["Authorization"] = f"Bearer {token}"
         self._turn, self._lock = itertools.cycle(self.servers), threading.Lock()
         self._stopped = threading.Event()

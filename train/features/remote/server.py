@@ -192,9 +192,8 @@ def serve(
     """Serve features until a signal, after which the process ends here, with status 0: threads may
     be inside of torch, and an interpreter that ends around them was seen to abort. There is nothing
     left to write."""
-    token = os.environ.get(config.token_variable, "")
     pair = config.ssl_certfile, config.ssl_keyfile
-    server = FeatureServer(target, dtype, config.host, config.port, token, *pair)
+    server = FeatureServer(target, dtype, config.host, config.port, config.token(), *pair)
     say(f"features of {target.info.id} in {server.precision} at {server.address}; Ctrl-C ends it")
     with ended_by_signals(server.end):
         server.run()

@@ -31,7 +31,9 @@ class Served:
         self.bodies: list[int] = []
         self.left = threading.Event()
         secret = Secret(token.encode()) if token else None
-        self.site = Site(self._app, limits, secret, frozenset(("/health", "/open")), tls, self._refused)
+        self.site = Site(
+            self._app, limits, secret, frozenset(("/health", "/open")), tls, self._refused
+        )
         self.listening = bind("serve", "127.0.0.1", 0)
         self.port: int = self.listening.getsockname()[1]
         self._begun = threading.Event()
