@@ -28,6 +28,7 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import init
+from inference.integrity import require_unchanged
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 
@@ -123,6 +124,7 @@ def load_start(
         for name in changed
         if name in known
     )
+    require_unchanged(folder)
     try:
         load_weights(drafter, folder / WEIGHTS_FILE)
     except UserError as error:

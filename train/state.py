@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 2
 STATE_FILE = "state.json"
+DIGEST = "sha256"
+"""Key of state.json: the hash of all others."""
 WEIGHTS_FILE = "model.safetensors"
 PARTIAL = ".partial"
 _NAME = re.compile(r"step_(\d{8,})")
@@ -153,7 +155,7 @@ class StateStore:
         if not self.world.is_main:
             return ""
         try:
-            write_json(partial / STATE_FILE, content)
+            write_json(partial / STATE_FILE, {**content, DIGEST: digest(content)})
             _flush_folder(partial)
             put(partial, final)  # in place of a damaged one, whose steps this run has repeated
             _flush_folder(self.directory)
@@ -213,6 +215,9 @@ def read_snapshot(folder: Path, share: int = 0, shares: int = 1) -> Snapshot:
             raise UserError(
                 f"'{folder}' has format {content['format']}; this version reads format {FORMAT}."
             )
+        stored = content.pop(DIGEST, None)  # states of earlier versions have none
+        if stored is not None and stored != digest(content):
+            raise UserError(f"'{folder / STATE_FILE}' is damaged: it is not what was written.")
         for place, (name, (size, sha256)) in enumerate(sorted(content["files"].items())):
             path = safe_path(folder, name)
             if path.stat().st_size != size:
@@ -225,6 +230,11 @@ def read_snapshot(folder: Path, share: int = 0, shares: int = 1) -> Snapshot:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"'{folder}' is damaged ({type(error).__name__}: {error}).") from error
     return Snapshot(folder, **fields)
+
+
+def digest(content: Mapping[str, Any]) -> str:
+    """SHA-256 of a state.json's content, as it reads after a round trip through JSON."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def save_random_state(folder: Path, rank: int) -> None:

@@ -24,6 +24,7 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.draft import DraftSettings
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
+from inference.integrity import require_unchanged
 from inference.manifest import file_sha256
 from inference.measure.prompts import Prompt, to_requests
 from inference.server.scrape import read_samples
@@ -170,6 +171,7 @@ def decode_prompts(
     chosen = with_system(prompts, config.system)
     random.Random(config.seed).shuffle(chosen)
     chosen = chosen[: config.max_prompts]
+    require_unchanged(checkpoint)
     drafter = load_drafter(checkpoint, target.info, target.weights, changed_target=changed)
     limit = target.info.max_position_embeddings
     requests = to_requests(chosen, target.tokenizer, decode, capacity=limit, overlong="skip")

@@ -19,6 +19,7 @@ from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Request
+from inference.manifest import file_entry, write_manifest
 from inference.measure.run import quick_tau
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
@@ -214,6 +215,20 @@ def test_updates_without_effect_are_refused(target: MicroTarget, tmp_path: Path)
     loss = drafter.loss(packed_batch(target, drafter.needs, [DOCUMENTS])).loss_sum
     with pytest.raises(UserError, match=r"\['lm_head'\] directly"):
         require_reached(drafter, loss)
+
+
+def test_a_flipped_bit_is_not_trained_on(target: MicroTarget, tmp_path: Path) -> None:
+    drafter = make(target)
+    save_drafter(drafter, tmp_path / "best", target.info)
+    names = ("config.json", "model.safetensors")
+    files = [file_entry(tmp_path, f"best/{name}") for name in names]
+    write_manifest(tmp_path, "train", {"checkpoint": "best", "files": files})
+    load_start(drafter, tmp_path / "best", target.info, False)
+    content = bytearray((tmp_path / "best" / names[1]).read_bytes())
+    content[-5] ^= 4
+    (tmp_path / "best" / names[1]).write_bytes(content)
+    with pytest.raises(UserError, match="was changed or damaged"):
+        load_start(drafter, tmp_path / "best", target.info, False)
 
 
 def test_what_does_not_fit_is_refused(

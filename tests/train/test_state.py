@@ -118,6 +118,11 @@ def drop(folder: Path) -> None:
     (folder / "random-0.json").unlink()
 
 
+def flip_digit(folder: Path) -> None:
+    text = (folder / STATE_FILE).read_text(encoding="utf-8")
+    (folder / STATE_FILE).write_text(text.replace('"tokens": 1234', '"tokens": 1235'), "utf-8")
+
+
 def foreign(folder: Path) -> None:
     (folder / STATE_FILE).write_text(json.dumps({"format": 99}), encoding="utf-8")
 
@@ -130,13 +135,13 @@ def test_leftovers_of_a_half_written_folder_do_not_enter_a_state(tmp_path: Path)
     assert not (folder / "optimizer-7.safetensors").exists()
 
 
-@pytest.mark.parametrize("damage", [cut, scramble, flip, spoil_json, drop, foreign])
+@pytest.mark.parametrize("damage", [cut, scramble, flip, spoil_json, flip_digit, drop, foreign])
 def test_a_damaged_newest_state_is_passed_over_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
     states = store(tmp_path)
     states.save(2, trained(), {}, RUN)
-    damage(states.save(4, trained(), {}, RUN))
+    damage(states.save(4, trained(), {"tokens": 1234, "tau": (0.5, 0.25)}, RUN))
     with caplog.at_level(logging.WARNING):
         found = states.newest()
     assert found is not None

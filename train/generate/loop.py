@@ -19,6 +19,7 @@ from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
+from inference.integrity import require_unchanged
 from inference.target.model import TargetModel
 from inference.terminal import make_console
 from train.data.answers import FAILED, INPUT, SKIPPED, PartWriter, StoredAnswer
@@ -59,6 +60,7 @@ def open_backend(job: GenerateJob, target: AnyTarget) -> Backend:
     if isinstance(target, TargetModel):
         drafter, records = None, job.config.records.enabled
         if job.config.drafter is not None:
+            require_unchanged(Path(job.config.drafter))
             drafter = load_drafter(Path(job.config.drafter), target.info, target.weights)
         return OwnDecoder(Engine(target, drafter, job.decode, details=records))
     assert isinstance(job.decode, SamplingConfig)

@@ -31,6 +31,7 @@ from inference.decoding.sampling.distribution import SamplingSettings
 from inference.export.check.config import LiveConfig
 from inference.export.check.verify import find_source
 from inference.export.layouts.folder import Folder
+from inference.integrity import require_unchanged
 from inference.measure import vllm_process
 from inference.measure.metrics import divide
 from inference.measure.prompts import Prompt, select_prompts, to_requests
@@ -443,6 +444,7 @@ def read_served(path: Path, target: TargetModel, source: str = "") -> Served:
             f"a live check compares with our own decoder, but {why}. Give verify.source="
             "<checkpoint folder>."
         )
+    require_unchanged(checkpoint)
     return Served(
         path.name,
         notes.method,

@@ -19,6 +19,7 @@ from heads.api.reading import read_object
 from inference.audit.comparison import audit
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
+from inference.integrity import require_unchanged
 from inference.manifest import MANIFEST_FILE, file_sha256, write_json
 from inference.measure.metrics import divide
 from inference.target.model import TargetModel
@@ -36,7 +37,9 @@ def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGe
         if stored.pop("generation", None) == key:
             return build(HelpedGeneration, stored, str(path))
     target = TargetModel.load(settings.target)
-    drafter = load_drafter(Path(str(settings.generate.drafter)), target.info, target.weights)
+    checkpoint = Path(str(settings.generate.drafter))
+    require_unchanged(checkpoint)
+    drafter = load_drafter(checkpoint, target.info, target.weights)
     sampling = settings.sampling
     requests, written = sample(folder / "generate", sampling.max_new_tokens, count)
     plain_engine = Engine(target, None, replace(sampling, shape="none"))

@@ -15,6 +15,7 @@ from heads.api.errors import UserError
 from heads.api.reading import read_object, require_fit
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
+from inference.integrity import require_unchanged
 from inference.manifest import MANIFEST_FILE, write_json
 from inference.measure.metrics import TauEstimate
 from inference.measure.prompts import select_prompts, to_requests
@@ -67,6 +68,7 @@ def answer(
 
 def load_pair(settings: Settings, checkpoint: Path) -> tuple[TargetModel, Any]:
     """The new target, and a drafter of the old one for it."""
+    require_unchanged(checkpoint)
     target = TargetModel.load(settings.target)
     return target, load_drafter(checkpoint, target.info, target.weights, changed_target=True)
 
