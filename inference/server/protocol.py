@@ -19,6 +19,8 @@ from inference.server.errors import ApiError
 
 CHAT, TEXT = "chat", "text"
 LARGEST_SEED = (1 << 63) - 1
+LONGEST_NAME = 64
+"""Characters of an unknown parameter's name that are compared with those there are, and quoted."""
 MOST_STOPS, LONGEST_STOP = 16, 256
 WORDS = {
     str: "text",
@@ -138,6 +140,7 @@ def _is_known(kind: str, name: str, value: object) -> bool:
     if name in KNOWN[kind] or name in IGNORED:
         return name in KNOWN[kind]
     if name not in NEUTRAL:
+        name = name[:LONGEST_NAME]
         message = f"'{name}' is not a parameter of this endpoint.{suggest(name, KNOWN[kind])}"
         raise ApiError(400, message, name, "unknown_parameter")
     neutral = NEUTRAL[name]

@@ -249,7 +249,8 @@ class Service:
                 "context_length_exceeded",
             )
         lane, tokenizer = self._short, self._tokenizer
-        if size > SHORT_PROMPT:
+        weight = characters(asked.content, names=True) + characters(asked.template, names=True)
+        if weight > SHORT_PROMPT:
             lane, tokenizer = self._long, self._other_tokenizer
         work = partial(self._tokens, asked, tokenizer)
         seconds = self.config.queue_seconds
@@ -346,15 +347,17 @@ class Service:
         }
 
 
-def characters(value: object) -> int:
-    """Characters of all texts in a value of JSON, without the names of members."""
+def characters(value: object, names: bool = False) -> int:
+    """Characters of all texts in a value of JSON. names: those of members' names as well, and one
+    for everything else, of which a template may make any text."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(map(characters, value.values()))
+        own = sum(len(name) for name in value) if names else 0
+        return own + sum(characters(item, names) for item in value.values())
     if isinstance(value, list):
-        return sum(map(characters, value))
-    return 0
+        return sum(characters(item, names) for item in value)
+    return int(names)
 
 
 def _deliver(events: list[tuple[ServedRequest, Event]]) -> None:

@@ -1,7 +1,7 @@
-"""Renders chat templates in a process of their own (`template_worker`), with limits on time, memory
+"""Renders chat templates in processes of their own (`template_worker`), with limits on time, memory
 and output: a template comes with a tokenizer, and nothing else would end one that never does.
 
-The process starts with the first conversation, is kept for the following ones and ends with this
+A process starts with the first conversation, is kept for the following ones and ends with this
 one. It has none of this process's environment but what Python needs.
 """
 
@@ -15,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,10 @@ class WorkerLostError(Exception):
 
 
 class Worker:
-    """The process. One conversation at a time; threads take turns."""
+    """The process. One conversation at a time; `lock` is held meanwhile."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, request: Mapping[str, object]) -> dict[str, Any]:
@@ -67,22 +68,21 @@ class Worker:
                 f"this conversation cannot be given to a chat template ({error}). Its tools and "
                 "arguments must be plain values, not nested deeply."
             ) from error
-        with self._lock:
-            process = self._process or self._start()
-            try:
-                assert process.stdin is not None
-                process.stdin.write(len(content).to_bytes(LENGTH, "big") + content)
-                process.stdin.flush()
-                deadline = time.monotonic() + PATIENCE
-                length = int.from_bytes(self._read(process, LENGTH, deadline), "big")
-                if length > LARGEST_ANSWER:
-                    raise WorkerLostError
-                answer: dict[str, Any] = json.loads(self._read(process, length, deadline))
-            except BaseException as error:
-                self.stop()
-                if isinstance(error, (OSError, ValueError)):
-                    raise WorkerLostError from error
-                raise
+        process = self._process or self._start()
+        try:
+            assert process.stdin is not None
+            process.stdin.write(len(content).to_bytes(LENGTH, "big") + content)
+            process.stdin.flush()
+            deadline = time.monotonic() + PATIENCE
+            length = int.from_bytes(self._read(process, LENGTH, deadline), "big")
+            if length > LARGEST_ANSWER:
+                raise WorkerLostError
+            answer: dict[str, Any] = json.loads(self._read(process, length, deadline))
+        except BaseException as error:
+            self.stop()
+            if isinstance(error, (OSError, ValueError)):
+                raise WorkerLostError from error
+            raise
         return answer
 
     def stop(self) -> None:
@@ -94,7 +94,7 @@ class Worker:
 
     def forget(self) -> None:
         """In a forked child: the process is the parent's."""
-        process, self._process, self._lock = self._process, None, threading.Lock()
+        process, self._process, self.lock = self._process, None, threading.Lock()
         for stream in (process.stdin, process.stdout) if process is not None else ():
             if stream is not None:
                 os.close(stream.fileno())
@@ -134,10 +134,27 @@ class Worker:
         return b"".join(parts)
 
 
-_WORKER = Worker()
-atexit.register(_WORKER.stop)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_WORKER.forget)
+WORKERS = (Worker(), Worker())
+"""A second process starts when the first one is at work: a server has one thread for long prompts,
+and short ones shall not wait for it."""
+for _worker in WORKERS:
+    atexit.register(_worker.stop)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_worker.forget)
+
+
+@contextmanager
+def free_worker() -> Iterator[Worker]:
+    """Hold a worker that is free, or the first one as soon as it is."""
+    worker = next((one for one in WORKERS if one.lock.acquire(blocking=False)), None)
+    if worker is None:
+        worker = WORKERS[0]
+        worker.lock.acquire()
+    lock = worker.lock
+    try:
+        yield worker
+    finally:
+        lock.release()
 
 
 def render(
@@ -154,7 +171,8 @@ def render(
     chat = [{key: value for key, value in one.items() if value is not None} for one in messages]
     request = {"template": template, "messages": chat, "values": dict(values), "marks": marks}
     try:
-        answer = _WORKER.render(request)
+        with free_worker() as worker:
+            answer = worker.render(request)
     except WorkerLostError as error:
         raise UserError(
             f"the chat template was ended: it took more than {SECONDS} seconds of computing or "

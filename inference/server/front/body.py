@@ -25,7 +25,7 @@ def read_json(body: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise _refusal(f"the body is not UTF-8 (byte {error.start}).") from error
     # few requests have so many brackets, and only those are searched
-    if text.count("[") + text.count("{") > DEEPEST and _depth(text) > DEEPEST:
+    if text.count("[") + text.count("{") > DEEPEST and _is_deep(text):
         raise _refusal(f"the body has more than {DEEPEST} levels of lists and objects.")
     try:
         value = json.loads(text, parse_int=_whole, parse_constant=_constant)
@@ -40,16 +40,18 @@ def _refusal(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param, code="invalid_json")
 
 
-def _depth(text: str) -> int:
-    """The most levels that are open at a time; brackets within texts do not count."""
-    depth = deepest = 0
-    for sign in MARKS.findall(text):
+def _is_deep(text: str) -> bool:
+    """Whether more than `DEEPEST` levels are open at a time; brackets within texts do not count."""
+    depth = 0
+    for found in MARKS.finditer(text):
+        sign = found[0]
         if sign in ("[", "{"):
             depth += 1
-            deepest = max(deepest, depth)
+            if depth > DEEPEST:
+                return True
         elif sign in ("]", "}"):
             depth -= 1
-    return deepest
+    return False
 
 
 def _whole(digits: str) -> int:

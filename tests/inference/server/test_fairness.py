@@ -17,7 +17,7 @@ import pytest
 
 from inference.decoding.engine import Engine
 from inference.server.front.tls import client_context
-from inference.server.service import SHORT_PROMPT
+from inference.server.service import SHORT_PROMPT, characters
 from tests.inference.server.front.served import certificate
 from tests.inference.server.running import MODEL, Running, offline, serving
 from tests.inference.server.test_limits import slow
@@ -166,3 +166,10 @@ def test_answers_over_https(engine: Engine, text: str, tmp_path: Path) -> None:
             assert streamed.text.endswith("data: [DONE]\n\n")
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             httpx.get(f"{running.base}/health")
+
+
+def test_what_a_template_makes_long_counts_as_long() -> None:
+    talk = [{"role": "user", "content": "x"}] * 2000
+    assert characters(talk) == 10_000
+    assert characters(talk, names=True) > SHORT_PROMPT
+    assert characters([1] * SHORT_PROMPT + [None], names=True) > SHORT_PROMPT

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,13 @@ TALK = [{"role": "user", "content": "Hello!"}]
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process that is given one second of computing."""
-    worker = templates.Worker()
+    """Processes that are given one second of computing."""
+    workers = templates.Worker(), templates.Worker()
     monkeypatch.setattr(templates, "SECONDS", 1)
-    monkeypatch.setattr(templates, "_WORKER", worker)
+    monkeypatch.setattr(templates, "WORKERS", workers)
     yield
-    worker.stop()
+    for worker in workers:
+        worker.stop()
 
 
 def render(template: str, **values: object) -> str:
@@ -39,6 +42,20 @@ def test_a_template_that_does_not_end_is_ended(template: str, quick: None) -> No
     with pytest.raises(UserError, match="the chat template was ended: it took more than 1 seconds"):
         render(template)
     assert render("{{ messages[0].content }}") == "Hello!"  # the next one has a process again
+
+
+def test_a_conversation_that_takes_long_keeps_no_other_one_waiting(quick: None) -> None:
+    render("{{ 1 }}")
+    with templates.free_worker(), templates.free_worker():
+        pass  # both are free again
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(render, LOOP)
+        while not templates.WORKERS[0].lock.locked():
+            time.sleep(0.001)
+        assert render("{{ messages[0].content }}") == "Hello!"
+        assert not long.done()
+        with pytest.raises(UserError, match="was ended"):
+            long.result()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +101,8 @@ def test_a_forked_process_has_a_renderer_of_its_own() -> None:
         try:
             os.write(write, render(template, number=1).encode())
         finally:
-            templates._WORKER.stop()
+            for worker in templates.WORKERS:
+                worker.stop()
             os._exit(0)
     assert [render(template, number=number) for number in range(2, 6)] == [
         f"Hello!{number}" for number in range(2, 6)
