@@ -15,6 +15,8 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, Unpack, cast
 
@@ -133,9 +135,9 @@ def remove_leftovers(folder: Path) -> None:
 
 def partial_of(path: Path) -> Path:
     """A temporary name next to `path` that says which process writes it."""
-    return path.with_name(
-        f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}@{socket.gethostname()}{PARTIAL}"
-    )
+    token = secrets.token_hex(4)
+    writer = f"{os.getpid()}-{token}@{socket.gethostname()}+{_mark()}"
+    return path.with_name(f"{path.name}.{writer}{PARTIAL}")
 
 
 def name_of(partial: Path) -> str:
@@ -149,12 +151,28 @@ def is_abandoned(path: Path) -> bool:
     found = _PARTIAL_NAME.search(path.name)
     if found is None:
         return False
-    if found["host"] == socket.gethostname():
+    host, _, mark = found["host"].partition("+")
+    if host == socket.gethostname() and mark in ("", _mark()):  # earlier versions leave no mark
         return not alive(int(found["pid"]))
     try:
         return time.time() - path.stat().st_mtime > STALE_SECONDS
     except FileNotFoundError:  # it was just given its name
         return False
+
+
+@cache
+def machine() -> str:
+    """What tells this machine, since it was started, and this container from others, whose process
+    ids mean other processes although the name may be the same."""
+    parts = []
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
+    return " ".join(parts)
+
+
+def _mark() -> str:
+    return hashlib.sha256(machine().encode()).hexdigest()[:8]
 
 
 def alive(pid: int) -> bool:
@@ -236,7 +254,7 @@ def safe_path(directory: Path, relative: str) -> Path:
     if (
         pure.is_absolute()
         or ".." in pure.parts
-        or "\\" in str(relative)
+        or set("\\\0") & set(str(relative))
         or not path.resolve().is_relative_to(directory.resolve())
     ):
         raise UserError(

@@ -32,7 +32,7 @@ from typing import Any
 from heads.api.config import build
 from heads.api.errors import UserError
 from heads.api.reading import read_object
-from inference.manifest import alive, partial_of
+from inference.manifest import alive, machine, partial_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Writer:
         """The calling process, with a token of its own for every call."""
         return cls(
             host=socket.gethostname(),
-            machine=_machine(),
+            machine=machine(),
             pid=os.getpid(),
             ticks=_ticks(os.getpid()),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -84,7 +84,7 @@ class Writer:
     @property
     def is_here(self) -> bool:
         """Whether its process id means something on this machine."""
-        return self.host == socket.gethostname() and self.machine in ("", _machine())
+        return self.host == socket.gethostname() and self.machine in ("", machine())
 
     def gone(self, silent: float = SILENT_SECONDS) -> bool:
         """Whether it has ended, or, on another machine, has not been heard of for `silent` s."""
@@ -372,15 +372,6 @@ def _launch() -> str:
         return ""
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
     return " ".join(os.environ.get(name, "") for name in names)
-
-
-@cache
-def _machine() -> str:
-    parts = []
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
-        parts.append(str(Path("/proc/self/ns/pid").readlink()))
-    return " ".join(parts)
 
 
 def _stat(pid: int) -> list[str]:

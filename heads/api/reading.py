@@ -36,7 +36,10 @@ MOST_VALUES = 1_000_000
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BROKEN_JSON = (ValueError, RecursionError)  # ValueError: also of UTF-8 and of long numbers
 # PyYAML's constructors let through what Python says to an empty or senseless tagged value.
-_BROKEN_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+_BROKEN_YAML = (
+    *(yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError),
+    ArithmeticError,
+)
 
 
 def reason(error: BaseException) -> str:

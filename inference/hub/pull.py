@@ -13,7 +13,8 @@ from rich.console import Console
 
 from heads.api.checkpoint import WEIGHTS_FILE, read_config
 from heads.api.errors import UserError, suggest
-from inference.folders import EXPORT_FILE, discard, put_new
+from heads.api.reading import read_object
+from inference.folders import EXPORT_FILE, discard, plain_files, put_new
 from inference.hub.config import OWN, PullConfig
 from inference.hub.exchange import Exchange, hub_address, hub_token
 from inference.manifest import MANIFEST_FILE, verify_listed, write_json
@@ -24,7 +25,7 @@ EVERYTHING = "all"
 PUBLISHED = "push"
 """The stage that wrote the manifest of what is fetched."""
 PARTIAL_FILE = ".headstart-pull.json"
-"""Marks a folder in which a pull's files arrive; it is removed when they are complete."""
+"""Marks a folder in which a pull's files arrive, and says which; it is removed last of all."""
 
 
 def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Path:
@@ -35,6 +36,9 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
     """
     if not config.repo:
         raise UserError("pull.repo is not set: give the repository as 'user/name'.")
+    if (out / PARTIAL_FILE).is_file():  # a pull that was killed when all was there
+        (out / PARTIAL_FILE).unlink()
+        return out
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise UserError(
             f"'{out}' exists already. Delete it, or choose another folder with pull.out."
@@ -58,20 +62,31 @@ def _pull(config: PullConfig, partial: Path, out: Path) -> str:
             f"{MANIFEST_FILE}). Fetch it with `hf download` and read it with `headstart import`."
         )
     wanted = _part(config, names)
-    write_json(partial / PARTIAL_FILE, {"stage": "pull", "repo": config.repo})
+    asked = {"stage": "pull", "repo": config.repo, "commit": commit}
+    begun = partial / PARTIAL_FILE
+    if begun.is_file() and read_object(begun) != asked:
+        keep_only(partial, ())  # what has arrived is of another drafter
+    write_json(begun, asked)
     # One by one: the library's download of a whole snapshot accepts an incomplete folder if the Hub
     # does not answer. Files that are there already are not fetched again.
     with exchange.connect() as api:
         for name in wanted:
             api.hf_hub_download(config.repo, name, revision=commit, local_dir=partial)
     discard(partial / ".cache")  # the library's notes on what it has fetched
+    keep_only(partial, (*wanted, PARTIAL_FILE))  # another part may have been asked for before
     verify_listed(partial, PUBLISHED, wanted)
     if config.what in (OWN, EVERYTHING):
         read_config(partial)
-    (partial / PARTIAL_FILE).unlink()
     put_new(partial, out)
+    (out / PARTIAL_FILE).unlink()
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     return f"{config.repo} at {commit[:12]}: {len(wanted)} files, {size:,} bytes, in {out}"
+
+
+def keep_only(partial: Path, names: Sequence[str]) -> None:
+    """Remove the files of a folder, which are all fetched ones, but those of these names."""
+    for name in set(plain_files(partial)) - set(names):
+        (partial / name).unlink()
 
 
 def connect(config: PullConfig) -> Exchange:

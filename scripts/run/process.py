@@ -66,7 +66,8 @@ def this_session(settings: Settings) -> Session:
         packages=versions(),
         device=device(settings),
         processes=int(os.environ.get("WORLD_SIZE", "1")),
-        working_directory=str(Path.cwd()),
+        # a name that is not UTF-8 must not keep a run from being recorded
+        working_directory=str(Path.cwd()).encode("utf-8", "replace").decode(),
     )
 
 

@@ -131,14 +131,16 @@ def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_no
         tmp_path / "file.1-0123abcd@node7.partial",
         tmp_path / "file.2-0123abcd@node7.partial",
     )
+    # of a container of the same name, where another process has this number or none
+    beside = tmp_path / f"file.{2**22 + 1}-0123abcd@{host}+00000000.partial"
     other = tmp_path / "report.md.partial"
-    for path in (living, elsewhere, long_ago, other):
+    for path in (living, elsewhere, beside, long_ago, other):
         path.touch()
     os.utime(long_ago, (time.time() - 3600,) * 2)
     manifest.remove_leftovers(tmp_path)
     assert not leftover.exists()
     assert sorted(path for path in tmp_path.iterdir() if path.is_file()) == sorted(
-        [living, elsewhere, other]
+        [living, elsewhere, beside, other]
     )
 
 

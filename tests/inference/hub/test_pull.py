@@ -4,6 +4,7 @@ on the way."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import huggingface_hub
@@ -15,8 +16,8 @@ from inference.export.hub.config import PushConfig
 from inference.export.hub.folder import Sources
 from inference.export.hub.push import push
 from inference.hub.config import PullConfig
-from inference.hub.pull import partial_folder, pull
-from inference.manifest import file_sha256
+from inference.hub.pull import PARTIAL_FILE, partial_folder, pull
+from inference.manifest import file_sha256, write_json
 from tests.inference.export.hub.example_folder import write_checkpoint, write_export, write_measured
 from tests.inference.export.hub.stand_in import COMMIT, CUT, GOOD_TOKEN, HubStandIn, loopback_hub
 
@@ -164,6 +165,34 @@ def test_a_public_drafter_needs_no_token(
     }
     assert file_sha256(out / "config.json") == listed["config.json"]
     assert GOOD_TOKEN not in "".join(hub.requests)
+
+
+def test_what_arrived_of_another_drafter_is_not_kept(pushed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "it"
+    plain = pull(OURS, tmp_path / "plain", console=Console(quiet=True))
+    for begun in ({"repo": "someone/else", "commit": COMMIT}, {"repo": REPO, "commit": COMMIT}):
+        partial = partial_folder(out)
+        partial.mkdir()
+        write_json(partial / PARTIAL_FILE, {"stage": "pull", **begun})
+        (partial / "vllm").mkdir()
+        (partial / "vllm" / "of_another_part.json").write_text("{}")
+        if begun["repo"] != REPO:
+            (partial / "config.json").write_text("{}")
+        assert fetched(pull(OURS, out, console=Console(quiet=True))) == fetched(plain)
+        shutil.rmtree(out)
+
+
+def test_a_pull_that_was_killed_at_its_end_is_complete(
+    hub: HubStandIn, pushed: Path, tmp_path: Path
+) -> None:
+    out = pull(OURS, tmp_path / "it", console=Console(quiet=True))
+    whole = fetched(out)
+    write_json(out / PARTIAL_FILE, {"stage": "pull"})
+    hub.requests.clear()
+    assert fetched(pull(OURS, out, console=Console(quiet=True))) == whole
+    assert hub.requests == []
+    with pytest.raises(UserError, match="exists already"):
+        pull(OURS, out)
 
 
 def test_a_folder_of_others_is_not_filled_and_renamed(pushed: Path, tmp_path: Path) -> None:
