@@ -3,6 +3,7 @@ and who may ask."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -10,6 +11,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -314,6 +316,37 @@ def test_only_who_has_the_token_is_served(
         features, loader = remote(target, micro, server.address)
         features.batch(loader.step(0)[0])
         features.close()
+
+
+def test_an_answer_that_is_not_read_keeps_its_place(
+    target: TargetModel, micro: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So what a server holds is bounded by the requests that it holds."""
+    reached, read = threading.Event(), threading.Event()
+    plain = remote_server.send_whole
+
+    async def send_slowly(send: Any, content: bytes, kind: bytes) -> None:
+        if kind == b"application/octet-stream":
+            reached.set()
+            while not read.is_set():
+                await asyncio.sleep(0.01)
+        await plain(send, content, kind)
+
+    monkeypatch.setattr(remote_server, "send_whole", send_slowly)
+    monkeypatch.setattr(remote_server, "MOST_WAITING", 1)
+    with serving(target) as server, ThreadPoolExecutor(1) as pool:
+        slow, loader = remote(target, micro, server.address, timeout_seconds=30.0)
+        packed = loader.step(0)[0]
+        answer = pool.submit(slow.batch, packed)
+        assert reached.wait(20)
+        other, _ = remote(target, micro, server.address, retries=0)
+        with pytest.raises(UserError, match="the feature server is busy: 1 requests run or wait"):
+            other.batch(packed)
+        read.set()
+        answer.result(20)
+        slow.batch(packed)
+        for features in (slow, other):
+            features.close()
 
 
 def test_nonsense_is_answered_with_a_sentence_and_the_server_goes_on(

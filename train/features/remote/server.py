@@ -13,7 +13,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -21,7 +22,7 @@ from safetensors.torch import save
 
 from heads.api.errors import UserError
 from inference.server.errors import ApiError
-from inference.server.front.fair import Places
+from inference.server.front.fair import Place, Places
 from inference.server.front.limits import Limits
 from inference.server.front.quiet import QuietLog
 from inference.server.front.secret import Secret, client_of, is_loopback
@@ -125,37 +126,35 @@ class FeatureServer:
         if way == ("GET", "/identity"):
             facts = {"target": self.target.info.to_dict(), "precision": self.precision}
             content = json.dumps({"format": wire.FORMAT, **facts, "key": self.key}).encode()
-            kind = b"application/json"
+            await send_whole(send, content, b"application/json")
         elif way == ("POST", "/features"):
             headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
             body = (await receive())["body"]
-            content = await self._in_turn(client_of(scope["client"][0]), headers, body)
-            kind = b"application/octet-stream"
+            with self._place_of(client_of(scope["client"][0])) as place:
+                content = await self._in_turn(place, headers, body)
+                # the answer is held until it has been read, and so long its place is taken
+                await send_whole(send, content, b"application/octet-stream")
         else:
             raise ApiError(
                 404, f"there is no {way[0]} {way[1]} here: GET /identity or POST /features."
             )
-        size = str(len(content)).encode()
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(b"content-type", kind), (b"content-length", size)],
-            }
-        )
-        await send({"type": "http.response.body", "body": content})
 
-    async def _in_turn(self, client: str, headers: Mapping[str, str], body: bytes) -> bytes:
-        """The features for a request, when it is its client's turn; raises `ApiError`."""
+    @contextmanager
+    def _place_of(self, client: str) -> Iterator[Place]:
+        """A place among the requests that are held, for a block; raises `ApiError` for none."""
         place = self._places.take(client)
         if place is None:
             raise busy(f"{len(self._places)} requests run or wait")
-        why = "other clients wait, and this address has the most requests"
         try:
-            work = partial(self._features, headers, body)
-            return await work_in_turn(self._workers, place, work, partial(busy, why))
+            yield place
         finally:
             place.leave()
+
+    async def _in_turn(self, place: Place, headers: Mapping[str, str], body: bytes) -> bytes:
+        """The features for a request, when it is its client's turn; raises `ApiError`."""
+        why = "other clients wait, and this address has the most requests"
+        work = partial(self._features, headers, body)
+        return await work_in_turn(self._workers, place, work, partial(busy, why))
 
     def _features(self, headers: Mapping[str, str], body: bytes) -> bytes:
         """The features for a request; raises `ApiError`. On a thread of the workers."""
@@ -179,6 +178,13 @@ class FeatureServer:
 
     def _refused(self, method: str, error: ApiError, client: str) -> None:
         self._log.note(f"refused with {error.status}", f"{error.kind}, client {client}")
+
+
+async def send_whole(send: Send, content: bytes, kind: bytes) -> None:
+    """An answer of one piece. kind: its content type."""
+    headers = [(b"content-type", kind), (b"content-length", str(len(content)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
 
 
 def busy(why: str) -> ApiError:
