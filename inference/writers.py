@@ -40,6 +40,8 @@ WRITER_FILE = ".writer.json"
 BEAT_SECONDS = 15.0
 SILENT_SECONDS = 180.0
 """Age in seconds of its last touch at which a writer on another machine counts as gone."""
+_PATIENCE_SECONDS, _LOOK_SECONDS = 10.0, 0.5
+"""How much longer a restarted rank waits for the one that it replaces, and how often it looks."""
 _NAME = re.compile(r"\.(.+\.)?writer(-\d+)?\.json")
 _TURN_FILE, _TURN_SECONDS = ".turn.json", 0.02
 _TRIES = 5
@@ -239,7 +241,7 @@ def hold(folder: Path, file: str = WRITER_FILE) -> Hold:
     first = read(main) if rank else None
     if first is not None and not first.gone() and not first.of_one_launch(me):
         raise _refusal(folder, first)
-    found = take(own, me)
+    found = _take_in_launch(own, me)
     if found is not None:
         raise _refusal(folder, found)
     _held[own] = Hold(own, me.token, made)
@@ -296,6 +298,18 @@ def beside(out: Path) -> tuple[Path, str]:
 def is_writer_file(name: str) -> bool:
     """Whether a file of this name belongs to this module."""
     return name == _TURN_FILE or _NAME.fullmatch(name) is not None
+
+
+def _take_in_launch(own: Path, me: Writer) -> Writer | None:
+    """As `take`; a rank of the same launch on another machine, which was restarted here because
+    that machine was lost, is waited for until it counts as gone."""
+    deadline = time.monotonic() + SILENT_SECONDS + _PATIENCE_SECONDS
+    while (found := take(own, me)) is not None:
+        lost = found.of_one_launch(me) and not found.is_here
+        if not lost or time.monotonic() > deadline:
+            return found
+        time.sleep(_LOOK_SECONDS)
+    return None
 
 
 def _file_of(file: str, rank: str) -> str:

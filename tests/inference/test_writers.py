@@ -230,6 +230,25 @@ def test_the_processes_of_a_launch_are_one_writer(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_rank_that_replaces_one_of_a_lost_machine_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks(monkeypatch, 1)
+    held = hold(tmp_path)
+    content = json.loads(held.path.read_text())
+    held.release()
+    held.path.write_text(json.dumps({**content, "host": "lost", "machine": "", "token": "x"}))
+    os.utime(held.path, (time.time() - writers.SILENT_SECONDS + 1.0,) * 2)
+    begun = time.monotonic()
+    hold(tmp_path).release()
+    assert time.monotonic() - begun > 0.9
+    held.path.write_text(json.dumps({**content, "host": "lost", "launch": "another"}))
+    begun = time.monotonic()
+    with pytest.raises(UserError, match=f"process {os.getpid()} on lost"):
+        hold(tmp_path)
+    assert time.monotonic() - begun < 5.0
+
+
 def test_no_process_of_another_launch_joins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
