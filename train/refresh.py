@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.api.batch import TrainBatch
-from heads.api.checkpoint import WEIGHTS_FILE, load_weights, new_drafter, read_config
+from heads.api.checkpoint import WEIGHTS_FILE, load_start_weights, new_drafter, read_config
 from heads.api.config import NonNegativeFloat, Size, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
@@ -47,7 +47,8 @@ class RefreshConfig:
 
     init_from: str = ""
     """Checkpoint folder of a drafter of the same kind and sizes whose weights the training starts
-    from; empty: a fresh drafter."""
+    from; empty: a fresh drafter. Parts that either configuration lacks (a block drafter's
+    dependency, convolutions, confidence) begin anew or are left out."""
     other_target: bool = False
     """Accept a drafter of another target with the same tokenizer and sizes, such as the one that
     the target was fine-tuned from."""
@@ -126,7 +127,7 @@ def load_start(
     )
     require_unchanged(folder)
     try:
-        load_weights(drafter, folder / WEIGHTS_FILE)
+        fresh, unused = load_start_weights(drafter, folder / WEIGHTS_FILE)
     except UserError as error:
         if not theirs_were:
             raise
@@ -134,6 +135,10 @@ def load_start(
             f"train.refresh.init_from: {error} The drafter was made with other settings; to go on "
             f"with it, give them: {theirs_were}"
         ) from error
+    for names, become in ((fresh, "begin anew"), (unused, "are left out")):
+        if names:
+            parts = ", ".join(sorted({name.rpartition(".")[0] for name in names}))
+            logger.warning("of the drafter in '%s': %s %s", folder, parts, become)
     if changed:
         logger.warning(
             "the drafter in '%s' was made with other values of head.%s (%s); its weights are used "

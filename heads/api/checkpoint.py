@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,25 @@ def load_weights(drafter: TrainableDrafter, path: Path) -> None:
     tensors = read_tensors(path)
     drafter.load_state_dict(tensors, strict=True)
     refuse_unset(drafter)
+
+
+def load_start_weights(drafter: TrainableDrafter, path: Path) -> tuple[list[str], list[str]]:
+    """Fill an initialised drafter from a safetensors file of the same kind, whose `additions` may
+    be others; returns the names that keep their initial values, and those that are left out."""
+
+    def may_differ(name: str) -> bool:
+        return any(fnmatch(name, pattern) for pattern in drafter.additions)
+
+    own, found = drafter.state_dict(), tensor_shapes(path)
+    fresh = [name for name in own if name not in found and may_differ(name)]
+    unused = [name for name in found if name not in own and may_differ(name)]
+    expected = {name: tuple(own[name].shape) for name in own if name not in fresh}
+    given = {name: found[name] for name in found if name not in unused}
+    require_shapes(given, expected, path, f"kind '{drafter.kind}'")
+    tensors = read_tensors(path)
+    drafter.load_state_dict({name: tensors[name] for name in expected}, strict=False)
+    refuse_unset(drafter)
+    return fresh, unused
 
 
 def refuse_unset(drafter: TrainableDrafter) -> None:

@@ -217,6 +217,45 @@ def test_updates_without_effect_are_refused(target: MicroTarget, tmp_path: Path)
         require_reached(drafter, loss)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dependency": "markov", "confidence": True, "tv": 1.0},
+        {"dependency": "gru"},
+        {"dependency": "selector", "convolution": True},
+        {"dependency": "parent"},
+    ],
+    ids=lambda options: options["dependency"],
+)
+def test_a_block_drafter_goes_on_as_one_with_more_parts(
+    target: MicroTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    """What is new changes little at first, and the way back leaves it out."""
+    sizes = {"block_size": 5, "dependency_rank": 6, "conv_group_size": 4}
+    plain = make(target, "dflash", **sizes).eval()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator())
+    save_drafter(plain, tmp_path / "plain", target.info)
+    more = make(target, "dflash", **sizes, **options).eval()
+    with caplog.at_level(logging.WARNING, logger="train.refresh"):
+        load_start(more, tmp_path / "plain", target.info, False)
+    assert "begin anew" in caplog.text
+    batch = packed_batch(target, more.needs, [DOCUMENTS])
+    before, after = (drafter.train_logits(batch, 3) for drafter in (plain, more))
+    for known, found in zip(before, after, strict=True):
+        assert torch.equal(known.argmax(-1), found.argmax(-1))
+    save_drafter(more, tmp_path / "more", target.info)
+    again = make(target, "dflash", **sizes).eval()
+    load_start(again, tmp_path / "more", target.info, False)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    with pytest.raises(UserError, match="missing tensors"):
+        load_start(
+            make(target, "dflash", **sizes, num_layers=4), tmp_path / "plain", target.info, False
+        )
+
+
 def test_a_flipped_bit_is_not_trained_on(target: MicroTarget, tmp_path: Path) -> None:
     drafter = make(target)
     save_drafter(drafter, tmp_path / "best", target.info)

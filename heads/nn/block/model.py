@@ -7,7 +7,7 @@ a dependency, g key/value heads, D head size.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,11 @@ from heads.nn.rope import Rope, Rotation
 
 class BlockModel(TrainableDrafter):
     """What a block drafter computes."""
+
+    additions: ClassVar[tuple[str, ...]] = (
+        *("markov_head.*", "prefix_gru.*", "embed_proj.*", "candidate_selector.*"),
+        *("parent_mixer.*", "confidence_head.*", "layers.*_conv.*"),
+    )
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__(config, info)
