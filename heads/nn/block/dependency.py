@@ -13,10 +13,10 @@ parent of the token at depth k:
 * lilicorr (2608.20530): scores of neighbouring candidates, made once for the whole block
   (heads/nn/block/lattice.py); the carry is the scores behind x_{k-1}.
 
-Each of the others reads tokens into a carry (`read`), which is cheap, and turns a carry into logits (`logits`),
-which costs a vocabulary. Training reads along the true tokens, drafting level by level along every
-path of a tree; both use the same two functions. Parameter names are those of serving engines where
-there are any (vLLM and SGLang).
+Each of the others reads tokens into a carry (`read`), which is cheap, and turns a carry into logits
+(`logits`), which costs a vocabulary. Training reads along the true tokens, drafting level by level
+along every path of a tree; both use the same two functions. Parameter names are those of serving
+engines where there are any (vLLM and SGLang).
 
 Legend: M blocks, P nodes, K depths, H hidden, V vocabulary, r rank, C size of the carry; `...` is
 [M, K] in training and [B, P] in drafting.

@@ -157,8 +157,8 @@ class BlockModel(TrainableDrafter):
         depth: Tensor | int,
         among: Tensor | None,
     ) -> Tensor:
-        """Logits [..., V] at `depth` [...], with what the drafted prefix says; among: the candidates
-        there [..., k], of rules with a lattice."""
+        """Logits [..., V] at `depth` [...], with what the drafted prefix says; among: the
+        candidates there [..., k], of rules with a lattice."""
         rule = self.dependency
         logits = rule.logits(base, given, carry, self._project_given, among)
         if rule.first == 1:
