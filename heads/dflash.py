@@ -8,7 +8,8 @@ every slot. The state is a cache of the features' keys and values, which only gr
 was never written (DFlash, 2602.06036). Options make the published methods of it: the mask inside
 the block (JetSpec), drafting from slot 0 on, tables that tell a slot which token came before it and
 a confidence head (DSpark), a recurrent correction (Domino), local convolutions and a path selector
-(DFlash 2), states conditioned on the parent (TreeFlash), a mixture of taps per layer (DFlare).
+(DFlash 2), scores of neighbouring candidates (LiLiCorr), states conditioned on the parent
+(TreeFlash), a mixture of taps per layer (DFlare).
 Dependent slots are drafted level by level along every path of a tree from the same pass, so their
 trees are conditioned on parents (PC-Tree). Parameter names are those of serving engines (vLLM and
 SGLang).
@@ -38,6 +39,7 @@ from heads.nn.attention import CachePlace, additive
 from heads.nn.block import confidence as block_confidence
 from heads.nn.block.attention import Anchors, KeyValue, View, attend_blocks
 from heads.nn.block.config import Config as Config
+from heads.nn.block.lattice import Lattice
 from heads.nn.block.losses import log_probability
 from heads.nn.block.model import BlockModel
 from heads.nn.blocks import Attend
@@ -46,7 +48,7 @@ from heads.nn.drafting.plan import PlanCache
 from heads.nn.drafting.state import Cached as State
 from heads.nn.drafting.state import run_slots
 from heads.nn.feature.base import teacher_logits
-from heads.nn.rope import look_up
+from heads.nn.rope import Rotation, look_up
 
 
 @dataclass
@@ -83,6 +85,8 @@ class Drafter(BlockModel):
             return "mixed" if config.convolution else "dspark"
         if config.dependency == "gru":
             return "mixed" if config.convolution or config.confidence else "domino"
+        if config.dependency == "lilicorr":
+            return "mixed" if config.confidence else "lilicorr"
         if (config.dependency == "selector") != config.convolution or config.confidence:
             return "mixed"
         return "dflash2" if config.convolution else "dflash"
@@ -95,13 +99,14 @@ class Drafter(BlockModel):
         # the root is part of the answer, and so is what follows
         eligible = batch.supervised(1) & batch.supervised(2)
         anchors = Anchors.sample(eligible, config.num_anchors, batch.generators(), batch.anchors)
-        contexts = self._features(batch)
+        features = self._features(batch)
+        contexts = self._contexts(features, self._rotation(batch))
         chunk = self._chunk(batch, self.depths)
 
         def part(first: int) -> losses.Sums:
             piece = anchors.piece(first, chunk)
             raw = self._states(batch, contexts, piece, self.depths)
-            return self._sums(batch, raw, self._taught(batch, piece))
+            return self._sums(batch, raw, self._taught(batch, piece), at_anchors(features, piece))
 
         starts = range(0, anchors.last.shape[1], chunk)
         whole = len(starts) == 1
@@ -115,10 +120,13 @@ class Drafter(BlockModel):
             metrics["loss/confidence"] = (doubt.detach(), counts.sum().detach())
         return LossOutput(total, metrics)
 
-    def _features(self, batch: TrainBatch) -> list[KeyValue]:
-        """Keys and values [B, T, g, D] of the context, per layer."""
+    def _features(self, batch: TrainBatch) -> list[Tensor]:
+        """The fused features [B, T, H] of the context, per layer."""
         assert batch.taps is not None, "a block drafter needs the target's taps"
-        return self._contexts(batch.taps, self._rope.at(batch.positions, self.norm.weight.dtype))
+        return self._fused(batch.taps)
+
+    def _rotation(self, batch: TrainBatch) -> Rotation:
+        return self._rope.at(batch.positions, self.norm.weight.dtype)
 
     def _chunk(self, batch: TrainBatch, depths: int) -> int:
         """Blocks per row that are run at once, so that logits and attention scores stay small."""
@@ -166,24 +174,37 @@ class Drafter(BlockModel):
             anchors.scale.flatten(),
         )
 
-    def _sums(self, batch: TrainBatch, raw: Tensor, taught: Taught) -> losses.Sums:
-        """For states [M, K, H]: the loss, and by depth [K] its unweighted sums, right tokens and
-        counts; the confidence's loss."""
+    def _sums(self, batch: TrainBatch, raw: Tensor, taught: Taught, anchor: Tensor) -> losses.Sums:
+        """For states [M, K, H] and anchors [M, H]: the loss, and by depth [K] its unweighted sums,
+        right tokens and counts; the confidence's loss."""
         config: Config = self.config
         rule, (block, depth) = self.dependency, taught.mask.nonzero(as_tuple=True)  # [R] each
         rise = config.base_share_end - config.base_share_start
         share = config.base_share_start + batch.progress * rise
         normed = self.norm(raw)
         given = raw if rule.raw else normed
-        carry = rule.unroll(taught.parents, given, self._embed)[block, depth]
         labels, states = taught.labels[block, depth], normed[block, depth]
-        base = self.target.project(states) if rule.needs_base or share > 0 else None
-        logits = self._dependent(base, given[block, depth], carry, depth + 1)
+        base, lattice, among = None, None, None
+        if rule.whole:
+            whole = self.target.project(normed)
+            lattice = rule.lattice(whole, normed, anchor, self._embed)
+            base = whole[block, depth]
+        elif rule.needs_base or share > 0:
+            base = self.target.project(states)
+        carry = self._carries(taught.parents, given, lattice)[block, depth]
+        among = None if lattice is None else lattice.tokens[block, depth]
+        logits = self._dependent(base, given[block, depth], carry, depth + 1, among)
         states_at = taught.states_at[block, depth]
         target_logits = teacher_logits(batch, states_at) if self.needs.logits else None
         objective = config.objective()
         values = objective(logits, labels, target_logits)
+        if config.distractor > 0:
+            assert target_logits is not None
+            penalty = losses.distractor_penalty(logits, target_logits, labels)
+            values = values + config.distractor * penalty
         teaches = rule.teaches(base, labels)
+        if lattice is not None:
+            teaches = lattice.holds(taught.labels)[block, depth]
         if teaches is not None:
             values = torch.where(teaches, values, torch.zeros_like(values))
         if share > 0:
@@ -213,25 +234,38 @@ class Drafter(BlockModel):
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V] of depths 1..depth of a block behind each position; see the contract."""
         assert depth <= self.depths, f"{depth} depths asked of a block of {self.depths}"
-        contexts, anchors = self._features(batch), Anchors.everywhere(batch.tokens)
-        chunk, rule, found = self._chunk(batch, depth), self.dependency, []
+        features, anchors = self._features(batch), Anchors.everywhere(batch.tokens)
+        contexts = self._contexts(features, self._rotation(batch))
+        run = self.depths if self.dependency.whole else depth
+        chunk, found = self._chunk(batch, run), []
         for first in range(0, batch.tokens.shape[1], chunk):
             piece = anchors.piece(first, chunk)
-            raw = self._states(batch, contexts, piece, depth)
-            given, _, base = self._given(raw)
-            parents = self._taught(batch, piece).parents[:, :depth]
-            carry = rule.unroll(parents, given, self._embed)
-            depths = torch.arange(1, depth + 1, device=raw.device).expand(raw.shape[:2])
-            logits = self._dependent(base, given, carry, depths)
+            raw = self._states(batch, contexts, piece, run)
+            given, base, lattice = self._given(raw, at_anchors(features, piece))
+            parents = self._taught(batch, piece).parents[:, :run]
+            carry = self._carries(parents, given, lattice)
+            depths = torch.arange(1, run + 1, device=raw.device).expand(raw.shape[:2])
+            among = None if lattice is None else lattice.tokens
+            logits = self._dependent(base, given, carry, depths, among)[:, :depth]
             found.append(logits.unflatten(0, piece.last.shape))  # [B, A, K, V]
         return list(torch.cat(found, 1).unbind(2))
 
-    def _given(self, raw: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of states before the final norm [..., H]: those that the dependency is given, the
-        normalised ones, and the base logits [..., V] if it needs them."""
+    def _given(self, raw: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor | None, Lattice | None]:
+        """Of states before the final norm [M, K, H] and anchors [M, H]: the states that the
+        dependency is given, the base logits [M, K, V] if it needs them, and its lattice."""
         rule, normed = self.dependency, self.norm(raw)
         base = self.target.project(normed) if rule.needs_base else None
-        return raw if rule.raw else normed, normed, base
+        lattice = None
+        if rule.whole:
+            assert base is not None
+            lattice = rule.lattice(base, normed, anchor, self._embed)
+        return raw if rule.raw else normed, base, lattice
+
+    def _carries(self, parents: Tensor, given: Tensor, lattice: Lattice | None) -> Tensor:
+        """The carries [M, K, C] of all depths behind given tokens [M, K]."""
+        if lattice is not None:
+            return lattice.along(parents)
+        return self.dependency.unroll(parents, given, self._embed)
 
     # Drafting
 
@@ -248,7 +282,9 @@ class Drafter(BlockModel):
         slots = max(capacity, width) + max(self.config.block_size, plan.max_depth + 1) + 1
         cache = batch, slots, shape.num_key_value_heads, shape.head_dim
         caches = [self.norm.weight.new_zeros(cache) for _ in self.layers]
-        state = State.empty(seen, plan, self.norm.weight.new_zeros(batch, 0), caches)
+        width = self.info.hidden_size if self.dependency.whole else 0
+        anchor = self.norm.weight.new_zeros(batch, width)
+        state = State.empty(seen, plan, anchor, caches)
         return self.commit(state, seen)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
@@ -257,10 +293,13 @@ class Drafter(BlockModel):
         Padded entries are written behind the run, and overwritten before anything sees them.
         """
         assert accepted.taps is not None, "a block drafter needs the target's taps"
-        (rows, _), slots = state.advance(accepted), run_slots(accepted)
-        contexts = self._contexts(accepted.taps, look_up(self._table(state), slots))
+        (rows, last), slots = state.advance(accepted), run_slots(accepted)
+        features = self._fused(accepted.taps)
+        contexts = self._contexts(features, look_up(self._table(state), slots))
         for layer, (key, value) in enumerate(contexts):
             state.store(layer, rows, slots, key, value)
+        if self.dependency.whole:
+            state.output.copy_(features[0][rows, last][:, 0])
         return state
 
     def _draft(self, state: State, depth: int) -> Tensor:
@@ -287,17 +326,26 @@ class Drafter(BlockModel):
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """One pass, then the tree: at once for independent slots, else level by level."""
-        given, normed, base = self._given(self._draft(state, state.plan.max_depth))
+        depth = self.depths if self.dependency.whole else state.plan.max_depth
+        raw = self._draft(state, depth)
+        given, base, lattice = self._given(raw, state.output)
         if self.config.dependency == "none":
             assert base is not None
             proposal = fill(state, base, noise)
         else:
-            proposal = self._grow(state, base, given, noise)
+            proposal = self._grow(state, base, given, lattice, noise)
         if self.confidence_head is not None:
-            proposal.confidence = self._confidence(proposal, normed)
+            proposal.confidence = self._confidence(proposal, self.norm(raw))
         return proposal
 
-    def _grow(self, state: State, base: Tensor | None, given: Tensor, noise: Noise) -> Proposal:
+    def _grow(
+        self,
+        state: State,
+        base: Tensor | None,
+        given: Tensor,
+        lattice: Lattice | None,
+        noise: Noise,
+    ) -> Proposal:
         """Along every path: a node's children continue from its token and the carry before it."""
         rule, depth = self.dependency, 0
 
@@ -306,8 +354,12 @@ class Drafter(BlockModel):
             depth += 1  # of the children; levels come in order
             states = given[:, depth - 1 : depth].expand(-1, tokens.shape[1], -1)
             slot = None if base is None else base[:, depth - 1 : depth]
-            carry = rule.read(tokens, states, carry, self._embed)
-            logits = self._dependent(slot, states, carry, depth)
+            among = None if lattice is None else lattice.tokens[:, depth - 1 : depth]
+            if lattice is not None:
+                carry = lattice.follow(depth, tokens)
+            else:
+                carry = rule.read(tokens, states, carry, self._embed)
+            logits = self._dependent(slot, states, carry, depth, among)
             return logits.expand(-1, tokens.shape[1], -1), carry
 
         nothing = given.new_zeros(given.shape[0], 1, rule.size)
@@ -342,3 +394,9 @@ class Drafter(BlockModel):
 
     def _table(self, state: State) -> Tensor:
         return self._rope.table(state.slots, state.keys[0].device, state.keys[0].dtype)
+
+
+def at_anchors(features: list[Tensor], anchors: Anchors) -> Tensor:
+    """The first layer's features [B, T, H] at the anchors [B, A] -> [M, H]."""
+    first = features[0]
+    return first.gather(1, anchors.last[..., None].expand(-1, -1, first.shape[-1])).flatten(0, 1)

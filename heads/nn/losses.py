@@ -186,6 +186,16 @@ def annealed_lk(
     return weight * forward_kl(logits, target_logits) + (1.0 - weight) * distance
 
 
+@full_precision
+def distractor_penalty(logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
+    """sum q(x) max(0, z(label) - z(x)) per position [M], with z the target's logits (LiLiCorr,
+    2608.20530): the drafter's probability for tokens that the target holds less likely than the
+    label [M] int64, each by how much; no gradient for the target."""
+    scores = widen(target_logits.detach())
+    behind = (scores.gather(-1, labels[:, None]) - scores).clamp(min=0)
+    return torch.linalg.vecdot(_log_softmax(logits).exp(), behind)
+
+
 Sums = tuple[Tensor, ...]
 
 

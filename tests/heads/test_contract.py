@@ -53,8 +53,8 @@ DRAFTS: dict[str, DraftShape] = {
     "dynamic": DynamicShape(9, 3, 3),
 }
 NAMED_BY_THE_FIELD = (
-    "medusa hydra_heads eagle eagle3 peagle mtp dflash jetspec dspark domino dflash2 distilled "
-    "pard early_exit quantized_self ngram suffix lookahead jacobi cascade"
+    "medusa hydra_heads eagle eagle3 peagle mtp dflash jetspec dspark domino dflash2 lilicorr "
+    "distilled pard early_exit quantized_self ngram suffix lookahead jacobi cascade"
 ).split()
 DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
 

@@ -60,6 +60,11 @@ DEPENDENT: dict[str, dict[str, Any]] = {
         "conv_group_size": 8,
     },
     "parent": {"dependency": "parent"},
+    "lilicorr": {
+        "dependency": "lilicorr",
+        "selector_top_k": 5,
+        "correlator": {"size": 12, "heads": 2},
+    },
 }
 
 

@@ -130,6 +130,25 @@ def mixed(name: str, temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda q, p: objective(config, q, p, p.argmax(-1), None)
 
 
+def test_distractors_cost_what_the_target_holds_against_them() -> None:
+    """sum q(x) max(0, z(y) - z(x)), with a gradient for the drafter alone."""
+    drafted, target = logits()
+    labels = torch.tensor([0, 3, 6, 2, 2])
+    expected = torch.stack(
+        [
+            sum(q[x] * max(0.0, float(z[y] - z[x])) for x in range(7))
+            for q, z, y in zip(drafted.softmax(-1), target, labels, strict=True)
+        ]
+    )
+    torch.testing.assert_close(losses.distractor_penalty(drafted, target, labels), expected)
+    assert torch.autograd.gradcheck(
+        lambda x: losses.distractor_penalty(x, target, labels), drafted.requires_grad_()
+    )
+    aware = target.clone().requires_grad_()
+    losses.distractor_penalty(drafted, aware, labels).sum().backward()
+    assert aware.grad is None
+
+
 UNDER_AUTOCAST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     **{name: loss for name, (loss, _) in PAIRS.items() if name != "soft_cross_entropy"},
     "soft_cross_entropy": lambda q, p: losses.soft_cross_entropy(q, soft(p)),
@@ -137,6 +156,7 @@ UNDER_AUTOCAST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "annealed_lk": losses.annealed_lk,
     "top_k_cross_entropy": lambda q, p: losses.top_k_cross_entropy(q[None], soft(p), 9)[0],
     "feature_distance": losses.feature_distance,
+    "distractor_penalty": lambda q, p: losses.distractor_penalty(q, p, p.argmax(-1)),
     "kl_divergence": lambda q, p: losses.kl_divergence(soft(p).log(), soft(q).log()),
     "confidence_loss": lambda q, p: confidence_loss(q[:, 0], soft(p)[:, 0]),
     "log_probability": lambda q, p: log_probability(q, p.argmax(-1)),

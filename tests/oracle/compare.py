@@ -141,7 +141,7 @@ def difference(mine: Tensor, theirs: Tensor, candidates: bool = False) -> float:
     """The largest difference of logits [K, V], as a share of the largest of its row (at least 1).
 
     Infinite where other tokens can be drafted. candidates: the engine keeps some tokens only
-    (DFlash 2) and is compared on those; ours lets the next ones fade out.
+    (DFlash 2, LiLiCorr) and is compared on those; ours lets the next ones fade out.
     """
     known = torch.isfinite(theirs)
     if not candidates and not torch.equal(known, torch.isfinite(mine)):
@@ -157,7 +157,8 @@ def forward_gap(folder: Path, target: TargetModel, checkpoint: Path, count: int 
     layout = found.export.layout or find_layout(found)
     depth = int(found.export.speculative_config.get("num_speculative_tokens", 3))
     drafter = load_drafter(checkpoint, target.info, target.weights)
-    candidates = "candidate_selector.predecessor_codebook" in found.tensors
+    marks = {"candidate_selector.predecessor_codebook", "lilicorr.rank_embedding"}
+    candidates = not marks.isdisjoint(found.tensors)
     gaps = []
     for place in places(target, count, depth):
         chain, rows = ours(drafter, place, depth)

@@ -342,7 +342,10 @@ def block(folder: Folder, context: Context, chain: Tensor, depth: int) -> Tensor
         states = states + convolve(layer.swiglu(convolve(normed, before)), after)
     first = 0 if anchored else 1
     out = norm(states, weights["norm.weight"], eps)[first : first + depth]
-    return corrected(weights, inner, context, out, torch.cat([context.tokens[-1:], chain])[:depth])
+    parents = torch.cat([context.tokens[-1:], chain])[:depth]
+    if "lilicorr.rank_embedding" in weights:
+        return correlated(weights, inner, context, out, parents, features[-1])
+    return corrected(weights, inner, context, out, parents)
 
 
 def sees_earlier_only(folder: Folder) -> bool:
@@ -409,6 +412,82 @@ def corrected(
     return base
 
 
+def correlated(
+    weights: Weights,
+    inner: Mapping[str, Any],
+    context: Context,
+    out: Tensor,
+    parents: Tensor,
+    anchor: Tensor,
+) -> Tensor:
+    """LiLiCorr: scores of the slots' best tokens [K, V] behind each parent [K], -inf for all other
+    tokens, and behind a parent that is no candidate itself."""
+    name, count = "lilicorr.", int(inner["lilicorr_candidate_topk"])
+    head = Layer(weights, name, {})
+    eps, slots, size = (
+        float(inner["rms_norm_eps"]),
+        out.shape[0],
+        weights[name + "same_slot_bias"].shape[0],
+    )
+    log_probs, best = context.logits(out).log_softmax(-1).topk(count, -1)
+
+    def mlp(part: str, states: Tensor) -> Tensor:
+        return head.linear(f"{part}.down_proj", F.silu(head.linear(f"{part}.up_proj", states)))
+
+    rank = torch.arange(count).float()
+    known = [log_probs, log_probs.exp(), log_probs - log_probs[:, :1]]
+    known += [(rank / max(1, count - 1)).expand_as(log_probs), (rank == 0).float().expand_as(best)]
+    described = F.layer_norm(
+        torch.stack(known, -1),
+        (len(known),),
+        weights[name + "feature_norm.weight"],
+        weights[name + "feature_norm.bias"],
+    )
+    words = context.embedding[best].float()
+    if head.get("token_proj.weight") is not None:
+        words = head.linear("token_proj", words)
+    states = words + head.linear("pass_hidden_proj", out)[:, None] + mlp("feature_mlp", described)
+    states = states + weights[name + "slot_embedding"][0, 0, :slots]
+    states = (states + weights[name + "rank_embedding"][0, 0]).flatten(0, 1)
+    places = torch.arange(slots).repeat_interleave(count)
+    apart = places[:, None] - places
+    bias = weights[name + "relative_slot_bias"][:, apart + int(inner["block_size"]) - 1]
+    bias = bias + (apart == 0) * weights[name + "same_slot_bias"][:, None, None]
+    for number in range(int(inner["lilicorr_num_layers"])):
+        layer = f"layers.{number}"
+        attention = torch.nn.MultiheadAttention(states.shape[1], size, batch_first=True)
+        prefix = f"{name}{layer}.attn."
+        mine = {key: value for key, value in weights.items() if key.startswith(prefix)}
+        attention.load_state_dict({key.removeprefix(prefix): mine[key] for key in mine})
+        normed = norm(states, weights[f"{name}{layer}.attn_norm.weight"], eps)[None]
+        mixed = attention(normed, normed, normed, attn_mask=bias, need_weights=False)[0][0]
+        states = states + mixed
+        states = states + mlp(
+            f"{layer}.mlp", norm(states, weights[f"{name}{layer}.mlp_norm.weight"], eps)
+        )
+    states = norm(states, weights[name + "output_norm.weight"], eps)
+    near = norm(head.linear("context_proj", anchor), weights[name + "anchor_norm.weight"], eps)
+    factors = torch.cat([states, near.expand_as(states), states * near], -1)
+    factors = F.silu(head.linear("factor_input_proj", factors))
+    short = float(inner["lilicorr_vector_eps"])
+    leaving, arriving, first = (
+        F.normalize(head.linear(part, given), dim=-1, eps=short)
+        for part, given in (("out_head", factors), ("in_head", factors), ("anchor_out_head", near))
+    )
+    leaving, arriving = (x.unflatten(0, (slots, count)) for x in (leaving, arriving))
+    found = torch.full((slots, context.embedding.shape[0]), float("-inf"))
+    for slot in range(slots):
+        before = first
+        if slot > 0:
+            at = (best[slot - 1] == parents[slot]).nonzero().flatten()
+            if not at.numel():
+                continue
+            before = leaving[slot - 1, at[0]]
+        scores = float(inner["lilicorr_logit_scale"]) * (arriving[slot] @ before)
+        found[slot, best[slot]] = scores
+    return found
+
+
 def markov(weights: Weights, out: Tensor, parents: Tensor) -> Tensor:
     """DSpark's table of successors: vanilla, gated by the slot, or with a recurrent state."""
     layer = Layer(weights, "markov_head.", {})
@@ -445,5 +524,7 @@ WAYS: dict[str, Callable[[Folder, Context, Tensor, int], Tensor]] = {
     "mtp-mimo": mtp,
     "medusa": medusa,
     "causal": language_model,
-    **dict.fromkeys(("dflash", "dflash2", "dspark", "domino", "dflash-assistant"), block),
+    **dict.fromkeys(
+        ("dflash", "dflash2", "dspark", "domino", "lilicorr", "dflash-assistant"), block
+    ),
 }

@@ -5,7 +5,7 @@ Legend: b slots per block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge
@@ -19,6 +19,8 @@ from heads.api.config import (
     UnitInterval,
     config,
 )
+from heads.api.errors import UserError
+from heads.nn.block.lattice import CorrelatorConfig
 from heads.nn.block.losses import Objective, Weighting
 from heads.nn.feature.base import SizeConfig
 
@@ -53,11 +55,13 @@ class Config(SizeConfig):
     """Token whose frozen embedding fills the slots behind the root; -1: a learned vector."""
     dependency: str = "none"
     """What slots know of the tokens drafted before them: none, markov, gated, rnn (DSpark), gru
-    (Domino), selector (DFlash 2), parent (TreeFlash)."""
+    (Domino), selector (DFlash 2), parent (TreeFlash), lilicorr (LiLiCorr)."""
     dependency_rank: Size = 256
-    """Rank of its tables, size of its recurrent state, width of its MLP."""
+    """Rank of its tables, size of its recurrent state, width of its MLP, length of its vectors."""
     selector_top_k: Size = 16
-    """Candidates per slot that the selector orders."""
+    """Candidates per slot that selector and lilicorr order."""
+    correlator: CorrelatorConfig = field(default_factory=CorrelatorConfig)
+    """The transformer over the candidates (lilicorr)."""
     convolution: bool = False
     """Two-tap convolution over the slots, in and out of every attention and MLP (DFlash 2)."""
     conv_group_size: Size = 16
@@ -91,6 +95,16 @@ class Config(SizeConfig):
     def __post_init__(self) -> None:
         self.objective()
         self.weighting()
+        if self.dependency == "lilicorr" and self.layer_fusion:
+            raise UserError(
+                "head.dependency=lilicorr reads one fused feature per position, and "
+                "head.layer_fusion=true has one for every layer; use one of the two."
+            )
+
+    @property
+    def distractor(self) -> float:
+        """Weight of the penalty on distractors: `correlator.distractor` where there is one."""
+        return self.correlator.distractor if self.dependency == "lilicorr" else 0.0
 
     def objective(self) -> Objective:
         """What a slot is compared with."""

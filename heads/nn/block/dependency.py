@@ -10,11 +10,13 @@ parent of the token at depth k:
   second depth on.
 * selector (DFlash 2, 3.8): among the best of U_k, U_k(b) + <A[x_{k-1}] * P h_k, B[b]>.
 * parent (TreeFlash, 3.7): the logits of h_k + SwiGLU([norm(emb(x_{k-1})); norm(h_k)]).
+* lilicorr (2608.20530): scores of neighbouring candidates, made once for the whole block
+  (heads/nn/block/lattice.py); the carry is the scores behind x_{k-1}.
 
-Each reads tokens into a carry (`read`), which is cheap, and turns a carry into logits (`logits`),
-which costs a vocabulary. Training reads along the true tokens, drafting level by level along every
-path of a tree; both use the same two functions. Parameter names are those of serving engines where
-there are any (vLLM and SGLang).
+Each of the others reads tokens into a carry (`read`), which is cheap, and turns a carry into logits
+(`logits`), which costs a vocabulary. Training reads along the true tokens, drafting level by level
+along every path of a tree; both use the same two functions. Parameter names are those of serving
+engines where there are any (vLLM and SGLang).
 
 Legend: M blocks, P nodes, K depths, H hidden, V vocabulary, r rank, C size of the carry; `...` is
 [M, K] in training and [B, P] in drafting.
@@ -32,6 +34,7 @@ from torch import Tensor, nn
 from heads.api.errors import UserError, suggest
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init
+from heads.nn.block.lattice import Correlator, CorrelatorConfig, Lattice, correlate, spread
 from heads.nn.blocks import RMSNorm
 from heads.nn.matrices import set_matrix
 
@@ -51,7 +54,7 @@ class Dependency:
     modules: the trained parts by name, which the drafter registers. size: C. needs_base: whether
     `logits` uses the base logits U_k. raw: whether the states it is given come from before the
     final norm. first: the first depth it changes. recurrent: whether a carry depends on the one
-    before.
+    before. whole: whether it reads all slots of a block at once (`lattice`).
     """
 
     size = 0
@@ -59,6 +62,7 @@ class Dependency:
     raw = False
     first = 1
     recurrent = False
+    whole = False
 
     def __init__(self, rank: int, info: TargetInfo) -> None:
         self.rank, self.info = rank, info
@@ -73,11 +77,25 @@ class Dependency:
         """Parents x_{k-1} [...], states h_k [..., H], carry [..., C] of k - 1 -> that of k."""
         return carry
 
-    def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
+    def lattice(self, base: Tensor, states: Tensor, anchor: Tensor, embed: Embed) -> Lattice | None:
+        """Where the rule is `whole`: base logits [M, K, V], normed states [M, K, H] and the fused
+        feature of the last committed position [M, H] -> candidates and their scores, which give
+        the carries in the place of `read`."""
+        return None
+
+    def logits(
+        self,
+        base: Tensor | None,
+        states: Tensor,
+        carry: Tensor,
+        project: Embed,
+        among: Tensor | None = None,
+    ) -> Tensor:
         """Base logits [..., V] (None where `needs_base` is False), states h_k and the carry, all of
         depth k -> its logits [..., V].
 
-        project: from states of the kind that `raw` names to the target's logits.
+        project: from states of the kind that `raw` names to the target's logits; among: the
+        candidates [..., k] of a lattice at that depth.
         """
         assert base is not None
         return base
@@ -146,7 +164,14 @@ class Markov(Dependency):
         gate = gate.sigmoid()
         return torch.cat([gate * memory + (1 - gate) * fresh.tanh(), out.tanh()], -1)
 
-    def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
+    def logits(
+        self,
+        base: Tensor | None,
+        states: Tensor,
+        carry: Tensor,
+        project: Embed,
+        among: Tensor | None = None,
+    ) -> Tensor:
         assert base is not None
         return base + self.tables.markov_w2(carry[..., -self.rank :])
 
@@ -202,7 +227,14 @@ class Gru(Dependency):
     def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
         return cast(Tensor, self.cell(embed(tokens), carry))
 
-    def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
+    def logits(
+        self,
+        base: Tensor | None,
+        states: Tensor,
+        carry: Tensor,
+        project: Embed,
+        among: Tensor | None = None,
+    ) -> Tensor:
         assert base is not None
         return base + self.correct(torch.cat([states, carry], -1))
 
@@ -222,8 +254,7 @@ class Selector(Dependency):
 
     def __init__(self, rank: int, info: TargetInfo, top_k: int) -> None:
         super().__init__(rank, info)
-        if top_k < 1:
-            raise UserError(f"head.selector_top_k must be at least 1; given {top_k}.")
+        require_candidates(top_k)
         self.size, self.top_k = rank, min(top_k, info.vocab_size)
         self.tables = CandidateSelector(info.vocab_size, rank, info.hidden_size)
         self.modules = {"candidate_selector": self.tables}
@@ -239,7 +270,14 @@ class Selector(Dependency):
         tables = self.tables
         return F.embedding(tokens, tables.predecessor_codebook) * tables.hidden_projection(states)
 
-    def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
+    def logits(
+        self,
+        base: Tensor | None,
+        states: Tensor,
+        carry: Tensor,
+        project: Embed,
+        among: Tensor | None = None,
+    ) -> Tensor:
         assert base is not None
         share, scores = self.candidates(base), F.linear(carry, self.tables.successor_codebook)
         return base + share * scores - OUTSIDE * (1 - share)
@@ -295,23 +333,77 @@ class Parent(Dependency):
     def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
         return cast(Tensor, self.mixer(states, embed(tokens)))
 
-    def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
+    def logits(
+        self,
+        base: Tensor | None,
+        states: Tensor,
+        carry: Tensor,
+        project: Embed,
+        among: Tensor | None = None,
+    ) -> Tensor:
         return project(carry)
 
 
-NAMES = ("none", "markov", "gated", "rnn", "gru", "selector", "parent")
+class Correlated(Dependency):
+    """A lattice of the best base tokens of all slots, whose scores one pass makes (LiLiCorr)."""
+
+    whole = True
+
+    def __init__(
+        self, rank: int, info: TargetInfo, top_k: int, slots: int, config: CorrelatorConfig
+    ) -> None:
+        super().__init__(rank, info)
+        require_candidates(top_k)
+        self.size = min(top_k, info.vocab_size)
+        self.correlator = Correlator(config, info, slots, self.size, rank)
+        self.modules = {"lilicorr": self.correlator}
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        self.correlator.initialise(generator)
+
+    def lattice(self, base: Tensor, states: Tensor, anchor: Tensor, embed: Embed) -> Lattice | None:
+        return correlate(self.correlator, base, states, anchor, embed, self.size)
+
+    def logits(
+        self,
+        base: Tensor | None,
+        states: Tensor,
+        carry: Tensor,
+        project: Embed,
+        among: Tensor | None = None,
+    ) -> Tensor:
+        assert base is not None and among is not None
+        return spread(base, among, carry, self.correlator.scale)
 
 
-def build_dependency(name: str, rank: int, top_k: int, info: TargetInfo) -> Dependency:
-    """The dependency of that name; raises `UserError` for another one."""
+NAMES = ("none", "markov", "gated", "rnn", "gru", "selector", "parent", "lilicorr")
+
+
+def build_dependency(
+    name: str,
+    rank: int,
+    top_k: int,
+    info: TargetInfo,
+    slots: int = 0,
+    correlator: CorrelatorConfig | None = None,
+) -> Dependency:
+    """The dependency of that name; raises `UserError` for another one. slots: those that draft."""
     if name not in NAMES:
         raise UserError(f"head.dependency '{name}' is unknown.{suggest(name, NAMES)}")
     if name == "none":
         return Dependency(1, info)
     if name == "selector":
         return Selector(rank, info, top_k)
+    if name == "lilicorr":
+        return Correlated(rank, info, top_k, slots, correlator or CorrelatorConfig())
     plain: dict[str, type[Dependency]] = {"gru": Gru, "parent": Parent}
     return plain[name](rank, info) if name in plain else Markov(rank, info, name)
+
+
+def require_candidates(top_k: int) -> None:
+    """Raise `UserError` where a slot would have no candidate."""
+    if top_k < 1:
+        raise UserError(f"head.selector_top_k must be at least 1; given {top_k}.")
 
 
 def project_rows(rows: Tensor, size: int, generator: torch.Generator) -> Tensor:

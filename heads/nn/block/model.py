@@ -41,7 +41,7 @@ class BlockModel(TrainableDrafter):
         super().__init__(config, info)
         size, layers = info.num_layers, number_of_layers(config, info)
         taps = config.taps or spread(5, 2 if size >= 6 else 1, max(size - 2, min(size - 1, 2)))
-        soft = config.objective().soft or config.confidence
+        soft = config.objective().soft or config.confidence or config.distractor > 0
         self.needs = FeatureSpec(taps, last_hidden=soft, logits=soft)
         self.needs.check(size)
         if config.mask_token_id >= info.vocab_size:
@@ -62,7 +62,12 @@ class BlockModel(TrainableDrafter):
         learned = config.mask_token_id < 0
         self.mask_embedding = nn.Parameter(torch.empty(hidden)) if learned else None
         self.dependency = build_dependency(
-            config.dependency, config.dependency_rank, config.selector_top_k, info
+            config.dependency,
+            config.dependency_rank,
+            config.selector_top_k,
+            info,
+            self.depths,
+            config.correlator,
         )
         for name, part in self.dependency.modules.items():
             self.add_module(name, part)
@@ -122,14 +127,16 @@ class BlockModel(TrainableDrafter):
         """States [..., H] as the dependency is given them -> the target's logits [..., V]."""
         return self.target.project(self.norm(states) if self.dependency.raw else states)
 
-    def _contexts(self, taps: Tensor, rotation: Rotation) -> list[KeyValue]:
-        """Taps [B, T, n, H] -> keys and values [B, T, g, D] of every layer."""
+    def _fused(self, taps: Tensor) -> list[Tensor]:
+        """Taps [B, T, n, H] -> the fused features [B, T, H] that every layer reads."""
         taps = taps.to(self.norm.weight.dtype)
         if self.layer_fusion is not None:
-            features = self.layer_fusion(taps)
-        else:
-            assert self.fc is not None and self.hidden_norm is not None
-            features = [self.hidden_norm(self.fc(taps.flatten(2)))] * len(self.layers)
+            return self.layer_fusion(taps)
+        assert self.fc is not None and self.hidden_norm is not None
+        return [self.hidden_norm(self.fc(taps.flatten(2)))] * len(self.layers)
+
+    def _contexts(self, features: list[Tensor], rotation: Rotation) -> list[KeyValue]:
+        """Features [B, T, H] of every layer -> its keys and values [B, T, g, D]."""
         return [
             cast(BlockLayer, layer).self_attn.context(feature, rotation)
             for layer, feature in zip(self.layers, features, strict=True)
@@ -148,11 +155,17 @@ class BlockModel(TrainableDrafter):
         return states[:, first : first + depth]
 
     def _dependent(
-        self, base: Tensor | None, given: Tensor, carry: Tensor, depth: Tensor | int
+        self,
+        base: Tensor | None,
+        given: Tensor,
+        carry: Tensor,
+        depth: Tensor | int,
+        among: Tensor | None,
     ) -> Tensor:
-        """Logits [..., V] at `depth` [...], with what the drafted prefix says."""
+        """Logits [..., V] at `depth` [...], with what the drafted prefix says; among: the
+        candidates there [..., k], of rules with a lattice."""
         rule = self.dependency
-        logits = rule.logits(base, given, carry, self._project_given)
+        logits = rule.logits(base, given, carry, self._project_given, among)
         if rule.first == 1:
             return logits
         assert base is not None

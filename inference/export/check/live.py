@@ -85,7 +85,7 @@ CAUSES = {
     ),
     "distilled": (_MODEL, "its cache: positions of drafted tokens (rope)"),
     "pard": (_MODEL, "the mask token (pard_token) or the positions of the mask tokens (rope)"),
-    **dict.fromkeys(("dflash", "dflash2", "dspark", "domino"), _BLOCK),
+    **dict.fromkeys(("dflash", "dflash2", "dspark", "domino", "lilicorr"), _BLOCK),
 }
 """Method -> likely causes of another acceptance: from the first drafted token on, only later."""
 UNKNOWN = ("the layout of its tensors",) * 2

@@ -1,4 +1,4 @@
-"""Block drafters (DFlash, DFlash 2, DSpark, Domino) of z-lab, DeepSpec and the engines.
+"""Block drafters (DFlash, DFlash 2, DSpark, Domino, LiLiCorr) of z-lab, DeepSpec and the engines.
 
 All are a stack of Qwen3 layers under the same names, with tensors of their own behind it. Layers of
 the target are numbered from 0: L is the state after L + 1 layers. A learned mask vector is the
@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "dflash2": "DFlash2DraftModel",
     "dspark": "Qwen3DSparkModel",
     "domino": "DFlashDraftModel",
+    "lilicorr": "LiLiCorrDraftModel",
 }
 MARKOV = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
 """Our dependencies that are DSpark's, and its names for them."""
@@ -46,9 +47,20 @@ MARKS = {
     "markov_head.markov_w1.weight": "dspark",
     "prefix_gru.weight_ih_l0": "domino",
     "candidate_selector.predecessor_codebook": "dflash2",
+    "lilicorr.rank_embedding": "lilicorr",
     "encoder.fc.weight": "dflash-assistant",
 }
 """A tensor of each layout but plain DFlash's."""
+SEQUENTIAL = (
+    ("feature_mlp.0.", "feature_norm."),
+    ("feature_mlp.1.", "feature_mlp.up_proj."),
+    ("feature_mlp.3.", "feature_mlp.down_proj."),
+    (".mlp.0.", ".mlp.up_proj."),
+    (".mlp.2.", ".mlp.down_proj."),
+)
+"""Names of a correlator's parts in older folders, and today's."""
+MOST_CANDIDATES = 16
+"""Of a slot, in both engines, which also want a power of two."""
 
 
 def expect(folder: Folder, info: TargetInfo) -> base.Expected:
@@ -96,6 +108,7 @@ LAYOUTS = tuple(
         ("dflash2", ("DFlash2DraftModel",), draftable),
         ("dspark", ("Qwen3DSparkModel", "DSparkDraftModel"), None),
         ("domino", ("DFlashDraftModel",), draftable),
+        ("lilicorr", ("LiLiCorrDraftModel",), draftable),
         ("dflash-assistant", ("MuseGlimmerAssistantModel",), None),
     )
 )
@@ -125,9 +138,11 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
         "num_target_layers": info.num_layers,
         **own_keys(config, method, block),
     }
+    # candidates of all slots see each other, whatever the slots see
+    fewer = drafter.causal and method != "lilicorr"
     speculative = {
         "method": "dspark" if method == "dspark" else "dflash",
-        "num_speculative_tokens": draft_length(options.tokens, drafts(config), drafter.causal),
+        "num_speculative_tokens": draft_length(options.tokens, drafts(config), fewer),
     }
     tensors = {name: value for name, value in ours.items() if name not in OWN}
     written = Written(described, tensors, speculative)
@@ -160,9 +175,23 @@ def own_keys(config: Config, method: str, block: Json) -> Json:
         own = {"projector_type": "domino", "emb_dim": rank, "gru_hidden_dim": rank}
         own |= {"pure_draft_prefix_len": 1, "shift_label": False}
         return {"dflash_config": block | own, "emb_dim": rank}
-    if method == "dflash2":
+    if config.convolution:
         block |= {"conv_kernel_size": 2, "conv_group_size": config.conv_group_size}
+    if method == "dflash2":
         block |= {"selector_rank": rank, "selector_top_k": config.selector_top_k}
+    if method == "lilicorr":
+        own = config.correlator
+        block |= {
+            "lilicorr_enabled": True,
+            "lilicorr_candidate_topk": config.selector_top_k,
+            "lilicorr_hidden_size": own.size,
+            "lilicorr_num_layers": own.layers,
+            "lilicorr_num_heads": own.heads,
+            "lilicorr_mlp_ratio": own.mlp_ratio,
+            "lilicorr_factor_dim": rank,
+            "lilicorr_vector_eps": own.eps,
+            "lilicorr_logit_scale": own.scale,
+        }
     return {"dflash_config": block | {"sample_from_anchor": False}}
 
 
@@ -189,7 +218,14 @@ def require_expressible(checkpoint: Checkpoint, engine: str) -> None:
     """Raise `UserError` for what an engine lacks; it names the option to train with instead."""
     config, dspark = checkpoint.config, checkpoint.method == "dspark"
     sglang, anchor = engine == "sglang", config.sample_from_anchor
+    count = config.selector_top_k
     refusals = (
+        (
+            checkpoint.method == "lilicorr" and (count > MOST_CANDIDATES or count & (count - 1)),
+            f"it orders {count} candidates per slot, and the engine takes a power of two of at "
+            f"most {MOST_CANDIDATES}",
+            f"head.selector_top_k={MOST_CANDIDATES}",
+        ),
         (
             anchor and not dspark,
             "it drafts from the root's own slot on (head.sample_from_anchor=true), which only "
@@ -320,7 +356,7 @@ def build(
     shape = llama.read_shape(config, where)
     llama.require_fit(shape, config, info, where, scaled=True)
     base.require_taps(taps, info.num_layers, where)
-    theirs = {DECODER.get(name, name): value for name, value in folder.tensors.items()}
+    theirs = {named_today(name): value for name, value in folder.tensors.items()}
     values: Json = {
         "block_size": int(config["block_size"]),
         "in_block": "causal" if causal else "bidirectional",
@@ -350,6 +386,14 @@ def build(
     return Imported("dflash", values, found)
 
 
+def named_today(name: str) -> str:
+    """The name of a tensor without what transformers or older folders call it."""
+    if name.startswith("lilicorr."):
+        for old, new in SEQUENTIAL:
+            name = name.replace(old, new)
+    return DECODER.get(name, name)
+
+
 def method_values(config: Json, extra: Json, theirs: Mapping[str, Tensor]) -> Json:
     """What a folder's extra tensors and keys say of the method, as values of our configuration."""
     markov = theirs.get("markov_head.markov_w1.weight")
@@ -372,21 +416,45 @@ def method_values(config: Json, extra: Json, theirs: Mapping[str, Tensor]) -> Js
                 "ours."
             )
         values |= {"dependency": "gru", "dependency_rank": int(gru.shape[1])}
+    both = {**config, **extra}
     if codebook is not None:
-        both = {**config, **extra}
         values |= {
             "dependency": "selector",
             "dependency_rank": int(codebook.shape[1]),
             "selector_top_k": int(both.get("selector_top_k", 16)),
-            "convolution": True,
-            "conv_group_size": int(both.get("conv_group_size", 16)),
         }
+    if "lilicorr.rank_embedding" in theirs:
+        values |= correlator_values(both)
+    if "layers.0.attention_conv.base_kernel" in theirs:
+        group = int(both.get("conv_group_size", 16))
+        values |= {"convolution": True, "conv_group_size": group}
     if "confidence_head.proj.weight" in theirs:
         wide = theirs["confidence_head.proj.weight"].shape[1] - theirs["norm.weight"].shape[0]
         if wide != values.get("dependency_rank", 0):
             raise UserError("a confidence head that does not read the Markov table is not ours.")
         values["confidence"] = True
     return values
+
+
+def correlator_values(config: Json) -> Json:
+    """A folder's keys of LiLiCorr as values of our configuration; raises `UserError` where one is
+    missing: two of them change no shape."""
+    named = {
+        "selector_top_k": "candidate_topk",
+        "dependency_rank": "factor_dim",
+        "size": "hidden_size",
+        "layers": "num_layers",
+        "heads": "num_heads",
+        "mlp_ratio": "mlp_ratio",
+        "scale": "logit_scale",
+        "eps": "vector_eps",
+    }
+    missing = [f"lilicorr_{name}" for name in named.values() if f"lilicorr_{name}" not in config]
+    if missing:
+        raise UserError(f"a LiLiCorr drafter's dflash_config lacks {', '.join(missing)}.")
+    found = {ours: config[f"lilicorr_{name}"] for ours, name in named.items()}
+    outer = {name: found.pop(name) for name in ("selector_top_k", "dependency_rank")}
+    return {"dependency": "lilicorr", **outer, "correlator": found}
 
 
 def take_mask(

@@ -35,7 +35,7 @@ _LOOKUP = "it has no weights, and engines have a lookup of their own"
 _SELF = "it drafts with layers of the target itself, which no engine runs apart from the rest"
 _LOOP = "it needs a decoding loop of its own, which no engine has"
 _HEADS = "no engine runs heads that depend on each other; train head=medusa or head=eagle3 for one"
-_BLOCKS = "no engine has it; train head=dflash, dflash2, dspark or domino for one"
+_BLOCKS = "no engine has it; train head=dflash, dflash2, lilicorr, dspark or domino for one"
 _OWN = "`headstart serve` serves it"
 
 
@@ -87,6 +87,7 @@ ROUTES: dict[str, Ways] = {
     "dflash2": _block("dflash2"),
     "dspark": _block("dspark"),
     "domino": _block("domino", vllm=_DOMINO, speculators=_DOMINO),
+    "lilicorr": _block("lilicorr", speculators="the library has no LiLiCorr; vLLM and SGLang have"),
     "dflare": _nowhere(f"a mixture of taps per layer: {_BLOCKS}"),
     "treeflash": _nowhere(f"states conditioned on the parent: {_BLOCKS}"),
     "mixed": _nowhere(f"parts of several block drafters: {_BLOCKS}"),

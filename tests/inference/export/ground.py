@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.registry import get_kind
+from heads.nn.block.lattice import CorrelatorConfig
 from inference.export.config import ExportConfig
 from inference.export.engine_folder import export, prepare
 from inference.export.layouts.base import Target
@@ -34,6 +35,11 @@ BLOCK = {
     "dependency_rank": 6,
     "conv_group_size": 8,
     "selector_top_k": 5,
+}
+LILICORR = {
+    "dependency": "lilicorr",
+    "selector_top_k": 4,
+    "correlator": CorrelatorConfig(size=12, heads=2, scale=6.0),
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("eagle", {}),
@@ -91,6 +97,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**BLOCK, "dependency": "rnn", "mask_token_id": 3, "sample_from_anchor": True},
     ),
     "domino": ("dflash", {**BLOCK, "dependency": "gru", "mask_token_id": 3}),
+    "lilicorr": ("dflash", {**BLOCK, **LILICORR}),
+    "lilicorr_convolution": (
+        "dflash",
+        {
+            **BLOCK,
+            **LILICORR,
+            "correlator": CorrelatorConfig(layers=1, heads=2),
+            "convolution": True,
+            "mask_token_id": 3,
+        },
+    ),
     "medusa": ("medusa", {"num_heads": 3, "num_layers": 2}),
     "medusa_heads": ("medusa", {"num_heads": 2, "own_lm_head": True}),
     "medusa_reduced": ("medusa", {"num_heads": 2, "draft_vocab_size": 40}),
@@ -132,6 +149,7 @@ WAYS = {
     "medusa_reduced_heads": (),
     "dspark_rnn": ("sglang",),
     "domino": ("sglang",),
+    "lilicorr_convolution": ("vllm", "sglang"),
     "distilled": ("vllm", "sglang", "transformers"),
 }
 """Name -> the engines that it is exported for."""

@@ -76,7 +76,7 @@ def test_a_shorter_format_is_near_and_says_so(
 
 
 def test_every_kind_and_engine_has_a_way_or_a_reason(target: TargetModel) -> None:
-    block = {"dflash", "dflash2", "dspark", "domino", "dflare", "treeflash", "mixed"}
+    block = {"dflash", "dflash2", "dspark", "domino", "lilicorr", "dflare", "treeflash", "mixed"}
     assert (set(ROUTES) - block) | {"dflash"} == set(kind_names())
     for method, ways in ROUTES.items():
         assert set(ways) == set(ENGINES), method
@@ -106,6 +106,7 @@ REFUSED = {
     ("dspark_gated", "vllm"): "head.dependency=markov",
     ("dspark_shifted", "sglang"): "head.sample_from_anchor=true",
     ("domino", "vllm"): "SGLang has",
+    ("lilicorr", "speculators"): "vLLM and SGLang have",
     ("peagle", "sglang"): "no P-EAGLE",
     ("pard", "transformers"): "mask tokens",
     ("pard", "sglang"): "mask tokens",
