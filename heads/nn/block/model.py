@@ -34,7 +34,7 @@ class BlockModel(TrainableDrafter):
 
     additions: ClassVar[tuple[str, ...]] = (
         *("markov_head.*", "prefix_gru.*", "embed_proj.*", "candidate_selector.*"),
-        *("parent_mixer.*", "confidence_head.*", "layers.*_conv.*"),
+        *("parent_mixer.*", "lilicorr.*", "confidence_head.*", "layers.*_conv.*"),
     )
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
