@@ -34,6 +34,7 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import init
 from heads.nn.blocks import RMSNorm
+from heads.nn.matrices import set_matrix
 
 FEATURES = 5
 """What is known of a candidate: log-probability, probability, distance in log-probability to the
@@ -110,6 +111,7 @@ class LatticeAttention(nn.Module):
         super().__init__()
         self.heads = heads
         self.in_proj_weight = nn.Parameter(torch.empty(3 * size, size))
+        set_matrix(self.in_proj_weight, True)
         self.in_proj_bias = nn.Parameter(torch.empty(3 * size))
         self.out_proj = nn.Linear(size, size)
 
