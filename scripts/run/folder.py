@@ -78,7 +78,7 @@ class RunRecord:
 @dataclass
 class StageFolder:
     """An opened stage folder. `complete`: there is nothing left to do in it. settings: those of
-    this process, for config.yaml."""
+    this process, for config.yaml; None where the folder has them."""
 
     path: Path
     complete: bool
@@ -107,10 +107,10 @@ class StageFolder:
         """Put the settings and the record of this process into the folder (main process only)."""
         if not is_main_process():
             return
-        assert self.settings is not None, "a complete folder is not written to"
         self.path.mkdir(parents=True, exist_ok=True)
-        content = yaml.safe_dump(self.settings.with_defaults, sort_keys=False)
-        write_bytes(self.path / CONFIG_FILE, content.encode())
+        if self.settings is not None:
+            content = yaml.safe_dump(self.settings.with_defaults, sort_keys=False)
+            write_bytes(self.path / CONFIG_FILE, content.encode())
         self.record.write(self.path)
 
     def finish(self) -> None:

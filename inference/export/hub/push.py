@@ -138,7 +138,7 @@ def licence_of(target: str) -> str:
         return ""
     try:
         front = metadata_load(card) or {}
-    except Exception:  # noqa: BLE001 - somebody else's text, and a reader that raises all sorts
+    except Exception:  # noqa: BLE001 - a foreign text, and a reader that raises all sorts
         return ""
     return str(front.get("license") or "")
 

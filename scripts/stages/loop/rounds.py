@@ -331,16 +331,15 @@ class Rounds:
         source, out = self.plan.training(self.best), self.kept
         if checkpoint_hash(out / "best") == self.training(self.best).weights_sha256:
             return  # other stages may have put decode.yaml or watch.json into it since
-        with only_writer(out):
-            self.require_own_place()  # hours may have passed
-            with replace_part(out, WRITTEN["train"] + KEPT) as fresh:
-                for name in KEPT:
-                    if (source / name).exists():
-                        copy_plain(source / name, fresh / name)
-                record = read_record(fresh)
-                if record is not None:
-                    record.copied_from = str(source)
-                    record.write(fresh)
+        self.require_own_place()  # hours may have passed
+        with only_writer(out), replace_part(out, WRITTEN["train"] + KEPT) as fresh:
+            for name in KEPT:
+                if (source / name).exists():
+                    copy_plain(source / name, fresh / name)
+            record = read_record(fresh)
+            if record is not None:
+                record.copied_from = str(source)
+                record.write(fresh)
 
 
 def is_copy(training: Path, run: Path) -> bool:
