@@ -515,7 +515,7 @@ def test_another_training_in_the_best_drafters_place_is_not_replaced(tmp_path: P
     place.mkdir(parents=True)
     with pytest.raises(
         UserError,
-        match=r"is the training of another loop, and the rounds' best drafter belongs there",
+        match=r"is the training of another loop or of `headstart train`, and the rounds' best",
     ):
         Rounds(settings(f"run.root={tmp_path}", "run.name=r")).run()
     assert place.is_dir()
