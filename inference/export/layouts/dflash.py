@@ -180,17 +180,17 @@ def own_keys(config: Config, method: str, block: Json) -> Json:
     if method == "dflash2":
         block |= {"selector_rank": rank, "selector_top_k": config.selector_top_k}
     if method == "lilicorr":
-        own = config.correlator
+        sizes = config.correlator
         block |= {
             "lilicorr_enabled": True,
             "lilicorr_candidate_topk": config.selector_top_k,
-            "lilicorr_hidden_size": own.size,
-            "lilicorr_num_layers": own.layers,
-            "lilicorr_num_heads": own.heads,
-            "lilicorr_mlp_ratio": own.mlp_ratio,
+            "lilicorr_hidden_size": sizes.size,
+            "lilicorr_num_layers": sizes.layers,
+            "lilicorr_num_heads": sizes.heads,
+            "lilicorr_mlp_ratio": sizes.mlp_ratio,
             "lilicorr_factor_dim": rank,
-            "lilicorr_vector_eps": own.eps,
-            "lilicorr_logit_scale": own.scale,
+            "lilicorr_vector_eps": sizes.eps,
+            "lilicorr_logit_scale": sizes.scale,
         }
     return {"dflash_config": block | {"sample_from_anchor": False}}
 
