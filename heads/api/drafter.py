@@ -188,9 +188,9 @@ class TrainableDrafter(nn.Module):
     distribution; empty: none does. Above 0, on-policy training is refused: the tokens may be the
     drafter's own."""
     additions: ClassVar[tuple[str, ...]] = ()
-    """Patterns of the names of weights that a kind has under some of its configurations only, and
-    that change little at first: a training may start from a checkpoint that lacks them, or has
-    others (`heads.api.checkpoint.load_start_weights`)."""
+    """Patterns of the names of weights that a kind has under some of its configurations only: a
+    training may start from a checkpoint that lacks them, or has others
+    (`heads.api.checkpoint.load_start_weights`)."""
     runs_target_layers: bool = False
     """Whether the loss runs layers of the target itself; joint training is refused then, because
     they would run without their updates."""

@@ -36,8 +36,9 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
     """
     if not config.repo:
         raise UserError("pull.repo is not set: give the repository as 'user/name'.")
-    if (out / PARTIAL_FILE).is_file():  # a pull that was killed when all was there
-        (out / PARTIAL_FILE).unlink()
+    left = out / PARTIAL_FILE
+    if left.is_file() and read_object(left).get("repo") == config.repo:
+        left.unlink(missing_ok=True)  # of a pull that was killed when all was there
         return out
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise UserError(

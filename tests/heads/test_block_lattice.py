@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.nn.block.dependency import Correlated, build_dependency
-from heads.nn.block.lattice import OUTSIDE, CorrelatorConfig, Lattice, spread
+from heads.nn.block.lattice import OUTSIDE, CorrelatorConfig, Lattice, candidate_logits
 from tests.heads.micro import MicroTarget, micro_target
 
 BLOCKS, SLOTS, COUNT, FACTORS = 3, 4, 5, 6
@@ -155,7 +155,7 @@ def test_tokens_outside_the_lattice_come_last_in_their_own_order_and_learn_nothi
     base = torch.randn(2, 9, generator=generator, requires_grad=True)
     tokens = base.detach().topk(3, -1).indices
     scores = torch.tensor([[-1.0, 1.0, 0.5], [0.0, -2.0, 2.0]], requires_grad=True)
-    logits = spread(base, tokens, scores, 2.0)
+    logits = candidate_logits(base, tokens, scores, 2.0)
     for row in range(2):
         inside = dict(zip(tokens[row].tolist(), scores[row].tolist(), strict=True))
         rest = [token for token in range(9) if token not in inside]

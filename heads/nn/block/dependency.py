@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from heads.api.errors import UserError, suggest
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init
-from heads.nn.block.lattice import Correlator, CorrelatorConfig, Lattice, correlate, spread
+from heads.nn.block.lattice import Correlator, CorrelatorConfig, Lattice, correlate
 from heads.nn.blocks import RMSNorm
 from heads.nn.matrices import set_matrix
 
@@ -80,22 +80,14 @@ class Dependency:
     def lattice(self, base: Tensor, states: Tensor, anchor: Tensor, embed: Embed) -> Lattice | None:
         """Where the rule is `whole`: base logits [M, K, V], normed states [M, K, H] and the fused
         feature of the last committed position [M, H] -> candidates and their scores, which give
-        the carries in the place of `read`."""
+        the carries in the place of `read`, and the logits in that of `logits`."""
         return None
 
-    def logits(
-        self,
-        base: Tensor | None,
-        states: Tensor,
-        carry: Tensor,
-        project: Embed,
-        among: Tensor | None = None,
-    ) -> Tensor:
+    def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
         """Base logits [..., V] (None where `needs_base` is False), states h_k and the carry, all of
         depth k -> its logits [..., V].
 
-        project: from states of the kind that `raw` names to the target's logits; among: the
-        candidates [..., k] of a lattice at that depth.
+        project: from states of the kind that `raw` names to the target's logits.
         """
         assert base is not None
         return base
@@ -164,14 +156,7 @@ class Markov(Dependency):
         gate = gate.sigmoid()
         return torch.cat([gate * memory + (1 - gate) * fresh.tanh(), out.tanh()], -1)
 
-    def logits(
-        self,
-        base: Tensor | None,
-        states: Tensor,
-        carry: Tensor,
-        project: Embed,
-        among: Tensor | None = None,
-    ) -> Tensor:
+    def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
         assert base is not None
         return base + self.tables.markov_w2(carry[..., -self.rank :])
 
@@ -227,14 +212,7 @@ class Gru(Dependency):
     def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
         return cast(Tensor, self.cell(embed(tokens), carry))
 
-    def logits(
-        self,
-        base: Tensor | None,
-        states: Tensor,
-        carry: Tensor,
-        project: Embed,
-        among: Tensor | None = None,
-    ) -> Tensor:
+    def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
         assert base is not None
         return base + self.correct(torch.cat([states, carry], -1))
 
@@ -270,14 +248,7 @@ class Selector(Dependency):
         tables = self.tables
         return F.embedding(tokens, tables.predecessor_codebook) * tables.hidden_projection(states)
 
-    def logits(
-        self,
-        base: Tensor | None,
-        states: Tensor,
-        carry: Tensor,
-        project: Embed,
-        among: Tensor | None = None,
-    ) -> Tensor:
+    def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
         assert base is not None
         share, scores = self.candidates(base), F.linear(carry, self.tables.successor_codebook)
         return base + share * scores - OUTSIDE * (1 - share)
@@ -333,14 +304,7 @@ class Parent(Dependency):
     def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
         return cast(Tensor, self.mixer(states, embed(tokens)))
 
-    def logits(
-        self,
-        base: Tensor | None,
-        states: Tensor,
-        carry: Tensor,
-        project: Embed,
-        among: Tensor | None = None,
-    ) -> Tensor:
+    def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
         return project(carry)
 
 
@@ -363,17 +327,6 @@ class Correlated(Dependency):
 
     def lattice(self, base: Tensor, states: Tensor, anchor: Tensor, embed: Embed) -> Lattice | None:
         return correlate(self.correlator, base, states, anchor, embed, self.size)
-
-    def logits(
-        self,
-        base: Tensor | None,
-        states: Tensor,
-        carry: Tensor,
-        project: Embed,
-        among: Tensor | None = None,
-    ) -> Tensor:
-        assert base is not None and among is not None
-        return spread(base, among, carry, self.correlator.scale)
 
 
 NAMES = ("none", "markov", "gated", "rnn", "gru", "selector", "parent", "lilicorr")

@@ -267,7 +267,7 @@ def correlate(
     return Lattice(tokens, log_probs, start, pair)
 
 
-def spread(base: Tensor, tokens: Tensor, scores: Tensor, scale: float) -> Tensor:
+def candidate_logits(base: Tensor, tokens: Tensor, scores: Tensor, scale: float) -> Tensor:
     """Logits [..., V]: the scores [..., k] of the candidates `tokens` [..., k], and below all of
     them the other tokens in the order of base logits [..., V], which get no gradient."""
     outside = base.detach().to(scores.dtype)

@@ -23,6 +23,7 @@ from heads.nn.block.carry import start_carrying
 from heads.nn.block.confidence import ConfidenceHead
 from heads.nn.block.config import Config
 from heads.nn.block.dependency import build_dependency
+from heads.nn.block.lattice import candidate_logits
 from heads.nn.block.layers import BlockLayer, LayerFusion, spread, start_layers
 from heads.nn.blocks import Attend, RMSNorm, initialise_blocks
 from heads.nn.feature.base import layer_shape
@@ -165,7 +166,10 @@ class BlockModel(TrainableDrafter):
         """Logits [..., V] at `depth` [...], with what the drafted prefix says; among: the
         candidates there [..., k], of rules with a lattice."""
         rule = self.dependency
-        logits = rule.logits(base, given, carry, self._project_given, among)
+        if among is not None:
+            assert base is not None
+            return candidate_logits(base, among, carry, self.config.correlator.scale)
+        logits = rule.logits(base, given, carry, self._project_given)
         if rule.first == 1:
             return logits
         assert base is not None

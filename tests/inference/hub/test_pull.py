@@ -187,7 +187,9 @@ def test_a_pull_that_was_killed_at_its_end_is_complete(
 ) -> None:
     out = pull(OURS, tmp_path / "it", console=Console(quiet=True))
     whole = fetched(out)
-    write_json(out / PARTIAL_FILE, {"stage": "pull"})
+    write_json(out / PARTIAL_FILE, {"stage": "pull", "repo": REPO})
+    with pytest.raises(UserError, match="exists already"):
+        pull(PullConfig(repo="someone/else"), out)
     hub.requests.clear()
     assert fetched(pull(OURS, out, console=Console(quiet=True))) == whole
     assert hub.requests == []
