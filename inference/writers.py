@@ -279,15 +279,16 @@ def releasing() -> Iterator[None]:
 
 @contextmanager
 def turn(folder: Path) -> Iterator[None]:
-    """Wait until this process is the only one in such a block of the folder, for steps that take a
-    moment."""
-    me, path = Writer.this(), folder / _TURN_FILE
+    """Wait until this thread is the only one, in any process, in such a block of the folder."""
+    me, path = Writer.this(), folder.resolve() / _TURN_FILE
     while take(path, me) is not None:
         time.sleep(_TURN_SECONDS)
+    held = _held[path] = Hold(path, me.token, made=False)
+    _start_beating()
     try:
         yield
     finally:
-        drop(path, me.token)
+        held.release()
 
 
 def beside(out: Path) -> tuple[Path, str]:

@@ -19,7 +19,7 @@ from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
 from heads.api.reading import read_yaml_object
 from inference.decoding.draft import NONE, Draft, DraftSettings
-from inference.manifest import checkpoint_hash, file_sha256, write_bytes
+from inference.manifest import checkpoint_hash, write_bytes
 from inference.target.hardware import Device
 
 logger = logging.getLogger(__name__)
@@ -125,19 +125,30 @@ def require_tuned(folder: Path) -> None:
 
 
 def write_tuned(
-    folder: Path, target: TunedTarget, device: Device, rows: Sequence[Tuning], command: str
+    folder: Path,
+    weights_sha256: str,
+    target: TunedTarget,
+    device: Device,
+    rows: Sequence[Tuning],
+    command: str,
 ) -> Path:
     """Write `folder`/decode.yaml atomically, over an earlier one, and return its path.
 
-    rows: as `inference.tune.tuner.Tuner.tune` gives them. Raises `UserError` where another file has
-    that name.
+    weights_sha256: of the weights file that was tuned; rows: as `inference.tune.tuner.Tuner.tune`
+    gives them. Raises `UserError` where another file has that name, and where the folder has other
+    weights by now.
     """
     require_tuned(folder)
+    if checkpoint_hash(folder) != weights_sha256:
+        raise UserError(
+            f"'{folder / WEIGHTS_FILE}' was replaced while it was tuned; {DECODE_FILE} is not "
+            "written. Run `headstart tune` again once its training has ended."
+        )
     content = {
         "format": FORMAT,
         "target": dict(target),
         "device": dict(device),
-        "weights_sha256": file_sha256(folder / WEIGHTS_FILE),
+        "weights_sha256": weights_sha256,
         "rows": [
             {
                 "batch_size": row["batch_size"],

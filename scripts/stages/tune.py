@@ -13,7 +13,7 @@ from __future__ import annotations
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from heads.api.errors import UserError
 from inference.decoding.decode_file import require_tuned, write_tuned
-from inference.manifest import write_json
+from inference.manifest import checkpoint_hash, write_json
 from inference.measure.datasets import load_bench_prompts
 from inference.target.model import TargetModel
 from inference.tune.table import tune_table
@@ -33,6 +33,7 @@ def run(settings: Settings) -> None:
     config, found, screen = settings.tune, chosen(settings), console()
     require_tuned(found.folder)
     files = [found.folder / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    weights = checkpoint_hash(found.folder)
     folder = open_folder(
         settings, settings.run.directory / "tune" / found.name, files, stage_decides=True
     )
@@ -47,7 +48,9 @@ def run(settings: Settings) -> None:
     own = {"name": found.name, "kind": found.kind, "path": shown(found.folder)}
     result = folder.path / TUNE_FILE
     write_json(result, {**facts, "drafter": own, "rows": rows, **tuner.facts()})
-    written = write_tuned(found.folder, facts["target"], facts["device"], rows, facts["command"])
+    written = write_tuned(
+        found.folder, weights, facts["target"], facts["device"], rows, facts["command"]
+    )
     folder.finish()
     screen.print(tune_table(found.name, rows))
     for row in rows:

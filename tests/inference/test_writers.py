@@ -293,3 +293,19 @@ def test_a_turn_is_waited_for(tmp_path: Path) -> None:
     assert (tmp_path / "count").read_text() == "60"
     with turn(tmp_path):
         assert (tmp_path / ".turn.json").is_file()
+
+
+def test_a_long_turn_gives_signs_of_life(tmp_path: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from inference import writers\n"
+        "writers.BEAT_SECONDS = 0.02\n"
+        "with writers.turn(Path(sys.argv[1])):\n"
+        "    path = Path(sys.argv[1]) / '.turn.json'\n"
+        "    begun = path.stat().st_mtime_ns\n"
+        "    while path.stat().st_mtime_ns == begun:\n"
+        "        time.sleep(0.02)\n"
+    )
+    assert forked.start("-c", program, tmp_path).wait(120) == 0
+    assert not list(tmp_path.iterdir())

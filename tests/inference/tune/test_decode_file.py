@@ -30,6 +30,7 @@ from inference.export.engine_folder import prepare, write_layout
 from inference.export.hub.card import card
 from inference.export.hub.config import PushConfig
 from inference.export.layouts.base import Target as ExportTarget
+from inference.manifest import checkpoint_hash
 from inference.report.model import parse_report
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
@@ -83,7 +84,12 @@ def checkpoint(target: TargetModel, folder: Path, rows: list[dict[str, Any]] | N
     save_drafter(medusa, folder, target.info)
     facts = {"id": target.info.id, "revision": target.info.revision}
     write_tuned(
-        folder, facts, device_facts(target.device), ROWS if rows is None else rows, "headstart tune"
+        folder,
+        checkpoint_hash(folder),
+        facts,
+        device_facts(target.device),
+        ROWS if rows is None else rows,
+        "headstart tune",
     )
     return folder
 
@@ -108,6 +114,23 @@ def test_what_is_written_is_read_back(target: TargetModel, tmp_path: Path) -> No
         assert decode.tree().max_depth == item.draft.depth
     assert list(tmp_path.glob("*.partial")) == []
     assert read_tuned(tmp_path / "elsewhere") is None
+
+
+def test_nothing_is_said_of_weights_that_came_meanwhile(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    folder = checkpoint(target, tmp_path)
+    before = (folder / DECODE_FILE).read_bytes()
+    tuned = checkpoint_hash(folder)
+    medusa = new_drafter(
+        "medusa", get_kind("medusa").config_class(), target.info, target.weights, seed=1
+    )
+    next(medusa.parameters()).data.add_(1.0)
+    save_drafter(medusa, folder, target.info)
+    facts = {"id": target.info.id, "revision": target.info.revision}
+    with pytest.raises(UserError, match="was replaced while it was tuned"):
+        write_tuned(folder, tuned, facts, device_facts(target.device), ROWS[:1], "headstart tune")
+    assert (folder / DECODE_FILE).read_bytes() == before
 
 
 def test_the_nearest_row_is_taken_and_sampling_is_not_greedy_decoding(
