@@ -45,7 +45,18 @@ FORMER = ".former"
 """Ends the name of a folder while another one takes its place."""
 WITHIN = {"push": ("export",)}
 """Stage -> stages whose folders lie in its own."""
-ANSWERS = ("shards/shard-*.parquet", "packed/*", "input/*", "records/*")
+PARTS = {
+    "parts": ("*.parquet",),
+    "shards": ("shard-*.parquet",),
+    "packed": ("*/packed.json", "*/*.bin"),
+    "input": ("*.json", "*.bin", "*.jsonl", "rows-*.parquet", "keys/*"),
+    "records": ("*.parquet", "records.json", "*/records.json"),
+}
+"""Folder that a stage keeps inside of its own -> patterns of the files that it writes there; in
+others everything is its own."""
+ANSWERS = tuple(
+    f"{part}/{name}" for part in ("shards", "packed", "input", "records") for name in PARTS[part]
+)
 CHECKPOINT = (
     "config.json",
     "model.safetensors",
@@ -78,7 +89,7 @@ WRITTEN = {
         "transcripts.json",
         "records.jsonl",
         "records.partial.jsonl",
-        "records/*",
+        *(f"records/{name}" for name in PARTS["records"]),
     ),
     "audit": ("audit.json", "audit.md"),
     "watch": ("staleness.json", "watch.json"),
@@ -263,7 +274,10 @@ def restore(out: Path) -> None:
 
 def discard(part: Path) -> None:
     """Delete a folder that a stage keeps inside of its own; one that is not there is no error.
-    Raises `UserError` for a link, and for one in which any stage has left a record."""
+
+    Files in it that the stage does not write there (`PARTS`) are moved aside, next to it. Raises
+    `UserError` for a link, and for one in which any stage has left a record.
+    """
     if part.is_symlink():
         raise UserError(f"'{part}' is a link and is not deleted. Remove it yourself.")
     for inner in _records(part):
@@ -272,6 +286,8 @@ def discard(part: Path) -> None:
                 f"'{part}' is not deleted: stage '{stage_of(inner)}' wrote '{inner}'. Move that "
                 "away first."
             )
+    if part.name in PARTS:
+        _move_aside(part, PARTS[part.name])
     _remove(part)
 
 

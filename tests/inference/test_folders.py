@@ -180,6 +180,29 @@ def test_what_is_deleted_is_named_and_what_is_not_ours_is_moved_aside(
     assert f"run.overwrite: deleting '{own}', which stage 'train' wrote (3 files," in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("part", "own"),
+    [
+        ("parts", "3.parquet"),
+        ("shards", "shard-00000.parquet"),
+        ("packed", "0123/tokens.bin"),
+        ("input", "keys/7.bin"),
+        ("records", "medusa/verifications-00000.parquet"),
+    ],
+)
+def test_what_others_put_into_a_part_outlives_it(tmp_path: Path, part: str, own: str) -> None:
+    folder = tmp_path / part
+    for name in (own, "notes.txt", "copy/notes.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    discard(folder)
+    assert not folder.exists()
+    (aside,) = tmp_path.glob(f"{part}.aside-*")
+    kept = {"notes.txt": b"notes.txt", "copy": None, "copy/notes.txt": b"copy/notes.txt"}
+    assert contents(aside) == kept
+    discard(folder)  # nothing is there, which is no error
+
+
 def test_a_part_is_replaced_whole_and_keeps_what_others_put_there(tmp_path: Path) -> None:
     best = tmp_path / "best"
     for name in ("weights", "notes.txt"):
