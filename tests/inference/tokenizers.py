@@ -81,8 +81,9 @@ def tiny_tokenizer(family: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_micro_target(folder: Path, family: str = "marked") -> Path:
-    """A random two-layer Llama with a tiny tokenizer, saved as a Hugging Face folder."""
+def save_micro_target(folder: Path, family: str = "marked", positions: int = 128) -> Path:
+    """A random two-layer Llama with a tiny tokenizer, saved as a Hugging Face folder. positions:
+    the longest sequence that it takes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -96,7 +97,7 @@ def save_micro_target(folder: Path, family: str = "marked") -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         initializer_range=0.2,
-        max_position_embeddings=128,
+        max_position_embeddings=positions,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
     )
