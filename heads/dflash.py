@@ -133,7 +133,8 @@ class Drafter(BlockModel):
         rows, length = batch.tokens.shape
         slots = self.config.block_size
         scores = self.shape.num_attention_heads * slots * (length + slots)
-        return max(1, losses.CHUNK_ELEMENTS // (rows * max(depths * self.info.vocab_size, scores)))
+        widest = max(depths * self.info.vocab_size, scores, self.config.candidate_scores(depths))
+        return max(1, losses.CHUNK_ELEMENTS // (rows * widest))
 
     def _states(
         self, batch: TrainBatch, contexts: list[KeyValue], anchors: Anchors, depths: int

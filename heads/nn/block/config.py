@@ -106,6 +106,12 @@ class Config(SizeConfig):
         """Weight of the penalty on distractors: `correlator.distractor` where there is one."""
         return self.correlator.distractor if self.dependency == "lilicorr" else 0.0
 
+    def candidate_scores(self, slots: int) -> int:
+        """Attention scores of the correlator over the candidates of a block, of all heads; 0
+        without a correlator."""
+        candidates = slots * self.selector_top_k
+        return self.correlator.heads * candidates**2 if self.dependency == "lilicorr" else 0
+
     def objective(self) -> Objective:
         """What a slot is compared with."""
         return Objective(self.ce, self.kl, self.tv, self.lk, self.annealed_lk)
