@@ -15,9 +15,10 @@ from tests.newcomer.pages import DOCS, FIRST, command, commands, page_name
 from tests.newcomer.reader import Reader, give_files, give_model, reader_in
 
 pytestmark = pytest.mark.slow
-OWN = "target=local target.path=my/model"
+MODEL = "target.path=my/model"
+OWN = f"target=local {MODEL}"
 ON_OWN = {
-    page: [line for line in commands(page) if line.startswith("headstart") and OWN in line]
+    page: [line for line in commands(page) if line.startswith("headstart") and MODEL in line]
     for page in FIRST
 }
 """The commands for a model of one's own on the first pages."""
@@ -58,7 +59,7 @@ def test_other_pages_commands_for_it_run(page: Path, reader: Reader) -> None:
     script = "\n".join(ON_OWN[page])
     give_files(reader.home, script)
     reader.run(script)
-    report = reader.json("outputs/default/report.json")
+    report = reader.json("outputs/own/report.json")
     assert {one["lossless"]["mismatches"] for one in report["drafters"]} == {0}
 
 
@@ -67,12 +68,12 @@ def test_own_prompts_are_divided_and_reported_by_domain(home: Reader) -> None:
     assert "OpenAI messages (column 'messages'), domains from 'domain'" in said
     assert "not read: column 'ticket'" in said
     assert "cannot teach a drafter" in said  # debug=fast
-    inputs = "outputs/default/generate/input"
+    inputs = "outputs/own/generate/input"
     validation, bench = (home.prompts(f"{inputs}/{use}.jsonl") for use in ("validation", "bench"))
     assert validation and bench and not validation & bench
     import pyarrow.parquet as pq
 
-    shards = pq.read_table(home.home / "outputs" / "default" / "generate" / "shards")
+    shards = pq.read_table(home.home / "outputs" / "own" / "generate" / "shards")
     trained = set(shards["id"].to_pylist())
     rows = [
         json.loads(line)
@@ -80,7 +81,7 @@ def test_own_prompts_are_divided_and_reported_by_domain(home: Reader) -> None:
         for line in (home.home / inputs / f"{use}.jsonl").read_text().splitlines()
     ]
     assert trained and not trained & {row["id"] for row in rows}
-    report = home.json("outputs/default/report.json")
+    report = home.json("outputs/own/report.json")
     assert report["target"]["id"] == "my/model"
     domains = {domain for one in report["drafters"] for domain in one["domains"]}
     assert domains and domains <= {"support", "code"}
@@ -89,16 +90,16 @@ def test_own_prompts_are_divided_and_reported_by_domain(home: Reader) -> None:
 
 
 def test_measuring_on_the_training_file_is_refused(home: Reader) -> None:
-    line = f"headstart measure {OWN} bench=jsonl bench.prompts=prompts.jsonl measure.name=leak"
+    line = f"headstart measure {OWN} run.name=own bench=jsonl bench.prompts=prompts.jsonl measure.name=leak"
     said = home.run(line, status=2)
-    assert "were trained on" in said and "medusa" in said
-    assert not (home.home / "outputs" / "default" / "leak" / "report.json").exists()
+    assert "were trained on" in said and "eagle3" in said
+    assert not (home.home / "outputs" / "own" / "leak" / "report.json").exists()
 
 
 def test_a_misspelt_run_is_not_measured(home: Reader) -> None:
-    said = home.run(f"headstart measure {OWN} run.name=defualt", status=2)
-    assert "default" in said.replace("defualt", "")
-    assert not (home.home / "outputs" / "defualt").exists()
+    said = home.run(f"headstart measure {OWN} run.name=onw", status=2)
+    assert "'own'" in said
+    assert not (home.home / "outputs" / "onw").exists()
 
 
 def test_rows_of_token_ids_with_a_loss_mask(reader: Reader) -> None:
