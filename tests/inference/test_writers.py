@@ -19,6 +19,7 @@ from heads.api.errors import UserError
 from inference import writers
 from inference.writers import SILENT_SECONDS, Writer, hold, only_writer, releasing, turn
 from tests import forked
+from tests.waiting import until
 
 HOLDER = """
 import sys
@@ -64,8 +65,8 @@ def test_the_place_of_a_killed_process_is_taken_at_once(
 def test_a_killed_process_whose_parent_has_not_asked_for_it_is_gone(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     left = writer_file(tmp_path, pid=child.pid)
-    while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        time.sleep(0.01)
+    stat = Path(f"/proc/{child.pid}/stat")
+    until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")
     with only_writer(tmp_path):
         assert json.loads(left.read_text())["pid"] == os.getpid()
     child.wait()

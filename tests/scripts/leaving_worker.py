@@ -31,6 +31,7 @@ import scripts.run.runner  # noqa: F401
 import train.run  # noqa: F401
 from scripts.cli import main
 from scripts.run import signals as leaving
+from tests.waiting import until
 
 
 def before(place: str, act: Callable[[], None]) -> None:
@@ -113,8 +114,7 @@ def ranks(folder: Path, command: list[str], place: str) -> list[int]:
         return main(command)
 
     children = [forked(lambda rank=rank: work(rank)) for rank in range(2)]
-    while not there.exists():
-        time.sleep(0.05)
+    until(there.exists, 600.0)
     time.sleep(2.0)  # the other process has nothing to do meanwhile but to come to where it waits
     statuses = []
     for child in reversed(children):

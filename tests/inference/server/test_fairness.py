@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from inference.server.service import SHORT_PROMPT, characters
 from tests.inference.server.front.served import certificate
 from tests.inference.server.running import MODEL, Running, offline, serving
 from tests.inference.server.test_limits import slow
+from tests.waiting import until
 
 WORD = "Hello"
 
@@ -32,14 +32,6 @@ def ask(running: Running, prompt: Any, source: str = "127.0.0.1", tokens: int = 
     with httpx.Client(transport=transport, timeout=60) as client:
         found = client.post(f"{running.base}/v1/completions", json=body)
     return found.status_code, found.json()
-
-
-def until(ready: Callable[[], object]) -> None:
-    """Wait until `ready`."""
-    end = time.monotonic() + 30
-    while not ready():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from heads.api.errors import UserError
 from inference.target import chat, templates
 from tests.inference.tokenizers import tiny_tokenizer
+from tests.waiting import until
 
 TALK = [{"role": "user", "content": "Hello!"}]
 
@@ -50,8 +50,7 @@ def test_a_conversation_that_takes_long_keeps_no_other_one_waiting(quick: None) 
         pass  # both are free again
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(render, LOOP)
-        while not templates.WORKERS[0].lock.locked():
-            time.sleep(0.001)
+        until(templates.WORKERS[0].lock.locked)
         assert render("{{ messages[0].content }}") == "Hello!"
         assert not long.done()
         with pytest.raises(UserError, match="was ended"):

@@ -12,6 +12,7 @@ import pytest
 
 from inference.server.front.limits import DESCRIPTORS_KEPT, connections_within
 from tests.inference.server.front.served import answer, closed, served
+from tests.waiting import until
 
 TOKEN = "a-token-for-the-tests"
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -76,8 +77,7 @@ def test_an_address_may_have_so_many_connections_and_others_are_answered() -> No
         slow = [front.connect("127.0.0.2") for _ in range(3)]
         for connection in slow:
             connection.sendall(post(b"", path=b"/slow"))
-        while len(front.bodies) < 3:
-            time.sleep(0.01)
+        until(lambda: len(front.bodies) == 3)
         status, body = front.ask(GET, "127.0.0.2")  # none of the three can go: all are answered
         assert (status, body["error"]["code"]) == (503, "overloaded")
         assert "are being answered" in body["error"]["message"]
@@ -85,8 +85,8 @@ def test_an_address_may_have_so_many_connections_and_others_are_answered() -> No
         front.open_gate()
         for connection in slow:
             assert answer(connection) == (200, 0)
-        while front.ask(GET, "127.0.0.2")[0] != 200:
-            time.sleep(0.01)  # an answer is read a moment before its connection counts as idle
+        # an answer is read a moment before its connection counts as idle
+        until(lambda: front.ask(GET, "127.0.0.2")[0] == 200)
         idle = [front.connect("127.0.0.2") for _ in range(5)]  # now older ones can
         idle[-1].sendall(GET)
         assert answer(idle[-1]) == (200, 0)
@@ -100,15 +100,15 @@ def test_who_shows_no_token_gives_way_to_others_and_has_no_body_on_open_paths() 
         strangers = [front.connect("127.0.0.2") for _ in range(2)]
         for connection in strangers:
             connection.sendall(GET.replace(b"/ ", b"/open "))
-        while len(front.bodies) < 2:
-            time.sleep(0.01)
+        until(lambda: len(front.bodies) == 2)
         assert front.ask(post(b"abc", right), "127.0.0.3") == (200, 3)
         assert closed(strangers[0])
-        known = [front.connect("127.0.0.2") for _ in range(2)]
-        for connection in known:
-            connection.sendall(post(b"abc", right, path=b"/open"))
-        while len(front.bodies) < 5:
-            time.sleep(0.01)
+        until(lambda: len(front.front.seats) == 1)  # the one that was answered has left
+        known = []
+        for number in (4, 5):
+            known.append(front.connect("127.0.0.2"))
+            known[-1].sendall(post(b"abc", right, path=b"/open"))
+            until(lambda number=number: len(front.bodies) == number)
         assert front.ask(post(b"abc", right), "127.0.0.3")[0] == 503
         front.open_gate()
         for connection in known:
@@ -161,8 +161,7 @@ def test_half_a_body_gives_way_to_a_whole_one() -> None:
         half = [front.connect() for _ in range(3)]
         for number, connection in enumerate(half):
             connection.sendall(post(b"a" * 900, length=b"1000"))
-            while front.front.bodies.held < 900 * (number + 1):
-                time.sleep(0.01)
+            until(lambda number=number: front.front.bodies.held >= 900 * (number + 1))
         assert front.ask(post(b"b" * 1000)) == (200, 1000)
         assert closed(half[0])
         half[1].sendall(b"a" * 100)
@@ -232,16 +231,12 @@ def test_who_leaves_is_noticed_and_who_does_not_read_is_ended() -> None:
     with served(write_seconds=0.5) as front:
         with front.connect() as connection:
             connection.sendall(post(b"", path=b"/watch"))
-            while not front.bodies:
-                time.sleep(0.01)
+            until(lambda: front.bodies)
         assert front.left.wait(5)
         with front.connect() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.sendall(post(b"", path=b"/large"))
-            end = time.monotonic() + 10
-            while len(front.front.seats) and time.monotonic() < end:
-                time.sleep(0.02)
-            assert not len(front.front.seats)
+            until(lambda: not len(front.front.seats))
 
 
 def test_a_large_answer_arrives_whole() -> None:
