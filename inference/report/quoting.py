@@ -25,10 +25,15 @@ def code(text: object) -> str:
     line = one_line(text).replace("|", "\\|")
     if "`" not in line:
         return f"`{line}`"
-    fence = "`" * (max(map(len, _runs(line))) + 1)
-    return f"{fence} {line} {fence}"
+    ticks = "`" * (max(map(len, _runs(line))) + 1)
+    return f"{ticks} {line} {ticks}"
 
 
-def _runs(line: str) -> list[str]:
-    """The runs of backticks in a line."""
-    return "".join(sign if sign == "`" else " " for sign in line).split()
+def fence(text: str) -> str:
+    """Backticks that open and close a block of code with this text, whatever backticks it has."""
+    return "`" * max(3, 1 + max(map(len, _runs(text)), default=0))
+
+
+def _runs(text: str) -> list[str]:
+    """The runs of backticks in a text."""
+    return "".join(sign if sign == "`" else " " for sign in text).split()

@@ -20,7 +20,7 @@ from inference.decoding.rules.names import LOSSY, TEXT, promise, rule_text
 from inference.export.hub.config import PushConfig
 from inference.report import claims, markdown
 from inference.report.model import DraftFacts, Report
-from inference.report.quoting import code, escape, one_line
+from inference.report.quoting import code, escape, fence, one_line
 
 LIBRARY = "headstart"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -40,6 +40,7 @@ ENVIRONMENT.globals |= {
 ENVIRONMENT.filters |= {
     "text": escape,
     "code": code,
+    "fence": fence,
     "literal": lambda text: json.dumps(one_line(text), ensure_ascii=False),
     "shell": lambda text: shlex.quote(one_line(text)),
 }

@@ -60,6 +60,14 @@ def test_what_a_card_quotes_is_text() -> None:
     assert "<img" not in spans and "onerror" in body
 
 
+def test_a_command_does_not_end_its_block() -> None:
+    hostile = "vllm serve x\n```\n<img src=y onerror=alert(1)>\n````"
+    report = {"greedy": parse_report(report_of(DIGEST))}
+    text = card(report, DIGEST, CONFIG, PushConfig("someone/a"), engines={"vllm": hostile})
+    (block,) = re.findall(r"(?s)^(`{5}bash\n.*?^`{5}$)", text, flags=re.MULTILINE)
+    assert hostile in block and text.count("<img") == 1
+
+
 def test_front_matter() -> None:
     matter, _ = written()
     assert matter == {
