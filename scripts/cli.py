@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import select
 import sys
 import time
 from collections.abc import Sequence
@@ -52,16 +53,17 @@ Errors are one message; {debug}=1 adds the traceback."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status: 0, 1 failure, 2 mistake, 3 incomplete, 130 stopped."""
+    """Run one command; its exit status: 0, 1 failure, 2 mistake, 3 incomplete, 130 stopped, 141
+    nobody reads what it prints any more (as a shell says it of other programs)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         require_text(given)
         return dispatch(given)
-    except BrokenPipeError:
-        # The reader of a pipe (`| head`) has gone. Python would complain again when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and (gone := unread_outputs()):
+            for output in gone:  # Python would complain again when it flushes
+                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+            return 141
         if os.environ.get(DEBUG_VARIABLE):
             raise
         complaint = failures.complaint(error)
@@ -75,6 +77,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = "interrupted; the same command continues where this one stopped."
         print(f"\nheadstart: {line}", file=sys.stderr)
         return 130
+
+
+def unread_outputs() -> list[int]:
+    """Of standard output and standard error those that are pipes without a reader (`| head`)."""
+    outputs = select.poll()
+    for output in (1, 2):
+        outputs.register(output, 0)
+    return [
+        output for output, event in outputs.poll(0) if event & (select.POLLERR | select.POLLHUP)
+    ]
 
 
 def tell_torchrun(complaint: str) -> None:

@@ -233,9 +233,20 @@ def test_the_keys_set_most_often_exist(stage: Stage) -> None:
         assert ".".join([group, *below]) in found
 
 
-def test_a_closed_pipe_is_not_an_error() -> None:
-    command = f"{sys.executable} -m scripts.cli train --help | head -1"
-    done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[2]
-    )
-    assert done.stderr == ""
+def test_a_reader_that_goes_ends_the_command_quietly() -> None:
+    process = forked.start("scripts.cli", "train", "--help", apart=True)
+    process.stdout.close()
+    errors = process.stderr
+    assert errors is not None and errors.read() == ""
+    assert process.wait(60) == 141
+
+
+def test_another_broken_pipe_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose(arguments: list[str]) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("scripts.cli.dispatch", lose)
+    assert main(["train"]) != 0
+    assert "Broken pipe" in capsys.readouterr().err
