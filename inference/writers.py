@@ -277,6 +277,19 @@ def releasing() -> Iterator[None]:
             _held[path].release()
 
 
+def clear(folder: Path) -> None:
+    """Remove what writers of `folder` that have ended left behind; nothing of one that runs, and
+    nothing where the folder may only be read."""
+    with suppress(OSError):
+        left = [path for path in folder.iterdir() if is_writer_file(path.name)]
+        if left:
+            with _alone_here(folder):
+                for path in left:
+                    found = read(path)
+                    if found is not None and found.gone():
+                        _put_away(path, found)
+
+
 @contextmanager
 def turn(folder: Path) -> Iterator[None]:
     """Wait until this thread is the only one, in any process, in such a block of the folder."""

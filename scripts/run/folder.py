@@ -30,7 +30,7 @@ from inference.manifest import (
     write_bytes,
     write_json,
 )
-from inference.writers import Hold, hold, is_writer_file
+from inference.writers import Hold, clear, hold, is_writer_file
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, complete
 from scripts.run.process import Session, is_main_process, now, say, shown, this_session
@@ -150,6 +150,7 @@ def open_folder(
     if not config.overwrite:
         done = complete_record(path, settings, hashes, stage_decides)
         if done is not None:  # nothing is written: the folder need not be held
+            clear(path)  # of a process that was killed as it gave the folder up
             return StageFolder(path, True, done)
     held = None if several else hold(path)
     if is_main_process():

@@ -17,7 +17,7 @@ import pytest
 
 from heads.api.errors import UserError
 from inference import writers
-from inference.writers import SILENT_SECONDS, Writer, hold, only_writer, releasing, turn
+from inference.writers import SILENT_SECONDS, Writer, clear, hold, only_writer, releasing, turn
 from tests import forked
 from tests.waiting import until
 
@@ -274,6 +274,20 @@ def test_a_process_that_outlives_its_launch_is_noticed(
     assert [path.name for path in tmp_path.iterdir()] == [".writer-1.json"]
     left.release()
     hold(tmp_path).release()
+
+
+def test_what_a_killed_writer_left_is_cleared_and_a_running_one_stays(
+    tmp_path: Path, holder: forked.Process
+) -> None:
+    out = tmp_path / "out"
+    (out / "result").write_text("x")
+    clear(out)
+    assert (out / ".writer.json").is_file()
+    holder.kill()
+    holder.wait()
+    clear(out)
+    clear(tmp_path / "absent")
+    assert [path.name for path in out.iterdir()] == ["result"]
 
 
 def test_a_turn_is_waited_for(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ nothing is deleted by mistake."""
 from __future__ import annotations
 
 import json
+import socket
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -115,6 +116,11 @@ def test_the_same_settings_continue_and_then_skip(in_folder: Path) -> None:
     assert open_folder(given, Path("out")).complete
     # skipping leaves no trace
     assert len(json.loads(Path("out/run.json").read_text())["sessions"]) == 2
+    # a process that was killed when all was done may have left its file
+    left = Path("out/.writer.json")
+    left.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "token": "x"}))
+    assert open_folder(given, Path("out")).complete
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("complete", [False, True])
