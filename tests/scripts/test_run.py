@@ -4,8 +4,8 @@ nothing is deleted by mistake."""
 from __future__ import annotations
 
 import json
-import socket
 import shutil
+import socket
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
