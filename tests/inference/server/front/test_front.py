@@ -113,8 +113,9 @@ def test_who_shows_no_token_gives_way_to_others_and_has_no_body_on_open_paths() 
         front.open_gate()
         for connection in known:
             assert answer(connection) == (200, 3)
-        assert front.ask(post(b"a", path=b"/health"))[0] == 413
-        assert front.ask(post(b"", path=b"/health")) == (200, 0)
+        # an answer is read a moment before its connection counts as idle and can give way
+        until(lambda: front.ask(post(b"a", path=b"/health"))[0] == 413)
+        until(lambda: front.ask(post(b"", path=b"/health")) == (200, 0))
         for connection in (*strangers, *known):
             connection.close()
 
