@@ -22,6 +22,7 @@ import platform
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -83,6 +84,12 @@ def report(given: argparse.Namespace) -> None:
     print(json.dumps(content, indent=2))
 
 
+def folder_and_depth(given: str) -> tuple[Path, int | None]:
+    """FOLDER or FOLDER:DEPTH."""
+    folder, _, depth = given.rpartition(":") if given[-1:].isdigit() else (given, "", "")
+    return (Path(folder), int(depth)) if folder else (Path(given), None)
+
+
 def measure_loops(
     given: argparse.Namespace, target: TargetModel, compiled: bool
 ) -> tuple[int, Facts]:
@@ -91,9 +98,11 @@ def measure_loops(
         shape="chain", depth=given.depth, max_new_tokens=given.tokens, compile=compiled
     )
     arms = []
-    for path in dict.fromkeys([*given.drafter, *filter(None, [given.assistant])]):
+    depths = dict(given.drafter)
+    for path in dict.fromkeys([*depths, *filter(None, [given.assistant])]):
         drafter = load_drafter(path, target.info, target.weights)
-        arms.append(Arm(read_config(path)["kind"], drafter, decode, str(path)))
+        draft = replace(decode, depth=depths.get(path) or given.depth)
+        arms.append(Arm(read_config(path)["kind"], drafter, draft, str(path)))
     if not arms:
         settings = get_kind("ngram").config_class()
         drafter = new_drafter("ngram", settings, target.info, target.weights, seed=0)
@@ -217,7 +226,13 @@ main = command(
     repeats=1,
     threads=(0, "0: as torch chooses"),
     dtype={"default": "float32", "choices": sorted(DTYPES)},
-    drafter={"type": Path, "action": "append", "default": [], "help": "may be repeated"},
+    drafter={
+        "type": folder_and_depth,
+        "action": "append",
+        "default": [],
+        "metavar": "FOLDER[:DEPTH]",
+        "help": "with a depth of its own where it cannot draft so deep; may be repeated",
+    },
     depth=(4, "drafted tokens of a chain"),
     assistant={"type": Path, "help": "a checkpoint of kind distilled"},
     compile={"action": argparse.BooleanOptionalAction, "default": True},
