@@ -86,8 +86,8 @@ def report(given: argparse.Namespace) -> None:
 
 def folder_and_depth(given: str) -> tuple[Path, int | None]:
     """FOLDER or FOLDER:DEPTH."""
-    folder, _, depth = given.rpartition(":") if given[-1:].isdigit() else (given, "", "")
-    return (Path(folder), int(depth)) if folder else (Path(given), None)
+    folder, _, depth = given.rpartition(":")
+    return (Path(folder), int(depth)) if folder and depth.isdigit() else (Path(given), None)
 
 
 def measure_loops(
