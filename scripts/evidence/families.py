@@ -3,7 +3,8 @@ families.{json,md,png}.
 
 It measures nothing. It reads the run of `headstart loop experiment=families`: the trainings of
 every row (at the learning rate whose tau on the validation prompts was best) and four measurements
-of all rows on the same held-out prompts: chain and tree, at temperature 0 and 1.
+of all rows on the same held-out prompts: chain and tree, at temperature 0 and 1. --page writes the
+page alone again, from families.json, after scripts.evidence.throughput has measured.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ ABOUT = (
 
 
 def report(given: argparse.Namespace) -> None:
+    """The report, its page and its picture; --page writes the page alone, from the report."""
+    if given.page:
+        content = read_json(REPORTS / "families.json")
+        write_report(REPORTS / "families", content, markdown(content))
+        return
     content = collect(given.run)
     write_report(REPORTS / "families", content, markdown(content))
     bars = {}
@@ -74,8 +80,6 @@ def collect(folder: Path) -> Facts:
                 "continues where it ended."
             )
         reports[column] = read_report(path)
-    throughput = read_json(REPORTS / "throughput.json").get("rows", [])
-    speeds = {row["name"]: row["tokens_per_second"] for row in throughput}
     chain = reports["chain"]
     return {
         "format": 1,
@@ -96,7 +100,6 @@ def collect(folder: Path) -> Facts:
                     column: measured_row(found.drafter(one.name), column == "chain")
                     for column, found in reports.items()
                 },
-                "training_tokens_per_second": speeds.get(one.name),
             }
             for one in chain.drafters
         ],
@@ -131,8 +134,11 @@ def measured_row(found: DrafterResult, timed: bool) -> Facts:
 
 
 def markdown(content: Facts) -> list[str]:
-    """The lines of the page: the table, and the rates that were tried."""
+    """The lines of the page: the table, with the training speeds of throughput.json, and the rates
+    that were tried."""
     rows = by_tau(content)
+    throughput = read_json(REPORTS / "throughput.json").get("rows", [])
+    speeds = {row["name"]: row["tokens_per_second"] for row in throughput}
     domains = sorted(rows[0]["measured"]["chain"]["domains"])
     header = ["drafter", "parameters", "steps", "training tokens/s"]
     header += [f"tau {title}" for _, title in MEASURES.values()]
@@ -156,7 +162,7 @@ def markdown(content: Facts) -> list[str]:
         "",
         *conditions,
         "",
-        *markdown_table(header, [table_row(row) for row in rows]),
+        *markdown_table(header, [table_row(row, speeds.get(row["name"])) for row in rows]),
         "",
         "![tau and speedup by family](families.png)",
         "",
@@ -172,10 +178,10 @@ def by_tau(content: Facts) -> list[Facts]:
     return sorted(content["rows"], key=lambda row: -row["measured"]["chain"]["tau"])
 
 
-def table_row(row: Facts) -> list[str]:
-    """One line of the table."""
+def table_row(row: Facts, speed: float | None) -> list[str]:
+    """One line of the table. speed: training tokens per second."""
     measured, trained = row["measured"], row["trainings"]
-    chain, speed = measured["chain"], row["training_tokens_per_second"]
+    chain = measured["chain"]
     lossless = [
         sum(found["lossless"][key] for found in measured.values())
         for key in ("identical", "sequences")
@@ -193,7 +199,11 @@ def table_row(row: Facts) -> list[str]:
     ]
 
 
-main = command(report, run={"positional": True, "type": Path, "nargs": "?", "default": FAMILIES})
+main = command(
+    report,
+    run={"positional": True, "type": Path, "nargs": "?", "default": FAMILIES},
+    page={"action": "store_true", "help": "write the page again, with throughput.json of today"},
+)
 
 if __name__ == "__main__":
     sys.exit(main())

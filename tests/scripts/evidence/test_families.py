@@ -54,6 +54,11 @@ def test_the_table_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mo
     assert "0.75 | 0.69 | 1.80 [1.70, 1.90] | 82% | 256/256 |" in lines[0]
     assert "| good | 0.001: 1.50, 0.01: 2.50, 0.1: 2.00 |" in text
     assert (tmp_path / "reports" / "families.png").stat().st_size > 10_000
+    speeds["rows"][0]["tokens_per_second"] = 999.0
+    (tmp_path / "reports" / "throughput.json").write_text(json.dumps(speeds))
+    assert families.main(["--page"]) == 0
+    again = (tmp_path / "reports" / "families.md").read_text()
+    assert again == text.replace("| 7 | 1,234 |", "| 7 | 999 |")
 
 
 def test_a_speedup_whose_interval_holds_1_is_not_claimed(tmp_path: Path) -> None:
