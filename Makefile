@@ -49,7 +49,7 @@ test: $(NEEDS)
 test-all: $(NEEDS)
 	$(PYTHON) -m pytest -q $(PYTEST_ARGS)
 
-# Attacks on every stage and both servers: about an hour on two cores, `make test-chaos CHAOS_ARGS=--sample` two minutes. Parts that
+# Attacks on every stage and both servers: about an hour on two cores, `make test-chaos CHAOS_ARGS=--sample` three minutes. Parts that
 # mount small disks need root.
 test-chaos: $(NEEDS)
 	$(PYTHON) -m tests.chaos $(CHAOS_ARGS)
