@@ -11,14 +11,16 @@ from heads.api.errors import UserError
 from heads.nn.block.losses import Objective, Weighting, d_pace, log_probability
 
 
-def test_d_pace_is_the_gradient_of_the_expected_accepted_length() -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.5, 1.0])
+def test_d_pace_is_the_gradient_of_the_expected_accepted_length(smoothing: float) -> None:
+    """Of the smoothed confidences, in their logarithms."""
     right = torch.log(
         torch.rand(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     )
     valid = torch.ones(4, 5, dtype=torch.bool)
     valid[1, 3:] = False
     valid[2, 1] = False  # what lies behind a gap is never reached
-    leaves = right.clone().requires_grad_()
+    leaves = ((1 - smoothing) * right.exp() + smoothing).log().requires_grad_()
     length = torch.zeros((), dtype=torch.float64)
     for block in range(4):
         product = torch.ones((), dtype=torch.float64)
@@ -28,15 +30,19 @@ def test_d_pace_is_the_gradient_of_the_expected_accepted_length() -> None:
             product = product * leaves[block, depth].exp()
             length = length + product
     (expected,) = torch.autograd.grad(length, leaves)
-    torch.testing.assert_close(d_pace(right, valid), expected)
-    assert not d_pace(leaves, valid).requires_grad
+    torch.testing.assert_close(d_pace(right, valid, smoothing), expected)
+    assert not d_pace(leaves, valid, smoothing).requires_grad
 
 
 def test_d_pace_spelt_out() -> None:
     weights = d_pace(
-        torch.log(torch.tensor([[0.5, 0.8, 0.25]])), torch.ones(1, 3, dtype=torch.bool)
+        torch.log(torch.tensor([[0.5, 0.8, 0.25]])), torch.ones(1, 3, dtype=torch.bool), 0.0
     )
     torch.testing.assert_close(weights, torch.tensor([[0.5 + 0.4 + 0.1, 0.4 + 0.1, 0.1]]))
+    smoothed = Weighting("d_pace", 0.0, 4)(
+        torch.log(torch.tensor([[0.5, 0.0]])), torch.ones(1, 2, dtype=torch.bool)
+    )
+    torch.testing.assert_close(smoothed, torch.tensor([[0.75 + 0.375, 0.375]]))
 
 
 @pytest.mark.parametrize(("size", "gamma"), [(16, 7.0), (10, 5.0), (7, 4.0)])

@@ -91,6 +91,9 @@ class Config(SizeConfig):
     the accepted length)."""
     gamma: float = 0.0
     """Of the exponential weights, in depths; 0: (block_size + 5) / 3."""
+    d_pace_smoothing: UnitInterval = 0.5
+    """Of d_pace: how far the drafter's probabilities are moved towards 1 (0 to 1; at 1 depths weigh
+    by what lies behind them alone)."""
 
     def __post_init__(self) -> None:
         self.objective()
@@ -118,4 +121,4 @@ class Config(SizeConfig):
 
     def weighting(self) -> Weighting:
         """How much each depth weighs."""
-        return Weighting(self.depth_weights, self.gamma, self.block_size)
+        return Weighting(self.depth_weights, self.gamma, self.block_size, self.d_pace_smoothing)

@@ -8,8 +8,9 @@ the right token at that depth,
     w_k = d / d log c_k  sum over m of prod over j <= m of c_j  =  sum over m >= k of prod over j <=
                          m of c_j,
 
-with c_j the drafter's own probability of the right token, without gradient: the confidence
-accumulated up to k times the value of going on from there.
+with c_j the drafter's own probability q_j of the right token, without gradient: the confidence
+accumulated up to k times the value of going on from there. Smoothing a (its equation 7) takes c_j =
+(1 - a) q_j + a, so that deep tokens are learned before the first ones are right.
 
 Legend: M blocks, K depths, R supervised (block, depth) pairs, V vocabulary.
 """
@@ -82,11 +83,12 @@ class Objective:
 @dataclass(frozen=True)
 class Weighting:
     """How much each depth weighs. gamma: of the exponential, in depths; 0: (block size + 5) / 3,
-    which gives the published 7, 5 and 4 for blocks of 16, 10 and 7."""
+    which gives the published 7, 5 and 4 for blocks of 16, 10 and 7; smoothing: of D-PACE."""
 
     name: str
     gamma: float
     block_size: int
+    smoothing: float = 0.5
 
     def __post_init__(self) -> None:
         if self.name not in WEIGHTINGS:
@@ -99,7 +101,7 @@ class Weighting:
     def __call__(self, right: Tensor, valid: Tensor) -> Tensor:
         """Weights [M, K] without gradient, by `right` log-probabilities where `valid` [M, K]."""
         if self.name == "d_pace":
-            return d_pace(right, valid)
+            return d_pace(right, valid, self.smoothing)
         depths = torch.arange(right.shape[1], device=right.device, dtype=right.dtype)
         if self.name == "uniform":
             return torch.ones_like(depths).expand_as(right)
@@ -107,10 +109,10 @@ class Weighting:
         return (-depths / gamma).exp().expand_as(right)
 
 
-def d_pace(right: Tensor, valid: Tensor) -> Tensor:
-    """D-PACE's weights [M, K] (2605.18810) for log c [M, K]; the first invalid depth ends it."""
-    # prod over j <= m of c_j
-    reached = right.detach().masked_fill(~valid, float("-inf")).cumsum(1).exp()
+def d_pace(right: Tensor, valid: Tensor, smoothing: float) -> Tensor:
+    """D-PACE's weights [M, K] (2605.18810) for log q [M, K]; the first invalid depth ends it."""
+    confidence = torch.lerp(right.detach().exp(), torch.ones_like(right), smoothing)
+    reached = (confidence * valid).cumprod(1)
     return reached.flip(1).cumsum(1).flip(1)
 
 

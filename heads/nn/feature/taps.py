@@ -55,6 +55,8 @@ class TapConfig(base.SizeConfig):
     """RMSNorm on every query and key head, as in Qwen3."""
     draft_vocab_size: Size = 0
     """Tokens that can be drafted, the training data's most frequent; 0: all."""
+    train_lm_head: bool = True
+    """Train the LM head, which starts as the target's; off: keep it as it is."""
     hard_label_weight: UnitInterval = 0.0
     """Share of the loss taken against the sampled token, not the target's distribution."""
 
@@ -87,6 +89,7 @@ class TapDrafter(ReducedDrafter):
         self.norm = RMSNorm(hidden, info.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, self.reduce_to(config.draft_vocab_size), bias=False)
         set_matrix(self.lm_head.weight, False)
+        self.lm_head.requires_grad_(config.train_lm_head)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """Random layers; final norm and LM head start from the target's, and the fused feature as
