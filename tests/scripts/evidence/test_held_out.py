@@ -24,15 +24,11 @@ def test_the_page_says_what_does_not_hold() -> None:
             {"above": "eagle", "below": "medusa", "holds": True, "difference": 0.2},
             {"above": "eagle3", "below": "eagle", "holds": False, "difference": -0.1},
         ],
-        "against_speculators": [
-            {"kind": "eagle3", "ours": 1.6, "speculators": 1.8, "holds": False}
-        ],
     }
     page = "\n".join(held_out.markdown(content))
     assert page.index("| eagle |") < page.index("| medusa |")
     assert "| eagle above medusa | +0.20 | yes |" in page
     assert "| eagle3 above eagle | -0.10 | no |" in page
-    assert "| eagle3 at least speculators | -0.20 | no |" in page
 
 
 def test_rows_are_those_of_the_families() -> None:

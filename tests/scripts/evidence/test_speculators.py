@@ -18,9 +18,10 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
-from scripts.evidence import speculators
+from scripts.evidence import sides, speculators
 from scripts.evidence.foreign import speculators_worker
-from scripts.evidence.speculators import Setting, Side, timing
+from scripts.evidence.sides import Setting, Side
+from scripts.evidence.speculators import timing
 from tests.train.micro_run import prepare
 from train.data.pack import PackedData
 
@@ -42,7 +43,7 @@ def test_rows_are_the_documents_of_our_training(
     tokens = setting.write_rows()
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    data = PackedData.from_manifest(micro / "answers", target.info, speculators.LENGTH)
+    data = PackedData.from_manifest(micro / "answers", target.info, sides.LENGTH)
     assert tokens == data.report.tokens == sum(len(row["tokens"]) for row in rows)
     assert sum(sum(row["mask"]) for row in rows) == int(data.supervised.sum())
     assert all(len(row["mask"]) == len(row["tokens"]) for row in rows)
@@ -179,7 +180,9 @@ def test_speeds_are_ratios_of_sums_after_the_warm_rounds(
     ours, single = Clock(1.0, 800, 300), Clock(1.5, 800, 150)
     long, short = Clock(8.0, 800, 600), Clock(2.0, 400, 200)
     monkeypatch.setattr(
-        Setting, "ours", lambda self, kind, name, steps, at_once=8: ours if at_once == 8 else single
+        speculators,
+        "our_side",
+        lambda setting, kind, name, steps, at_once=8: ours if at_once == 8 else single,
     )
     monkeypatch.setattr(
         Setting,
@@ -187,8 +190,8 @@ def test_speeds_are_ratios_of_sums_after_the_warm_rounds(
         lambda self, kind, name, places, flags, epochs: long if places == 4096 else short,
     )
     monkeypatch.setattr(Setting, "making", lambda self, kind: {"tokens": 1000, "seconds": 10.0})
-    setting = Setting("python", tmp_path, tmp_path, tmp_path, 1, shorter=(512,))
-    found = timing(setting, "eagle3", warm=1, rounds=2)
+    setting = Setting("python", tmp_path, tmp_path, tmp_path, 1)
+    found = timing(setting, "eagle3", warm=1, rounds=2, shorter=(512,))
     assert (long.counts, short.counts) == ([2, 2, 2, 0], [16, 16, 16, 0])
     rows = found["sides"]
     assert rows["speculators, rows of 4096"]["tokens_per_second"] == pytest.approx(1600 / (16 + 24))

@@ -1,0 +1,233 @@
+"""Our drafters and those of vLLM's `speculators`, each by its best recipe, on the same answers.
+
+    python -m scripts.evidence.peers --python PYTHON [--targets embedded held_out] [--kinds eagle3]
+
+PYTHON is one that has speculators. Both sides read the same documents of the same target for the
+same number of passes, 1,024 tokens a step, with drafters of the same number of layers, blocks and
+anchors. The library keeps its own recipe (its loss, optimiser, schedule and norms), ours is that of
+conf/head. Both sweep the same learning rates, and each keeps the one whose tau on the validation
+prompts is best; that rate is trained with two further seeds. The three drafters of both sides are
+decoded by our decoder on other prompts: chains of 3, 5 and 7, at temperature 0 and at 1, there by
+every rule that keeps the target's distribution.
+
+Writes docs/reports/peers.{json,md}. Every training and every measurement is kept under --work, and
+the command goes on where it was interrupted; what is measured so far is in the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from heads.api.registry import get_kind
+from inference.decoding.config import DecodeConfig
+from inference.measure.config import process_facts
+from inference.measure.metrics import Totals
+from inference.report.markdown import markdown_table
+from inference.target.hardware import device_facts
+from scripts.evidence.common import Facts, cell, read_json, settings_of, write_report
+from scripts.evidence.sides import LENGTH, VERSION, Setting
+from scripts.evidence.small_targets import PLACES, SEEDS, Bench, Place, compared
+from scripts.tools.common import REPORTS, ROOT, command
+
+TOKENS, EPOCHS = 1024, 2
+"""Tokens of a step, and passes over the answers."""
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+DEPTHS = (3, 5, 7)
+RULES = ((0.0, "match"), (1.0, "match"), (1.0, "rejection"), (1.0, "block"))
+"""Temperature and rule. At temperature 0 all rules accept the same drafts."""
+NEW_TOKENS = 96
+ANCHORS = 128
+"""Blocks that a step of a block drafter learns from."""
+ROWS = TOKENS // LENGTH
+OURS: dict[str, list[str]] = {
+    "eagle3": ["head=eagle3"],
+    "dflash": ["head=dflash", f"head.num_anchors={ANCHORS // ROWS}"],
+    "dspark": ["head=dspark", "head.block_size=8", f"head.num_anchors={ANCHORS // ROWS}"],
+    "peagle": ["head=peagle"],
+}
+"""Kind -> the overrides that make it, apart from the rate and the seed."""
+
+
+class Contest(Bench):
+    """The trainings of both sides on one target."""
+
+    def __init__(self, python: str, place: Place, work: Path, threads: int, prompts: int) -> None:
+        super().__init__(place, work, threads, prompts)
+        self.setting = Setting(python, place.answers, place.target, work / "speculators", threads)
+
+    def best(self, kind: str, side: str) -> tuple[dict[float, float], list[Path]]:
+        """tau on the validation prompts by rate, and the checkpoints of all seeds at the best."""
+        score = {rate: self.score(self.trained(kind, side, rate, SEEDS[0])) for rate in RATES}
+        rate = max(score, key=score.__getitem__)
+        return score, [self.trained(kind, side, rate, seed) for seed in SEEDS]
+
+    def trained(self, kind: str, side: str, rate: float, seed: int) -> Path:
+        """The checkpoint of a training, which is done now if it is not there."""
+        name = f"{kind}-{side}-{rate:g}-{seed}"
+        if side == "speculators":
+            return self.once(name, lambda out: self.train_theirs(kind, name, rate, seed, out))
+        words = [*OURS[kind], f"optim.lr={rate}", f"run.seed={seed}", f"train.epochs={EPOCHS}"]
+        words += [f"train.global_batch={ROWS}", f"train.micro_batch={ROWS}"]
+        return self.train(name, *words)
+
+    def train_theirs(self, kind: str, name: str, rate: float, seed: int, out: Path) -> Facts:
+        """Let the library train its kind, and convert what it saved."""
+        self.setting.write_rows()
+        words = [*self.their_flags(kind), "--lr", f"{rate}"]
+        side = self.setting.theirs(kind, name, TOKENS, words, EPOCHS, seed)
+        begun = side.answer()
+        steps = EPOCHS * int(begun["steps_per_epoch"])
+        side.train(steps, self.setting.work / f"theirs-{name}" / "saved")
+        self.setting.converted(name).rename(out)
+        return {"steps": steps, "trained_weights": begun["trained_weights"]}
+
+    def their_flags(self, kind: str) -> list[str]:
+        """The sizes that both sides share, as the library is told them; all else is its own."""
+        if kind in ("eagle3", "peagle"):
+            return []
+        head = settings_of("train", "experiment=[families]", *OURS[kind]).head
+        drafter = get_kind(head.kind).drafter_class(head.config, self.model.info)
+        layers = range(len(drafter.layers))
+        words = ["--num-layers", len(layers), "--full-attention-indices", *layers]
+        words += ["--block-size", head.config.block_size, "--max-anchors", ANCHORS]
+        return [str(word) for word in words]
+
+    def measured(self, checkpoint: Path) -> Iterator[tuple[tuple[float, str, int], Totals]]:
+        """Temperature, rule and depth, and what a drafter does with the measured prompts."""
+        for temperature, rule in RULES:
+            for depth in DEPTHS:
+                decode = DecodeConfig(
+                    temperature=temperature,
+                    rule=rule,
+                    depth=depth,
+                    max_new_tokens=NEW_TOKENS,
+                    batch_size=16,
+                )
+                name = f"{rule}-{temperature:g}-{depth}"
+                found = self.totals(checkpoint, name, self.measuring, decode)
+                yield (temperature, rule, depth), found
+
+
+# The report
+
+
+def report(given: argparse.Namespace) -> None:
+    """Train, decode, and write the report after every kind."""
+    content: Facts = read_json(given.out.with_suffix(".json")) or {"format": 1, "rows": []}
+    for target in given.targets:
+        work = given.work.resolve() / target
+        contest = Contest(given.python, PLACES[target], work, given.threads, given.prompts)
+        for kind in given.kinds:
+            rows, facts = compare(contest, kind)
+            kept = [
+                row for row in content["rows"] if (row["target"], row["kind"]) != (target, kind)
+            ]
+            content["rows"] = [*kept, *({"target": target, "kind": kind, **row} for row in rows)]
+            content.setdefault("trainings", {}).setdefault(target, {})[kind] = facts
+            content["settings"] = {
+                **process_facts(),
+                "device": device_facts(torch.device("cpu")),
+                "speculators": VERSION,
+                "tokens_per_step": TOKENS,
+                "passes": EPOCHS,
+                "rates": RATES,
+                "seeds": SEEDS,
+                "prompts": given.prompts,
+                "new_tokens": NEW_TOKENS,
+            }
+            content["command"] = "python -m scripts.evidence.peers --python PYTHON"
+            write_report(given.out, content, markdown(content))
+    print("\n".join(table(content["rows"])))
+
+
+def compare(contest: Contest, kind: str) -> tuple[list[Facts], Facts]:
+    """The rows of a kind on a target, and what its trainings were."""
+    found: dict[str, dict[tuple[float, str, int], list[Totals]]] = {}
+    trainings: Facts = {}
+    for side in ("ours", "speculators"):
+        score, checkpoints = contest.best(kind, side)
+        trainings[side] = {
+            **contest.facts(checkpoints[0]),
+            "rate": max(score, key=score.__getitem__),
+            "validation_tau_by_rate": {f"{rate:g}": tau for rate, tau in score.items()},
+        }
+        ways = found[side] = {}
+        for checkpoint in checkpoints:
+            for way, totals in contest.measured(checkpoint):
+                ways.setdefault(way, []).append(totals)
+    rows = []
+    for way, ours in found["ours"].items():
+        temperature, rule, depth = way
+        row: Facts = {"temperature": temperature, "rule": rule, "depth": depth}
+        rows.append(row | compared(ours, found["speculators"][way]))
+    return rows, trainings
+
+
+def table(rows: Sequence[Mapping[str, Facts]]) -> list[str]:
+    header = [
+        "target",
+        "kind",
+        "T",
+        "rule",
+        "K",
+        "tau, ours",
+        "tau, speculators",
+        "(tau - 1) ratio",
+    ]
+    return markdown_table(
+        header,
+        [
+            [
+                *(row[key] for key in ("target", "kind", "temperature", "rule", "depth")),
+                cell(row["ours"]["tau"], row["ours"]["tau_ci95"]),
+                cell(row["theirs"]["tau"], row["theirs"]["tau_ci95"]),
+                cell(row["ratio"], row["ratio_ci95"]),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def markdown(content: Facts) -> list[str]:
+    """The lines of peers.md."""
+    trainings = [
+        [target, kind, side, f"{found['rate']:g}", found["steps"]]
+        for target, kinds in content["trainings"].items()
+        for kind, sides in kinds.items()
+        for side, found in sides.items()
+    ]
+    return [
+        "# Headstart and speculators on the same answers",
+        "",
+        f"speculators {VERSION} by its own recipe, Headstart by that of conf/head; the same "
+        f"documents, {EPOCHS} passes, {TOKENS:,} tokens a step, equal layers, blocks and anchors. "
+        f"Both tried the rates {', '.join(f'{rate:g}' for rate in RATES)}, and each kept the one "
+        "with the best tau on the validation prompts; three seeds. All drafters are decoded by "
+        "Headstart, on prompts that neither side saw. Intervals: 95% bootstrap over prompts and "
+        f"seeds. Made by `{content['command']}`; all figures: peers.json.",
+        "",
+        *table(content["rows"]),
+        "",
+        *markdown_table(["target", "kind", "side", "best rate", "steps"], trainings),
+        "",
+    ]
+
+
+main = command(
+    report,
+    python={"required": True, "help": f"a python that has speculators {VERSION}"},
+    targets={"nargs": "+", "choices": sorted(PLACES), "default": sorted(PLACES)},
+    kinds={"nargs": "+", "choices": sorted(OURS), "default": sorted(OURS)},
+    work=ROOT / "outputs" / "peers",
+    prompts=(48, "held-out prompts that are decoded"),
+    threads=2,
+    out=(REPORTS / "peers", "without its ending"),
+)
+
+if __name__ == "__main__":
+    sys.exit(main())
