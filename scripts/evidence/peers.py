@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -168,7 +168,7 @@ def compare(contest: Contest, kind: str) -> tuple[list[Facts], Facts]:
     return rows, trainings
 
 
-def table(rows: Sequence[Mapping[str, Facts]]) -> list[str]:
+def table(rows: Sequence[Facts]) -> list[str]:
     header = [
         "target",
         "kind",
