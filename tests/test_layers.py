@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import grimp
@@ -16,6 +17,8 @@ import pytest
 
 from heads.api.kinds import own_kinds
 from inference.kernels.dispatch import all_ops
+from inference.measure.vllm_process import SCRIPT
+from scripts.evidence.sides import WORKER
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("heads", "inference", "train", "scripts", "headstart")
@@ -149,6 +152,15 @@ def test_the_launchers_are_sound_shell() -> None:
                 [*checker, str(script)], capture_output=True, text=True, timeout=60
             )
             assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_scripts_for_other_environments_have_no_neighbours_that_libraries_import() -> None:
+    """Python puts a script's folder in front: a profile.py beside it would be the library's."""
+    taken = {*sys.stdlib_module_names, *packages_distributions()}
+    folders = sorted(REPOSITORY.glob("[!.]*/**/foreign"))
+    assert SCRIPT.parent in folders and WORKER.parent in folders
+    for folder in folders:
+        assert not taken & {path.stem for path in folder.iterdir()}, folder
 
 
 FOLDERS = "inference/folders.py"

@@ -1,5 +1,5 @@
-"""vLLM on the same prompts: `vllm_worker.py` in a process of its own, run by the Python of vLLM's
-environment.
+"""vLLM on the same prompts: `foreign/vllm_worker.py` in a process of its own, run by the Python of
+vLLM's environment.
 
 It is not interleaved with our arms, because a loaded engine takes memory and threads even when it
 is idle, and reports label it so. Prompts are passed as token ids; answers are token ids, tokens per
@@ -24,11 +24,11 @@ from heads.api.reading import read_json
 from inference.decoding.arm import Arm
 from inference.decoding.requests import Request
 from inference.measure.baselines import BaselinesConfig, assistant_arm, write_llama
+from inference.measure.foreign.vllm_worker import ServedMode, ServingMode, ServingRequest
 from inference.measure.prompts import Requests
-from inference.measure.vllm_worker import ServedMode, ServingMode, ServingRequest
 from inference.target.model import TargetModel
 
-SCRIPT = Path(__file__).with_name("vllm_worker.py")
+SCRIPT = Path(__file__).with_name("foreign") / "vllm_worker.py"
 LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
 """The longest and shortest run of tokens that is looked up, as in kind ngram."""
 

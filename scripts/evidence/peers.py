@@ -25,6 +25,7 @@ import torch
 
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
+from inference.folders import copy_plain
 from inference.measure.config import process_facts
 from inference.measure.metrics import Totals
 from inference.report.markdown import markdown_table
@@ -83,7 +84,7 @@ class Contest(Bench):
         begun = side.answer()
         steps = EPOCHS * int(begun["steps_per_epoch"])
         side.train(steps, self.setting.work / f"theirs-{name}" / "saved")
-        self.setting.converted(name).rename(out)
+        copy_plain(self.setting.converted(name), out)
         return {"steps": steps, "trained_weights": begun["trained_weights"]}
 
     def their_flags(self, kind: str) -> list[str]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
-from inference.folders import discard
+from inference.folders import copy_plain, discard
 from inference.manifest import write_json
 from inference.measure.metrics import RESAMPLES, Floats, Totals, tau_estimate
 from inference.measure.prompts import Prompt, load_prompts, select_prompts
@@ -100,7 +100,7 @@ class Bench:
             words += [f"run.threads={self.threads}", "train.eval_every=0", "train.parity=false"]
             run_on_target("train", self.place.target, place, *overrides, *words)
             made = place / "train" / name
-            (made / "best").rename(out)
+            copy_plain(made / "best", out)
             manifest = read_json(made / "manifest.json")
             return {key: manifest[key] for key in ("steps", "tokens", "seconds")}
 

@@ -33,10 +33,10 @@ from inference.export.check.verify import find_source
 from inference.export.layouts.folder import Folder
 from inference.integrity import require_unchanged
 from inference.measure import vllm_process
+from inference.measure.foreign.vllm_worker import ServedMode, ServingMode
 from inference.measure.metrics import divide
 from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.measure.vllm_process import EngineProcess
-from inference.measure.vllm_worker import ServedMode, ServingMode
 from inference.target.model import TargetModel
 
 PLAIN = "plain"

@@ -28,7 +28,7 @@ from inference.export.check.live import (
 )
 from inference.measure import vllm_process
 from inference.measure.vllm_process import EngineProcess
-from inference.measure.vllm_worker import ServedMode
+from inference.measure.foreign.vllm_worker import ServedMode
 from inference.target.model import TargetModel
 from tests.fakes import AlwaysRight, AlwaysWrong, Fake, SometimesRight
 from tests.inference.export.ground import load_target, save, save_target, write
