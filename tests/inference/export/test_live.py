@@ -27,8 +27,8 @@ from inference.export.check.live import (
     read_served,
 )
 from inference.measure import vllm_process
-from inference.measure.vllm_process import EngineProcess
 from inference.measure.foreign.vllm_worker import ServedMode
+from inference.measure.vllm_process import EngineProcess
 from inference.target.model import TargetModel
 from tests.fakes import AlwaysRight, AlwaysWrong, Fake, SometimesRight
 from tests.inference.export.ground import load_target, save, save_target, write
