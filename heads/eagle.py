@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import Depth, Fraction, NonNegativeFloat, Rows, config
+from heads.api.config import Depth, Fraction, Rows, Weight, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -47,17 +47,17 @@ class Config(base.LayerConfig):
     """Steps trained in the drafter's own context: 1 is EAGLE, 3 or 4 is HASS (>= 1)."""
     step_decay: Fraction = 1.0
     """Step k (1-based) weighs step_decay^(k-1) in the loss (0 < step_decay <= 1)."""
-    feature_weight: NonNegativeFloat = 1.0
+    feature_weight: Weight = 1.0
     """Weight of SmoothL1 between drafted and true features, a mean over their H entries (>= 0)."""
-    logit_weight: NonNegativeFloat = 0.1
+    logit_weight: Weight = 0.1
     """Weight of the cross entropy against the target's distribution (>= 0)."""
-    top_k_weight: NonNegativeFloat = 0.0
+    top_k_weight: Weight = 0.0
     """Weight of the cross entropy over the target's `top_k` likeliest tokens (>= 0; HASS: 1)."""
     top_k: Rows = 10
     """How many tokens that loss looks at (>= 1)."""
     fc_bias: bool = False
     """Bias on the projection of token and feature, as published (vLLM runs none)."""
-    noise: NonNegativeFloat = 0.1
+    noise: Weight = 0.1
     """Features read in training get noise from U(-noise, noise) (>= 0)."""
 
     def __post_init__(self) -> None:

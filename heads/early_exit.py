@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import Layers, UnitInterval, config
+from heads.api.config import Layers, OptionalLayer, UnitInterval, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -48,20 +48,20 @@ class Config:
 
     exit_layer: Layers = 0
     """Keep the first so many layers; 0 without `layers` and `skip_ratio`: half of them."""
-    layers: tuple[int, ...] = ()
+    layers: tuple[Layers, ...] = ()
     """Keep exactly these layers instead (ascending); what `python -m scripts.tools.search_layers`
     finds."""
     skip_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Leave out this share of the layers instead (0 to 1), evenly spread; the first and the last
     are kept. A set to start from when none was searched."""
-    without_attention: tuple[int, ...] = ()
+    without_attention: tuple[Layers, ...] = ()
     """Kept layers whose attention is left out."""
-    without_mlp: tuple[int, ...] = ()
+    without_mlp: tuple[Layers, ...] = ()
     """Kept layers whose MLP is left out."""
     adapter: Literal["none", "attention", "layer"] = "none"
     """Between the exit and the LM head: none, attention (Kangaroo: an attention block and norms) or
     layer (with an MLP as well). An adapter has to be trained; it needs `exit_layer`."""
-    adapter_from_target_layer: int = -1
+    adapter_from_target_layer: OptionalLayer = -1
     """Start the adapter from this target layer (0-based; Llama or Mistral); -1: random."""
     hard_label_weight: UnitInterval = 0.0
     """Share of the loss taken against the answer's token, not the target's distribution."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import Depth, Fraction, NonNegativeFloat, Size, UnitInterval, config
+from heads.api.config import Depth, Fraction, Size, UnitInterval, Weight, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -72,7 +72,7 @@ class Config:
     hard_label_weight: UnitInterval = 1.0
     """Share of the loss taken against the answer's token; the rest against the target's
     distribution (0 to 1; Hydra++: 0)."""
-    noise: NonNegativeFloat = 0.0
+    noise: Weight = 0.0
     """States read in training get noise from U(-noise, noise) (>= 0)."""
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
-from heads.api.config import DepthFromTwo, Fraction, config
+from heads.api.config import DepthFromTwo, Fraction, OptionalToken, UnitInterval, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -48,17 +48,17 @@ class Config(NetworkConfig, ObjectiveConfig):
     """Tokens drafted per pass in training (K >= 2); serving may draft fewer or more."""
     keep: Fraction = 0.7
     """Conditional drop: the share of positions with mask k is keep^k (0 < keep <= 1), ..."""
-    keep_least: float = 0.2
+    keep_least: UnitInterval = 0.2
     """... but at least this (0 to keep)."""
-    pard_token: int = -1
+    pard_token: OptionalToken = -1
     """Token that serves as mask; -1: the training data's rarest, the highest id of equals."""
 
     def __post_init__(self) -> None:
         ObjectiveConfig.__post_init__(self)
         NetworkConfig.__post_init__(self)
-        if not 0.0 <= self.keep_least <= self.keep:
+        if self.keep_least > self.keep:
             raise UserError(
-                f"head.keep_least must lie between 0 and head.keep; given {self.keep_least} and "
+                f"head.keep_least must not be above head.keep; given {self.keep_least} and "
                 f"{self.keep}."
             )
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
-from heads.api.config import TokensFromTwo, config
+from heads.api.config import Layers, TokensFromTwo, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -42,7 +42,7 @@ class Config:
     """Weights that share a scale at 4 bits; must divide the target's sizes (32 to 128: fast)."""
     quantize_head: bool = True
     """Quantise the LM head as well; otherwise the target's own is used."""
-    layers: tuple[int, ...] = ()
+    layers: tuple[Layers, ...] = ()
     """Run only these layers of the target (ascending, 0-based); empty: all of them."""
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heads.api.config import NonNegativeFloat, NonNegativeInt, Rows, Size, UnitInterval, config
+from heads.api.config import Rows, Size, UnitInterval, Weight, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -50,13 +50,13 @@ class Config:
     history_tokens: Size = 8192
     """Tokens of earlier answers that each row of the batch keeps, the oldest going first; 0 keeps
     none. All rows search all of them at every step."""
-    context: NonNegativeInt = 8
+    context: Size = 8
     """Tokens before an answer that are remembered too, so that its beginning can be found."""
     occurrences: Rows = 64
     """Occurrences of the longest match that count: the row's own first, then the newest."""
     min_probability: UnitInterval = 0.1
     """Least share of the occurrences that continue along a drafted path (0 to 1)."""
-    per_match: NonNegativeFloat = 0.0
+    per_match: Weight = 0.0
     """Longest draft per matched token (>= 0): 2.0 drafts 4 behind a match of 2; 0: no limit."""
     backoff: UnitInterval = 0.0
     """Weight of an occurrence per token less than the longest match; 0: the longest alone."""

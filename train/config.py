@@ -11,9 +11,11 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 
 from heads.api.config import (
+    Count,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    Repeats,
     Rows,
     Seconds,
     Seed,
@@ -51,9 +53,9 @@ class TrainConfig:
 
     max_steps: NonNegativeInt = 0
     """Updates in all; 0: as many as `epochs` take."""
-    epochs: Annotated[float, Le(1_000_000)] = 1.0
+    epochs: Annotated[float, Ge(0), Le(1_000_000)] = 1.0
     """Passes over the data when max_steps is 0 (a fraction is allowed)."""
-    global_batch: PositiveInt = 16
+    global_batch: Annotated[int, Ge(1), Le(1_048_576)] = 16
     """Rows per update over all processes."""
     micro_batch: Rows = 4
     """Rows per forward pass of one process; global_batch is a multiple of micro_batch x
@@ -72,13 +74,13 @@ class TrainConfig:
     """Most new tokens per prompt in a measurement."""
     eval_batch: Rows = 8
     """Prompts decoded together in a measurement (tau does not depend on it)."""
-    patience: NonNegativeInt = 0
+    patience: Count = 0
     """Stop after so many measurements in a row without a higher tau; 0: never."""
     goal: NonNegativeFloat = 0.0
     """Stop once a measurement's tau reaches this; 0: never."""
     save_every: NonNegativeInt = 100
     """Steps between saved states; one more comes at the end. 0: at the end only."""
-    keep: PositiveInt = 2
+    keep: Repeats = 2
     """Saved states to keep (at least 1)."""
     max_seconds: Seconds = 0.0
     """End early once the steps have taken so many seconds, earlier sessions included; 0: no limit.

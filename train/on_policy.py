@@ -23,14 +23,7 @@ import torch
 from torch import Tensor
 
 from heads.api.batch import TrainBatch
-from heads.api.config import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    Tokens,
-    UnitInterval,
-    config,
-)
+from heads.api.config import NonNegativeInt, PositiveInt, Temperature, Tokens, UnitInterval, config
 from heads.api.drafter import TargetStates, TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.tree import TokenTree
@@ -56,7 +49,7 @@ class OnPolicyConfig:
     """Most tokens that the drafter writes in one document (at least 1), as one chain; kinds with a
     largest depth can draft no deeper.
     """
-    temperature: NonNegativeFloat = 1.0
+    temperature: Temperature = 1.0
     """Of the drafter's sampling; 0: its most likely tokens."""
     rest: bool = False
     """Whether the answer's own tokens behind the window stay supervised: the target then judges

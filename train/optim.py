@@ -11,7 +11,7 @@ import torch
 from annotated_types import Ge, Le, Lt
 from torch import Tensor, nn
 
-from heads.api.config import Fraction, NonNegativeFloat, PositiveFloat, Rate, UnitInterval, config
+from heads.api.config import Epsilon, Fraction, NonNegativeFloat, Rate, UnitInterval, config
 from heads.api.errors import UserError
 from heads.nn.matrices import matrices
 from train.muon import MuonAdamW
@@ -33,7 +33,7 @@ class OptimConfig:
     """muon only: decay of the running mean of a matrix's gradient (in [0, 1))."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of the running mean and of the running square of the gradient (each in [0, 1))."""
-    eps: PositiveFloat = 1e-8
+    eps: Epsilon = 1e-8
     """Added to the root of the running square (> 0)."""
     weight_decay: Annotated[float, Ge(0), Le(100)] = 0.0
     """Decay of matrices per unit of learning rate (>= 0). Vectors (norms, biases) are never
@@ -57,11 +57,11 @@ class ScheduleConfig:
     decay: Fraction = 0.2
     """wsd only: the last part in which the rate falls, as a share of all steps (above 0, at most
     1)."""
-    begin: float = 0.0
+    begin: UnitInterval = 0.0
     """Where in the schedule this training begins (0 to 1): above 0 for one that goes on from
     another. Its rate climbs from 0 to the schedule's over the warm-up's share of its own steps,
     since AdamW has to find its moments again."""
-    end: float = 1.0
+    end: UnitInterval = 1.0
     """Where in the schedule this training ends (above begin, at most 1)."""
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import TrainBatch
 from heads.api.checkpoint import WEIGHTS_FILE, load_start_weights, new_drafter, read_config
-from heads.api.config import NonNegativeFloat, Size, config
+from heads.api.config import Size, Weight, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
@@ -59,7 +59,7 @@ class RefreshConfig:
     lora_rank: Size = 0
     """Rank of the updates of linear layers, which are then all that is trained; 0: all weights are
     trained."""
-    lora_alpha: NonNegativeFloat = 0.0
+    lora_alpha: Weight = 0.0
     """Updates are multiplied by lora_alpha / lora_rank; 0: twice the rank."""
 
     def __post_init__(self) -> None:

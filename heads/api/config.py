@@ -8,8 +8,8 @@ nearest name. Conditions that concern several fields stay in `__post_init__`.
 Nothing is converted silently, with four exceptions that YAML needs: a list becomes the declared
 tuple, a mapping the declared dataclass, a whole number a float or a text, a text a path.
 
-Every type has limits, also where a class gives none: a float is finite, a whole number has at most
-64 bits, a text and a path hold nothing that files and tokenizers refuse.
+Every type has limits, also where a class gives none: a float is finite and at most `LARGEST`, a
+whole number has at most 64 bits, a text and a path hold nothing that files and tokenizers refuse.
 """
 
 from __future__ import annotations
@@ -50,26 +50,50 @@ Item = TypeVar("Item")
 
 # Bounded types
 
-PositiveInt = Annotated[int, Ge(1)]
-AtLeastTwo = Annotated[int, Ge(2)]
-NonNegativeInt = Annotated[int, Ge(0)]
+MOST = 1_000_000_000
+"""Largest number of things and of units where a type says no other."""
+LEAST = 1e-9
+"""Smallest number above 0 of types that divide: results stay numbers of float32."""
+
+
+def zero_or_usable(value: float) -> float:
+    """A number that others can be divided by, or 0; raises `ValueError`."""
+    if 0 < value < LEAST:
+        raise ValueError(f"a number above 0 must be at least {LEAST:g} here; given: {value}.")
+    return value
+
+
+PositiveInt = Annotated[int, Ge(1), Le(MOST)]
+AtLeastTwo = Annotated[int, Ge(2), Le(MOST)]
+NonNegativeInt = Annotated[int, Ge(0), Le(MOST)]
 Seed = Annotated[int, Ge(0), Lt(2**32)]
+LongSeed = Annotated[int, Ge(0), Lt(2**62)]
 Depth = Annotated[int, Ge(1), Le(1024)]
 DepthFromTwo = Annotated[int, Ge(2), Le(1024)]
 Layers = Annotated[int, Ge(0), Le(1024)]
+OptionalLayer = Annotated[int, Ge(-1), Le(1024)]
 Rows = Annotated[int, Ge(1), Le(65_536)]
 RowsFromTwo = Annotated[int, Ge(2), Le(65_536)]
+Rank = Annotated[int, Ge(0), Le(65_535)]
+Repeats = Annotated[int, Ge(1), Le(10_000)]
 Tokens = Annotated[int, Ge(1), Le(2**24)]
 TokensFromTwo = Annotated[int, Ge(2), Le(2**24)]
+TokenId = Annotated[int, Ge(0), Le(2**24)]
+OptionalToken = Annotated[int, Ge(-1), Le(2**24)]
 Size = Annotated[int, Ge(0), Le(2**24)]
-PositiveFloat = Annotated[float, Gt(0)]
-NonNegativeFloat = Annotated[float, Ge(0)]
+TokenTotal = Annotated[int, Ge(0), Le(10**15)]
+PositiveFloat = Annotated[float, Ge(LEAST), Le(MOST)]
+NonNegativeFloat = Annotated[float, Ge(0), Le(MOST), AfterValidator(zero_or_usable)]
 UnitInterval = Annotated[float, Ge(0), Le(1)]
 Fraction = Annotated[float, Gt(0), Le(1)]
 OpenFraction = Annotated[float, Gt(0), Lt(1)]
-Weight = NonNegativeFloat
-Seconds = Annotated[float, Ge(0), Le(1e9)]
-Timeout = Annotated[float, Gt(0), Le(1e9)]
+Weight = Annotated[float, Ge(0), Le(1_000_000)]
+PositiveWeight = Annotated[float, Ge(LEAST), Le(1_000_000)]
+Temperature = Annotated[float, Ge(0), Le(1000), AfterValidator(zero_or_usable)]
+Warmth = Annotated[float, Ge(0.001), Le(1000)]
+Epsilon = Annotated[float, Ge(1e-15), Le(1)]
+Seconds = Annotated[float, Ge(0), Le(MOST)]
+Timeout = Annotated[float, Gt(0), Le(MOST)]
 Rate = Annotated[float, Gt(0), Le(100)]
 Count = Annotated[int, Ge(0), Le(1_000_000)]
 Port = Annotated[int, Ge(0), Le(65_535)]
@@ -79,20 +103,31 @@ BOUNDED = (
     "AtLeastTwo",
     "NonNegativeInt",
     "Seed",
+    "LongSeed",
     "Depth",
     "DepthFromTwo",
     "Layers",
+    "OptionalLayer",
     "Rows",
     "RowsFromTwo",
+    "Rank",
+    "Repeats",
     "Tokens",
     "TokensFromTwo",
+    "TokenId",
+    "OptionalToken",
     "Size",
+    "TokenTotal",
     "PositiveFloat",
     "NonNegativeFloat",
     "UnitInterval",
     "Fraction",
     "OpenFraction",
     "Weight",
+    "PositiveWeight",
+    "Temperature",
+    "Warmth",
+    "Epsilon",
     "Seconds",
     "Timeout",
     "Rate",
@@ -100,11 +135,17 @@ BOUNDED = (
     "Port",
 )
 """Names of the types above that have limits: `Seed` of every generator (NumPy takes 32 bits),
-`Depth` of a draft, layers or heads, `Layers` likewise where 0 is a default, `Rows` computed
-together, `Tokens` of a text, `Size` of a tensor's axis (0: a default), `Seconds` and
-`Timeout` to wait, `Rate` of learning, `Count` of requests or connections, `Port` of a server."""
+`LongSeed` of answers, `Depth` of a draft, layers or heads, `Layers` likewise where 0 is allowed,
+`OptionalLayer` and `OptionalToken` where -1 is none, `Rows` computed together, `Rank` of a node
+among its siblings, `Repeats` of a measurement, `Tokens` of a text, `Size` of a tensor's axis (0: a
+default), `TokenTotal` of a run, `Weight` of a loss, `Temperature` (0: greedy), `Warmth` of
+what always samples, `Epsilon` that keeps a divisor above 0, `Seconds` and `Timeout` to wait, `Rate`
+of learning, `Count` of requests or connections, `Port` of a server."""
 INT64 = (-(2**63), 2**63 - 1)
 """Limits of every whole number: what tensors and clocks hold."""
+
+LARGEST = 1e12
+"""Limit of every number: its square, and sums of a million of these, are numbers of float32."""
 
 LONGEST = 200
 """Characters of a given value that a message shows."""
@@ -201,7 +242,7 @@ def strict(hint: Any) -> Any:
     if hint is int:
         return Annotated[int, Strict(), Ge(INT64[0]), Le(INT64[1])]
     if hint is float:
-        return Annotated[float, Strict(), AllowInfNan(False)]
+        return Annotated[float, Strict(), AllowInfNan(False), Ge(-LARGEST), Le(LARGEST)]
     if hint is bool:
         return Annotated[bool, Strict()]
     if origin is Annotated:
@@ -276,8 +317,9 @@ def explain(error: ValidationError, cls: type, path: str) -> UserError:
     if kind == "too_short":
         return UserError(f"{where} is empty. Give at least one value.")
     if kind.startswith(("greater_than", "less_than")):
-        own = not set(INT64) & set(first["ctx"].values())
-        range_ = limits(hint) if own else f"lie in [{INT64[0]}, {INT64[1]}]"
+        general = set(first["ctx"].values()) & {*INT64, -LARGEST, LARGEST}
+        low, high = INT64 if general & set(INT64) else (-LARGEST, LARGEST)
+        range_ = f"lie in [{low}, {high}]" if general else limits(hint)
         return UserError(f"{where} must {range_}; given: {shown(value)}.")
     if kind == "finite_number":
         return UserError(f"{where} must be a finite number; given: {value}.")

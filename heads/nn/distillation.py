@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Gt, Le
 from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
-from heads.api.config import OpenFraction, PositiveFloat, config
+from heads.api.config import OpenFraction, Warmth, Weight, config
 from heads.api.errors import UserError
 from heads.nn import losses
 from heads.nn.feature.base import next_tokens, teacher_logits
@@ -34,25 +35,25 @@ OBJECTIVES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_annealed", "ce"
 class ObjectiveConfig:
     """What the drafter's distribution q is trained towards, p being the target's."""
 
-    forward_kl: float = 1.0
+    forward_kl: Weight = 1.0
     """Weight of KL(target || drafter)."""
-    reverse_kl: float = 0.0
+    reverse_kl: Weight = 0.0
     """Weight of KL(drafter || target)."""
-    jsd: float = 0.0
+    jsd: Weight = 0.0
     """Weight of the generalised Jensen-Shannon divergence."""
     jsd_beta: OpenFraction = 0.5
     """Its mixture weight of the target's distribution (0 < beta < 1)."""
-    tv: float = 0.0
+    tv: Weight = 0.0
     """Weight of the total variation distance. Alone it hardly moves a fresh drafter."""
-    lk: float = 0.0
+    lk: Weight = 0.0
     """Weight of -log(acceptance rate), the rate being sum min(p, q) (LK losses: L_alpha)."""
-    lk_annealed: float = 0.0
+    lk_annealed: Weight = 0.0
     """Weight of w KL + (1 - w) TV, w = exp(-lk_eta x a row's mean acceptance) (L_lambda)."""
-    lk_eta: PositiveFloat = 3.0
+    lk_eta: Annotated[float, Gt(0), Le(1000)] = 3.0
     """How fast lk_annealed turns from KL to TV as acceptance rises (> 0)."""
-    ce: float = 0.0
+    ce: Weight = 0.0
     """Weight of the cross entropy against the answer's tokens."""
-    temperature: PositiveFloat = 1.0
+    temperature: Warmth = 1.0
     """Both distributions of the soft objectives are taken at this temperature (> 0)."""
 
     def __post_init__(self) -> None:

@@ -9,10 +9,11 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from heads.api.config import (
     NonEmpty,
-    NonNegativeFloat,
     PositiveInt,
+    Rank,
     Rows,
     RowsFromTwo,
+    Temperature,
     TokensFromTwo,
     config,
     require_one_of,
@@ -43,7 +44,7 @@ class AuditConfig:
     """Formats of the target, in turn; float64 must be identical. Processors: only in the first."""
     shapes: NonEmpty[Shape] = SHAPES
     """Draft shapes: chain (decode.depth), tree (decode.choices, else audit.choices), dynamic."""
-    choices: tuple[tuple[int, ...], ...] = (
+    choices: tuple[tuple[Rank, ...], ...] = (
         (0,),
         (1,),
         (2,),
@@ -54,7 +55,7 @@ class AuditConfig:
         (0, 1, 0),
     )
     """The tree, where decode.choices does not give one."""
-    temperatures: NonEmpty[NonNegativeFloat] = (0.0, 1.0)
+    temperatures: NonEmpty[Temperature] = (0.0, 1.0)
     """Temperatures of the invariance check."""
     batch_size: Rows = 3
     """Rows of the ragged batch; everything is also decoded one row at a time."""

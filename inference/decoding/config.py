@@ -11,8 +11,10 @@ from annotated_types import Ge, Le
 from heads.api.config import (
     Depth,
     Fraction,
-    NonNegativeInt,
+    Layers,
+    LongSeed,
     PositiveFloat,
+    Rank,
     Rows,
     Tokens,
     config,
@@ -46,7 +48,7 @@ class DecodeConfig(SamplingSettings):
     """none (plain decoding), chain, tree (from `choices`), or dynamic (new at every step)."""
     depth: Depth = 4
     """Drafted tokens of a chain; the deepest level of a dynamic tree."""
-    choices: tuple[tuple[int, ...], ...] = ()
+    choices: tuple[tuple[Rank, ...], ...] = ()
     """Paths of a static tree, as sibling ranks: [[0], [1], [0, 0]]."""
     nodes: Rows = 17
     """Nodes of a dynamic tree, the root included."""
@@ -58,7 +60,7 @@ class DecodeConfig(SamplingSettings):
     """Most new tokens of an answer, the end-of-text token included."""
     share_noise: bool = True
     """Rule match above temperature 0: rank drafts with shared Gumbel noise. Off to compare."""
-    seed: NonNegativeInt = 0
+    seed: LongSeed = 0
     """Base of the per-prompt seeds."""
     prefill_chunk: Tokens = 2048
     """Prompt tokens read in one pass; longer prompts are read in several."""
@@ -71,13 +73,13 @@ class DecodeConfig(SamplingSettings):
     exceeds the threshold; SVIP), confidence (the estimated probability that a draft is reached and
     kept falls below the threshold), throughput (most expected tokens per second of the batch), or
     none. Never changes the text under match, nor its distribution under rejection and block."""
-    adaptive_threshold: float = -1.0
+    adaptive_threshold: Annotated[float, Ge(-1), Le(1e6)] = -1.0
     """entropy: above 0, lower stops earlier; confidence: 0 to 1, higher stops earlier. -1: 2.0 and
     0.3, which paid on the embedded target; measure for other drafters, most of all for entropy."""
     adaptive_head: str = ""
     """File of a trained acceptance head (scripts/tools/fit_acceptance.py); empty: the drafter's own
     confidence, else its largest probability."""
-    adaptive_lengths: tuple[int, ...] = ()
+    adaptive_lengths: tuple[Layers, ...] = ()
     """Draft lengths to choose the next step's from by past acceptance and cost, ascending up to
     `depth`; 0 drafts nothing for a step. Empty: always `depth`."""
     adaptive_costs: tuple[PositiveFloat, ...] = ()

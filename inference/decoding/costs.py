@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heads.api.config import NonEmpty, NonNegativeInt, PositiveInt, Rows, Tokens, config
+from heads.api.config import Count, NonEmpty, Repeats, Rows, Tokens, config
 from heads.api.drafter import TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -52,9 +52,9 @@ class CostConfig:
     """Rows decoded together."""
     lengths: NonEmpty[Tokens] = (128, 512)
     """Cached tokens per row."""
-    repeats: PositiveInt = 15
+    repeats: Repeats = 15
     """Timed calls per point; the median counts."""
-    warmup: NonNegativeInt = 3
+    warmup: Count = 3
     """Calls per point beforehand, not timed."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from heads.api.config import Layers, config
+from heads.api.config import Layers, OptionalToken, config
 
 Engine = Literal["vllm", "sglang", "speculators", "transformers"]
 """Export targets. speculators: vLLM's library of drafters, whose folders vLLM serves directly."""
@@ -32,7 +32,7 @@ class ExportConfig:
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Number format of the weights: float32, bfloat16 or float16; empty: as stored, which can be
     imported back bit for bit."""
-    mask_token_id: int = -1
+    mask_token_id: OptionalToken = -1
     """Token that stands for "not known yet" in drafters that learned a vector for it; -1: one that
     the tokenizer does not use."""
     overwrite: bool = False

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from heads.api.config import (
-    NonNegativeFloat,
-    NonNegativeInt,
+    Count,
     PositiveFloat,
     PositiveInt,
+    Repeats,
     Rows,
     Seed,
+    Temperature,
     config,
 )
 from heads.api.drafter import TrainableDrafter
@@ -59,13 +60,13 @@ class LostConfig:
     """Write the block `lost` into report.json, and transcripts.json next to it."""
     prompts_per_domain: PositiveInt = 4
     """Measured prompts of each domain that every drafter decodes once more."""
-    temperatures: tuple[NonNegativeFloat, ...] = ()
+    temperatures: tuple[Temperature, ...] = ()
     """Further temperatures at which these prompts are decoded, for instance [1]."""
-    transcripts: NonNegativeInt = 2
+    transcripts: Count = 2
     """Answers per domain that are kept token by token with both models' candidates."""
     candidates: Rows = 5
     """Best candidates of either model that a transcript shows."""
-    repeats: PositiveInt = 25
+    repeats: Repeats = 25
     """Timed calls per width, where the cost of a wider verification is not among bench.costs."""
 
 
@@ -84,13 +85,13 @@ class BenchConfig:
     """Measured prompts of each domain, at most."""
     warmup_prompts: PositiveInt = 2
     """Prompts decoded beforehand by every arm, not measured."""
-    repeats: PositiveInt = 2
+    repeats: Repeats = 2
     """How often every prompt is measured; answers do not change. From two on, the time of the
     repeats tells whether the machine was quiet."""
     spread: PositiveFloat = 0.1
     """How much longer than its fastest repeat an arm's slowest one may take. Above it the machine
     counts as disturbed: another repeat is measured, and the fastest `repeats` are kept."""
-    retries: NonNegativeInt = 2
+    retries: Count = 2
     """Most further repeats that are measured on a disturbed machine; after that the report says
     that it was."""
     compare_noise: bool = True

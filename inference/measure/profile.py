@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from heads.api.config import Depth, NonNegativeFloat, PositiveInt, Rows, Tokens, config
+from heads.api.config import Depth, Repeats, Rows, Temperature, Tokens, config
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
@@ -45,15 +45,15 @@ class ProfileConfig:
     """Batch sizes, for instance [1,4,16,32]; at each, every draft length is tried."""
     contexts: tuple[Tokens, ...] = ()
     """Prompt lengths in tokens, made of real prompts in a row; decoded one by one."""
-    temperatures: tuple[NonNegativeFloat, ...] = ()
+    temperatures: tuple[Temperature, ...] = ()
     """Temperatures, for instance [0,1]; decoded one by one."""
     depths: tuple[Depth, ...] = ()
     """Draft lengths tried at each batch size; empty: 1 up to the drafter's own."""
     arms: tuple[str, ...] = ()
     """Drafters that are profiled; empty: all."""
-    blocks: PositiveInt = 5
+    blocks: Repeats = 5
     """Blocks of requests per point: what intervals resample."""
-    refills: PositiveInt = 2
+    refills: Repeats = 2
     """Prompts per row in a block: rows are refilled this often."""
 
     @property

@@ -181,7 +181,7 @@ def _sampling(given: Mapping[str, Any], default: SamplingSettings) -> SamplingSe
         return replace(default, **changes)
     except UserError as error:
         message = str(error).removeprefix("decode.")
-        raise ApiError(400, message, message.split(" ")[0]) from error
+        raise ApiError(400, message, message.split(" ")[0].rstrip(":")) from error
 
 
 def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 from heads.api.config import (
     Depth,
     NonEmpty,
-    NonNegativeFloat,
     PositiveInt,
+    Repeats,
     Rows,
     Seconds,
     Seed,
     Size,
+    Temperature,
     Tokens,
     TokensFromTwo,
     config,
@@ -40,11 +44,11 @@ class TrafficConfig:
     seconds: Seconds = 0.0
     """Text of /metrics: how long the server had run when it was taken; 0: the time that its engine
     was busy."""
-    requests: PositiveInt = 400
+    requests: Annotated[int, Ge(1), Le(1_000_000)] = 400
     """Text of /metrics: requests to simulate."""
     batches: NonEmpty[Rows] = (1, 4, 16)
     """Batch sizes at which costs are measured; between them they are interpolated."""
-    temperature: NonNegativeFloat = 0.0
+    temperature: Temperature = 0.0
     """Of the traffic's sampling."""
     prompts: str = ""
     """What acceptance is measured on, domain by domain: as bench.prompts. Empty: the validation
@@ -53,7 +57,7 @@ class TrafficConfig:
     """Prompts of each domain, at most."""
     max_new_tokens: TokensFromTwo = 64
     """Length of the answers that acceptance is measured on, at most."""
-    repeats: PositiveInt = 9
+    repeats: Repeats = 9
     """Timed calls per point of the cost curves."""
     seed: Seed = 0
     """Of what is drawn: how much of each draft is kept, and the arrivals behind the text of

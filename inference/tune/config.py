@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from heads.api.config import (
+    Count,
     Depth,
     NonEmpty,
-    NonNegativeFloat,
-    NonNegativeInt,
     OpenFraction,
     PositiveInt,
+    Repeats,
     Rows,
     RowsFromTwo,
     Seed,
+    Temperature,
     TokensFromTwo,
     config,
 )
@@ -30,7 +31,7 @@ class TuneConfig:
     """Checkpoint folder, or the name of a drafter of this run; empty: the run's only one."""
     batches: NonEmpty[Rows] = (1, 4, 16)
     """Rows decoded together: a draft is chosen for each."""
-    temperatures: NonEmpty[NonNegativeFloat] = (0.0,)
+    temperatures: NonEmpty[Temperature] = (0.0,)
     """A draft is chosen for each."""
     depths: NonEmpty[Depth] = (1, 2, 3, 4, 5, 6, 8)
     """Draft lengths of chains; those that the drafter cannot draft are left out."""
@@ -53,13 +54,13 @@ class TuneConfig:
     """Prompts of each domain, at most."""
     max_new_tokens: TokensFromTwo = 64
     """Length of the answers that acceptance and speed are measured on, at most."""
-    repeats: PositiveInt = 9
+    repeats: Repeats = 9
     """Timed calls per point of the cost curves; the median counts."""
-    finalists: PositiveInt = 4
+    finalists: Repeats = 4
     """Drafts with the best predictions that are run."""
-    rounds: PositiveInt = 2
+    rounds: Repeats = 2
     """How often the finalists answer all prompts, taking turns with plain decoding."""
-    close_rounds: NonNegativeInt = 4
+    close_rounds: Count = 4
     """How often on top those finalists do that the first rounds cannot tell from the fastest; 0:
     not at all."""
     seed: Seed = 0

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Le, Lt
 from numpy.typing import NDArray
 
-from heads.api.config import Depth, Seed, config
+from heads.api.config import Depth, Seed, UnitInterval, config
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -75,14 +75,14 @@ Evaluate = Callable[[Chosen], float]
 class SearchConfig:
     """How long to search, and for which draft."""
 
-    evaluations: Annotated[int, Ge(4)] = 48
+    evaluations: Annotated[int, Ge(4), Le(1_000_000)] = 48
     """Sets that are tried (>= 4)."""
     depth: Depth = 4
     """Tokens drafted per pass: gamma (>= 1)."""
     fixed_cost: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of the target's cost per token that every drafted token pays whatever is left out: its
     LM head (0 to below 1)."""
-    most_cost: float = 1.0
+    most_cost: UnitInterval = 1.0
     """Sets whose drafted token costs a larger share of the target's than this are not tried."""
     objective: Literal["speedup", "tau"] = "speedup"
     """speedup: tau / (1 + gamma c); or tau: the most accepted tokens within `most_cost`."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from heads.api.config import (
+    Count,
     Fraction,
     Layers,
     NonEmpty,
@@ -19,6 +20,7 @@ from heads.api.config import (
     Seconds,
     Seed,
     Size,
+    TokenTotal,
     config,
 )
 from heads.api.errors import UserError, suggest
@@ -183,7 +185,7 @@ class BudgetConfig:
 
     seconds: Seconds = 0.0
     """Seconds of all stages of the rounds; 0: no limit."""
-    tokens: NonNegativeInt = 0
+    tokens: TokenTotal = 0
     """Tokens trained on (padding does not count), trials of switches included; 0: no limit."""
     gpu_hours: NonNegativeFloat = 0.0
     """Hours of all stages times the processes that each ran in; 0: no limit."""
@@ -197,7 +199,7 @@ class RoundConfig:
     prompts: Literal["share", "all"] = "share"
     """share: every round answers a part of the prompts that no other round has. all: every round
     answers all of them, with seeds of its own, which is of use above temperature 0 only."""
-    memory: NonNegativeInt = 1
+    memory: Count = 1
     """Rounds whose answers a training reads, its own and the ones before it; 0: all so far."""
     one_schedule: bool = True
     """The learning rate goes once through its schedule over all rounds; false: once in every round.
@@ -210,7 +212,7 @@ class RoundConfig:
     """Overrides of the measurement that judges a round, such as [bench.prompts_per_domain=32]. It
     is on the prompts of train.prompts unless they say otherwise, so that the prompts of the final
     measurement decide nothing."""
-    patience: NonNegativeInt = 1
+    patience: Count = 1
     """End after so many rounds in a row without a rise of tau; 0: never for that reason."""
     trial_steps: NonNegativeInt = 0
     """In the first round that learns from records every switch is tried alone: trainings of so many
@@ -254,7 +256,7 @@ class LoopConfig:
     launch: str = ""
     """Command put before `headstart` for generate and train, for instance
     "torchrun --nproc-per-node 8 --no-python"; empty: this process."""
-    rounds: NonNegativeInt = 0
+    rounds: Count = 0
     """Rounds of generate, feedback, train and measure, each from the drafter of the one before it;
     0: one turn without feedback."""
     round: RoundConfig = field(default_factory=RoundConfig)

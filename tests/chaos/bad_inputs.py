@@ -124,6 +124,9 @@ def bad_values(hint: Any) -> list[Any]:
             NAN,
             INFINITY,
             -INFINITY,
+            1e308,
+            -1e308,
+            1e13,
             10**400,
             *beyond(marks),
         ]
@@ -145,6 +148,40 @@ def bad_values(hint: Any) -> list[Any]:
     if origin in (Union, types.UnionType):
         return [{"zzz": 1}] if takes_number(arguments) else [5.5, {"zzz": 1}, True]
     return []
+
+
+def unlimited(hint: Any, marks: tuple[Any, ...] = ()) -> list[Any]:
+    """The numbers within a type hint that have no limits of their own, on both sides."""
+    if hint in (int, float):
+        low = any(hasattr(mark, name) for mark in marks for name in ("ge", "gt"))
+        high = any(hasattr(mark, name) for mark in marks for name in ("le", "lt"))
+        return [] if low and high else [hint]
+    if get_origin(hint) is Literal:
+        return []
+    if get_origin(hint) is Annotated:
+        inner, *more = get_args(hint)
+        return unlimited(inner, (*marks, *more))
+    shared = marks if get_origin(hint) in (Union, types.UnionType) else ()
+    return [found for inner in get_args(hint) for found in unlimited(inner, shared)]
+
+
+def unlimited_of(cls: Any, above: str) -> Iterator[str]:
+    """The settings of a configuration class, those within it included, with such numbers."""
+    hints = get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if unlimited(hint):
+            yield f"{above}.{field.name}"
+        for inner in classes_in(hint):
+            yield from unlimited_of(inner, f"{above}.{field.name}")
+
+
+def classes_in(hint: Any) -> Iterator[Any]:
+    """The configuration classes within a type hint."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        yield hint
+    for inner in get_args(hint):
+        yield from classes_in(inner)
 
 
 def takes_number(options: tuple[Any, ...]) -> bool:

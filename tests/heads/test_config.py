@@ -14,6 +14,7 @@ from heads.api.config import (
     NonEmpty,
     OpenFraction,
     PositiveInt,
+    Temperature,
     UnitInterval,
     build,
     config,
@@ -48,6 +49,7 @@ class Outer:
     chance: OpenFraction = 0.5
     unit: UnitInterval = 0.0
     rows: NonEmpty[PositiveInt] = (1,)
+    warmth: Temperature = 0.0
 
     def __post_init__(self) -> None:
         if self.count < 0:
@@ -130,6 +132,13 @@ NAN, INFINITY = float("nan"), float("inf")
             r"outer\.count must lie in \[-9223372036854775808, 9223372036854775807\]",
         ),
         ({"count": 10**5000}, "given: a value that is too long to show"),
+        (
+            {"rate": 1e308},
+            r"outer\.rate must lie in \[-1000000000000\.0, 1000000000000\.0\]; given: 1e",
+        ),
+        ({"rate": 10**20}, r"outer\.rate must lie in \[-1000000000000\.0"),
+        ({"warmth": 1e308}, r"outer\.warmth must lie in \[0, 1000\]; given: 1e\+308"),
+        ({"warmth": 1e-300}, r"outer\.warmth: a number above 0 must be at least 1e-09 here; given"),
         ({"name": "a\0b"}, r"outer\.name: 'a\\x00b' holds a character that no text may"),
         ({"name": "\ud800"}, r"outer\.name: '\\ud800' holds a character"),
         ({"folder": "a\0b"}, r"outer\.folder: .* holds a character"),
@@ -208,13 +217,13 @@ def test_defaults_and_null() -> None:
         ),
         ({}, r"outer\.count is missing and has no default"),
         ({"count": -1}, r"outer: count must be 0 or more; given: -1"),
-        ({"count": 1, "steps": 0}, r"outer\.steps must be at least 1; given: 0\."),
+        ({"count": 1, "steps": 0}, r"outer\.steps must lie in \[1, "),
         ({"count": 1, "share": 0}, r"outer\.share must be above 0 and at most 1; given: 0"),
         ({"count": 1, "share": 1.5}, r"outer\.share must be above 0 and at most 1; given: 1\.5"),
         ({"count": 1, "chance": 1}, r"outer\.chance must lie between 0 and 1; given: 1"),
         ({"count": 1, "unit": 2}, r"outer\.unit must lie in \[0, 1\]; given: 2"),
         ({"count": 1, "rows": []}, r"outer\.rows is empty\. Give at least one value"),
-        ({"count": 1, "rows": [1, 0]}, r"outer\.rows\[1\] must be at least 1; given: 0"),
+        ({"count": 1, "rows": [1, 0]}, r"outer\.rows\[1\] must lie in \[1, "),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_path(values: dict[str, Any], message: str) -> None:
@@ -243,7 +252,7 @@ def test_a_plain_dataclass_is_checked_when_it_is_built(
 
 
 def test_construction_and_replacement_in_python_are_checked_alike() -> None:
-    with pytest.raises(UserError, match=r"outer\.steps must be at least 1; given: 0"):
+    with pytest.raises(UserError, match=r"outer\.steps must lie in \[1, "):
         Outer(1, steps=0)
     with pytest.raises(UserError, match=r"outer\.mode 'fsat' is unknown"):
         replace(Outer(1), mode="fsat")

@@ -89,9 +89,9 @@ def test_nothing_to_train_is_said() -> None:
     [
         (lambda: OptimConfig(lr=0.0), "optim.lr must be above 0"),
         (lambda: OptimConfig(betas=(0.9, 1.0)), r"optim.betas\[1\] must lie in \[0, 1\)"),
-        (lambda: OptimConfig(clip=-1.0), "optim.clip must not be negative"),
+        (lambda: OptimConfig(clip=-1.0), r"optim.clip must lie in \[0, "),
         (lambda: ScheduleConfig(kind="cosin"), "Did you mean 'cosine'"),
-        (lambda: ScheduleConfig(warmup=-1), "schedule.warmup must not be negative"),
+        (lambda: ScheduleConfig(warmup=-1), r"schedule.warmup must lie in \[0, "),
         (lambda: ScheduleConfig(min_ratio=1.5), r"schedule.min_ratio must lie in \[0, 1\]"),
         (lambda: ScheduleConfig(decay=0.0), "schedule.decay must be above 0"),
         (lambda: ScheduleConfig(begin=0.5, end=0.5), "0 <= begin < end <= 1; given: 0.5 and 0.5"),

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from heads.api.config import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Seed, config
+from heads.api.config import (
+    Fraction,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveWeight,
+    Seed,
+    Tokens,
+    config,
+)
 from heads.api.errors import UserError
 from inference.measure.datasets import DatasetConfig
 
@@ -49,11 +57,11 @@ class SourceConfig:
     domain: str = "general"
     """Domain of all rows when there is no `domain_column`, and of rows whose value there is
     empty."""
-    weight: PositiveFloat = 1.0
+    weight: PositiveWeight = 1.0
     """Share of this source among those of a mixture, relative to the other weights."""
     limit: PositiveInt | None = None
     """Most rows to use, counted after shuffling; None uses all."""
-    share: tuple[int, int] = (0, 1)
+    share: tuple[NonNegativeInt, NonNegativeInt] = (0, 1)
     """Part and number of parts: [1, 3] uses every third row (after shuffle and limit), beginning
     with the second. The parts of one dataset have no row in common; rounds of a loop take one
     each."""
@@ -68,7 +76,7 @@ class SourceConfig:
     memory."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share[0] < self.share[1]:
+        if self.share[0] >= self.share[1]:
             raise UserError(
                 "data.share is [part, number of parts] with parts counted from 0, such as [0, "
                 f"3]; given: {list(self.share)}."
@@ -129,9 +137,9 @@ class DataConfig(SourceConfig):
     only, as templates of reasoning models do. What the target itself writes is never changed."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """More values for the chat template, such as {enable_thinking: false}."""
-    max_prompt_tokens: PositiveInt | None = None
+    max_prompt_tokens: Tokens | None = None
     """Longest prompt; None allows what the target's positions allow."""
-    max_tokens: PositiveInt | None = None
+    max_tokens: Tokens | None = None
     """With generate.answers=dataset: longest document; None leaves cutting to the training's
     sequence length."""
     truncate: Literal["skip", "left", "right", "middle"] = "skip"

@@ -5,18 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from heads.api.config import (
-    Count,
-    NonNegativeFloat,
-    NonNegativeInt,
-    Port,
-    PositiveFloat,
-    PositiveInt,
-    Timeout,
-    config,
-)
+from annotated_types import Ge, Le
+
+from heads.api.config import Count, NonNegativeFloat, Port, Rows, Size, Timeout, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
@@ -46,7 +39,7 @@ class FeaturesConfig:
     format: str = "bf16"
     """store, remote, group: how states are stored or sent: bf16, fp32, fp8, int8 or int4
     (docs/features.md)."""
-    top_logits: NonNegativeInt = 0
+    top_logits: Size = 0
     """Keep the target's so many largest logits in place of its last hidden state; 0: the last
     hidden state, from which all logits follow exactly. For kinds that read it for nothing but the
     target's distribution.
@@ -54,7 +47,7 @@ class FeaturesConfig:
     heads: tuple[str, ...] = ()
     """`headstart features`: further heads (names of conf/head) that the store shall serve besides
     `head`."""
-    shard_mib: PositiveFloat = 256.0
+    shard_mib: Annotated[float, Ge(0.001), Le(1e6)] = 256.0
     """store: about how many MiB one file has."""
     quota_gib: NonNegativeFloat = 0.0
     """store: most GiB that the whole store may take, checked before the first byte; 0: as much as
@@ -89,7 +82,7 @@ class FeaturesConfig:
     ssl_keyfile: str = ""
     """serve: PEM file of the certificate's private key, unencrypted; empty: it is in
     features.ssl_certfile."""
-    targets: PositiveInt = 1
+    targets: Rows = 1
     """group: how many processes of the launch, the last ones, run the target for the others."""
 
     def __post_init__(self) -> None:

@@ -5,16 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from heads.api.config import (
-    Fraction,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    UnitInterval,
-    Weight,
-    config,
-)
+from annotated_types import Ge, Le
+
+from heads.api.config import Count, Fraction, Size, Tokens, UnitInterval, Warmth, Weight, config
 from heads.api.errors import UserError
 
 
@@ -45,13 +40,13 @@ class FeedbackConfig:
     replay: bool = False
     """Train on first errors and what is near them alone: documents end behind their last error,
     those without any are left out."""
-    replay_before: NonNegativeInt = 2
+    replay_before: Size = 2
     """Tokens before an error that stay supervised."""
-    replay_after: NonNegativeInt = 2
+    replay_after: Size = 2
     """Tokens behind it that stay supervised."""
     domain_weights: bool = False
     """Weigh whole domains by the verify passes that are lost in them on the user's traffic."""
-    domain_power: Weight = 1.0
+    domain_power: Annotated[float, Ge(0), Le(10)] = 1.0
     """Exponent of that weight: 0 changes nothing, 1 is in proportion to what is lost."""
     traffic: Mapping[str, Weight] = field(default_factory=dict)
     """Share of the traffic's tokens per domain, in any unit; domains that are not named have none.
@@ -60,25 +55,25 @@ class FeedbackConfig:
     """Share of the prompts, those with the most verify passes per token, that are written to
     hard_prompts.jsonl."""
 
-    branches: NonNegativeInt = 0
+    branches: Count = 0
     """Branches per answer: the target answers on from a token that it refused, though it held it
     likely (0: none). In rounds it does so at once; `headstart feedback` writes them to
     branches.jsonl for the next generation."""
     branch_likely: Fraction = 0.05
     """The least probability that the target must have given to the refused token."""
-    branch_within: PositiveInt = 32
+    branch_within: Tokens = 32
     """Only errors within so many tokens of an answer's begin are branched from: what stands before
     is not learned again."""
 
-    variations: NonNegativeInt = 0
+    variations: Count = 0
     """Prompts that the target writes itself, per prompt that there is (0: none): they begin as the
     ones begin whose answers cost the most verify passes per token. In rounds they are answered at
     once; `headstart feedback` writes them to variations.jsonl."""
-    variation_begin: PositiveInt = 6
+    variation_begin: Tokens = 6
     """At most so many tokens of the user's text are taken over; how many is drawn for each."""
-    variation_tokens: PositiveInt = 256
+    variation_tokens: Tokens = 256
     """Texts that do not end within so many tokens are left out."""
-    variation_temperature: PositiveFloat = 0.8
+    variation_temperature: Warmth = 0.8
     """Temperature at which the target writes them."""
 
     def __post_init__(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Le, Lt
 
-from heads.api.config import PositiveFloat, Rows, UnitInterval, config
+from heads.api.config import PositiveWeight, Rows, UnitInterval, config
 
 
 @config("joint")
@@ -21,12 +21,12 @@ class JointConfig:
     and merged at the end."""
     rank: Rows = 16
     """Rank of the updates (>= 1)."""
-    alpha: PositiveFloat = 32.0
+    alpha: PositiveWeight = 32.0
     """The updates are multiplied by alpha / rank (> 0)."""
     modules: tuple[str, ...] = ()
     """Last parts of the names of the linear layers to update, as q_proj; empty: all of the decoder
     layers'."""
-    heads_weight: PositiveFloat = 0.2
+    heads_weight: PositiveWeight = 0.2
     """Weight of the drafter's loss in the target's gradient, relative to a weight of 1 for staying
     close to the original (lambda_0 of Medusa-2; above 0). The drafter's own gradient does not
     depend on it."""
@@ -34,7 +34,7 @@ class JointConfig:
     """Share of the steps, at the start, in which only the drafter is trained (0 to below 1)."""
     ramp: UnitInterval = 0.2
     """Share of the steps, after those, in which heads_weight rises from 0 to its value (0 to 1)."""
-    rate_ratio: PositiveFloat = 4.0
+    rate_ratio: Annotated[float, Ge(0.001), Le(1000)] = 4.0
     """The drafter's learning rate (optim.lr) is this many times that of the target's updates (>
     0)."""
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar
 
 import torch
+from annotated_types import Ge, Le
 
-from heads.api.config import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, config
+from heads.api.config import Fraction, Repeats, TokenTotal, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.target.loading import TargetConfig
@@ -149,16 +150,16 @@ class PlanConfig:
     gpu: str = ""
     """A GPU by name (h100, h200, a100, b200, l40s, ...); empty: time as measured, by `measured` or
     by a few steps here."""
-    count: PositiveInt = 1
+    count: Annotated[int, Ge(1), Le(1_000_000)] = 1
     """Processes, one per GPU."""
-    per_machine: PositiveInt = 8
+    per_machine: Annotated[int, Ge(1), Le(1_000_000)] = 8
     """GPUs of one machine."""
-    network_gbytes: PositiveFloat = 50.0
+    network_gbytes: Annotated[float, Ge(0.001), Le(1e6)] = 50.0
     """GB/s that one GPU sends to other machines (400 Gbit/s are 50)."""
-    mfu: Fraction = ASSUMED_MFU
+    mfu: Annotated[float, Ge(0.001), Le(1)] = ASSUMED_MFU
     """Share of the GPU's peak that training reaches (0 to 1); the default is an assumption, see
     docs/scale.md."""
-    tokens: NonNegativeInt = 0
+    tokens: TokenTotal = 0
     """Tokens of the answers, once through; 0: those of the run's packed answers, and before there
     are any an upper bound from `data` and `sampling`."""
     supervised: Fraction = 0.7
@@ -166,7 +167,7 @@ class PlanConfig:
     measured: str = ""
     """summary.json of a run (or its folder) with the same target and head on the hardware that is
     planned for."""
-    steps: PositiveInt = 3
+    steps: Repeats = 3
     """Real steps that are taken here and now where neither `gpu` nor `measured` is given."""
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Required, TypedDict, cast
 
-from heads.api.config import NonNegativeInt, config
+from heads.api.config import Count, config
 from heads.api.reading import parse_json, read_bytes, require_object
 from inference.manifest import write_bytes
 from train.tracking.services.base import RunNames, Service, Transcript
@@ -87,7 +87,7 @@ class TrackerConfig:
     """What the run does, for filters."""
     tags: tuple[str, ...] = ()
     """Tags of the run there."""
-    transcripts: NonNegativeInt = 4
+    transcripts: Count = 4
     """Answers of the best measurement of tau that are shown there as a table; 0: none."""
     artifact: bool = False
     """Also store the best checkpoint there when the training is complete."""

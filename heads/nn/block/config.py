@@ -6,17 +6,16 @@ Legend: b slots per block.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
-
-from annotated_types import Ge
+from typing import Literal
 
 from heads.api.config import (
     DepthFromTwo,
     Layers,
-    NonNegativeFloat,
+    OptionalToken,
     Rows,
     Size,
     UnitInterval,
+    Weight,
     config,
 )
 from heads.api.errors import UserError
@@ -39,19 +38,19 @@ class Config(SizeConfig):
     """What slots see of their block: all of it, or (causal; JetSpec) no later ones."""
     num_layers: Layers = 0
     """Draft layers; 0: half of the target's and one, 3 to 5."""
-    taps: tuple[int, ...] = ()
+    taps: tuple[Layers, ...] = ()
     """The target's layers that are read, ascending; empty: up to five, spread from 2 to n-2."""
     layer_fusion: bool = False
     """An own mixture of the taps, separately projected, for every draft layer (DFlare)."""
     start_from: Literal["auto", "target", "random"] = "auto"
     """Where the layers begin: target (from layers of it, refused where they do not fit), random, or
     auto (from the target where its layers are Llama-like and of the same sizes)."""
-    from_target_layers: tuple[int, ...] = ()
+    from_target_layers: tuple[Layers, ...] = ()
     """The target's layers (0-based) that the draft layers start from, one each (but the carrying
     one); empty: evenly from the first to the last."""
     carry_root: bool = True
     """Begin with a layer (one of `num_layers`) that carries the root's embedding to all slots."""
-    mask_token_id: Annotated[int, Ge(-1)] = -1
+    mask_token_id: OptionalToken = -1
     """Token whose frozen embedding fills the slots behind the root; -1: a learned vector."""
     dependency: str = "none"
     """What slots know of the tokens drafted before them: none, markov, gated, rnn (DSpark), gru
@@ -68,19 +67,19 @@ class Config(SizeConfig):
     """Channels that share a dynamic kernel; divides the hidden size."""
     confidence: bool = False
     """Estimate for every draft whether it will be accepted (DSpark)."""
-    confidence_weight: NonNegativeFloat = 1.0
+    confidence_weight: Weight = 1.0
     """Weight of that estimate's loss."""
     num_anchors: Rows = 128
     """Blocks drawn per training row, among all positions where a response goes on."""
-    ce: float = 1.0
+    ce: Weight = 1.0
     """Weight of the cross entropy against the answer's tokens."""
-    kl: float = 0.0
+    kl: Weight = 0.0
     """Weight of KL(target || drafter)."""
-    tv: float = 0.0
+    tv: Weight = 0.0
     """Weight of the total variation distance, which is half of the L1 distance."""
-    lk: float = 0.0
+    lk: Weight = 0.0
     """Weight of -log(acceptance rate), the LK loss."""
-    annealed_lk: float = 0.0
+    annealed_lk: Weight = 0.0
     """Weight of the LK loss that goes from KL to total variation as acceptance rises."""
     base_share_start: UnitInterval = 0.0
     """Share of the loss on the logits before the dependency, when training begins (0 to 1)."""
@@ -89,7 +88,7 @@ class Config(SizeConfig):
     depth_weights: str = "exponential"
     """How depths weigh: exponential (exp(-(k-1) / gamma)), uniform, or d_pace (by what they add to
     the accepted length)."""
-    gamma: float = 0.0
+    gamma: Weight = 0.0
     """Of the exponential weights, in depths; 0: (block_size + 5) / 3."""
     d_pace_smoothing: UnitInterval = 0.5
     """Of d_pace: how far the drafter's probabilities are moved towards 1 (0 to 1; at 1 depths weigh

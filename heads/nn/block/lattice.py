@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Annotated, cast
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 
-from heads.api.config import NonNegativeFloat, PositiveFloat, Size, config
+from heads.api.config import Epsilon, Size, Weight, config
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import init
@@ -54,13 +55,13 @@ class CorrelatorConfig:
     """Attention layers over the candidates."""
     heads: Size = 4
     """Attention heads; divide `size`."""
-    mlp_ratio: PositiveFloat = 2.0
+    mlp_ratio: Annotated[float, Ge(0.01), Le(64)] = 2.0
     """Width of an MLP, in multiples of `size`."""
-    scale: PositiveFloat = 10.0
+    scale: Annotated[float, Gt(0), Le(1e4)] = 10.0
     """Largest score: how sharply candidates can be told apart."""
-    eps: PositiveFloat = 1e-6
+    eps: Epsilon = 1e-6
     """Smallest length that a vector is divided by."""
-    distractor: NonNegativeFloat = 1.0
+    distractor: Weight = 1.0
     """Weight of the penalty for probability on candidates that the target holds less likely than
     the right token."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
-from heads.api.config import Size, config
+from heads.api.config import OptionalLayer, Size, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -50,7 +50,7 @@ class SizeConfig:
 class LayerConfig(SizeConfig):
     """A layer that may start as a copy."""
 
-    from_target_layer: int = -1
+    from_target_layer: OptionalLayer = -1
     """Start from this target layer (0-based; Llama-like, of the same sizes); -1: random."""
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.api.batch import TrainBatch
-from heads.api.config import Size, UnitInterval, config
+from heads.api.config import Layers, Size, UnitInterval, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec, default_taps
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -43,7 +43,7 @@ def look_at_itself(attn: Attention) -> None:
 class TapConfig(base.SizeConfig):
     """What of the target a drafter reads and drafts. Sizes of 0 are taken from the target."""
 
-    taps: tuple[int, ...] = ()
+    taps: tuple[Layers, ...] = ()
     """Layers of the target that are read, ascending; empty: 2, n//2 and n-3."""
     tap_norm: bool = True
     """RMSNorm each tap before they are fused (EAGLE-3.1)."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Le
 
-from heads.api.config import Depth, Size, config
+from heads.api.config import Depth, Layers, PositiveFloat, Size, UnitInterval, config
 from heads.api.errors import UserError
 from heads.api.target_info import Rotary, TargetInfo
 from heads.nn.blocks import LayerShape
@@ -37,18 +39,18 @@ class NetworkConfig:
     """Size of a head (even)."""
     intermediate_size: Size = 0
     """Width of the MLP; 0: in proportion to hidden_size as in the target."""
-    rms_norm_eps: float = 0.0
+    rms_norm_eps: UnitInterval = 0.0
     """Added to mean squares in every norm; 0: the target's."""
-    rope_theta: float = 0.0
+    rope_theta: Annotated[float, Ge(0), Le(1e12)] = 0.0
     """Base of the rotary positions; 0: the target's. Copied layers rotate as the target does."""
-    rope_scaling: tuple[float, ...] = ()
+    rope_scaling: tuple[PositiveFloat, ...] = ()
     """Llama 3.1's scaling of the rotary frequencies: factor, low_freq_factor, high_freq_factor and
     original_max_position_embeddings; empty: none."""
     qk_norm: bool = False
     """RMSNorm on every query and key head, as Qwen3 and layers copied from one have it."""
     attention_bias: bool = False
     """Biases on queries, keys and values, as Qwen2 and layers copied from one have them."""
-    from_target_layers: tuple[int, ...] = ()
+    from_target_layers: tuple[Layers, ...] = ()
     """Start from these layers of the target (ascending, 0-based) with its embedding, final norm and
     LM head; all sizes are then the target's."""
     from_model: str = ""

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
-from heads.api.config import Fraction, NonNegativeFloat, NonNegativeInt, UnitInterval, config
+from heads.api.config import Fraction, Size, Temperature, TokenId, UnitInterval, config
 from heads.api.errors import UserError
+
+Bias = Annotated[float, Ge(-1e6), Le(1e6)]
 
 
 @config("decode")
@@ -24,19 +28,19 @@ from heads.api.errors import UserError
 class SamplingSettings:
     """How the target's distribution is shaped; drafts are ranked by their own."""
 
-    temperature: NonNegativeFloat = 0.0
+    temperature: Temperature = 0.0
     """0 picks the most likely token; 1 samples the model's own distribution."""
-    top_k: NonNegativeInt = 0
+    top_k: Size = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: Fraction = 1.0
     """Keep the smallest set of most likely tokens whose mass reaches this share; 1 keeps all."""
     min_p: UnitInterval = 0.0
     """Keep tokens at least this share as likely as the most likely one; 0 keeps all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = 1.0
     """Tokens of the text: a positive logit is divided by this, a negative multiplied; 1: off."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[TokenId, Bias], ...] = ()
     """(token id, what is added to its logit) pairs, each token at most once."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[TokenId, ...], ...] = ()
     """Token sequences that never appear whole: where the text ends with all but the last, that is
     forbidden. An end-of-text token may be one: then answers end with their budget (transformers
     ignores such a word)."""
@@ -44,16 +48,14 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         biased = [token for token, _ in self.logit_bias]
         checks = {
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 (1 is off)"),
             "logit_bias": (
-                all(token >= 0 and math.isfinite(bias) for token, bias in self.logit_bias)
-                and len(set(biased)) == len(biased),
-                "pairs of a token id (0 or more, each once) and a finite number, such as [[17, "
-                "-5.0]]; to forbid a token use decode.bad_words",
+                len(set(biased)) == len(biased),
+                "pairs of a token id (each once) and a number, such as [[17, -5.0]]; to forbid a "
+                "token use decode.bad_words",
             ),
             "bad_words": (
-                all(word and min(word) >= 0 for word in self.bad_words),
-                "lists of at least one token id (0 or more), such as [[5], [8, 9]]",
+                all(self.bad_words),
+                "lists of at least one token id, such as [[5], [8, 9]]",
             ),
         }
         for name, (fine, allowed) in checks.items():

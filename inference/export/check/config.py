@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from heads.api.config import NonEmpty, PositiveInt, Rows, Seconds, Tokens, config, require_one_of
+from heads.api.config import (
+    NonEmpty,
+    PositiveInt,
+    Rows,
+    Seconds,
+    Size,
+    Tokens,
+    config,
+    require_one_of,
+)
 from heads.api.errors import UserError
 
 
@@ -43,7 +52,7 @@ class VerifyConfig:
     names, if it still exists."""
     live: LiveConfig = field(default_factory=LiveConfig)
     """How the engine is run, for verify.mode=live."""
-    contexts: int | None = None
+    contexts: Size | None = None
     """Not used any more; setting it is an error that names verify.mode=live."""
 
     def __post_init__(self) -> None:

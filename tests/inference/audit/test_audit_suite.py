@@ -441,8 +441,8 @@ def test_cases_leave_the_end_of_text_alone() -> None:
         ),
         ({"precisions": ()}, "audit.precisions is empty"),
         ({"rules": ("typical",)}, "audit.rules: 'typical' is unknown"),
-        ({"prompts": 0}, "audit.prompts must be at least 1"),
-        ({"temperatures": (-1.0,)}, r"audit\.temperatures\[0\] must not be negative"),
+        ({"prompts": 0}, r"audit.prompts must lie in \[1, "),
+        ({"temperatures": (-1.0,)}, r"audit\.temperatures\[0\] must lie in \[0, "),
         ({"significance": 0.5}, "audit.significance must lie between 0 and 0.1"),
     ],
 )

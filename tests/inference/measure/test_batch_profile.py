@@ -221,9 +221,9 @@ def test_settings_are_checked(target: TargetModel, requests: list[Request], know
     assert not ProfileConfig().wanted
     with pytest.raises(UserError, match=r"bench\.profile\.batches\[0\] must lie in \[1, 65536\]"):
         ProfileConfig(batches=(0,))
-    with pytest.raises(UserError, match=r"bench\.profile\.temperatures\[0\] must not be negative"):
+    with pytest.raises(UserError, match=r"bench\.profile\.temperatures\[0\] must lie in \[0, "):
         ProfileConfig(temperatures=(-1.0,))
-    with pytest.raises(UserError, match=r"bench\.profile\.blocks must be at least 1"):
+    with pytest.raises(UserError, match=r"bench\.profile\.blocks must lie in \[1, "):
         ProfileConfig(blocks=0)
     arm = Arm("right", AlwaysRight(known, VOCAB), DECODE)
     with pytest.raises(

@@ -596,5 +596,5 @@ def test_prompts_that_do_not_fit_the_target(
 
 
 def test_bench_settings_are_checked() -> None:
-    with pytest.raises(UserError, match=r"bench\.repeats must be at least 1; given: 0"):
+    with pytest.raises(UserError, match=r"bench\.repeats must lie in \[1, "):
         BenchConfig(repeats=0)

@@ -137,8 +137,8 @@ def test_branches_are_read_by_a_generation(made: tuple[Path, Path], tmp_path: Pa
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"branches": -1}, "feedback.branches must not be negative"),
-        ({"branch_within": 0}, "feedback.branch_within must be at least 1; given: 0"),
+        ({"branches": -1}, r"feedback.branches must lie in \[0, "),
+        ({"branch_within": 0}, r"feedback.branch_within must lie in \[1, "),
         ({"branch_likely": 0.0}, "feedback.branch_likely must be above 0"),
     ],
 )

@@ -280,7 +280,7 @@ def test_traffic_alone_is_enough(made: tuple[Path, Path], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"error_weight": -1.0}, "feedback.error_weight must not be negative"),
+        ({"error_weight": -1.0}, r"feedback.error_weight must lie in \[0, "),
         ({"hard_prompts": 1.5}, r"feedback.hard_prompts must lie in \[0, 1\]"),
         ({"domain_weights": True, "traffic": {"code": 0.0}}, "feedback.traffic needs shares"),
         ({"traffic": {"code": 1.0}}, "feedback.domain_weights, which reads it, is off"),
