@@ -25,7 +25,7 @@ def require_unchanged(checkpoint: Path) -> None:
     whole = checkpoint.resolve()
     for folder, stages in ((whole, STAGES), (whole.parent, ("train",))):
         path = folder / MANIFEST_FILE
-        content = read_object(path, most=LARGEST) if path.is_file() else {}
+        content = read_object(path, most=LARGEST) if path.exists() else {}
         stage = str(content.get("stage"))
         if stage not in stages:
             continue

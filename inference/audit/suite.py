@@ -142,7 +142,7 @@ class _Precision:
             decode = self.settings({"temperature": temperature})
             plain, _ = self.answers(None, decode)
             known: Known = {}
-            batched = replace(decode, shape="none", batch_size=self.config.batch_size)
+            batched = replace(decode.without_draft(), batch_size=self.config.batch_size)
             self.compare(Arm(NO_DRAFTER, None, batched), plain, known)
             for arm in self.arms(decode, plain):
                 for rows in (1, self.config.batch_size):
@@ -195,7 +195,9 @@ class _Precision:
     def settings(self, changes: Changes) -> DecodeConfig:
         """The user's settings for plain decoding under rule match, with `changes`."""
         limit = self.config.max_new_tokens
-        plain = replace(self.decode, shape="none", rule="match", batch_size=1, max_new_tokens=limit)
+        plain = replace(
+            self.decode.without_draft(), rule="match", batch_size=1, max_new_tokens=limit
+        )
         return replace(plain, **changes)
 
     def with_shape(self, decode: DecodeConfig, shape: Shape, own: DecodeConfig) -> DecodeConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal
 
 import torch
@@ -107,6 +107,10 @@ class DecodeConfig(SamplingSettings):
     def acceptance(self) -> str:
         """The rule that decides: `rule`, or what auto stands for here."""
         return best_rule(self.shape, self.temperature) if self.rule == AUTO else self.rule
+
+    def without_draft(self) -> DecodeConfig:
+        """These settings for plain decoding: no draft, and nothing that would adapt one."""
+        return replace(self, shape="none", adaptive="none", adaptive_head="", adaptive_lengths=())
 
     def adaptive_settings(self) -> AdaptiveSettings:
         """What is said about adaptive length."""

@@ -170,7 +170,7 @@ def write_tuned(
 def read_tuned(folder: Path) -> Tuned | None:
     """The content of `folder`/decode.yaml, if any; raises `UserError` for another file."""
     path = folder / DECODE_FILE
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
         content = read_yaml_object(path, "")

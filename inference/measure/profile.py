@@ -231,7 +231,7 @@ def _engines(
         )
     room = max(len(item.tokens) + item.max_new_tokens for block in blocks for item in block)
     capacity = room + max(draft.tree().num_nodes for draft in drafts.values()) + 1
-    engines = {PLAIN: Engine(target, None, replace(decode, shape="none"), capacity=capacity)}
+    engines = {PLAIN: Engine(target, None, decode.without_draft(), capacity=capacity)}
     for name, draft in drafts.items():
         engines[name] = Engine(target, arm.drafter, draft, capacity=capacity)
     return engines

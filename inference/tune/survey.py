@@ -235,7 +235,7 @@ def survey(
         )
     requests = task.block_requests([list(range(len(task.requests)))])[0]
     longest = deepest(config, target, drafter)
-    plain = replace(decode, shape="none", batch_size=min(16, len(requests)))
+    plain = replace(decode.without_draft(), batch_size=min(16, len(requests)))
     texts = sorted(Engine(target, None, plain).run(requests), key=lambda done: done.request.index)
     ranks, accuracy = RankStatistics.empty(longest, 1), list[list[float]]()
     if config.nodes:

@@ -224,7 +224,9 @@ def test_shares_are_apart_and_together_the_whole(tmp_path, streaming):
     for at in range(6):  # continued from anywhere
         assert rows(data, full[at][2]) == full[at + 1 :]
     for share in ((3, 3), (-1, 2), (0, 0)):
-        with pytest.raises(UserError, match=r"data\.share(\[0\] must lie in| is \[part, number of parts\])"):
+        with pytest.raises(
+            UserError, match=r"data\.share(\[0\] must lie in| is \[part, number of parts\])"
+        ):
             DataConfig(path, share=share)
 
 

@@ -124,13 +124,12 @@ def read_summary(path: str | Path) -> Summary:
     """The summary of a run, given its folder or file; raises `UserError` when it cannot be read."""
     file = Path(path)
     file = file / SUMMARY_FILE if file.is_dir() else file
+    advice = "Give the folder of a finished `headstart train`."
+    content = read_bytes(file, advice)
     try:
-        return Summary.model_validate_json(read_bytes(file))
+        return Summary.model_validate_json(content)
     except ValueError as error:
-        raise UserError(
-            f"'{file}' is no summary of a training ({type(error).__name__}). Give the folder of a "
-            "finished `headstart train`."
-        ) from error
+        raise UserError(f"'{file}' is no summary of a training. {advice}") from error
 
 
 def summarise(
