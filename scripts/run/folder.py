@@ -20,7 +20,7 @@ import yaml
 
 from heads.api.config import build
 from heads.api.errors import UserError, missing_folder, suggest
-from heads.api.reading import read_object, read_yaml_object
+from heads.api.reading import read_object, read_yaml_object, require_object
 from inference.folders import RUN_FILE, delete_own, stage_of, sweep
 from inference.manifest import (
     MANIFEST_FILE,
@@ -256,11 +256,16 @@ def read_record(path: Path) -> RunRecord | None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The resolved settings of a stage folder; raises `UserError` when there are none."""
+    """The resolved settings of a stage folder, keys of every group; raises `UserError` when there
+    are none."""
     file = path / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"'{path}' is not a stage folder: it has no {CONFIG_FILE}.")
-    return read_yaml_object(file, f"Remove '{path}' yourself, or choose another name.")
+    advice = f"Remove '{path}' yourself, or choose another name."
+    content = read_yaml_object(file, advice)
+    for group, values in content.items():
+        require_object(values or {}, f"'{file}': {group}", advice)
+    return content
 
 
 def changes(

@@ -230,6 +230,56 @@ def test_a_broken_record_is_one_clear_error(in_folder: Path) -> None:
         open_folder(settings(RunConfig()), Path("out"))
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "holds None in place of keys"),
+        (b"5", "holds 5 in place of keys"),
+        (b"[[1]]", "in place of keys"),
+        (b"run: {name: a\n  x", "no YAML of plain values"),
+        (b"a: !!python/object/apply:os.system [ls]", "no YAML of plain values"),
+        (b"\xff\xfe", "not text in UTF-8"),
+        (b"a\0b: 1", "no YAML of plain values"),
+        (b"run: 5", r"config\.yaml': run is broken: it holds 5 in place of keys"),
+        (b"run: [1]", r"config\.yaml': run is broken"),
+        (b'run: {name: "a\\0b"}', "holds a character that no text may"),
+        (b"run: {name: 1.5}", r"made with other settings"),
+        (b"run: {}\nhead: 5", r"config\.yaml': head is broken: it holds 5"),
+        (b"run: {}\nhead: {kind: [1]}", "made with other settings"),
+        (b'run: {}\nhead: {kind: "\\0"}', "made with other settings"),
+        (b"run: {}\noptim: 5", r"config\.yaml': optim is broken: it holds 5"),
+        (b'run: {}\ntarget: {path: "a\\0b"}', "made with other settings"),
+    ],
+)
+def test_an_edited_config_is_one_clear_error(in_folder: Path, content: bytes, words: str) -> None:
+    stage = load_settings(STAGES["train"], ["debug=fast"])
+    open_folder(stage, Path("out"))
+    Path("out/result").write_text("of an hour")
+    Path("out/config.yaml").write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        open_folder(stage, Path("out"))
+    assert Path("out/result").read_text() == "of an hour"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe", r"run\.json' is not readable as JSON"),
+        (b"[1]", r"run\.json' is broken: it holds \[1\] in place of keys"),
+        (
+            b'{"format": 1, "stage": "report", "inputs": {"a\\u0000b": "x"}}',
+            "holds a character that no text",
+        ),
+        (b'{"format": 1, "stage": "report", "inputs": 5}', "run.json.inputs: expected keys"),
+    ],
+)
+def test_an_edited_record_is_one_clear_error(in_folder: Path, content: bytes, words: str) -> None:
+    open_folder(settings(RunConfig()), Path("out")).finish()
+    Path("out/run.json").write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        open_folder(settings(RunConfig()), Path("out"))
+
+
 def test_settings_survive_the_round_trip_through_yaml(in_folder: Path) -> None:
     values = {"optim": {"lr": 1e-05, "betas": [0.9, 0.95], "name": "1e3", "none": None, "on": True}}
     given = settings(RunConfig(), **values)

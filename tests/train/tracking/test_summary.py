@@ -76,7 +76,7 @@ def test_what_is_no_summary_is_refused(tmp_path: Path, content: str | None) -> N
     if content is not None:
         (tmp_path / SUMMARY_FILE).write_text(content, encoding="utf-8")
     with pytest.raises(
-        UserError, match="is no summary of a training|summary.json' cannot be read: No such file"
+        UserError, match=r"is no summary of a training|summary\.json' cannot be read: No such file"
     ):
         read_summary(tmp_path)
 
