@@ -3,6 +3,8 @@ short report for the others."""
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 import subprocess
 import sys
@@ -38,6 +40,35 @@ def test_errors_of_files_are_one_sentence(tmp_path: Path) -> None:
         said = failures.complaint(caught.value)
         assert said is not None and words in said and "\n" not in said
         assert str(path.parent)[:20] in said
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EROFS, "'/a/b': this file system is read-only. Give a place that can be written"),
+        (errno.EACCES, "'/a/b': access is not allowed. Change the permissions"),
+        (errno.ENOSPC, "'/a/b': the disk is full. What was complete is kept."),
+        (errno.EISDIR, "'/a/b': there is a folder where a file is needed. Move it away"),
+        (errno.ENAMETOOLONG, "'/a/b': a name is longer than the file system allows."),
+        (errno.EMFILE, "'/a/b': too many files are open. Raise the limit (`ulimit -n 4096`)"),
+    ],
+)
+def test_what_a_place_refuses_is_told_with_what_to_do(
+    number: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(given: list[str]) -> int:
+        raise OSError(number, os.strerror(number), "/a/b")
+
+    monkeypatch.setattr(cli, "dispatch", fail)
+    assert cli.main(["train"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"headstart: {words}") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", failures.SPELT)
+def test_a_library_that_wraps_what_the_disk_refuses_is_understood(number: int) -> None:
+    error = raised(RuntimeError(f"I/O error: {os.strerror(number)} (os error {number})"))
+    assert failures.WORDS[number][0] in str(failures.complaint(error))
 
 
 LIMITED = """
