@@ -31,7 +31,7 @@ from heads.nn.blocks import Attention, FusingLayer
 from heads.nn.drafting.state import Cached as State
 from heads.nn.feature.base import LayerConfig, layer_shape, layer_weights, unrolled_loss
 from heads.nn.feature.chain import Chain, ChainDrafter
-from heads.nn.feature.taps import TapConfig, TapDrafter, look_at_itself
+from heads.nn.feature.taps import TapConfig, TapDrafter
 from heads.nn.rope import Rope
 
 
@@ -65,7 +65,6 @@ class Drafter(TapDrafter, ChainDrafter):
         """See `TapDrafter`; with `from_target_layer`, the half of the attention that reads the
         feature, the MLP and their norms come from that layer of the target."""
         super().initialise(weights, generator)
-        look_at_itself(self.attention)
         if self.config.from_target_layer >= 0:
             hidden, layer = self.info.hidden_size, self.midlayer
             wanted = layer_weights(layer, "self_attn", "mlp", "post_attention_layernorm")

@@ -38,7 +38,7 @@ from heads.nn.drafting.state import Cached as State
 from heads.nn.drafting.state import run_slots
 from heads.nn.feature.base import layer_shape, sum_by_state
 from heads.nn.feature.parallel import Anchors, anchored_attention
-from heads.nn.feature.taps import TapConfig, TapDrafter, look_at_itself
+from heads.nn.feature.taps import TapConfig, TapDrafter
 from heads.nn.rope import Rope, look_up
 
 
@@ -84,7 +84,6 @@ class Drafter(TapDrafter):
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """See `TapDrafter`; an unknown token starts as the mean of all, an unknown state small."""
         super().initialise(weights, generator)
-        look_at_itself(cast(FusingLayer, self.layers[0]).self_attn)
         init.normal(self.mask_hidden, 0.02, generator)
         init.copy(self.mask_embedding, weights.embedding.float().mean(0))
         if self.embed_tokens is not None:

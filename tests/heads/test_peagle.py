@@ -157,7 +157,7 @@ def test_anchors_thin_out_with_depth_and_stay_nested(target: MicroTarget) -> Non
 def test_attention_in_recomputed_chunks_changes_nothing(
     target: MicroTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = make(target)
+    drafter = make(target, train_lm_head=True)
     batch = packed_batch(target, drafter.needs, PACKED)
     results = []
     for limit in (1 << 26, 400):

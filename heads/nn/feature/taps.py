@@ -23,19 +23,10 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec, default_taps
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init, losses
-from heads.nn.blocks import Attention, FusingLayer, RMSNorm, initialise_blocks
+from heads.nn.blocks import FusingLayer, RMSNorm, initialise_blocks
 from heads.nn.feature import base
 from heads.nn.feature.reduced import ReducedDrafter
 from heads.nn.matrices import set_matrix
-
-
-@torch.no_grad()
-def look_at_itself(attn: Attention) -> None:
-    """Start the queries as the keys of their group, so that a fresh row attends to itself first:
-    its own token comes in through attention alone, and would otherwise be one among all."""
-    keys = attn.k_proj.weight.unflatten(0, (-1, attn.head_dim))
-    groups = attn.q_proj.out_features // attn.k_proj.out_features
-    init.copy(attn.q_proj.weight, keys.repeat_interleave(groups, 0).flatten(0, 1))
 
 
 @config("head")
@@ -55,8 +46,8 @@ class TapConfig(base.SizeConfig):
     """RMSNorm on every query and key head, as in Qwen3."""
     draft_vocab_size: Size = 0
     """Tokens that can be drafted, the training data's most frequent; 0: all."""
-    train_lm_head: bool = True
-    """Train the LM head, which starts as the target's; off: keep it as it is."""
+    train_lm_head: bool = False
+    """Train the LM head, which starts as the target's; off: it stays the target's."""
     hard_label_weight: UnitInterval = 0.0
     """Share of the loss taken against the sampled token, not the target's distribution."""
 
@@ -92,12 +83,8 @@ class TapDrafter(ReducedDrafter):
         self.lm_head.requires_grad_(config.train_lm_head)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Random layers; final norm and LM head start from the target's, and the fused feature as
-        the highest tap with a little of all of them, which is nearest to what that LM head reads.
-        """
+        """Random layers and a random fusion; final norm and LM head start from the target's."""
         initialise_blocks(self, generator)
-        with torch.no_grad():
-            self.fc.weight.mul_(0.3)[:, -self.info.hidden_size :].diagonal().add_(1.0)
         init.copy(self.lm_head.weight, self.lm_head_rows(weights))
         self.copy_final_norm(self.norm.weight, weights)
 
