@@ -25,6 +25,7 @@ from inference.decoding.adaptive.cost import adaptive_parts
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
 from inference.decoding.execution.graphs import Pending, StepRunner
+from inference.decoding.rules.names import sampling_rule
 from inference.decoding.rules.registry import get_rule
 from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.sampling.noise import SharedNoise
@@ -61,7 +62,8 @@ class Lanes:
         self.needs = FeatureSpec() if drafter is None else drafter.needs
         self.cache = target.new_cache(rows, capacity)
         typical = {"epsilon": decode.typical_epsilon, "delta": decode.typical_delta}
-        self.rule = get_rule(decode.acceptance, tree, share_noise=decode.share_noise, **typical)
+        name = sampling_rule(decode.rule, decode.shape) if own_settings else decode.acceptance
+        self.rule = get_rule(name, tree, share_noise=decode.share_noise, **typical)
         self.settings = decode.sampling()
         self.processors = Processors(self.settings, target.info.vocab_size, target.device)
         history = capacity + tree.max_depth + 2 if self.settings.uses_prefix else 0
@@ -90,13 +92,8 @@ class Lanes:
     def noise(self, seeds: Tensor, roots: Tensor, own: RowSettings | None = None) -> SharedNoise:
         """The noise of sequences: `seeds`, `roots` (positions) [B], and their own settings."""
         vocab, rule = self.target.info.vocab_size, self.rule
-        if own is not None:
-            noise: SharedNoise = RowNoise(own, seeds, vocab, rule.drafts, roots)
-        else:
-            keeps = rule.keeps_logits
-            noise = SharedNoise(
-                self.settings, seeds, vocab, rule.drafts, keeps, roots, rule.separate
-            )
+        given = (seeds, vocab, rule.drafts, rule.keeps_logits, roots, rule.separate)
+        noise = SharedNoise(self.settings, *given) if own is None else RowNoise(own, *given)
         noise.keeps_logits = noise.keeps_logits or self.keeps_logits
         return noise
 

@@ -9,7 +9,8 @@ anything else that never ends.
 
 Beside `Engine.run`: the buffers are made once, for `decode.batch_size` rows of `capacity` slots;
 requests may bring temperature, top_k, top_p and min_p of their own; a step computes the rows in use
-alone. A request's text is what `Engine.generate` gives for its prompt, seed and settings.
+alone. A request's text is what `Engine.generate` gives for its prompt, seed, settings and rule;
+at temperature 0 every rule decides as match does.
 Everything is to be called from one thread, the one that made the session.
 """
 
@@ -25,13 +26,14 @@ from heads.api.errors import UserError
 from inference.decoding.batch import BatchRun, OnTokens
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
+from inference.decoding.rules.names import AUTO, LOSSLESS
 
 
 class Session:
     """See the module. details: passes say what was drafted (`PassRecord.details`).
 
-    Raises `UserError` for a rule other than match (a request's text must not depend on the draft),
-    a capacity that the target does not have, and a batch that does not fit into memory.
+    Raises `UserError` for a rule that does not keep the target's distribution, a capacity that the
+    target does not have, and a batch that does not fit into memory.
     """
 
     def __init__(
@@ -43,10 +45,11 @@ class Session:
         details: bool = False,
     ) -> None:
         decode, limit = engine.decode, engine.target.info.max_position_embeddings
-        if decode.rule != "match":
+        if decode.rule not in (*LOSSLESS, AUTO):
             raise UserError(
-                "requests with settings of their own need decode.rule=match, which gives the "
-                f"same text with any draft; given: decode.rule={decode.rule}."
+                "requests with settings of their own need a rule that keeps the target's "
+                f"distribution, one of {', '.join(LOSSLESS)} and auto; given: "
+                f"decode.rule={decode.rule}."
             )
         if not 2 <= capacity <= limit:
             raise UserError(

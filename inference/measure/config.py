@@ -115,18 +115,23 @@ class BenchConfig:
 def report_settings(decodes: Mapping[str, DecodeConfig], prompts: int) -> ReportSettings:
     """The settings that all arms, by name, share; raises `UserError` where they differ."""
     require_same_task(decodes)
-    decode = next(iter(decodes.values()))
+    drafting = [decode for decode in decodes.values() if decode.shape != "none"]
+    decode = (drafting or list(decodes.values()))[0]
     names = [name for name in ReportSettings.model_fields if name != "prompts"]
     assert len({other.batch_size for other in decodes.values()}) == 1
     return ReportSettings(**{name: _shared(decode, name) for name in names}, prompts=prompts)
 
 
 def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
-    """Raise `UserError` unless all arms agree on `SHARED_SETTINGS`. decodes: by the arm's name."""
-    (first, expected), *others = decodes.items()
-    for name, decode in others:
-        for key in SHARED_SETTINGS:
-            one, other = _shared(expected, key), _shared(decode, key)
+    """Raise `UserError` unless all arms agree on `SHARED_SETTINGS`, those that draft also on the
+    rule. decodes: by the arm's name."""
+    for key in SHARED_SETTINGS:
+        asked = decodes.items()
+        if key == "rule":  # plain decoding has none
+            asked = {name: one for name, one in asked if one.shape != "none"}.items()
+        found = [(name, _shared(decode, key)) for name, decode in asked]
+        for name, other in found[1:]:
+            first, one = found[0]
             if one != other:
                 raise UserError(
                     f"'{first}' decodes with {key}={one}, '{name}' with {key}={other}. One report "

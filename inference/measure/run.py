@@ -36,6 +36,7 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.costs import measure_costs
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
+from inference.decoding.rules.names import TEXT, promise
 from inference.decoding.rules.registry import get_rule
 from inference.decoding.sampling.noise import Stream
 from inference.kernels.packed_linear import packed_linears
@@ -381,6 +382,7 @@ class _Session:
             [record.tokens for record in found],
             arm.decode.sampling(),
             width=max(2, self.engines[arm.name].tree.num_nodes),
+            examined=promise(arm.decode.acceptance, arm.decode.temperature) == TEXT,
         )
 
     def conditions(self, source: Loaded, leaks: LeakFacts | None) -> schema.Conditions:

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 from heads.api.errors import UserError
-from inference.decoding.rules.names import AUTO
 from inference.manifest import checkpoint_hash
 from inference.server.config import read_secret
 from inference.server.front.server import bind, url_of
@@ -34,8 +32,6 @@ def run(settings: Settings) -> int:
     try:
         prepare_process(settings.run)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
-        if settings.decode.rule == AUTO:  # requests bring temperatures of their own
-            settings = settings.put(decode=replace(settings.decode, rule="match"))
         engine, found = build_engine(settings, config.drafter)
         drafter, records, weights = found.name if found else "no drafter", None, ""
         if config.log_rejections:

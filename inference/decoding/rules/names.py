@@ -27,6 +27,12 @@ def best_rule(shape: str, temperature: float) -> str:
     return {"chain": "block", "tree": "traversal", "dynamic": "specinfer"}.get(shape, "match")
 
 
+def sampling_rule(rule: str, shape: str) -> str:
+    """What `rule` is for requests of any temperature: auto stands for the best one above 0, which
+    decides as match does at 0."""
+    return best_rule(shape, 1.0) if rule == AUTO else rule
+
+
 def promise(rule: str, temperature: float) -> str:
     """What `rule` keeps: TEXT (at temperature 0 all do), DISTRIBUTION or LOSSY (if unknown)."""
     if rule not in PROMISES:

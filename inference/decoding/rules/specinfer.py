@@ -47,14 +47,13 @@ class SpecInfer(weights.TreeRule):
     ) -> Verdict:
         """See `TreeRule`. Only the nodes that the walk reaches are weighed, one per depth."""
         assert proposal.logits is not None and proposal.tree.num_nodes == self._children.shape[0]
-        settings = noise.settings
         node = torch.zeros_like(proposal.tokens[:, 0])
         walking = torch.ones_like(node, dtype=torch.bool)
         refused = torch.zeros_like(walking)
         path, left, behind = [node], logits.new_zeros(()), node
         # behind the deepest level nothing is tried
         for level, width in enumerate((*self._widths, 0)):
-            p = weights.target_probabilities(weights.at_node(logits, node), settings)
+            p = noise.target_probabilities(weights.at_node(logits, node)[:, None])[:, 0]
             rest, position = p, positions.gather(1, node[:, None]) + 1
             found, child = torch.zeros_like(walking), node
             if width:
@@ -62,8 +61,8 @@ class SpecInfer(weights.TreeRule):
                 there = children > 0
                 if proposal.limit is not None:
                     there = there & (level < proposal.limit)[:, None]
-                drawn_from = weights.at_node(proposal.logits, node)
-                scores = weights.draft_logits(drawn_from, settings, proposal.token_ids, p.shape[-1])
+                drawn_from = weights.at_node(proposal.logits, node)[:, None]
+                scores = noise.draft_logits(drawn_from, proposal.token_ids)[:, 0]
                 tokens = proposal.tokens.gather(1, children)
                 p_child, q_child, rest = tries(p, scores, tokens, there)
                 coins = noise.uniforms(position, width)[:, 0]

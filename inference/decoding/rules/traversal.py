@@ -87,10 +87,8 @@ class _Walk:
     ) -> None:
         assert proposal.logits is not None and proposal.tree.num_nodes == len(rule._children)
         self.rule, self.proposal = rule, proposal
-        self.p = target = weights.target_probabilities(logits, noise.settings)
-        self.scores = weights.draft_logits(
-            proposal.logits, noise.settings, proposal.token_ids, target.shape[-1]
-        )
+        self.p = target = noise.target_probabilities(logits)
+        self.scores = noise.draft_logits(proposal.logits, proposal.token_ids)
         coins = noise.uniforms(positions, rule._columns)
         self.coins = coins.gather(2, rule._column.expand(len(coins), -1, 1))[..., 0]
         self.nodes: dict[int, tuple[Tensor, Tensor]] = {}

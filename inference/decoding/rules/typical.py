@@ -23,7 +23,7 @@ from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.rules.accept import walk
 from inference.decoding.rules.base import Rule, RuleOptions, Verdict, tested
 from inference.decoding.rules.match import Match
-from inference.decoding.rules.weights import committed, target_probabilities
+from inference.decoding.rules.weights import committed
 from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
@@ -54,7 +54,7 @@ class Typical:
         if noise.settings.greedy:
             return self._match.judge(proposal, logits, positions, noise)
         tokens, tree = proposal.tokens, proposal.tree
-        p = target_probabilities(logits, noise.settings)
+        p = noise.target_probabilities(logits)
         enough = (self.delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=self.epsilon)
         parents = tree.parents.expand(tokens.shape[0], -1)
         row = torch.arange(tokens.shape[0], device=tokens.device)[:, None]

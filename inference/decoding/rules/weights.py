@@ -18,7 +18,7 @@ Legend: B rows, N nodes, D = N - 1 drafted tokens of a chain, V vocabulary, V' i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -27,32 +27,29 @@ from heads.api.drafter import Proposal
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.rules.base import Verdict
 from inference.decoding.rules.match import Match
-from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
 from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 def weighs(proposal: Proposal, noise: SharedNoise) -> bool:
-    """Whether drafts can be weighed: above temperature 0, their logits kept."""
-    return proposal.logits is not None and not noise.settings.greedy
+    """Whether drafts can be weighed: some row is above temperature 0, their logits were kept."""
+    return proposal.logits is not None and noise.samples
 
 
-def target_probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
-    """p [..., V] for the target's logits [..., V]; float32, or float64 for float64 logits."""
-    return shape_logits(logits, settings).softmax(-1)
-
-
-def draft_logits(
-    logits: Tensor, settings: SamplingSettings, token_ids: Tensor | None, vocab_size: int
-) -> Tensor:
-    """log q + constant [..., V] for the drafter's logits [..., V']; -inf outside of those.
-
-    In float32 at least, as `SharedNoise` draws: drafts were not drawn from a q rounded to bfloat16.
-    """
-    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / settings.temperature
-    if token_ids is None:
-        return scaled
-    whole = scaled.new_full((*scaled.shape[:-1], vocab_size), float("-inf"))
-    return whole.index_copy(-1, token_ids, scaled)
+def or_match(
+    verdict: Verdict, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
+) -> Verdict:
+    """The verdict of weighing; in rows at temperature 0, which others may be decoded with, that of
+    `match`."""
+    greedy = noise.greedy_rows
+    if greedy is None:
+        return verdict
+    matched = Match(share=False).judge(proposal, logits, positions, noise)
+    found = {}
+    for item in fields(Verdict):
+        weighed = getattr(verdict, item.name)
+        rows = greedy.view(-1, *[1] * (weighed.ndim - 1))
+        found[item.name] = torch.where(rows, getattr(matched, item.name), weighed)
+    return Verdict(**found)
 
 
 def draw(weights: Tensor, instead: Tensor, positions: Tensor, noise: SharedNoise) -> Tensor:
@@ -93,12 +90,12 @@ class Chain:
     limit: Tensor | None = None
 
     @classmethod
-    def of(cls, proposal: Proposal, logits: Tensor, settings: SamplingSettings) -> Chain:
+    def of(cls, proposal: Proposal, logits: Tensor, noise: SharedNoise) -> Chain:
         """Weigh `proposal`, drawn from logits that were kept; logits [B, N, V] are the target's."""
         assert proposal.logits is not None and proposal.tree.is_chain
         drafted = proposal.tokens[:, 1:]
-        p = target_probabilities(logits, settings)
-        scores = draft_logits(proposal.logits[:, :-1], settings, proposal.token_ids, p.shape[-1])
+        p = noise.target_probabilities(logits)
+        scores = noise.draft_logits(proposal.logits[:, :-1], proposal.token_ids)
         q = torch.nn.functional.pad(scores.softmax(-1), (0, 0, 0, 1))
         at, limit = drafted[..., None], proposal.limit
         p_drafted, q_drafted = p[:, :-1].gather(-1, at)[..., 0], q[:, :-1].gather(-1, at)[..., 0]
@@ -150,7 +147,8 @@ class TreeRule(ABC):
         """See `Rule.judge`."""
         if not (self._static and weighs(proposal, noise)):
             return Match(share=False).judge(proposal, logits, positions, noise)
-        return self.weigh(proposal, logits, positions, noise)
+        verdict = self.weigh(proposal, logits, positions, noise)
+        return or_match(verdict, proposal, logits, positions, noise)
 
     @abstractmethod
     def weigh(
@@ -183,10 +181,11 @@ class ChainRule(ABC):
         if not weighs(proposal, noise):
             return Match(share=False).judge(proposal, logits, positions, noise)
         assert noise.roots is not None, "weighing drafts needs noise that is keyed by the pass"
-        chain = Chain.of(proposal, logits, noise.settings)
+        chain = Chain.of(proposal, logits, noise)
         coins = noise.uniforms(positions[:, 1:], 1)[..., 0]
         accepted, shares = self.keep(chain, coins)
-        return chain.verdict(accepted, positions, noise, shares)
+        verdict = chain.verdict(accepted, positions, noise, shares)
+        return or_match(verdict, proposal, logits, positions, noise)
 
     @abstractmethod
     def keep(self, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor | None]:

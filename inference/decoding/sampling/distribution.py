@@ -103,3 +103,27 @@ def shape_logits(logits: Tensor, settings: SamplingSettings) -> Tensor:
         floor = scaled.amax(-1, keepdim=True) + math.log(settings.min_p)
         scaled = scaled.masked_fill(scaled < floor, float("-inf"))
     return scaled
+
+
+def target_probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
+    """p [..., V] for the target's logits [..., V]; float32, or float64 for float64 logits."""
+    return shape_logits(logits, settings).softmax(-1)
+
+
+def draft_logits(
+    logits: Tensor, settings: SamplingSettings, token_ids: Tensor | None, vocab_size: int
+) -> Tensor:
+    """log q + constant [..., V] for the drafter's logits [..., V']; -inf outside of those.
+
+    In float32 at least, as drafts are drawn: they were not drawn from a q rounded to bfloat16.
+    """
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / settings.temperature
+    return over_vocabulary(scaled, token_ids, vocab_size)
+
+
+def over_vocabulary(scores: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Scores [..., V] of drafted tokens' [..., V'], -inf at the others."""
+    if token_ids is None:
+        return scores
+    whole = scores.new_full((*scores.shape[:-1], vocab_size), float("-inf"))
+    return whole.index_copy(-1, token_ids, scores)

@@ -27,7 +27,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling.distribution import (
+    SamplingSettings,
+    draft_logits,
+    shape_logits,
+    target_probabilities,
+)
 from inference.kernels.reference.noise import GUMBEL_NOISE, NOISE_PICK, noise_bits
 
 _MASK32 = 0xFFFFFFFF
@@ -93,6 +98,24 @@ class SharedNoise:
         """Which operations a step has (`inference.decoding.sampling.row_settings`)."""
         return 0
 
+    @property
+    def samples(self) -> bool:
+        """Whether any row is above temperature 0."""
+        return not self.settings.greedy
+
+    @property
+    def greedy_rows(self) -> Tensor | None:
+        """Which rows [B] bool are at temperature 0 beside others that are not; None: none."""
+        return None
+
+    def target_probabilities(self, logits: Tensor) -> Tensor:
+        """p [B, M, V] for the target's logits [B, M, V]; float32, or float64 for float64 logits."""
+        return target_probabilities(logits, self.settings)
+
+    def draft_logits(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
+        """log q + constant [B, M, V] for the drafter's logits [B, M, V']."""
+        return draft_logits(logits, self.settings, token_ids, self._all_tokens.shape[0])
+
     def stream(self, stream: Stream) -> Tensor:
         """The seeds [B] int64 that a stream's draws of this pass are keyed with."""
         return stream_seeds(self.seeds, stream, self.roots)
@@ -115,31 +138,44 @@ class SharedNoise:
         if self.settings.greedy:
             return logits.float().log_softmax(-1)
         ranked = (logits.float() / self.settings.temperature).log_softmax(-1)
-        if self.drafts is None:
-            return ranked
-        if self.separate:
-            ids = self._all_tokens if token_ids is None else token_ids
-            places = positions.reshape(-1, 1)
-            noise = GUMBEL_NOISE(self._node_seeds(positions, self.drafts), places, ids)
-            return ranked + noise.view_as(ranked)
-        return ranked + self.gumbel(positions, token_ids, self.drafts)
+        return ranked if self.drafts is None else ranked + self._draft_noise(positions, token_ids)
+
+    def _draft_noise(self, positions: Tensor, token_ids: Tensor | None) -> Tensor:
+        """The Gumbel noise [B, M, V'] that drafts are drawn with."""
+        assert self.drafts is not None
+        if not self.separate:
+            return self.gumbel(positions, token_ids, self.drafts)
+        ids, seeds = (
+            self._all_tokens if token_ids is None else token_ids,
+            self._node_seeds(positions),
+        )
+        noise = cast(Tensor, GUMBEL_NOISE(seeds, positions.reshape(-1, 1), ids))
+        return noise.view(*positions.shape, -1)
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         if self.drafts is None:
             return logits.argmax(-1)
-        seeds, temperature = self.stream(self.drafts), self.settings.temperature
+        temperature = self.settings.temperature
         if self.separate:
-            seeds, places = self._node_seeds(positions, self.drafts), positions.reshape(-1, 1)
-            nodes = logits.flatten(0, 1)[:, None]
-            picks = NOISE_PICK(nodes, places, seeds, temperature, token_ids)
-            return cast(Tensor, picks.view_as(positions))
+            return self._separate_pick(logits, positions, temperature, token_ids)
+        seeds = self.stream(self.drafts)
         return cast(Tensor, NOISE_PICK(logits, positions, seeds, temperature, token_ids))
 
-    def _node_seeds(self, positions: Tensor, stream: Stream) -> Tensor:
-        """The seeds [B * M] int64 of the nodes at `positions` [B, M]; the first of every row keeps
-        the row's."""
+    def _separate_pick(
+        self, logits: Tensor, positions: Tensor, temperature: float, token_ids: Tensor | None
+    ) -> Tensor:
+        """`pick` for nodes that have noise of their own."""
+        seeds, places = self._node_seeds(positions), positions.reshape(-1, 1)
+        nodes = logits.flatten(0, 1)[:, None]
+        picks = NOISE_PICK(nodes, places, seeds, temperature, token_ids)
+        return cast(Tensor, picks.view_as(positions))
+
+    def _node_seeds(self, positions: Tensor) -> Tensor:
+        """The seeds [B * M] int64 that the children of the nodes at `positions` [B, M] are drawn
+        with; the first node of every row keeps the row's."""
+        assert self.drafts is not None
         number = torch.arange(positions.shape[1], device=positions.device)
-        keys = self.stream(stream)[:, None] ^ (number * _NODE_STEP)  # wraps
+        keys = self.stream(self.drafts)[:, None] ^ (number * _NODE_STEP)  # wraps
         return (keys & _MASK63).flatten()
 
     def target_pick(self, logits: Tensor, positions: Tensor) -> Tensor:

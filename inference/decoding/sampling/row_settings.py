@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from heads.api.errors import UserError
-from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings, over_vocabulary
 from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.kernels.reference.noise import NOISE_PICK
 
@@ -160,7 +160,7 @@ def _numbers(item: SamplingSettings, vocab_size: int) -> tuple[float, ...]:
 
 
 class RowNoise(SharedNoise):
-    """`SharedNoise` for rows with settings of their own; for rule `match`, which only picks."""
+    """`SharedNoise` for rows with settings of their own."""
 
     def __init__(
         self,
@@ -168,14 +168,35 @@ class RowNoise(SharedNoise):
         seeds: Tensor,
         vocab_size: int,
         drafts: Stream | None = Stream.TARGET,
+        keeps_logits: bool = False,
         roots: Tensor | None = None,
+        separate: bool = False,
     ) -> None:
-        super().__init__(rows.engine, seeds, vocab_size, None, False, roots)
-        self.rows, self.drafts = rows, drafts
+        super().__init__(rows.engine, seeds, vocab_size, None, False, roots, separate)
+        self.rows, self.drafts, self.keeps_logits = rows, drafts, keeps_logits
 
     @property
     def mode(self) -> int:
         return self.rows.mode
+
+    @property
+    def samples(self) -> bool:
+        return self.mode != GREEDY
+
+    @property
+    def greedy_rows(self) -> Tensor | None:
+        return ~self.rows.sampled()[:, 0, 0]
+
+    def target_probabilities(self, logits: Tensor) -> Tensor:
+        """See `SharedNoise.target_probabilities`; rows at temperature 0 as at 1."""
+        scaled = self.rows.at_temperature(logits)
+        if self.mode == FILTERED:
+            scaled = self.rows.filtered(scaled)
+        return scaled.softmax(-1)
+
+    def draft_logits(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
+        """See `SharedNoise.draft_logits`; rows at temperature 0 as at 1."""
+        return over_vocabulary(self.rows.at_temperature(logits), token_ids, self.rows.vocab_size)
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         if self.mode == GREEDY:
@@ -183,12 +204,15 @@ class RowNoise(SharedNoise):
         ranked = self.rows.at_temperature(logits.float()).log_softmax(-1)
         if self.drafts is None:
             return ranked
-        noise = self.gumbel(positions, token_ids, self.drafts)
+        noise = self._draft_noise(positions, token_ids)
         return ranked + torch.where(self.rows.sampled(), noise, 0.0)
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         if self.drafts is None or self.mode == GREEDY:
             return logits.argmax(-1)
+        if self.separate:
+            picks = self._separate_pick(self.rows.at_temperature(logits), positions, 1.0, token_ids)
+            return torch.where(self.rows.sampled()[..., 0], picks, logits.argmax(-1))
         return self._noisy(logits, positions, self.stream(self.drafts), token_ids)
 
     def target_pick(self, logits: Tensor, positions: Tensor) -> Tensor:

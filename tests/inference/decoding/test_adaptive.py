@@ -34,7 +34,7 @@ from tests.fakes import AlwaysRight, SometimesRight
 from tests.heads.micro import PlainNoise, micro_target, seen_states
 from tests.heads.recipes import RECIPES, build
 from tests.inference.decoding.rules.test_rejection import kept_one_by_one, rests
-from tests.inference.decoding.rules.toys import CLEAR, Toy, decode, exact_law, p_value
+from tests.inference.decoding.rules.toys import CLEAR, Toy, decode, exact_law, p_value, weighing
 from tests.inference.decoding.test_captured import record, replayed
 from tests.inference.decoding.test_lossless import answers, requests
 from tests.inference.steps import NoHost, step_on_device, under_way
@@ -203,7 +203,7 @@ def law_under(early_stop: bool) -> Tensor:
         limits.append(admit(chance, torch.tensor([True]), seconds, early_stop))
     proposal = Proposal(tokens, TokenTree.chain(2), toy.drafter[tokens], limit=torch.cat(limits))
     settings = SamplingSettings(1.0)
-    chain = Chain.of(proposal, toy.target[tokens], settings)
+    chain = Chain.of(proposal, toy.target[tokens], weighing(settings, toy))
     weight = (q[drafted[:, 0]] * toy.drafter.exp()[drafted[:, 0], drafted[:, 1]]).double()
     law = exact_law(toy, settings, chain, weight, kept_one_by_one(chain), rests(chain))
     return law.reshape(2, -1).sum(1)

@@ -13,6 +13,7 @@ from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
+from inference.decoding.rules.names import sampling_rule
 from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.sampling.noise import SharedNoise
 from inference.decoding.sampling.row_settings import RowNoise, RowSettings
@@ -76,6 +77,45 @@ def test_requests_with_settings_of_their_own_get_their_own_text(
     assert found == {item.index: alone(item) for item in items}
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    [
+        ("rejection", "chain"),
+        ("block", "chain"),
+        ("auto", "chain"),
+        ("specinfer", "tree"),
+        ("traversal", "tree"),
+        ("auto", "tree"),
+        ("auto", "dynamic"),
+    ],
+)
+def test_rules_that_weigh_drafts_give_every_request_its_own_text(
+    rule: str, shape: str, lag: int
+) -> None:
+    """The text of an engine with the request's settings and what `rule` is there; at temperature 0
+    that is plain decoding's, which no other row in the batch changes."""
+    target, items = random_target(), mixed()
+    drafter = drafter_of("eagle3", target)
+    draft = {**SHAPES, "dynamic": {"shape": "dynamic", "nodes": 7, "depth": 3, "width": 3}}[shape]
+    decode = DecodeConfig(batch_size=4, lag=lag, rule=rule, **draft)  # type: ignore[arg-type]
+    with Session(Engine(target, drafter, decode), 60) as session:
+        found = served(session, items, 2)
+    changed = 0
+    for item in items:
+        own = item.sampling
+        assert own is not None
+        words = {name: getattr(own, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        one = replace(decode, batch_size=1, rule=sampling_rule(rule, shape), **words)
+        (expected,) = Engine(target, drafter, one).run([replace(item, sampling=None)])
+        assert found[item.index] == expected.tokens, own
+        plain = alone(item)
+        assert not own.greedy or found[item.index] == plain
+        changed += found[item.index] != plain
+    # in a dynamic tree drafts are certain, and judged by the target's own pick
+    assert changed > 2 if shape != "dynamic" else changed == 0
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_kind_decodes_the_rows_in_use_alone(name: str) -> None:
     target, items = random_target(), mixed(5)
@@ -134,8 +174,10 @@ def test_cancelled_requests_free_their_rows(lag: int) -> None:
 
 def test_what_a_session_refuses() -> None:
     target = random_target()
-    with pytest.raises(UserError, match=r"need decode.rule=match.*given: decode.rule=rejection"):
-        Session(Engine(target, None, DecodeConfig(rule="rejection", temperature=1.0)), 60)
+    with pytest.raises(
+        UserError, match=r"keeps the target's distribution.*given: decode.rule=typical"
+    ):
+        Session(Engine(target, None, DecodeConfig(rule="typical", temperature=1.0)), 60)
     with pytest.raises(UserError, match=r"2 to 256 positions .* given: 300"):
         Session(Engine(target), 300)
     with Session(Engine(target), 30) as session:

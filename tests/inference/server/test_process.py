@@ -90,7 +90,7 @@ def test_what_cannot_be_served_is_said_in_one_line(tmp_path: Path) -> None:
     cases: list[tuple[list[str], str]] = [
         (["serve.host=0.0.0.0"], "can be reached from other machines"),
         (["serve.drafter=medusa"], "there is no drafter 'medusa'"),
-        (["decode.rule=rejection"], "need decode.rule=match"),
+        (["decode.rule=typical"], "keeps the target's distribution"),
     ]
     for overrides, words in cases:
         process = start(tmp_path, *overrides, HEADSTART_SERVE_TOKEN="")

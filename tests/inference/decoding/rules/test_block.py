@@ -32,6 +32,7 @@ from tests.inference.decoding.rules.toys import (
     decode,
     exact_law,
     p_value,
+    weighing,
 )
 
 CHAIN = TokenTree.chain(3)
@@ -172,7 +173,9 @@ def one_pass(toy: Toy, settings: SamplingSettings, coin: float) -> tuple[Tensor,
     )
     verdict = BlockVerification().judge(proposal, toy.target[tokens], positions, noise)
     assert consistent(verdict, proposal)
-    return Chain.of(proposal, toy.target[tokens], settings).p_drafted == 0, verdict.accepted
+    return Chain.of(
+        proposal, toy.target[tokens], weighing(settings, toy)
+    ).p_drafted == 0, verdict.accepted
 
 
 def test_what_the_target_cannot_say_is_never_kept() -> None:

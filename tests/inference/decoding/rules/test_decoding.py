@@ -53,7 +53,7 @@ def sampled(rule: str, **shape: Any) -> Tensor:
     config = DecodeConfig(
         temperature=1.0, rule=rule, batch_size=500, max_new_tokens=TOKENS, **shape
     )
-    engine = Engine(target, drafter_of("eagle3", target), config)
+    engine = Engine(target, drafter_of("mtp", target), config)
     requests = [Request(seed, PROMPT, seed, TOKENS) for seed in range(SEEDS)]
     return torch.tensor([completion.tokens for completion in engine.run(requests)])
 

@@ -26,6 +26,7 @@ from tests.inference.decoding.rules.toys import (
     decode,
     exact_law,
     p_value,
+    weighing,
 )
 
 CHAIN = TokenTree.chain(
@@ -152,7 +153,7 @@ def one_pass(
     decode(toy, rule, CHAIN, settings, rows=rows, tokens=1, noise_type=noise_type, tamper=look)
     proposal, verdict = found["proposal"], found["verdict"]
     assert consistent(verdict, proposal)
-    chain = Chain.of(proposal, toy.target[proposal.tokens], settings)
+    chain = Chain.of(proposal, toy.target[proposal.tokens], weighing(settings, toy))
     return chain.p_drafted == 0, verdict.accepted
 
 

@@ -18,8 +18,7 @@ from inference.decoding.rules import specinfer
 from inference.decoding.rules.match import Match
 from inference.decoding.rules.rejection import Rejection
 from inference.decoding.rules.specinfer import SpecInfer, children_of, tries
-from inference.decoding.rules.weights import draft_logits
-from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling.distribution import SamplingSettings, draft_logits, shape_logits
 from inference.decoding.sampling.noise import SharedNoise, Stream
 from tests.inference.decoding.rules.test_rejection import SETTINGS
 from tests.inference.decoding.rules.toys import (

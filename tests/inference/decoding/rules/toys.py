@@ -214,6 +214,11 @@ def random_tree(
     return TokenTree.from_parents(torch.tensor([parents]), max(depth)), tokens, parents
 
 
+def weighing(settings: SamplingSettings, toy: Toy) -> SharedNoise:
+    """Noise that is asked for probabilities alone."""
+    return SharedNoise(settings, torch.zeros(1, dtype=torch.int64), toy.target.shape[-1])
+
+
 def all_chains(toy: Toy, depth: int, settings: SamplingSettings) -> tuple[Chain, Tensor]:
     """Every chain of drafts behind token 0, weighed in float64, and how likely it is drafted
     [R]."""
@@ -221,7 +226,7 @@ def all_chains(toy: Toy, depth: int, settings: SamplingSettings) -> tuple[Chain,
     drafted = torch.cartesian_prod(*[torch.arange(vocab)] * depth).reshape(-1, depth)
     tokens = torch.cat([torch.zeros(len(drafted), 1, dtype=torch.int64), drafted], 1)
     proposal = Proposal(tokens, TokenTree.chain(depth), toy.drafter.double()[tokens], toy.token_ids)
-    chain = Chain.of(proposal, toy.target.double()[tokens], settings)
+    chain = Chain.of(proposal, toy.target.double()[tokens], weighing(settings, toy))
     assert chain.p.dtype == chain.q.dtype == torch.float64
     return chain, chain.q_drafted.prod(1)
 
