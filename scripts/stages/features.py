@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
 from inference.manifest import MANIFEST_FILE
 from inference.target.model import TargetModel
 from inference.writers import turn
@@ -22,7 +23,7 @@ from scripts.run.folder import open_folder, require_answers
 from scripts.run.process import is_main_process, prepare_process, shown
 from train.features.remote.server import serve
 from train.features.store.claims import Claims
-from train.features.store.writer import StoreJob, gib, write_features
+from train.features.store.writer import StoreJob, gib, needs_of, write_features
 
 Head = tuple[str, str, Any]
 """(name, kind, configuration) of a head whose features are stored."""
@@ -32,7 +33,9 @@ def run(settings: Settings) -> None:
     """Write the store, or serve."""
     prepare_process(settings.run)
     if settings.features.serve:
-        serve(TargetModel.load(settings.target), settings.features, settings.engine.dtype, say)
+        target, features = TargetModel.load(settings.target), settings.features
+        needs = needs_of(all_heads(settings), target.info) if features.heads else FeatureSpec()
+        serve(target, features, settings.engine.dtype, needs, say)
         return
     write(settings, all_heads(settings))
 

@@ -46,7 +46,7 @@ class FeaturesConfig:
     """
     heads: tuple[str, ...] = ()
     """`headstart features`: further heads (names of conf/head) that the store shall serve besides
-    `head`."""
+    `head`; with features.serve=true the heads of trainings that share a pass of the target."""
     shard_mib: Annotated[float, Ge(0.001), Le(1e6)] = 256.0
     """store: about how many MiB one file has."""
     quota_gib: NonNegativeFloat = 0.0
@@ -77,6 +77,9 @@ class FeaturesConfig:
     """serve: the address that is listened on. Any other than this machine's own needs a token."""
     port: Port = 8765
     """serve: the port; 0: any free one, which is printed."""
+    shared_gib: NonNegativeFloat = 2.0
+    """serve: most GiB of answers that are kept for other trainings that ask for the same rows; 0:
+    none."""
     ssl_certfile: str = ""
     """serve: PEM file of a certificate, with its chain: the server speaks https; empty: http."""
     ssl_keyfile: str = ""

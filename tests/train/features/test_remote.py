@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ from train.features.config import FeaturesConfig
 from train.features.make import make_features
 from train.features.remote.client import FailureError, content_of
 from train.features.remote.server import FeatureServer
+from train.features.remote.shared import SharedPasses, things
 from train.features.remote.wire import Ask
+from train.features.store.layout import LAST
 from train.run import train
 from train.tracking.tracker import LOG_FILE, read_log
 
@@ -63,9 +66,10 @@ def serving(
     dtype: torch.dtype = torch.float32,
     token: str = "",
     pair: tuple[str, ...] = (),
+    shared: SharedPasses | None = None,
 ) -> Iterator[FeatureServer]:
     """A server on a free port, in a thread."""
-    server = FeatureServer(target, dtype, "127.0.0.1", 0, token, *pair)
+    server = FeatureServer(target, dtype, "127.0.0.1", 0, token, *pair, shared=shared)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -148,6 +152,75 @@ def test_training_with_a_server_is_training_online_and_may_rewrite_rows(
         ]
         assert len(logs[0]) == 4
         assert logs[0] == logs[1]
+
+
+def test_trainings_of_several_heads_share_one_pass_of_the_target(
+    target: TargetModel, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three trainings against one server are the same three online, and the target runs as often as
+    for one of them."""
+    heads: dict[str, dict[str, Any]] = {
+        "eagle3": {"taps": (0, 1, 2), "ttt_steps": 2},
+        "medusa": {"num_heads": 2},
+        "dflash": {"taps": (1, 2), "block_size": 4, "num_layers": 1, "num_anchors": 4},
+    }
+    runs = {
+        kind: settings(micro, kind=kind, head=head, max_steps=4, eval_every=0, parity=False)
+        for kind, head in heads.items()
+    }
+    for kind, run in runs.items():
+        train(out=tmp_path / f"online_{kind}", **run)
+    passes = []
+    features = target.features
+
+    def counted(*given: Any) -> Any:
+        passes.append(given[0].shape)
+        return features(*given)
+
+    monkeypatch.setattr(target, "features", counted)
+    shared = SharedPasses(FeatureSpec((0, 1, 2), last_hidden=True, logits=True), 1 << 30)
+    with serving(target, shared=shared) as server:
+        source = FeaturesConfig(mode="remote", servers=(server.address,), format="fp32")
+        for kind, run in runs.items():
+            train(out=tmp_path / f"remote_{kind}", **{**run, "features": source})
+        assert server.served == 3 * len(passes) == 3 * shared.passes
+    for kind in heads:
+        logs = [
+            [(line["loss"], line["grad_norm"]) for line in read_log(tmp_path / name / LOG_FILE)]
+            for name in (f"online_{kind}", f"remote_{kind}")
+        ]
+        assert len(logs[0]) == 4
+        assert logs[0] == logs[1]
+
+
+def test_what_is_kept_for_other_trainings_is_bounded_and_given_out_in_parts() -> None:
+    calls: list[Ask] = []
+
+    def compute(ask: Ask) -> dict[str, dict[str, torch.Tensor]]:
+        calls.append(ask)
+        return {name: {"values": torch.zeros(100)} for name in things(ask)}
+
+    shared = SharedPasses(FeatureSpec((3,), logits=True), 1600)  # two answers of two things
+    small, other = Ask((3,), False, "fp32", 0), Ask((), True, "fp32", 0)
+    assert list(shared.answer(b"a", small, compute)) == ["tap.3"]
+    assert list(shared.answer(b"a", other, compute)) == [LAST]
+    assert len(calls) == 1 == shared.passes
+    for body in (b"b", b"a", b"c"):  # b is the oldest when c comes
+        shared.answer(body, small, compute)
+    assert len(calls) == 3
+    shared.answer(b"a", other, compute)
+    assert len(calls) == 3
+    shared.answer(b"b", other, compute)
+    assert len(calls) == 4
+    shared.answer(b"b", replace(other, format="int8"), compute)
+    assert len(calls) == 5  # another form is another answer
+    with ThreadPoolExecutor(8) as pool:  # at once
+        list(pool.map(lambda _: shared.answer(b"d", small, compute), range(8)))
+    assert len(calls) == 6
+    none = SharedPasses(FeatureSpec(), 0)
+    for _ in range(2):
+        none.answer(b"a", small, compute)
+    assert none.passes == 2
 
 
 def test_compressed_answers_are_smaller_and_near(target: TargetModel, micro: Path) -> None:

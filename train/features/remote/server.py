@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ import torch
 from safetensors.torch import save
 
 from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
 from inference.server.errors import ApiError
 from inference.server.front.fair import Place, Places
 from inference.server.front.limits import Limits
@@ -34,6 +34,7 @@ from inference.server.front.workers import FairWorkers, work_in_turn
 from train.features.base import FeatureTarget
 from train.features.config import FeaturesConfig
 from train.features.remote import wire
+from train.features.remote.shared import SharedPasses
 from train.features.store.layout import precision_of, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -43,13 +44,15 @@ MOST_WAITING = 64
 THREADS = 3
 """One runs the target; the others read the next requests and write the last answers."""
 CLOSE_SECONDS = 1.0
+GIB = 1 << 30
 
 
 class FeatureServer:
     """Serves `target` on host:port (0: any free port); dtype: of the features. token: what requests
-    must carry as `Authorization: Bearer <token>`, if any; certfile, keyfile: for https. Raises
-    `UserError` for an address that cannot be listened on, or that others reach without a token, and
-    for certificates that cannot be used."""
+    must carry as `Authorization: Bearer <token>`, if any; certfile, keyfile: for https; shared:
+    what several trainings read, by default nothing more than each asks for, and nothing is kept.
+    Raises `UserError` for an address that cannot be listened on, or that others reach without a
+    token, and for certificates that cannot be used."""
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class FeatureServer:
         token: str = "",
         certfile: str = "",
         keyfile: str = "",
+        shared: SharedPasses | None = None,
     ) -> None:
         if not is_loopback(host) and not token:
             raise UserError(
@@ -71,6 +75,7 @@ class FeatureServer:
         self.precision = precision_of(dtype, target.dtype)
         self.key = wire.key_of(target.info, self.precision)
         self.served = 0
+        self.shared = SharedPasses(FeatureSpec(), 0) if shared is None else shared
         self.site = Site(
             self._answer,
             Limits(body_bytes=wire.LARGEST_REQUEST, bodies_bytes=wire.MOST_HELD, body_seconds=60.0),
@@ -78,7 +83,6 @@ class FeatureServer:
             tls=server_context("features", certfile, keyfile),
             refused=self._refused,
         )
-        self._one_at_a_time = threading.Lock()
         self._places = Places(MOST_WAITING)
         self._log = QuietLog(logger)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -115,9 +119,10 @@ class FeatureServer:
     def compute(self, body: bytes, ask: wire.Ask) -> bytes:
         """The answer to a request; raises `UserError` for rows that the target cannot read."""
         packed = wire.unpack_rows(body, self.target.info)
-        with self._one_at_a_time:
-            content, _ = wire.compute(self.target, self.dtype, ask, packed)
-            self.served += 1
+        content = self.shared.answer(
+            body, ask, lambda whole: wire.compute(self.target, self.dtype, whole, packed)[0]
+        )
+        self.served += 1
         return bytes(save(tensors_of(content)))
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -193,16 +198,21 @@ def busy(why: str) -> ApiError:
 
 
 def serve(
-    target: FeatureTarget, config: FeaturesConfig, dtype: torch.dtype, say: Callable[[str], None]
+    target: FeatureTarget,
+    config: FeaturesConfig,
+    dtype: torch.dtype,
+    needs: FeatureSpec,
+    say: Callable[[str], None],
 ) -> None:
-    """Serve features until a signal, after which the process ends here, with status 0: threads may
-    be inside of torch, and an interpreter that ends around them was seen to abort. There is nothing
-    left to write."""
+    """Serve features, by one pass for all trainings that read `needs` together, until a signal,
+    after which the process ends here, with status 0: threads may be inside of torch, and an
+    interpreter that ends around them was seen to abort. There is nothing left to write."""
     pair = config.ssl_certfile, config.ssl_keyfile
-    server = FeatureServer(target, dtype, config.host, config.port, config.token(), *pair)
+    shared = SharedPasses(needs, int(config.shared_gib * GIB))
+    server = FeatureServer(target, dtype, config.host, config.port, config.token(), *pair, shared)
     say(f"features of {target.info.id} in {server.precision} at {server.address}; Ctrl-C ends it")
     with ended_by_signals(server.end):
         server.run()
-    say(f"stopped after {server.served} requests")
+    say(f"stopped after {server.served} requests, answered by {shared.passes} passes of the target")
     sys.stdout.flush()
     os._exit(0)

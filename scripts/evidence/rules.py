@@ -1,0 +1,147 @@
+"""What each acceptance rule is worth above temperature 0, for the same drafters and drafts.
+
+    python -m scripts.evidence.rules NAME=FOLDER NAME=FOLDER
+
+Every drafter decodes the same prompts at every temperature with chains of 3, 5 and 7, a static and
+a dynamic tree, under every rule that keeps the target's distribution and weighs that shape, with
+three seeds. Writes docs/reports/rules.{json,md}: tau of every rule, and the ratio of its (tau - 1)
+to that of `match` for the same draft. `decode.rule=auto` stands for the rules marked there.
+Drafters may be measured one at a time: the report keeps the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from inference.decoding.config import DecodeConfig
+from inference.decoding.rules.names import best_rule
+from inference.measure.config import process_facts
+from inference.measure.prompts import load_prompts, select_prompts
+from inference.report.markdown import markdown_table
+from inference.target.hardware import device_facts
+from scripts.evidence.common import Facts, cell, decode_totals, read_json, settings_of, write_report
+from scripts.evidence.small_targets import SEEDS, compared
+from scripts.tools.common import PROMPTS, REPORTS, command, cpu_target
+
+MATCH = "match"
+TEMPERATURES = (0.7, 1.0)
+RULES = {
+    "chain": (MATCH, "rejection", "block"),
+    "tree": (MATCH, "specinfer", "traversal"),
+    "dynamic": (MATCH, "specinfer"),
+}
+NEW_TOKENS = 96
+
+
+def drafts() -> list[DecodeConfig]:
+    """The drafts that are decoded: chains, the tree of conf/decode/tree, a dynamic one."""
+    plain = DecodeConfig(max_new_tokens=NEW_TOKENS, batch_size=16)
+    static = settings_of("measure", "decode=tree").decode
+    return [
+        *(replace(plain, depth=depth) for depth in (3, 5, 7)),
+        replace(plain, shape="tree", choices=static.choices, depth=static.depth),
+        replace(plain, shape="dynamic", depth=4, nodes=26, width=8),
+    ]
+
+
+def label(draft: DecodeConfig) -> str:
+    """ "chain 3", or the number of nodes of a tree."""
+    nodes = draft.tree().num_nodes
+    return f"chain {draft.depth}" if draft.shape == "chain" else f"{draft.shape} {nodes}"
+
+
+def report(given: argparse.Namespace) -> None:
+    """Decode, and write the report after every drafter."""
+    torch.set_num_threads(given.threads)
+    target = cpu_target()
+    found = load_prompts(PROMPTS)
+    domains = len({prompt.domain for prompt in found})
+    prompts = select_prompts(found, max(1, given.prompts // domains), seed=0)
+    content: Facts = read_json(given.out.with_suffix(".json")) or {"format": 1, "rows": []}
+    for item in given.drafters:
+        name, _, folder = item.partition("=")
+        rows = []
+        for temperature in TEMPERATURES:
+            for draft in drafts():
+                totals = {
+                    rule: [
+                        decode_totals(
+                            target,
+                            Path(folder),
+                            prompts,
+                            replace(draft, temperature=temperature, rule=rule, seed=seed),
+                        )
+                        for seed in SEEDS
+                    ]
+                    for rule in RULES[draft.shape]
+                }
+                where = {"drafter": name, "temperature": temperature}
+                where |= {"shape": draft.shape, "draft": label(draft)}
+                for rule, ours in totals.items():
+                    rows.append({**where, "rule": rule, **compared(ours, totals[MATCH])})
+                print("\n".join(table(rows[-len(totals) :])), flush=True)
+        content["rows"] = [*(row for row in content["rows"] if row["drafter"] != name), *rows]
+        content["settings"] = {
+            **process_facts(),
+            "device": device_facts(torch.device("cpu")),
+            "target": target.info.revision,
+            "prompts": len(prompts),
+            "seeds": SEEDS,
+            "new_tokens": NEW_TOKENS,
+        }
+        content["command"] = given.command
+        write_report(given.out, content, markdown(content))
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    header = ["drafter", "T", "draft", "rule", "tau", "(tau - 1) against match"]
+    shown = []
+    for row in rows:
+        ours, best = row["ours"], best_rule(str(row["shape"]), 1.0)
+        assert isinstance(ours, dict)
+        mark = " (auto)" if row["rule"] == best else ""
+        against = cell(row["ratio"], row["ratio_ci95"])  # type: ignore[arg-type]
+        shown.append(
+            [
+                *(f"{row[key]}" for key in ("drafter", "temperature", "draft")),
+                f"{row['rule']}{mark}",
+                cell(ours["tau"], ours["tau_ci95"]),
+                "1" if row["rule"] == MATCH else against,
+            ]
+        )
+    return markdown_table(header, shown)
+
+
+def markdown(content: Facts) -> list[str]:
+    """The lines of rules.md."""
+    settings = content["settings"]
+    return [
+        "# Acceptance rules above temperature 0",
+        "",
+        f"{settings['prompts']} prompts, {len(settings['seeds'])} seeds each, up to "
+        f"{settings['new_tokens']} new tokens; intervals: 95% bootstrap over prompts and seeds. "
+        "`match` keeps the text of plain decoding for the seed, every other rule its "
+        "distribution. In a dynamic tree drafts are certain, and no rule accepts more than the "
+        f"target's own pick. Made by `{content['command']}`; all figures: rules.json.",
+        "",
+        *table(content["rows"]),
+        "",
+    ]
+
+
+main = command(
+    report,
+    drafters={"positional": True, "nargs": "+", "help": "NAME=FOLDER of a checkpoint"},
+    prompts=(48, "prompts that are decoded"),
+    threads=2,
+    out=(REPORTS / "rules", "without its ending"),
+)
+
+if __name__ == "__main__":
+    sys.exit(main())
