@@ -162,7 +162,7 @@ def test_trainings_of_several_heads_share_one_pass_of_the_target(
     heads: dict[str, dict[str, Any]] = {
         "eagle3": {"taps": (0, 1, 2), "ttt_steps": 2},
         "medusa": {"num_heads": 2},
-        "dflash": {"taps": (1, 2), "block_size": 4, "num_layers": 1, "num_anchors": 4},
+        "dflash": {"taps": (1, 2), "block_size": 4, "num_layers": 2, "num_anchors": 4},
     }
     runs = {
         kind: settings(micro, kind=kind, head=head, max_steps=4, eval_every=0, parity=False)
