@@ -237,8 +237,9 @@ def test_a_wrong_distribution_is_found(rule: str, monkeypatch: pytest.MonkeyPatc
     not."""
     colder = {"checks": ("distribution",), "shapes": ("chain",), "rules": (rule,), "seeds": 600}
     assert not audited(**colder).failed
-    for module in ("inference.decoding.sampling.noise", "inference.decoding.rules.weights"):
-        monkeypatch.setattr(f"{module}.shape_logits", lambda *given: 1.6 * shape_logits(*given))
+    for module in ("noise", "distribution"):
+        name = f"inference.decoding.sampling.{module}.shape_logits"
+        monkeypatch.setattr(name, lambda *given: 1.6 * shape_logits(*given))
     findings = audited(**colder)
     assert [row.passed for row in findings.distributions] == [False]
 
