@@ -338,8 +338,8 @@ def test_muon_where_no_process_has_whole_matrices_is_refused(
     ("values", "message"),
     [
         ({"eval_every": 0, "epochs": 0.0}, "train.epochs must be above 0"),
-        ({"eval_every": 0, "keep": 0}, "train.keep must be at least 1; given: 0"),
-        ({"eval_every": -1}, "train.eval_every must not be negative"),
+        ({"eval_every": 0, "keep": 0}, r"train\.keep must lie in \[1, \d+\]; given: 0"),
+        ({"eval_every": -1}, r"train\.eval_every must lie in \[0, \d+\]; given: -1"),
     ],
 )
 def test_wrong_settings_are_refused(values: dict[str, Any], message: str) -> None:

@@ -146,7 +146,7 @@ def test_ranks_are_counted_where_the_drafts_before_were_kept() -> None:
 @pytest.mark.parametrize("kind", ["medusa", "eagle3", "ngram"])
 def test_best_ranks_are_the_accepted_drafts_of_the_chain(kind: str, temperature: float) -> None:
     target = random_target()
-    items = requests(3, new=16)
+    items = requests(12, new=16)
     decode_config = DecodeConfig(depth=3, temperature=temperature)
     statistics = measure_ranks(target, drafter_of(kind, target), items, decode_config, ranks=5)
     passes = [
