@@ -16,9 +16,11 @@ from typing import Any, Literal, TypedDict, get_args
 import yaml
 
 from heads.api.checkpoint import WEIGHTS_FILE
+from heads.api.config import require_one_of
 from heads.api.errors import UserError
 from heads.api.reading import read_yaml_object
 from inference.decoding.draft import NONE, Draft, DraftSettings
+from inference.decoding.rules.names import RULES
 from inference.manifest import checkpoint_hash, write_bytes
 from inference.target.hardware import Device
 
@@ -43,6 +45,8 @@ class Tuning(TypedDict):
     batch_size: int
     temperature: float
     draft: DraftSettings
+    rule: str
+    """The rule that decided, one of `inference.decoding.rules.names.RULES`."""
     predicted_tokens_per_second: float
     tokens_per_second: float
     baseline_tokens_per_second: float
@@ -59,6 +63,8 @@ class TunedRow:
     batch_size: int
     temperature: float
     draft: Draft
+    rule: str
+    """The rule that it was measured with."""
     numbers: Mapping[str, float]
     """By the names of `NUMBERS`."""
     speedup_ci95: tuple[float, float]
@@ -68,8 +74,16 @@ class TunedRow:
         """From a row of the file."""
         where, draft = (int(row["batch_size"]), float(row["temperature"])), Draft.read(row["draft"])
         low, high = row["speedup_ci95"][:2]
+        rule = str(row.get("rule", "match"))
+        require_one_of("rule", rule, RULES)
         numbers: dict[str, float] = {name: float(row[name]) for name in NUMBERS}
-        return cls(*where, draft, numbers, (float(low), float(high)))
+        return cls(*where, draft, rule, numbers, (float(low), float(high)))
+
+    @property
+    def conditions(self) -> str:
+        """What it was chosen for."""
+        rule = "" if self.temperature == 0 else f", rule {self.rule}"
+        return f"batch size {self.batch_size}, temperature {self.temperature:g}{rule}"
 
 
 class TunedTarget(TypedDict):
@@ -154,6 +168,7 @@ def write_tuned(
                 "batch_size": row["batch_size"],
                 "temperature": row["temperature"],
                 "draft": dict(row["draft"]),
+                "rule": row["rule"],
                 **{name: round(float(row[name]), 4) for name in NUMBERS},
                 "speedup_ci95": [round(float(bound), 4) for bound in row["speedup_ci95"]],
             }
@@ -214,10 +229,10 @@ def advice(
         sort = "greedy decoding" if temperature == 0 else "sampling"
         why = why or f"it has no row for {sort}"
         return Advice(None, f"{DECODE_FILE} is not used: {why} (`headstart tune` writes it anew)")
-    where, name = f"batch size {row.batch_size}, temperature {row.temperature:g}", device["name"]
-    chosen = f"{row.draft.label}, chosen at {where} (speedup {row.numbers['speedup']:.2f})"
+    name, speedup = device["name"], row.numbers["speedup"]
+    chosen = f"{row.draft.label}, chosen at {row.conditions} (speedup {speedup:.2f})"
     if row.draft == NONE:
-        chosen = f"no speculation, which was fastest at {where}"
+        chosen = f"no speculation, which was fastest at {row.conditions}"
     elsewhere = "" if tuned.device["name"] == name else f", tuned on {tuned.device['name']}"
     return Advice(row.draft, f"{DECODE_FILE}: {chosen}{elsewhere}")
 

@@ -1,5 +1,6 @@
-"""What the tuner knows of acceptance: every draft of its grid, walked along the target's answers to
-the tuning prompts, at one temperature.
+"""What the tuner knows of acceptance: every draft of its grid on the tuning prompts, at one
+temperature. Where the rule keeps the target's text, drafts are walked along the target's own
+answers (`inference.tune.replay`); where it keeps only the text's distribution, every draft decodes.
 
 The prompts are cut into blocks that a batch decodes from beginning to end; a block is what speeds
 are predicted for, what is run to check them, and what their intervals resample.
@@ -19,6 +20,7 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.draft import NONE, Draft
 from inference.decoding.engine import Engine
 from inference.decoding.requests import PassRecord, Request
+from inference.decoding.rules.names import TEXT, promise
 from inference.kernels.packed_linear import packed_linears
 from inference.measure.metrics import Outcome, TauEstimate, Totals, tau_estimate
 from inference.measure.prompts import Prompt, prompt_seed, select_prompts, to_requests
@@ -222,8 +224,8 @@ def deepest(config: TuneConfig, target: TargetModel, drafter: Any) -> int:
 def survey(
     config: TuneConfig, target: TargetModel, drafter: Any, task: Task, decode: DecodeConfig
 ) -> Survey:
-    """Let the target answer all prompts once at `decode.temperature`, and walk every draft along
-    the answers.
+    """The passes of every draft on all prompts, at `decode.temperature`, by the rule that
+    `decode.rule` stands for with the draft's shape.
 
     Raises `UserError` for a drafter that learns from refused nodes, which only decoding shows it.
     """
@@ -247,14 +249,35 @@ def survey(
     passes: dict[Draft, Sequence[Sequence[PassRecord]]] = {NONE: [done.passes for done in texts]}
     with packed_linears(drafter):
         for draft in drafts[1:]:
-            limits = None
-            if draft.family == "adaptive":
-                stops, device = draft.on(decode).adaptive_settings(), target.device
-                limits = Limits(stops, decode.temperature, draft.depth, None, device)
-            passes[draft] = replay.passes(draft.tree(decode, target.device), limits)
+            if promise(draft.on(decode).acceptance, decode.temperature) == TEXT:
+                passes[draft] = replayed(replay, draft, decode)
+            else:
+                passes[draft] = decoded(target, drafter, draft, requests, plain)
     lengths = [len(done.request.tokens) for done in texts]
     answers = {
         draft: [Answered(*pair) for pair in zip(lengths, found, strict=True)]
         for draft, found in passes.items()
     }
     return Survey(decode.temperature, answers, ranks, refused)
+
+
+def replayed(replay: Replay, draft: Draft, decode: DecodeConfig) -> list[list[PassRecord]]:
+    """The passes of a draft along the target's texts, per prompt."""
+    limits, device = None, replay.target.device
+    if draft.family == "adaptive":
+        stops = draft.on(decode).adaptive_settings()
+        limits = Limits(stops, decode.temperature, draft.depth, None, device)
+    return replay.passes(draft.tree(decode, device), limits)
+
+
+def decoded(
+    target: TargetModel,
+    drafter: Any,
+    draft: Draft,
+    requests: Sequence[Request],
+    decode: DecodeConfig,
+) -> list[list[PassRecord]]:
+    """The passes in which `draft` answers `requests` (numbered 0, 1, ...), per request. Needed by
+    rules whose text depends on the draft."""
+    done = Engine(target, drafter, draft.on(decode)).run(requests)
+    return [item.passes for item in sorted(done, key=lambda item: item.request.index)]

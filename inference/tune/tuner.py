@@ -129,9 +129,9 @@ class Tuner:
         decode: DecodeConfig,
         say: Say = lambda _: None,
     ) -> Tuner:
-        """Choose the prompts. decode: sampling settings and seed; its draft, batch and lengths are
-        the tuner's business."""
-        decode = NONE.on(replace(decode, max_new_tokens=config.max_new_tokens, rule="match"))
+        """Choose the prompts. decode: sampling settings, rule and seed; its draft, batch and
+        lengths are the tuner's business."""
+        decode = NONE.on(replace(decode, max_new_tokens=config.max_new_tokens))
         return cls(config, target, drafter, Task.of(config, target, prompts, decode), decode, say)
 
     def at(self, temperature: float) -> DecodeConfig:
@@ -328,6 +328,7 @@ class Tuner:
             "temperature": temperature,
             **vars(best),
             "draft": best.draft.plain(),
+            "rule": best.draft.on(self.at(temperature)).acceptance,
             "label": best.draft.label,
             "predicted_tokens_per_second": speeds[best.draft],
             "baseline_tokens_per_second": plain.tokens_per_second,

@@ -57,6 +57,7 @@ def row(batch: int, draft: Draft, temperature: float = 0.0, speedup: float = 1.5
         "batch_size": batch,
         "temperature": temperature,
         "draft": draft.plain(),
+        "rule": "match" if temperature == 0 else "specinfer",
         "label": draft.label,
         "predicted_tokens_per_second": 140.0,
         "tokens_per_second": 150.0,
@@ -168,6 +169,7 @@ def test_it_is_used_only_where_it_belongs(target: TargetModel, tmp_path: Path) -
         told(folder, target).line
         == "decode.yaml: tree 4, depth 2, chosen at batch size 1, temperature 0 (speedup 1.50)"
     )
+    assert "batch size 4, temperature 1, rule specinfer" in told(folder, target, temperature=1).line
     assert told(folder, target, 16).draft == NONE
     assert (
         "no speculation, which was fastest at batch size 16, temperature 0"
@@ -197,6 +199,7 @@ def test_it_is_used_only_where_it_belongs(target: TargetModel, tmp_path: Path) -
         {"rows": 3},
         {"target": {}},
         {"rows": [{**ROWS[0], "draft": {"shape": "wedge"}}]},
+        {"rows": [{**ROWS[0], "rule": "luck"}]},
     ],
 )
 def test_a_file_that_is_something_else_is_refused(

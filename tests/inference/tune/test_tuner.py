@@ -71,10 +71,36 @@ def target() -> TargetModel:
     return random_target(dtype=torch.float32)
 
 
-def tuner_of(target: TargetModel, kind: str = "medusa", **changes: Any) -> Tuner:
-    return Tuner.prepare(
-        replace(CONFIG, **changes), target, drafter_of(kind, target), prompts(), DecodeConfig()
-    )
+def tuner_of(
+    target: TargetModel,
+    kind: str = "medusa",
+    decode: DecodeConfig = DecodeConfig(),  # noqa: B008 - frozen
+    **changes: Any,
+) -> Tuner:
+    config = replace(CONFIG, **changes)
+    return Tuner.prepare(config, target, drafter_of(kind, target), prompts(), decode)
+
+
+@pytest.mark.parametrize(("rule", "chosen"), [("match", "match"), ("auto", "block")])
+def test_a_row_names_the_rule_it_was_measured_with(
+    target: TargetModel, rule: str, chosen: str
+) -> None:
+    heats = (0.0, 1.0)
+    changes: dict[str, Any] = {"temperatures": heats, "nodes": (), "thresholds": (), "depths": (2,)}
+    tuner = tuner_of(target, "distilled", DecodeConfig(rule=rule), batches=(1,), **changes)
+    rows = {row["temperature"]: row for row in tuner.tune()}
+    assert [rows[heat]["rule"] for heat in heats][0] == "match"
+    shape = rows[1.0]["draft"]["shape"]
+    assert rows[1.0]["rule"] == (chosen if shape == "chain" else "match")
+    # what both rules accept differs, so a survey that ignored the rule would be noticed
+    counts = {
+        name: tuner_of(target, "distilled", DecodeConfig(rule=name), batches=(1,), **changes)
+        .survey(1.0)
+        .steps(Draft("chain", 2), tuner.task.blocks(1, 1), 1)
+        .steps
+        for name in ("match", "auto")
+    }
+    assert counts["match"] != counts["auto"]
 
 
 Seconds = Callable[[str, int, int], float]
@@ -128,12 +154,14 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Seconds], None]:
     return install
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("temperature", "rule"), [(0.0, "match"), (1.0, "match"), (0.0, "auto"), (1.0, "auto")]
+)
 @pytest.mark.parametrize("kind", ["medusa", "distilled"])
 def test_the_steps_of_a_survey_are_those_of_decoding(
-    target: TargetModel, kind: str, temperature: float
+    target: TargetModel, kind: str, temperature: float, rule: str
 ) -> None:
-    tuner = tuner_of(target, kind, temperatures=(temperature,))
+    tuner = tuner_of(target, kind, DecodeConfig(rule=rule), temperatures=(temperature,))
     found = tuner.survey(temperature)
     assert Survey.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     families = {draft.family for draft in found.drafts}
