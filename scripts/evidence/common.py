@@ -70,6 +70,11 @@ def family_recipe(name: str) -> list[str]:
     return family_recipes()[name]
 
 
+def family_rate(name: str) -> float:
+    """The learning rate of a row of `experiment=families`; of several the first."""
+    return settings_of("loop", "experiment=families").loop.sweep[name].rates[0]
+
+
 def decode_prompts(
     target: TargetModel,
     checkpoint: Path | None,

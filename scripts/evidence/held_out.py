@@ -22,21 +22,13 @@ from inference.report.markdown import markdown_table
 from inference.report.model import read_report
 from scripts.assets import cpp_headers, held_out_target
 from scripts.evidence import common
-from scripts.evidence.common import Facts, cell, family_recipe, read_json
+from scripts.evidence.common import Facts, cell, family_rate, family_recipe, read_json
 from scripts.tools.common import REPORTS, ROOT, command
 
 EPOCHS, DEPTH, NEW_TOKENS = 2, 4, 96
 LAST_LAYER = f"head.from_target_layer={held_out_target.CONFIG['num_hidden_layers'] - 1}"
-RATES = {
-    "medusa": 1e-2,
-    "hydra_heads": 3e-3,
-    "eagle": 1e-2,
-    "eagle3": 3e-3,
-    "eagle3_copied": 3e-3,
-    "dflash": 1e-3,
-    "dspark": 1e-3,
-}
-"""Row of conf/experiment/families.yaml -> its best learning rate on the embedded target."""
+ROWS = ("medusa", "hydra_heads", "eagle", "eagle3", "eagle3_copied", "dflash", "dspark")
+"""Rows of conf/experiment/families.yaml."""
 ORDER = (
     ("dspark", "dflash"),
     ("dspark", "eagle3"),
@@ -58,7 +50,7 @@ def collect(work: Path, command: str) -> Facts:
         if (folder / MANIFEST_FILE).is_file():
             manifest = read_manifest(folder, "train")
             facts = {key: manifest[key] for key in ("steps", "tokens", "seconds", "best")}
-            entry["trained"] = facts | {"rate": RATES[name]}
+            entry["trained"] = facts | {"rate": family_rate(name)}
     tau = {one.name: one.tau for one in measured.drafters}
     order = [
         {"above": above, "below": below, "holds": gap > 0, "difference": gap}
@@ -127,9 +119,9 @@ def report(given: argparse.Namespace) -> None:
         common.run_on_target(name, target, own_run, *overrides)
 
     stage("generate", "data=embedded", f"data.path={prompts / 'train.jsonl'}")
-    for name, rate in RATES.items():
+    for name in ROWS:
         last = [LAST_LAYER] if name == "eagle3_copied" else []  # another number than the recipe's
-        own = (*family_recipe(name), *last, f"optim.lr={rate}", f"run.drafter={name}")
+        own = (*family_recipe(name), *last, f"optim.lr={family_rate(name)}", f"run.drafter={name}")
         stage("train", *own, f"train.prompts=[{prompts / 'validation.jsonl'}]")
     command = "python -m scripts.evidence.held_out"
     count = -(-given.measuring // len(cpp_headers.DOMAINS))

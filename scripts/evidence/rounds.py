@@ -40,16 +40,12 @@ SCRIPT = "scripts.evidence.rounds"
 OPEN, LOOP, ANSWERS, DISTINCT = "open", "loop", "answers", "distinct"
 RUN = (LOOP, ANSWERS, DISTINCT)
 RECIPE, FEW_RECIPE = "experiment=embedded_loop", "experiment=embedded_few_prompts"
-KINDS = {
-    "eagle3": ("eagle3_copied", 3e-3),
-    "dspark": ("dspark", 1e-3),
-    "distilled": ("distilled", 1.5e-3),
-}
-"""Kind -> its row in conf/experiment/families.yaml, and its learning rate."""
+KINDS = {"eagle3": "eagle3_copied", "dspark": "dspark", "distilled": "distilled"}
+"""Kind -> its row in conf/experiment/families.yaml."""
 MORE = {"distilled": ("train.on_policy.share=0.5", "train.on_policy.window=8")}
 """Overrides of the rounds of one kind: a switch that only this kind has."""
 OFF = ("feedback.token_weights=false", "feedback.anchor_weights=false", "train.on_policy.share=0")
-OPEN_STEPS, OPEN_ANSWERS = 122, 1440
+OPEN_STEPS, OPEN_ANSWERS = 488, 1440
 """Steps and answers of the open-loop trainings of experiment=families."""
 FEW_PROMPTS = 96
 DECODE = DecodeConfig(temperature=0.0, shape="chain", depth=4, batch_size=16, max_new_tokens=96)
@@ -59,8 +55,8 @@ ROUND_KEYS = "round generated branches variations generation trials switches gai
 
 def own_overrides(kind: str) -> list[str]:
     """The overrides of a kind: its recipe and learning rate in experiment=families."""
-    row, rate = KINDS[kind]
-    return [*common.family_recipe(row), f"optim.lr={rate:g}"]
+    row = KINDS[kind]
+    return [*common.family_recipe(row), f"optim.lr={common.family_rate(row):g}"]
 
 
 def report(given: argparse.Namespace) -> None:
@@ -74,8 +70,8 @@ def report(given: argparse.Namespace) -> None:
         else:
             for row in given.rows:
                 run_row(kind, row, given.work / kind)
-            row, rate = KINDS[kind]
-            found = compare(held_out, given.work / kind, given.open / f"{row}@{rate:g}")
+            open_loop = f"{KINDS[kind]}@{common.family_rate(KINDS[kind]):g}"
+            found = compare(held_out, given.work / kind, given.open / open_loop)
             overrides = [*own_overrides(kind), *MORE.get(kind, ())]
             known = content["kinds"].get(kind, {})
             content["kinds"][kind] = known | {"overrides": overrides} | found

@@ -2,7 +2,7 @@
 docs/reports/serve_load.json.
 
 The server (`--drafter FOLDER`) is a process of its own on loopback; its clients are the openai
-client. Answers are compared with plain offline decoding, token by token; differences are examined
+client. It decodes by rule match, so that every text is known beforehand: answers are compared with plain offline decoding, token by token; differences are examined
 (inference/audit/comparison.py): a near tie of float32 is counted, anything else is a mismatch.
 Phases:
 
@@ -54,7 +54,6 @@ from scripts.evidence.common import Facts
 from scripts.run import drafters
 from scripts.tools.common import PROMPTS, REPORTS, TARGET, command, cpu_target
 
-DOMAINS = ("code", "chat", "math", "qa")
 SAMPLING = (
     SamplingSettings(),
     SamplingSettings(temperature=1.0),
@@ -81,6 +80,7 @@ class Case:
     """A request with its known answer: the text and tokens of offline generation."""
 
     request: Request
+    domain: str
     sampling: SamplingSettings
     expected: str
     tokens: tuple[int, ...]
@@ -96,7 +96,7 @@ class Case:
             "top_p": own.top_p,
             "seed": request.seed,
             "extra_body": {"top_k": own.top_k, "min_p": own.min_p, "return_token_ids": True},
-            "extra_headers": {"X-Headstart-Domain": DOMAINS[request.index % len(DOMAINS)]},
+            "extra_headers": {"X-Headstart-Domain": self.domain},
         }
 
 
@@ -203,6 +203,7 @@ class Server:
         command += [f"serve.queue={given.clients}", "serve.context=1024"]
         command += [f"decode.batch_size={given.rows}"]
         command += [f"decode.shape={decode.shape}", f"decode.depth={decode.depth}"]
+        command.append("decode.rule=match")
         environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
         pipe, both = subprocess.PIPE, subprocess.STDOUT
         process = subprocess.Popen(command, stdout=pipe, stderr=both, text=True, env=environment)
@@ -368,7 +369,9 @@ def is_fine(found: Facts) -> bool:
 def known_answers(target: TargetModel, count: int) -> list[Case]:
     """Requests of different prompts, lengths and settings, each decoded alone and without a
     drafter."""
-    prompts = select_prompts(load_prompts([PROMPTS / "code.jsonl"]), count, seed=5)
+    prompts = load_prompts(PROMPTS)
+    each = -(-count // len({prompt.domain for prompt in prompts}))
+    prompts = select_prompts(prompts, each, seed=5)[:count]
     requests = to_requests(prompts, target.tokenizer, DecodeConfig())
     names = ("temperature", "top_k", "top_p", "min_p")
     engines = [
@@ -381,7 +384,8 @@ def known_answers(target: TargetModel, count: int) -> list[Case]:
         (answer,) = engines[way].generate([request.tokens], [seed], max_new_tokens=limit)
         asked = Request(number, request.tokens, seed, limit)
         tokens = tuple(answer.completion.tokens)
-        cases.append(Case(asked, SAMPLING[way], answer.text, tokens))
+        domain = prompts[number].domain
+        cases.append(Case(asked, domain, SAMPLING[way], answer.text, tokens))
     return cases
 
 

@@ -33,6 +33,7 @@ from scripts.evidence.common import (
     FAMILIES,
     Facts,
     decode_totals,
+    family_rate,
     family_recipe,
     read_json,
     run_on_target,
@@ -50,9 +51,8 @@ SHARE = 0.1
 RESAMPLED = {"unchanged": 1, "finetuned": 5, "lora": 5}
 """Versions of the target whose answers are resampled, and into which part of all streams."""
 WATCH_KEYS = ("verdict", "alarms", "alarm_after", "test", "domains")
-ROWS = {"distilled": (1.5e-3, "distilled"), "eagle3_copied": (3e-3, "eagle3")}
-"""Row of conf/experiment/families.yaml -> its best learning rate, and its kind, which names the
-refreshed drafter's folder."""
+ROWS = {"distilled": "distilled", "eagle3_copied": "eagle3"}
+"""Row of conf/experiment/families.yaml -> its kind, which names the refreshed drafter's folder."""
 CHANGES: dict[str, tuple[str, str]] = {
     "unchanged": ("", ""),
     "finetuned": ("finetuned", ""),
@@ -71,7 +71,7 @@ class Evidence:
     """
 
     def __init__(self, work: Path, drafters: Path, row: str) -> None:
-        self.work, self.row, (self.rate, kind) = work, row, ROWS[row]
+        self.work, self.row, self.rate, kind = work, row, family_rate(row), ROWS[row]
         self.old = drafters / "train" / f"{row}@{self.rate:g}" / "best"
         self.prompts, self.target = work / "prompts", work / "finetuned"
         self.full = work / "full" / "train" / row

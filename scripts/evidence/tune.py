@@ -36,7 +36,7 @@ from inference.kernels.packed_linear import packed_linears
 from inference.manifest import file_sha256, write_json
 from inference.measure import metrics
 from inference.measure.metrics import divide
-from inference.measure.prompts import load_prompts
+from inference.measure.prompts import Prompt, load_prompts
 from inference.report.markdown import markdown_table
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
@@ -139,9 +139,9 @@ def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[Facts]
     Each has its speed relative to the fastest, with an interval over blocks. Those close to the
     fastest run longer, as the tuner's finalists do.
     """
-    count = -(-HELD_OUT[batch] // 3)
-    grid = replace(tuner.config, prompts_per_domain=count, rounds=1, close_rounds=2)
     prompts = load_prompts(held_out)
+    count = per_domain(prompts, HELD_OUT[batch])
+    grid = replace(tuner.config, prompts_per_domain=count, rounds=1, close_rounds=2)
     other = Tuner.prepare(grid, tuner.target, tuner.drafter, prompts, tuner.decode)
     turns = other.compare(tuner.survey(0.0).drafts, 0.0, batch)
     found = other.speeds(turns)
@@ -154,6 +154,11 @@ def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[Facts]
         ratio, interval = metrics.speedup(own, fastest, grid.seed)
         compared.append({**row.to_dict(), "of_best": ratio, "of_best_ci95": list(interval)})
     return sorted(compared, key=lambda row: -float(row["of_best"]))
+
+
+def per_domain(prompts: Sequence[Prompt], wanted: int) -> int:
+    """Prompts of every domain, for `wanted` in all."""
+    return -(-wanted // len({prompt.domain for prompt in prompts}))
 
 
 def judge(row: Mapping[str, Any], everything: Sequence[Facts]) -> Facts:
@@ -243,8 +248,9 @@ def traffic(tuner: Tuner, held_out: Path) -> Facts:
     Once without a drafter and once with a short chain.
     """
     costs, known = tuner.step_costs(), tuner.survey(0.0)
-    config = replace(tuner.config, prompts_per_domain=-(-REQUESTS // 3))
-    task = Task.of(config, tuner.target, load_prompts(held_out), tuner.decode)
+    prompts = load_prompts(held_out)
+    config = replace(tuner.config, prompts_per_domain=per_domain(prompts, REQUESTS))
+    task = Task.of(config, tuner.target, prompts, tuner.decode)
     requests = task.block_requests([list(range(min(REQUESTS, len(task.requests))))])[0]
     lengths = (tuner.task.mean_prompt, tuner.task.longest)
     gaps = np.random.default_rng(0).exponential(1.0, len(requests))

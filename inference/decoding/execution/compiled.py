@@ -133,9 +133,10 @@ class CompiledStep:
     def __call__(self, state: Any, longest: int) -> Tensor:
         """One step; returns `StepResult.packed` [B, D+6] int64. `state` is updated in place.
 
-        longest: the longest row's committed tokens or an upper bound of it. The first steps of
-        every bound compile: one traces, the next one compiles what was traced; that time is in
-        `seconds_spent` and not on the clock. Raises `UserError` when it fails.
+        longest: the longest row's committed tokens or an upper bound of it. The first step of every
+        bound is traced, and what was traced is compiled; the next one waits for the C++ compiler,
+        which meanwhile runs beside this process. That time is in `seconds_spent` and not on the
+        clock. Raises `UserError` when it fails.
         """
         bound = self.bound(longest)
         key = bound, self._decoder.noise.mode
@@ -147,9 +148,11 @@ class CompiledStep:
         begin = time.perf_counter()
         try:
             if plan is None:
-                packed, self._plans[key] = self._trace(state, bound)
+                packed, plan = self._trace(state, bound)
+                plan.build()
+                self._plans[key] = plan
             else:
-                packed = plan.build()
+                packed = plan.first_run()
         except (RuntimeError, OSError) as error:
             raise UserError(
                 f"compiling a decoding step failed ({type(error).__name__}: "
@@ -522,10 +525,14 @@ class _Plan:
         return cls(parts, values, result)
 
     @torch.no_grad()
-    def build(self) -> Tensor:
-        """Compile the parts, then run one step -> its result."""
+    def build(self) -> None:
+        """Compile the parts. The C++ compiler may still run at the end, see `compiling_aside`."""
         for part in self.parts:
             part.build([self.values[place] for place in part.takes])
+
+    @torch.no_grad()
+    def first_run(self) -> Tensor:
+        """Wait for the C++ compiler and run one step -> its result."""
         for part in self.parts:
             self._run(part)
         self.ready = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,36 @@ def test_the_cpp_compiler_runs_aside(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert torch.equal(function(values)[0], values * 3.25 + 17)
     assert threads[0] is not threading.current_thread()
     assert codecache._worker_compile_cpp is held
+
+
+@pytest.mark.slow
+def test_a_first_step_waits_for_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch._inductor import codecache
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    build, go_on = codecache._worker_compile_cpp, threading.Event()
+
+    def held(lock_path: str, builders: Any) -> None:
+        if "precompiled_headers" not in lock_path:
+            assert go_on.wait(300)
+        build(lock_path, builders)
+
+    monkeypatch.setattr(codecache, "_worker_compile_cpp", held)
+    target, items = random_target(), requests(1, new=8)
+    plain = [done.tokens for done in Engine(target, None, DecodeConfig()).run(items)]
+    engines = [
+        compiled_engine(target, None, DecodeConfig(shape="none"))[0],
+        compiled_engine(target, "medusa", DecodeConfig(depth=2))[0],
+    ]
+    for engine in engines:  # a token by prefill, one or more by the first step
+        (done,) = engine.run([replace(items[0], max_new_tokens=2)])
+        assert done.tokens == plain[0][:2] and len(done.passes) == 1
+    assert not go_on.is_set()
+    go_on.set()
+    for engine in engines:
+        assert [done.tokens for done in engine.run(items)] == plain
 
 
 def test_without_a_compiler_the_error_says_what_to_do(

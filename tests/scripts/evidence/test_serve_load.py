@@ -46,7 +46,7 @@ def test_nothing_that_is_asked_for_may_fail(part: str, key: str, value: float) -
 
 
 def test_an_answer_counts_as_identical_by_text_and_tokens() -> None:
-    case = Case(Request(0, (5,), 1, 4), SamplingSettings(), "ab", (7, 8))
+    case = Case(Request(0, (5,), 1, 4), "code", SamplingSettings(), "ab", (7, 8))
     seen = Seen()
     for text, tokens in (("ab", (7, 8)), ("ab", (7, 9)), ("ac", (7, 8))):
         seen.note(case, text, tokens, 0.5)
