@@ -24,6 +24,7 @@ Legend: B rows, N nodes, D the tree's deepest level.
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import operator
 import os
@@ -37,6 +38,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.node import map_arg
@@ -148,8 +151,9 @@ class CompiledStep:
         begin = time.perf_counter()
         try:
             if plan is None:
-                packed, plan = self._trace(state, bound)
-                plan.build()
+                with collecting_no_garbage():
+                    packed, plan = self._trace(state, bound)
+                    plan.build()
                 self._plans[key] = plan
             else:
                 packed = plan.first_run()
@@ -187,12 +191,34 @@ class CompiledStep:
                 unpacked_linears(decoder.target.model),
                 unpacked_linears(decoder.drafter),
                 traced_for_cpu(),
+                one_fake_mode(),
             ):
                 graph = make_fx(step)()
         finally:
             decoder.clock = clock
         shared = _verifications.setdefault(decoder.target.model, {})
         return results[0], _Plan.cut(graph, _lift_buffers(graph), marks.part, shared)
+
+
+@contextmanager
+def collecting_no_garbage() -> Iterator[None]:
+    """Let Python look for no cycles of garbage meanwhile: inductor makes millions of objects that
+    live until its end, and walking them again and again is an eighth of its time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextmanager
+def one_fake_mode() -> Iterator[None]:
+    """Let tracing describe all values with one `FakeTensorMode`. It makes a new one for each, which
+    notes the Python stack: a third of the time of tracing 20 layers."""
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+        yield
 
 
 class _Marks:
