@@ -100,6 +100,9 @@ def report(given: argparse.Namespace) -> None:
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """Lines of a markdown table of rules.json's `rows`, in their order: tau of each rule, and
+    (tau - 1) divided by that of rule match, with 95% intervals. The rule that `decode.rule=auto`
+    stands for is marked."""
     header = ["drafter", "T", "draft", "rule", "tau", "(tau - 1) against match"]
     shown = []
     for row in rows:

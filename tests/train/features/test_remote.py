@@ -118,7 +118,7 @@ def test_served_features_are_those_computed_online_to_the_last_bit(
                 assert torch.equal(got.taps[real], true.taps[real])
                 assert torch.equal(got.last_hidden[real], true.last_hidden[real])
         features.close()
-        assert one.served == two.served == 8  # in turn
+        assert one.shared.answers == two.shared.answers == 8  # in turn
 
 
 def test_training_with_a_server_is_training_online_and_may_rewrite_rows(
@@ -142,7 +142,7 @@ def test_training_with_a_server_is_training_online_and_may_rewrite_rows(
         with serving(target) as server:
             features = FeaturesConfig(mode="remote", servers=(server.address,), format="fp32")
             train(out=tmp_path / f"remote_{name}", **{**online, "features": features})
-            assert server.served >= 8
+            assert server.shared.answers >= 8
         logs = [
             [
                 (line["loss"], line["grad_norm"])

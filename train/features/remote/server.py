@@ -74,7 +74,6 @@ class FeatureServer:
         self.target, self.dtype = target, dtype
         self.precision = precision_of(dtype, target.dtype)
         self.key = wire.key_of(target.info, self.precision)
-        self.served = 0
         self.shared = SharedPasses(FeatureSpec(), 0) if shared is None else shared
         self.site = Site(
             self._answer,
@@ -122,7 +121,6 @@ class FeatureServer:
         content = self.shared.answer(
             body, ask, lambda whole: wire.compute(self.target, self.dtype, whole, packed)[0]
         )
-        self.served += 1
         return bytes(save(tensors_of(content)))
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -213,6 +211,6 @@ def serve(
     say(f"features of {target.info.id} in {server.precision} at {server.address}; Ctrl-C ends it")
     with ended_by_signals(server.end):
         server.run()
-    say(f"stopped after {server.served} requests, answered by {shared.passes} passes of the target")
+    say(f"stopped after {shared.answers} requests, answered by {shared.passes} passes of the target")
     sys.stdout.flush()
     os._exit(0)

@@ -25,11 +25,12 @@ class SharedPasses:
     """The answers of a server to several trainings. needs: what all their heads read together;
     room: bytes of answers that are kept.
 
-    passes: how often the target ran.
+    answers: how many were given; passes: how often the target ran for them.
     """
 
     def __init__(self, needs: FeatureSpec, room: int) -> None:
-        self.needs, self.room, self.passes = needs, room, 0
+        self.needs, self.room = needs, room
+        self.answers = self.passes = 0
         self._kept: OrderedDict[tuple[bytes, Ask], Content] = OrderedDict()
         self._held = 0
         self._running, self._looking = threading.Lock(), threading.Lock()
@@ -47,6 +48,8 @@ class SharedPasses:
                     content = compute(whole)
                     self.passes += 1
                     self._keep(key, content)
+        with self._looking:
+            self.answers += 1
         return {name: content[name] for name in things(ask)}
 
     def widened(self, ask: Ask) -> Ask:
@@ -82,4 +85,5 @@ def things(ask: Ask) -> list[str]:
 
 
 def bytes_of(content: Content) -> int:
+    """What the tensors of an answer take in memory."""
     return sum(part.nbytes for parts in content.values() for part in parts.values())
