@@ -8,7 +8,7 @@ with the answers that were written.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -42,7 +42,7 @@ def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGe
     drafter = load_drafter(checkpoint, target.info, target.weights)
     sampling = settings.sampling
     requests, written = sample(folder / "generate", sampling.max_new_tokens, count)
-    plain_engine = Engine(target, None, replace(sampling, shape="none"))
+    plain_engine = Engine(target, None, sampling.without_draft())
     plain, plain_seconds, _ = decode_timed(plain_engine, requests)
     engine = Engine(target, drafter, sampling)
     drafted, drafted_seconds, passes = decode_timed(engine, requests)
