@@ -111,6 +111,8 @@ class RecordFacts(TypedDict, total=False):
     drafter: RecordedDrafter
     draft: dict[str, int | str]
     """Its shape, depth, nodes and adaptive lengths."""
+    rule: str
+    """What decided above temperature 0; match where it is not given."""
 
 
 class VerificationLog:
@@ -143,7 +145,10 @@ class VerificationLog:
             write_json(folder / FACTS_FILE, facts)
         known = read_facts(folder)
         keys = known.keys() | facts.keys()
-        if different := sorted(key for key in keys if known.get(key) != facts.get(key)):
+        different = sorted(k for k in keys - {"rule"} if known.get(k) != facts.get(k))
+        if recorded_rule(known) != recorded_rule(cast(RecordFacts, facts)):
+            different.append("rule")
+        if different:
             raise UserError(
                 f"'{folder}' holds records of something else ({', '.join(different)} differ). "
                 "Choose another folder."
@@ -245,8 +250,16 @@ class VerificationLog:
         self.written += len(rows)
 
 
-def record_facts(engine: Engine, drafter: str, weights_sha256: str = "") -> RecordFacts:
-    """The facts of an engine's records. drafter: its name."""
+def recorded_rule(facts: RecordFacts) -> str:
+    """What decided above temperature 0, one of `inference.decoding.rules.names.RULES`."""
+    return facts.get("rule", "match")
+
+
+def record_facts(
+    engine: Engine, drafter: str, weights_sha256: str = "", rule: str = ""
+) -> RecordFacts:
+    """The facts of an engine's records. drafter: its name; rule: what decides above temperature 0,
+    by default the engine's rule."""
     info, own = engine.target.info, engine.drafter
     return {
         "target": {"id": info.id, "revision": info.revision, "tokenizer_hash": info.tokenizer_hash},
@@ -261,6 +274,7 @@ def record_facts(engine: Engine, drafter: str, weights_sha256: str = "") -> Reco
             "nodes": engine.tree.num_nodes,
             "adaptive": engine.decode.adaptive,
         },
+        "rule": rule or engine.decode.acceptance,
     }
 
 

@@ -126,10 +126,11 @@ def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
     """Raise `UserError` unless all arms agree on `SHARED_SETTINGS`, those that draft also on the
     rule. decodes: by the arm's name."""
     for key in SHARED_SETTINGS:
-        asked = decodes.items()
-        if key == "rule":  # plain decoding has none
-            asked = {name: one for name, one in asked if one.shape != "none"}.items()
-        found = [(name, _shared(decode, key)) for name, decode in asked]
+        found = [
+            (name, _shared(decode, key))
+            for name, decode in decodes.items()
+            if key != "rule" or decode.shape != "none"  # plain decoding has none
+        ]
         for name, other in found[1:]:
             first, one = found[0]
             if one != other:

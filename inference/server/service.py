@@ -17,6 +17,7 @@ from typing import Any
 
 from heads.api.errors import UserError
 from inference.decoding.engine import Engine
+from inference.decoding.rules.names import sampling_rule
 from inference.server.config import ServeConfig
 from inference.server.errors import ApiError
 from inference.server.front.fair import Place, Places
@@ -144,7 +145,9 @@ class Service:
         self.recorder, log = None, None
         if records is not None:
             size, redact = int(config.records_megabytes * 1e6), config.records_redact
-            log = VerificationLog(records, record_facts(engine, drafter, weights), size, redact)
+            rule = sampling_rule(decode.rule, decode.shape)  # that of requests above 0
+            facts = record_facts(engine, drafter, weights, rule)
+            log = VerificationLog(records, facts, size, redact)
             self.recorder = Recorder(log, self.metrics)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.draining = False

@@ -34,7 +34,13 @@ from inference.staleness.reference import DomainAnswers, Reference, first_passes
 from inference.staleness.sequential_test import DriftTest
 from inference.target.chat import Message
 from inference.target.model import TargetModel
-from inference.verifications import SEQUENCES, VERIFICATIONS, read_facts, read_table
+from inference.verifications import (
+    SEQUENCES,
+    VERIFICATIONS,
+    read_facts,
+    read_table,
+    recorded_rule,
+)
 
 ACCEPTED, PASSES = "headstart_accepted_drafts_total", "headstart_verify_passes_total"
 Totals = dict[str, tuple[float, float]]
@@ -240,6 +246,13 @@ def read_recorded(folder: Path, reference: Reference) -> list[Fresh]:
             "was recorded."
         )
     require_same_draft(folder, facts.get("draft") or {}, reference)
+    rule = recorded_rule(facts)
+    if reference.temperature > 0 and rule != "match":
+        raise UserError(
+            f"'{folder}' holds records by rule '{rule}', which above temperature 0 accepts other "
+            "drafts than rule match, by which references are made. Record with decode.rule=match, "
+            "or watch a reference at temperature 0."
+        )
     ended = read_table(folder, SEQUENCES)
     if not ended.num_rows:
         raise UserError(

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.rules.names import best_rule
 from inference.measure.config import process_facts
@@ -51,7 +52,7 @@ def drafts() -> list[DecodeConfig]:
 
 
 def label(draft: DecodeConfig) -> str:
-    """ "chain 3", or the number of nodes of a tree."""
+    """For tables: chain and its depth, or the shape and its nodes."""
     nodes = draft.tree().num_nodes
     return f"chain {draft.depth}" if draft.shape == "chain" else f"{draft.shape} {nodes}"
 
@@ -59,13 +60,19 @@ def label(draft: DecodeConfig) -> str:
 def report(given: argparse.Namespace) -> None:
     """Decode, and write the report after every drafter."""
     torch.set_num_threads(given.threads)
+    named = [item.partition("=")[::2] for item in given.drafters]
+    for name, folder in named:
+        if not (name and folder):
+            raise UserError(
+                f"'{name}' names no checkpoint: give NAME=FOLDER, for instance "
+                "eagle3=outputs/demo/train/eagle3/best."
+            )
     target = cpu_target()
     found = load_prompts(PROMPTS)
     domains = len({prompt.domain for prompt in found})
     prompts = select_prompts(found, max(1, given.prompts // domains), seed=0)
     content: Facts = read_json(given.out.with_suffix(".json")) or {"format": 1, "rows": []}
-    for item in given.drafters:
-        name, _, folder = item.partition("=")
+    for name, folder in named:
         rows = []
         for temperature in TEMPERATURES:
             for draft in drafts():

@@ -2,8 +2,9 @@
 docs/reports/serve_load.json.
 
 The server (`--drafter FOLDER`) is a process of its own on loopback; its clients are the openai
-client. It decodes by rule match, so that every text is known beforehand: answers are compared with plain offline decoding, token by token; differences are examined
-(inference/audit/comparison.py): a near tie of float32 is counted, anything else is a mismatch.
+client. It decodes by rule match, so that every text is known beforehand: answers are compared with
+plain offline decoding, token by token; differences are examined (inference/audit/comparison.py): a
+near tie of float32 is counted, anything else is a mismatch.
 Phases:
 
 1. load: `--clients` clients for `--minutes`, fewer than the server has places: nothing may be

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.errors import UserError
+from heads.api.registry import get_kind
 from heads.api.state import write_rows
 from heads.api.tree import TokenTree
 from heads.eagle3 import Config, Drafter
 from heads.nn import attention
+from heads.nn.blocks import Attention
 from inference.parity import check_parity
 from tests.heads.explicit import (
     DOCUMENTS,
@@ -242,6 +244,32 @@ def test_layer_starts_from_one_of_the_target(target: MicroTarget) -> None:
 def test_taps_that_do_not_exist_are_refused(target: MicroTarget) -> None:
     with pytest.raises(UserError, match=r"taps \[9\] do not exist"):
         Drafter(Config(taps=(1, 9)), target.info)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_a_fresh_row_looks_at_the_others_as_at_itself(kind: str, target: MicroTarget) -> None:
+    """Queries that start as keys keep nearly all attention on the own row, and learn from no other
+    for hundreds of steps."""
+    config = get_kind(kind).config_class()
+    drafter = new_drafter(kind, config, target.info, target.weights, 0)
+    attn = next(part for part in drafter.modules() if isinstance(part, Attention))
+    rows = torch.randn(64, attn.q_proj.in_features, generator=torch.Generator().manual_seed(0))
+
+    def own(queries: Tensor) -> float:
+        """The own row's attention, as a multiple of an equal share, on average."""
+        keys = attn.k_proj(rows.to(queries.dtype)).unflatten(-1, (-1, attn.head_dim))
+        groups = queries.shape[1] // keys.shape[1]
+        scores = torch.einsum("thd,shd->hts", queries, keys.repeat_interleave(groups, 1))
+        future = torch.ones(64, 64, dtype=torch.bool).triu(1)
+        shares = (scores * attn.head_dim**-0.5).masked_fill(future, float("-inf")).softmax(-1)
+        return float((shares.diagonal(dim1=1, dim2=2) * torch.arange(1, 65)).mean())
+
+    with torch.no_grad():
+        states = rows.to(attn.q_proj.weight.dtype)
+        queries = attn.q_proj(states).unflatten(-1, (-1, attn.head_dim))
+        keys = attn.k_proj(states).unflatten(-1, (-1, attn.head_dim))
+        assert own(queries) < 2.0 < 4.0 < own(keys)
+    assert not drafter.lm_head.weight.requires_grad
 
 
 def test_drafter_learns_a_repeating_text(target: MicroTarget) -> None:

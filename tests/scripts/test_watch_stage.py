@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 from heads.api.checkpoint import build_config, new_drafter, save_drafter
+from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.manifest import checkpoint_hash
 from inference.measure.prompts import load_prompts, to_requests
 from inference.report.model import write_report
+from inference.staleness.comparison import read_recorded
 from inference.staleness.reference import Reference
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
@@ -214,6 +217,18 @@ def test_records_of_another_draft_are_refused(
         == 2
     )
     assert re.search(message, " ".join(capsys.readouterr().err.split()))
+
+
+def test_sampled_records_of_another_rule_are_refused(place: Path, reference: Path) -> None:
+    write_records(place, "target", Path("records"))
+    path = Path("records/records.json")
+    facts = json.loads(path.read_text())
+    assert facts["rule"] == "match"
+    known = Reference.read(reference)
+    path.write_text(json.dumps({**facts, "rule": "block"}))
+    assert read_recorded(path.parent, known), "at temperature 0 all rules accept the same"
+    with pytest.raises(UserError, match="records by rule 'block'"):
+        read_recorded(path.parent, replace(known, temperature=1.0))
 
 
 def write_records(place: Path, name: str, folder: Path) -> None:

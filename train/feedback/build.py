@@ -136,7 +136,7 @@ class AnswerSource:
         for row in self._answers() if self.answers is not None else self._sequences(info):
             tokens = np.asarray(row["tokens"], np.int32)
             supervised = mask_of([(low, high) for low, high in row["spans"]], len(tokens))
-            evidence = evidence_of(tokens, records.of(row["id"]))
+            evidence = evidence_of(tokens, records.of(row["id"]), records.rule)
             yield Document(row, tokens, supervised, evidence)
 
     def _answers(self) -> Iterator[AnswerRow]:

@@ -22,7 +22,13 @@ from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from inference.verifications import FACTS_FILE, VERIFICATIONS, read_facts, read_table
+from inference.verifications import (
+    FACTS_FILE,
+    VERIFICATIONS,
+    read_facts,
+    read_table,
+    recorded_rule,
+)
 
 
 class Verification(TypedDict):
@@ -39,6 +45,7 @@ class Verification(TypedDict):
     log_p: list[float | None]
     pick_log_q: float | None
     pick_log_p: float | None
+    temperature: float
 
 
 COLUMNS = tuple(Verification.__annotations__)
@@ -68,9 +75,15 @@ class TokenEvidence:
         return cls(depth, np.zeros(length, bool), np.ones(length, np.float32), roots)
 
 
-def evidence_of(tokens: NDArray[np.int32], rows: list[Verification]) -> TokenEvidence:
+def evidence_of(
+    tokens: NDArray[np.int32], rows: list[Verification], rule: str = "match"
+) -> TokenEvidence:
     """What the verifications `rows` of one sequence say of its tokens [N]. One that the tokens
-    contradict is left out and counted: it is of another answer to the same prompt."""
+    contradict is left out and counted: it is of another answer to the same prompt.
+
+    rule: what decided above temperature 0. Rules but match keep a draft with its chance already, so
+    that a draft they refused had none left.
+    """
     found, length = TokenEvidence.nothing(len(tokens)), len(tokens)
     for row in rows:
         root, kept, error = row["position"], row["accepted"], row["error_depth"]
@@ -88,7 +101,9 @@ def evidence_of(tokens: NDArray[np.int32], rows: list[Verification]) -> TokenEvi
             found.chance[root + level] = _chance(row["log_q"][level - 1], row["log_p"][level - 1])
         if error and at < length:
             found.depth[at], found.failed[at] = error, True
-            found.chance[at] = _chance(row["pick_log_q"], row["pick_log_p"])
+            weighed = rule != "match" and row["temperature"] > 0
+            left = 0.0 if weighed else _chance(row["pick_log_q"], row["pick_log_p"])
+            found.chance[at] = left
     return found
 
 
@@ -108,9 +123,11 @@ class VerificationRecords:
         self._table = pa.table({})
         self._places: dict[str, NDArray[np.int64]] = {}
         self.files: list[Path] = []
+        self.rule = "match"
         if folder is None or not (folder / FACTS_FILE).is_file():
             return
-        theirs = read_facts(folder).get("target", {})
+        facts = read_facts(folder)
+        self.rule, theirs = recorded_rule(facts), facts.get("target", {})
         if theirs.get("tokenizer_hash") != info.tokenizer_hash:
             raise UserError(
                 f"the records in '{folder}' are of target '{theirs.get('id')}', whose tokenizer "

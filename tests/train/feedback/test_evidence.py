@@ -12,7 +12,7 @@ import pytest
 from heads.api.errors import UserError
 from inference.decoding.requests import Completion
 from tests.train.feedback.recorded import decoded, name_of, target, tokens_of, write_records
-from train.feedback.evidence import TokenEvidence, VerificationRecords, evidence_of
+from train.feedback.evidence import TokenEvidence, Verification, VerificationRecords, evidence_of
 
 
 def walked(one: Completion) -> TokenEvidence:
@@ -70,6 +70,28 @@ def test_records_of_another_answer_to_the_same_prompt_say_nothing(tmp_path: Path
     found = evidence_of(tokens, records.of(name_of(completions[0])))
     assert found.passes == 0 and found.unfit == len(completions[0].passes)
     assert not found.failed.any() and not found.depth.any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_rule_that_weighs_has_used_up_the_chance_of_what_it_refused(temperature: float) -> None:
+    row: Verification = {
+        "position": 3,
+        "drafted": [5],
+        "accepted": 0,
+        "error_depth": 1,
+        "pick": 7,
+        "log_q": [-0.1],
+        "log_p": [-0.2],
+        "pick_log_q": -1.0,
+        "pick_log_p": -0.5,
+        "temperature": temperature,
+    }
+    tokens = np.array([1, 1, 1, 1, 7, 1], np.int32)
+    chances = {
+        rule: float(evidence_of(tokens, [row], rule).chance[4]) for rule in ("match", "block")
+    }
+    assert chances["match"] == pytest.approx(np.exp(-0.5))
+    assert chances["block"] == (0.0 if temperature > 0 else chances["match"])
 
 
 def test_no_records_say_nothing(tmp_path: Path) -> None:
