@@ -33,8 +33,10 @@ def run(settings: Settings) -> None:
     """Write the store, or serve."""
     prepare_process(settings.run)
     if settings.features.serve:
-        target, features = TargetModel.load(settings.target), settings.features
-        needs = needs_of(all_heads(settings), target.info) if features.heads else FeatureSpec()
+        features = settings.features
+        heads = all_heads(settings) if features.heads else ()
+        target = TargetModel.load(settings.target)
+        needs = needs_of(heads, target.info) if heads else FeatureSpec()
         serve(target, features, settings.engine.dtype, needs, say)
         return
     write(settings, all_heads(settings))

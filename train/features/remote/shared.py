@@ -37,7 +37,8 @@ class SharedPasses:
 
     def answer(self, body: bytes, ask: Ask, compute: Callable[[Ask], Content]) -> Content:
         """What `ask` wants of the rows in `body`: kept, or computed now, by one thread at a time.
-        compute: everything that an `Ask` wants of these rows."""
+        compute: everything that an `Ask` wants of these rows; its errors pass through, and nothing
+        is kept then."""
         whole = self.widened(ask)
         key = hashlib.sha256(body).digest(), whole
         content = self._find(key)

@@ -363,7 +363,7 @@ def spec_of(kind: str, config: Any, info: TargetInfo) -> FeatureSpec:
     found = get_kind(kind)
     if not found.trainable:
         raise UserError(
-            f"head '{kind}' has no weights to train, so there is nothing to store for it."
+            f"head '{kind}' has no weights to train, so there is nothing to store or serve for it."
         )
     with torch.device("meta"):
         needs: FeatureSpec = found.drafter_class(config, info).needs
