@@ -34,13 +34,7 @@ from inference.staleness.reference import DomainAnswers, Reference, first_passes
 from inference.staleness.sequential_test import DriftTest
 from inference.target.chat import Message
 from inference.target.model import TargetModel
-from inference.verifications import (
-    SEQUENCES,
-    VERIFICATIONS,
-    read_facts,
-    read_table,
-    recorded_rule,
-)
+from inference.verifications import SEQUENCES, VERIFICATIONS, read_facts, read_table, recorded_rule
 
 ACCEPTED, PASSES = "headstart_accepted_drafts_total", "headstart_verify_passes_total"
 Totals = dict[str, tuple[float, float]]

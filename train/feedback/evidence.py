@@ -22,13 +22,7 @@ from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from inference.verifications import (
-    FACTS_FILE,
-    VERIFICATIONS,
-    read_facts,
-    read_table,
-    recorded_rule,
-)
+from inference.verifications import FACTS_FILE, VERIFICATIONS, read_facts, read_table, recorded_rule
 
 
 class Verification(TypedDict):

@@ -89,7 +89,7 @@ def test_a_row_names_the_rule_it_was_measured_with(
     changes: dict[str, Any] = {"temperatures": heats, "nodes": (), "thresholds": (), "depths": (2,)}
     tuner = tuner_of(target, "distilled", DecodeConfig(rule=rule), batches=(1,), **changes)
     rows = {row["temperature"]: row for row in tuner.tune()}
-    assert [rows[heat]["rule"] for heat in heats][0] == "match"
+    assert rows[0.0]["rule"] == "match"
     shape = rows[1.0]["draft"]["shape"]
     assert rows[1.0]["rule"] == (chosen if shape == "chain" else "match")
     # what both rules accept differs, so a survey that ignored the rule would be noticed

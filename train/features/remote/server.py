@@ -206,12 +206,13 @@ def serve(
     after which the process ends here, with status 0: threads may be inside of torch, and an
     interpreter that ends around them was seen to abort. There is nothing left to write."""
     pair = config.ssl_certfile, config.ssl_keyfile
-    room = int(config.shared_gib * GIB) if config.heads else 0  # one training asks for nothing twice
+    # one training asks for nothing twice
+    room = int(config.shared_gib * GIB) if config.heads else 0
     shared = SharedPasses(needs, room)
     server = FeatureServer(target, dtype, config.host, config.port, config.token(), *pair, shared)
     say(f"features of {target.info.id} in {server.precision} at {server.address}; Ctrl-C ends it")
     with ended_by_signals(server.end):
         server.run()
-    say(f"stopped after {shared.answers} requests, answered by {shared.passes} passes of the target")
+    say(f"stopped after {shared.answers} requests: {shared.passes} passes of the target")
     sys.stdout.flush()
     os._exit(0)
