@@ -146,7 +146,7 @@ class VerificationLog:
         known = read_facts(folder)
         keys = known.keys() | facts.keys()
         different = sorted(k for k in keys - {"rule"} if known.get(k) != facts.get(k))
-        if recorded_rule(known) != recorded_rule(cast(RecordFacts, facts)):
+        if recorded_rule(known) != recorded_rule(facts):
             different.append("rule")
         if different:
             raise UserError(

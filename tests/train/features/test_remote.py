@@ -183,7 +183,7 @@ def test_trainings_of_several_heads_share_one_pass_of_the_target(
         source = FeaturesConfig(mode="remote", servers=(server.address,), format="fp32")
         for kind, run in runs.items():
             train(out=tmp_path / f"remote_{kind}", **{**run, "features": source})
-        assert server.served == 3 * len(passes) == 3 * shared.passes
+        assert server.shared.answers == 3 * len(passes) == 3 * shared.passes
     for kind in heads:
         logs = [
             [(line["loss"], line["grad_norm"]) for line in read_log(tmp_path / name / LOG_FILE)]
@@ -520,7 +520,7 @@ def test_a_busy_server_is_asked_again(
         for step in range(2):
             features.batch(loader.step(step)[0])
         features.close()
-        assert (full.served, server.served) == (0, 2)
+        assert (full.shared.answers, server.shared.answers) == (0, 2)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
