@@ -202,15 +202,7 @@ class _Session:
     # Running
 
     def warm_up(self) -> None:
-        """Let every arm answer the warm-up prompts: allocations, thread pools and caches settle.
-
-        Compiled arms take their first step one after the other before that: while one is traced,
-        the C++ compiler works on those before it.
-        """
-        if len(self.engines) > 1 and self.arms[0].decode.compile:
-            first_step = replace(self.warmup[0], max_new_tokens=2)
-            for engine in self.engines.values():
-                _answer(engine, first_step)
+        """Let every arm answer the warm-up prompts: allocations, thread pools and caches settle."""
         for name, engine in self.engines.items():
             for request in self.warmup:
                 _answer(engine, request)

@@ -1,7 +1,7 @@
 """Calibrate a block drafter's confidence: fit a temperature per depth to the drafts that were
 accepted.
 
-    python -m scripts.tools.calibrate_confidence outputs/families/train/dspark@0.001/best \\
+    python -m scripts.tools.calibrate_confidence outputs/families/train/dspark@0.005/best \\
         --out outputs/dspark_calibrated
 
 Writes a copy of the checkpoint with the temperatures (sequential temperature scaling, DSpark,

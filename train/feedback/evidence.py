@@ -75,8 +75,8 @@ def evidence_of(
     """What the verifications `rows` of one sequence say of its tokens [N]. One that the tokens
     contradict is left out and counted: it is of another answer to the same prompt.
 
-    rule: what decided above temperature 0. Rules but match keep a draft with its chance already, so
-    that a draft they refused had none left.
+    rule: what decided above temperature 0. The other rules have applied the chance already, so
+    that it is 0 for a draft that they refused.
     """
     found, length = TokenEvidence.nothing(len(tokens)), len(tokens)
     for row in rows:

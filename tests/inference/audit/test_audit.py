@@ -77,6 +77,18 @@ def test_identical_answers_need_no_explanation(target: TargetModel) -> None:
     assert (report.tokens, report.flips, report.divergences) == (NEW, 0, [])
 
 
+def test_answers_that_promise_no_equal_text_are_counted_without_a_pass_of_the_target(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = plain_answer(target, request())
+    other = [*plain[:3], (plain[3] + 1) % VOCAB, *plain[4:]]
+    monkeypatch.setattr(target, "prefill", pytest.fail)
+    items, answers = [request()] * 2, [list(plain), other]
+    report = audit(target, items, [plain] * 2, answers, SamplingSettings(), examined=False)
+    assert report.counts() == {"sequences": 2, "identical": 1, "near_ties": 0, "mismatches": 1}
+    assert report.divergences == []
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("place", [0, 1, 7, NEW - 1])
 def test_a_wrong_token_is_a_mismatch_wherever_it_stands(

@@ -21,14 +21,15 @@ from heads.nn.blocks import residual_blocks
 from inference.decoding.buffers import Lanes
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.decoding.execution.compiled import (
-    CompiledStep,
-    _inductor,
+from inference.decoding.execution import inductor
+from inference.decoding.execution.compiled import CompiledStep
+from inference.decoding.execution.graphs import Pending
+from inference.decoding.execution.inductor import (
+    compile_graph,
     parsing_templates_once,
     prefetching,
     small_blocks,
 )
-from inference.decoding.execution.graphs import Pending
 from inference.decoding.requests import Completion
 from inference.target.model import TargetModel
 from tests.inference.decoding.test_lossless import SHAPES, requests
@@ -151,7 +152,7 @@ def test_products_with_parts_of_a_weight_are_those_parts() -> None:
 
     module = Heads()
     with torch.no_grad():
-        compiled = _inductor(make_fx(module)(inputs), [inputs])
+        compiled = compile_graph(make_fx(module)(inputs), [inputs])
         torch.testing.assert_close(compiled(inputs), module(inputs), rtol=1e-4, atol=1e-4)
 
 
@@ -195,13 +196,13 @@ def test_drafters_that_read_other_taps_share_the_verification_while_taps_are_sha
 
 @pytest.mark.slow
 def test_compiled_products_keep_one_copy_of_a_weight() -> None:
-    constants = inference.decoding.execution.compiled._constants
+    constants = inductor._constants
     linear = nn.Linear(64, 128, bias=False)
     before, kept = len(constants), []
     for rows in (1, 3):
         inputs = torch.randn(1, rows, 64)
         with torch.no_grad():
-            compiled = _inductor(make_fx(linear)(inputs), [inputs])
+            compiled = compile_graph(make_fx(linear)(inputs), [inputs])
             torch.testing.assert_close(compiled(inputs), linear(inputs))
         kept.append(compiled)
         assert len(constants) == before + 1
@@ -282,7 +283,7 @@ def test_the_cpp_compiler_runs_aside(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(codecache, "_worker_compile_cpp", held)
     values = torch.arange(4.0)
     graph = make_fx(lambda x: (x * 3.25 + 17,))(values)
-    function = _inductor(graph, [values])
+    function = compile_graph(graph, [values])
     assert not go_on.is_set()
     go_on.set()
     assert torch.equal(function(values)[0], values * 3.25 + 17)

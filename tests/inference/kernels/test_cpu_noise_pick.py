@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inference.decoding.execution.compiled import _inductor
+from inference.decoding.execution.inductor import compile_graph
 from inference.kernels.dispatch import traced_for_cpu
 from inference.kernels.reference.noise import NOISE_PICK, noise_pick
 from tests.inference.kernels.test_cpu_tree_attention import threads
@@ -31,7 +31,7 @@ def compiled(inputs: Inputs) -> Any:
         graph = make_fx(call)(*inputs)
     names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     assert names == ["headstart.noise_pick.default"]
-    function = _inductor(graph, inputs)
+    function = compile_graph(graph, inputs)
     return lambda *tensors: function(*tensors)[0]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inference.decoding.execution.compiled import _inductor
+from inference.decoding.execution.inductor import compile_graph
 from inference.kernels.dispatch import choose, traced_for_cpu
 from inference.kernels.reference.attention import TREE_ATTENTION
 from tests.inference.kernels.test_tree_attention import Case, Inputs, in_float32, inputs
@@ -34,7 +34,7 @@ def compiled(arguments: Inputs) -> Any:
         graph = make_fx(call)(*positional)
     names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     assert names == ["headstart.tree_attention.default"]
-    function = _inductor(graph, positional)
+    function = compile_graph(graph, positional)
     return lambda *tensors: function(*tensors)[0]
 
 

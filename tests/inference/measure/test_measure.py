@@ -34,6 +34,7 @@ from inference.measure.config import (
     LostConfig,
     check_arms,
     report_settings,
+    require_same_task,
     split_prompts,
 )
 from inference.measure.prompts import Prompt, to_requests
@@ -515,6 +516,17 @@ def test_a_weak_baseline_is_reported_as_a_disturbance(
         assert "'right', 'wrong', 'ngram' measured a speedup above tau" in text, place
         assert "not valid: above tau" in text, place
         assert "times as fast" not in text, place
+
+
+def test_arms_that_draft_share_a_rule_and_plain_decoding_has_none() -> None:
+    auto = DecodeConfig(temperature=1.0, rule="auto", depth=2)
+    decodes = {"baseline": auto.without_draft(), "one": auto, "two": replace(auto, depth=3)}
+    require_same_task(decodes)
+    assert report_settings(decodes, 4).rule == "block"
+    with pytest.raises(UserError, match=r"rule=block.*rule=traversal.*another rule for another"):
+        require_same_task({**decodes, "tree": replace(auto, shape="tree", choices=((0,), (1,)))})
+    with pytest.raises(UserError, match="decodes with temperature=1.0, 'cold' with"):
+        require_same_task({**decodes, "cold": replace(auto, temperature=0.0)})
 
 
 def test_all_arms_run_in_the_fastest_mode_of_any(arms: list[Arm]) -> None:

@@ -81,28 +81,6 @@ def tuner_of(
     return Tuner.prepare(config, target, drafter_of(kind, target), prompts(), decode)
 
 
-@pytest.mark.parametrize(("rule", "chosen"), [("match", "match"), ("auto", "block")])
-def test_a_row_names_the_rule_it_was_measured_with(
-    target: TargetModel, rule: str, chosen: str
-) -> None:
-    heats = (0.0, 1.0)
-    changes: dict[str, Any] = {"temperatures": heats, "nodes": (), "thresholds": (), "depths": (2,)}
-    tuner = tuner_of(target, "distilled", DecodeConfig(rule=rule), batches=(1,), **changes)
-    rows = {row["temperature"]: row for row in tuner.tune()}
-    assert rows[0.0]["rule"] == "match"
-    shape = rows[1.0]["draft"]["shape"]
-    assert rows[1.0]["rule"] == (chosen if shape == "chain" else "match")
-    # what both rules accept differs, so a survey that ignored the rule would be noticed
-    counts = {
-        name: tuner_of(target, "distilled", DecodeConfig(rule=name), batches=(1,), **changes)
-        .survey(1.0)
-        .steps(Draft("chain", 2), tuner.task.blocks(1, 1), 1)
-        .steps
-        for name in ("match", "auto")
-    }
-    assert counts["match"] != counts["auto"]
-
-
 Seconds = Callable[[str, int, int], float]
 """What a phase takes (draft, verify, commit or other), for nodes and rows."""
 
@@ -204,6 +182,31 @@ def cheap_verification(phase: str, nodes: float, rows: int) -> float:
 def dear_verification(phase: str, nodes: float, rows: int) -> float:
     """Every node costs what a pass costs: drafting cannot pay."""
     return {"verify": 0.010 * nodes, "draft": 0.005 * nodes, "commit": 0.001, "other": 0.001}[phase]
+
+
+@pytest.mark.parametrize(("rule", "chosen"), [("match", "match"), ("auto", "block")])
+def test_a_row_names_the_rule_it_was_measured_with(
+    target: TargetModel, clocked: Any, rule: str, chosen: str
+) -> None:
+    clocked(free_drafts)
+    heats, changes = (0.0, 1.0), {"nodes": (), "thresholds": (), "depths": (2,), "batches": (1,)}
+
+    def tuner_by(name: str) -> Tuner:
+        return tuner_of(target, "distilled", DecodeConfig(rule=name), temperatures=heats, **changes)
+
+    found = tuner_by(rule)
+    rows = {row["temperature"]: row for row in found.tune()}
+    assert [row["draft"]["shape"] for row in rows.values()] == ["chain", "chain"]
+    assert [rows[heat]["rule"] for heat in heats] == ["match", chosen]
+    # both rules accept other drafts here: a survey that ignored the rule would be noticed
+    blocks, chain = found.task.blocks(1, 1), Draft("chain", 2)
+    match, auto = (tuner_by(name).survey(1.0).steps(chain, blocks, 1) for name in ("match", "auto"))
+    assert match.steps != auto.steps
+
+
+def free_drafts(phase: str, nodes: float, rows: int) -> float:
+    """A pass takes the same for any draft, which costs nothing: drafting pays."""
+    return 0.010 if phase == "verify" else 0.0001
 
 
 def test_predictions_are_what_decoding_does_and_the_choice_is_the_best_of_all(

@@ -1,0 +1,269 @@
+"""One traced graph compiled by inductor for the CPU, with settings and replacements that suit steps
+of a few rows.
+
+What is replaced in inductor is replaced while `compile_graph` runs and put back behind it: the
+products and their blocks, how often templates are parsed, when the C++ compiler is waited for, and
+how many copies of a packed weight there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+from inference.kernels.cpp_operations import in_cpp
+
+OPTIONS: dict[str, Any] = {
+    "freezing": True,  # weights are constants
+    "cpp_wrapper": True,  # the calls between kernels are C++ too
+    # and are compiled apart from the kernels, with less optimisation: as fast, 0.7 of the time
+    "cpp_wrapper_build_separate": True,
+    "max_autotune": True,  # with its own matrix products besides the libraries', see `_prefer_own`
+    "max_autotune_gemm_backends": "CPP,ATEN",
+    "cpp.enable_concat_linear": True,  # layers that read the same input are one product
+    # Elements for a thread: with inductor's own 512, norms of a few rows of a small model are
+    # divided among threads, whose meeting takes longer (3 rows of 20 layers of width 256: 2.38 and
+    # 2.26 ms).
+    "cpp.min_chunk_size": 8192,
+}
+"""Inductor's settings."""
+PREFETCH_BYTES = 4096
+"""How far ahead the weight is fetched: of 0.5, 1, 2, 4 kB the best."""
+BLOCKS = [(4, 32, 1), (5, 32, 1), (6, 32, 1)]
+"""Rows and columns of a product that are computed together with AVX-512, and the step along the
+inner dimension. Inductor's own 8 x 32 needs 16 sums, which GCC does not keep in registers: on two
+cores of an EPYC, 10 rows through 14 MB of weights take 0.89 ms with it and 0.46 ms with 5 x 32 from
+the cache, 1.16 and 0.97 ms from memory (1 row: 0.20 and 0.73 ms). A number of rows that divides
+those of the batch is chosen, else the largest."""
+_LOADED = "B + k * ldb + col * VLEN"
+_PARTS_OF = {
+    torch.ops.aten.select.int,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.unbind.int,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.view.default,
+    operator.getitem,
+}
+"""Operations that show a tensor, or a part of it, without a copy."""
+
+_constants: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
+"""Packed weights of compiled functions by content, shape and type."""
+
+
+def compile_graph(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]:
+    """Compile a graph for arguments of these shapes, layouts and types; weights are constants.
+
+    The C++ compiler may still run at the end: its errors (RuntimeError, OSError) are raised by the
+    first call of the result.
+    """
+    # seconds to import: only for those who compile
+    import torch._inductor.config as inductor_config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.select_algorithm import get_algorithm_selector_cache
+
+    _copy_parts_of_weights(graph)
+    for node in graph.graph.nodes:
+        node.meta.pop("val", None)  # inductor makes its own, for all inputs alike
+    selector = get_algorithm_selector_cache()
+    selector.add_preprocessing_fn(_prefer_own)
+    try:
+        with (
+            inductor_config.patch(OPTIONS),
+            prefetching(),
+            small_blocks(),
+            parsing_templates_once(),
+            sharing_constants(),
+            compiling_aside(),
+            in_cpp(),
+        ):
+            return cast(Callable[..., Any], compile_fx(graph, arguments))
+    finally:
+        selector.preprocessing_fns.remove(_prefer_own)
+
+
+def _copy_parts_of_weights(graph: GraphModule) -> None:
+    """Put copies in place of parts of weights.
+
+    Inductor packs a weight for a product of its own from the beginning of the storage, whatever
+    part of it a view shows (torch 2.13): the product of a second head would be that of the first.
+    """
+    nodes = graph.graph
+    shown: dict[Node, Any] = {}
+    for node in nodes.nodes:
+        if node.op == "get_attr":
+            shown[node] = getattr(graph, str(node.target))
+        elif node.op == "call_function" and node.target in _PARTS_OF and node.args[0] in shown:
+            shown[node] = node.target(shown[node.args[0]], *node.args[1:], **node.kwargs)
+    for node, part in shown.items():
+        if node.op == "get_attr" or all(user in shown for user in node.users):
+            continue  # read through its parts alone
+        name = f"part_{node.name}"
+        graph.register_parameter(name, nn.Parameter(part.clone(), requires_grad=False))
+        with nodes.inserting_before(node):
+            node.replace_all_uses_with(nodes.get_attr(name))
+    nodes.eliminate_dead_code()
+    graph.recompile()
+
+
+def _prefer_own(choices: list[Any]) -> list[Any]:
+    """The generated product with packed weights where there is one, else the library's.
+
+    Inductor would time them, which depends on the machine's load; for few rows it wins.
+    """
+    from torch._inductor.codegen.cpp_template_kernel import CppTemplateCaller
+
+    own = [choice for choice in choices if isinstance(choice, CppTemplateCaller)]
+    return own[:1] or choices[:1]
+
+
+@contextmanager
+def prefetching() -> Iterator[bool]:
+    """Let generated products fetch the weight ahead; yields whether that is possible.
+
+    Multiplying several rows keeps a core too busy to run ahead of its loads far enough. On one core
+    of a Xeon, 5 rows through the 18 MB of an 8-layer model's weights take 2.95 ms without and 2.16
+    ms with it (1 row: 2.08 ms, which is what reading them takes).
+    """
+    import torch._inductor.compile_fx  # noqa: F401  first: its modules import each other
+    from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmFP32Vec
+
+    before: str = CppMicroGemmFP32Vec.TEMPLATE_KERNEL
+    ahead = f"__builtin_prefetch(reinterpret_cast<const char*>({_LOADED}) + {PREFETCH_BYTES});"
+    load = f"vb[col] = Vectorized::loadu({_LOADED});"
+    CppMicroGemmFP32Vec.TEMPLATE_KERNEL = before.replace(load, f"{ahead}\n            {load}")
+    try:
+        yield before != CppMicroGemmFP32Vec.TEMPLATE_KERNEL
+    finally:
+        CppMicroGemmFP32Vec.TEMPLATE_KERNEL = before
+
+
+@contextmanager
+def small_blocks() -> Iterator[None]:
+    """Let generated products compute `BLOCKS` at a time."""
+    import torch._inductor.compile_fx
+    from torch._inductor.codegen.cpp_micro_gemm import (
+        CppMicroGemmFP32Vec,
+        generate_gemm_config,
+        micro_gemm_configs,
+    )
+    from torch._inductor.cpu_vec_isa import VecAVX512
+
+    before = micro_gemm_configs[CppMicroGemmFP32Vec]
+    ours = generate_gemm_config(VecAVX512, BLOCKS, input_dtype=torch.float)
+    kept = [
+        config
+        for config in before
+        if (config.vec_isa_cls, config.input_dtype, config.input2_dtype)
+        != (VecAVX512, torch.float, torch.float)
+    ]
+    micro_gemm_configs[CppMicroGemmFP32Vec] = [*ours, *kept]
+    try:
+        yield
+    finally:
+        micro_gemm_configs[CppMicroGemmFP32Vec] = before
+
+
+@contextmanager
+def parsing_templates_once() -> Iterator[None]:
+    """Let inductor parse each of its templates once, and each expression in them. It parses them
+    anew for every matrix product, which is a quarter of its time for a model of 24 layers."""
+    import torch._inductor.compile_fx  # noqa: F401  first: its modules import each other
+    from torch._inductor.codegen import cpp_template_kernel
+    from torch._inductor.codegen.common import KernelTemplate
+
+    template, expression = KernelTemplate._template_from_string, cpp_template_kernel.parse_expr
+    once = staticmethod(functools.cache(template))
+    setattr(KernelTemplate, "_template_from_string", once)  # noqa: B010
+    setattr(cpp_template_kernel, "parse_expr", functools.cache(expression))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(KernelTemplate, "_template_from_string", staticmethod(template))  # noqa: B010
+        setattr(cpp_template_kernel, "parse_expr", expression)  # noqa: B010
+
+
+@contextmanager
+def compiling_aside() -> Iterator[None]:
+    """Let the C++ compiler run while inductor goes on: a function is waited for when it is first
+    called. The wrapper and the kernels of a function are compiled at the same time.
+
+    Inductor writes C++ in one thread, and the compiler, a process of its own, takes as long again.
+    An error of the compiler is raised by that first call.
+    """
+    import torch._inductor.compile_fx  # noqa: F401  first: its modules import each other
+    from torch._inductor import codecache
+
+    load, build = codecache.CppWrapperCodeCache.load_pybinding, codecache._worker_compile_cpp
+
+    def load_later(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        aside = {**kwargs, "submit_fn": _compilers(os.getpid()).submit}
+        entry = codecache.CppWrapperCodeCache.load_pybinding_async(*args, **aside)
+        return lambda *given: entry()(*given)
+
+    def build_together(lock_path: str, builders: Sequence[Any]) -> None:
+        with ThreadPoolExecutor(len(builders)) as pool:
+            objects = enumerate(builders[:-1])
+            started = [pool.submit(build, f"{lock_path}.{n}", (each,)) for n, each in objects]
+        for done in started:
+            done.result()
+        # the last one links them
+        build(lock_path, builders)
+
+    setattr(codecache.CppWrapperCodeCache, "load_pybinding", load_later)  # noqa: B010
+    setattr(codecache, "_worker_compile_cpp", build_together)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(codecache.CppWrapperCodeCache, "load_pybinding", load)  # noqa: B010
+        setattr(codecache, "_worker_compile_cpp", build)  # noqa: B010
+
+
+@functools.cache
+def _compilers(process: int) -> ThreadPoolExecutor:
+    """Threads of this process that wait for the C++ compiler; a fork has none of its parent's."""
+    return ThreadPoolExecutor(2, thread_name_prefix="headstart-cpp")
+
+
+@contextmanager
+def sharing_constants() -> Iterator[None]:
+    """Let compiled functions that pack the same weights alike keep one copy of them.
+
+    Every graph packs its weights anew, so that the steps of several drafts would each hold and read
+    a target of their own: memory, and a cache that none of them finds warm.
+    """
+    import torch._inductor.compile_fx  # noqa: F401  first: its modules import each other
+    from torch._inductor.graph import GraphLowering
+
+    before = GraphLowering.add_tensor_constant
+
+    def once(graph: Any, data: Tensor, name: str | None = None) -> Any:
+        return before(graph, _alike(data), name)
+
+    setattr(GraphLowering, "add_tensor_constant", once)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(GraphLowering, "add_tensor_constant", before)  # noqa: B010
+
+
+def _alike(data: Tensor) -> Tensor:
+    """The first living constant with this one's content and layout; this one if there is none."""
+    if type(data) is not Tensor or data.is_mkldnn or not data.is_contiguous():
+        return data
+    with _disable_current_modes():
+        raw = data.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        content = hashlib.sha256(raw).hexdigest()
+    return _constants.setdefault((content, data.shape, data.dtype), data)
