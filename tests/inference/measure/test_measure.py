@@ -525,7 +525,7 @@ def test_arms_that_draft_share_a_rule_and_plain_decoding_has_none() -> None:
     assert report_settings(decodes, 4).rule == "block"
     with pytest.raises(UserError, match=r"rule=block.*rule=traversal.*another rule for another"):
         require_same_task({**decodes, "tree": replace(auto, shape="tree", choices=((0,), (1,)))})
-    with pytest.raises(UserError, match="decodes with temperature=1.0, 'cold' with"):
+    with pytest.raises(UserError, match=r"decodes with temperature=1\.0, 'cold' with"):
         require_same_task({**decodes, "cold": replace(auto, temperature=0.0)})
 
 
