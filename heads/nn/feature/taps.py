@@ -1,5 +1,5 @@
-"""What the EAGLE-3 family shares: several of the target's layers fused into one feature, and an own
-LM head over a reduced vocabulary.
+"""What the EAGLE-3 family shares: several of the target's layers fused into one feature, and an LM
+head over a reduced vocabulary, with the target's rows unless it is trained.
 
 Parameter names are those of serving engines (vLLM and SGLang): `fc_norm.{i}`, `fc`, `norm`,
 `lm_head`.
@@ -59,7 +59,7 @@ class TapConfig(base.SizeConfig):
 
 
 class TapDrafter(ReducedDrafter):
-    """Base of the kinds that fuse taps and draft through an LM head of their own.
+    """Base of the kinds that fuse taps and draft through an LM head over a reduced vocabulary.
 
     A kind hands its own `layers` by name; they stand between the fusion and the final norm.
     """

@@ -30,12 +30,16 @@ class Match:
     def judge(
         self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
     ) -> Verdict:
-        picks = noise.target_pick(logits, positions + 1)
-        found = ACCEPT_WALK(without_dead(proposal), picks, proposal.tree)
-        # accepted drafts ARE the picks before them
-        tokens = picks if proposal.tree.is_chain else picks.gather(1, found.path)
-        refused = tested(found.has_children, found.accepted, proposal)
-        return Verdict(found.path, found.accepted, refused, tokens)
+        return follow(noise.target_pick(logits, positions + 1), proposal)
+
+
+def follow(picks: Tensor, proposal: Proposal) -> Verdict:
+    """The longest path of `proposal` along what the target picks [B, N] at its nodes."""
+    found = ACCEPT_WALK(without_dead(proposal), picks, proposal.tree)
+    # accepted drafts ARE the picks before them
+    tokens = picks if proposal.tree.is_chain else picks.gather(1, found.path)
+    refused = tested(found.has_children, found.accepted, proposal)
+    return Verdict(found.path, found.accepted, refused, tokens)
 
 
 def make(shape: DraftShape, options: RuleOptions) -> Rule:

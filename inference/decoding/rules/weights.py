@@ -26,7 +26,7 @@ from torch import Tensor
 from heads.api.drafter import Proposal
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.rules.base import Verdict
-from inference.decoding.rules.match import Match
+from inference.decoding.rules.match import Match, follow
 from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
@@ -36,14 +36,14 @@ def weighs(proposal: Proposal, noise: SharedNoise) -> bool:
 
 
 def or_match(
-    verdict: Verdict, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
+    verdict: Verdict, proposal: Proposal, logits: Tensor, noise: SharedNoise
 ) -> Verdict:
     """The verdict of weighing; in rows at temperature 0, which others may be decoded with, that of
-    `match`."""
+    `match`, which picks the likeliest token there."""
     greedy = noise.greedy_rows
     if greedy is None:
         return verdict
-    matched = Match(share=False).judge(proposal, logits, positions, noise)
+    matched = follow(logits.argmax(-1), proposal)
     found = {}
     for item in fields(Verdict):
         weighed = getattr(verdict, item.name)
@@ -148,7 +148,7 @@ class TreeRule(ABC):
         if not (self._static and weighs(proposal, noise)):
             return Match(share=False).judge(proposal, logits, positions, noise)
         verdict = self.weigh(proposal, logits, positions, noise)
-        return or_match(verdict, proposal, logits, positions, noise)
+        return or_match(verdict, proposal, logits, noise)
 
     @abstractmethod
     def weigh(
@@ -185,7 +185,7 @@ class ChainRule(ABC):
         coins = noise.uniforms(positions[:, 1:], 1)[..., 0]
         accepted, shares = self.keep(chain, coins)
         verdict = chain.verdict(accepted, positions, noise, shares)
-        return or_match(verdict, proposal, logits, positions, noise)
+        return or_match(verdict, proposal, logits, noise)
 
     @abstractmethod
     def keep(self, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor | None]:
