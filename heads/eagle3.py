@@ -14,6 +14,7 @@ Legend: B rows, T positions, K steps, H hidden, V' draft vocabulary, n taps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, cast
@@ -25,6 +26,7 @@ from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
 from heads.api.config import Depth, Fraction, config
 from heads.api.drafter import TargetStates
+from heads.api.starts import OtherKind, renamed
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn.blocks import Attention, FusingLayer
@@ -48,11 +50,52 @@ class Config(TapConfig, LayerConfig):
     """Step k (1-based) weighs decay^(k-1) in the loss (0 < decay <= 1)."""
 
 
+def from_eagle(drafter: Drafter, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """EAGLE's layer, which reads F e + G f of the token's embedding e and the last hidden state f,
+    where this one's attention reads both normalised, side by side, and its residual the feature.
+
+    The feature begins as f, from the highest tap alone: its normalised state times the target's
+    final norm. Queries, keys and values are EAGLE's behind its fusion, times the sizes that the
+    norms divide by: all embeddings' root mean square, and the final norm's, which is the size of a
+    last hidden state. EAGLE's output has passed that norm's weight already, so the norm behind the
+    layer begins as that size alone. What EAGLE's residual held of e, and a bias of its fusion, are
+    left out: this layer has no place for them.
+    """
+    hidden, fused = drafter.info.hidden_size, given["fc.weight"].to(drafter.fc.weight.dtype)
+    final_norm = drafter.norm.weight.detach().to(fused)
+    state_size = final_norm.square().mean().sqrt()
+    embedding_size = drafter.target.embedding.float().square().mean().sqrt().to(fused)
+    sizes = torch.cat([embedding_size.expand(hidden), state_size.expand(hidden)])
+    found = renamed(given, "layers.0.", "midlayer.")
+    del found["fc.weight"]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        place = f"midlayer.self_attn.{name}.weight"
+        found[place] = (found[place].to(fused) @ fused) * sizes
+    passing = torch.zeros(drafter.fc.weight.shape).to(fused)
+    passing[:, -hidden:] = final_norm.diag()
+    return found | {"fc.weight": passing, "norm.weight": state_size.expand(hidden)}
+
+
+def from_peagle(drafter: Drafter, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """P-EAGLE's first layer becomes the only one."""
+    return renamed(given, "layers.0.", "midlayer.")
+
+
 class Drafter(TapDrafter, ChainDrafter):
     """An EAGLE-3 draft head."""
 
     kind: ClassVar[str] = "eagle3"
     label_weight: ClassVar[str] = "hard_label_weight"
+    starts_from: ClassVar[Mapping[str, OtherKind]] = {
+        "eagle": OtherKind(
+            from_eagle,
+            (
+                *("fc_norm.*", "input_norm.*", "lm_head.*", "d2t", "t2d", "fc.bias"),
+                *("midlayer.input_layernorm.*", "midlayer.*_norm.*"),
+            ),
+        ),
+        "peagle": OtherKind(from_peagle, ("layers.*", "mask_*", "embed_tokens.*")),
+    }
     midlayer: FusingLayer
 
     def __init__(self, config: Config, info: TargetInfo) -> None:

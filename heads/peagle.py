@@ -17,6 +17,7 @@ heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, cast
@@ -28,6 +29,7 @@ from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
 from heads.api.config import Depth, Fraction, Layers, UnitInterval, config
 from heads.api.drafter import Noise, Proposal, TargetStates
+from heads.api.starts import OtherKind, renamed
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init, losses
@@ -61,11 +63,24 @@ class Config(TapConfig):
     """Depth k (1-based) weighs decay^(k-1) in the loss, besides being rarer (0 < decay <= 1)."""
 
 
+def from_eagle3(drafter: Drafter, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """EAGLE-3's layer becomes the first one. Those behind it begin with outputs of zero, so that
+    the first token is drafted as before."""
+    found = renamed(given, "midlayer.", "layers.0.")
+    for name, value in drafter.state_dict().items():
+        if name not in found and name.endswith(("o_proj.weight", "down_proj.weight")):
+            found[name] = torch.zeros_like(value)
+    return found
+
+
 class Drafter(TapDrafter):
     """A P-EAGLE draft head."""
 
     kind: ClassVar[str] = "peagle"
     label_weight: ClassVar[str] = "hard_label_weight"
+    starts_from: ClassVar[Mapping[str, OtherKind]] = {
+        "eagle3": OtherKind(from_eagle3, ("layers.[!0]*", "mask_*", "embed_tokens.*"))
+    }
     layers: nn.ModuleList
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
