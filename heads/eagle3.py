@@ -24,7 +24,7 @@ from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import Depth, Fraction, config
+from heads.api.config import Depth, Fraction, Rows, config
 from heads.api.drafter import TargetStates
 from heads.api.starts import OtherKind, renamed
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -33,6 +33,7 @@ from heads.nn.blocks import Attention, FusingLayer
 from heads.nn.drafting.state import Cached as State
 from heads.nn.feature.base import LayerConfig, layer_shape, layer_weights, unrolled_loss
 from heads.nn.feature.chain import Chain, ChainDrafter
+from heads.nn.feature.parallel import Anchors
 from heads.nn.feature.taps import TapConfig, TapDrafter
 from heads.nn.rope import Rope
 
@@ -48,6 +49,9 @@ class Config(TapConfig, LayerConfig):
     """Steps unrolled in training: the deepest token trained for (7 in EAGLE-3, 4 in 3.1)."""
     decay: Fraction = 0.8
     """Step k (1-based) weighs decay^(k-1) in the loss (0 < decay <= 1)."""
+    num_anchors: Rows | None = None
+    """Positions per training row behind which the second and later steps are trained, drawn anew
+    at every step (>= 1); null: all. The first step is trained everywhere."""
 
 
 def from_eagle(drafter: Drafter, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -148,15 +152,20 @@ class Drafter(TapDrafter, ChainDrafter):
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over steps k of decay^(k-1) times the cross entropy of supervised tokens t+k+1.
+        """Sum over steps k of decay^(k-1) times the cross entropy of supervised tokens t+k+1; with
+        `num_anchors` an unbiased estimate of it, as of the metrics' sums and counts.
 
         Positions whose best target token cannot be drafted carry no loss and count as wrong.
         """
         config: Config = self.config
-        weights = config.decay ** torch.arange(config.ttt_steps, device=batch.tokens.device)
-        unrolled = self.chain.unroll(batch, config.ttt_steps)
-        columns, taught = self.lm_head.out_features, self.info.vocab_size
-        return unrolled_loss(batch, unrolled, columns, weights, partial(self.judge, batch), taught)
+        steps, anchors = config.ttt_steps, None
+        if config.num_anchors is not None and steps > 1:
+            anchors = Anchors.sampled(batch, steps, config.num_anchors)
+        weights = config.decay ** torch.arange(steps, device=batch.tokens.device)
+        unrolled = self.chain.unroll(batch, steps, anchors=anchors)
+        widths = self.lm_head.out_features, self.info.vocab_size
+        judge = partial(self.judge, batch)
+        return unrolled_loss(batch, unrolled, widths[0], weights, judge, widths[1], anchors)
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         self.set_columns()

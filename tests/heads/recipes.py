@@ -169,6 +169,7 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
         {"taps": [99]},
         {"draft_vocab_size": 10_000_000, "taps": [3, 1]},
         {"decay": 0.0},
+        {"num_anchors": 0},
     ],
     "hydra_heads": [
         {"num_heads": 0},
