@@ -210,12 +210,16 @@ def test_what_cannot_be_started_from_is_refused(target: MicroTarget, tmp_path: P
         ("peagle", "eagle", "peagle, eagle3"),
         ("eagle", "eagle3", "eagle"),
     ):
-        with pytest.raises(UserError, match=rf"from checkpoints of kind {allowed}\. Use head={folder}"):
+        with pytest.raises(
+            UserError, match=rf"from checkpoints of kind {allowed}\. Use head={folder}"
+        ):
             load_start(make(target, kind), tmp_path / folder, target.info, False)
-    with pytest.raises(UserError, match=r"unknown tensors \['fc_norm.*give them: head.tap_norm=true"):
+    with pytest.raises(
+        UserError, match=r"unknown tensors \['fc_norm.*give them: head.tap_norm=true"
+    ):
         load_start(make(target, "peagle", tap_norm=False), tmp_path / "eagle3", target.info, False)
+    wide = make(target, "eagle3", intermediate_size=20)
     with pytest.raises(UserError, match=r"shape .*give them: head.intermediate_size=0"):
-        wide = make(target, "eagle3", intermediate_size=20)
         load_start(wide, tmp_path / "eagle", target.info, False)
 
 
@@ -226,7 +230,9 @@ def test_a_broken_checkpoint_of_another_kind_is_refused(
     drafter: Any = trained(target, tmp_path, "eagle")
     state = {name: value for name, value in drafter.state_dict().items() if name != "fc.weight"}
     save_drafter(drafter, tmp_path, target.info, state)
-    with pytest.raises(UserError, match=r"does not fit kind 'eagle': missing tensors \['fc.weight'"):
+    with pytest.raises(
+        UserError, match=r"does not fit kind 'eagle': missing tensors \['fc.weight'"
+    ):
         load_start(make(target, "eagle3"), tmp_path, target.info, False)
 
 

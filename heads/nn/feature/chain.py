@@ -11,8 +11,8 @@ the target's true feature. Steps behind the first may be trained behind some pos
 anchors: the others' chains are read by no row but their own.
 
 Legend: B rows, T positions, A anchors per row, K steps, H hidden, V' draft vocabulary, X width of
-the attention's input, n taps, S cache slots, W width of a committed run, P nodes run at one level, g key/value
-heads, D head size.
+the attention's input, n taps, S cache slots, W width of a committed run, P nodes run at one level,
+g key/value heads, D head size.
 """
 
 from __future__ import annotations
