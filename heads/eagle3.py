@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -145,10 +145,6 @@ class Drafter(TapDrafter, ChainDrafter):
         normed = self.norm(output)
         return normed, normed if self.config.post_norm_recurrence else output
 
-    def logits(self, emitted: Tensor) -> Tensor:
-        """Normalised outputs [..., H] -> logits [..., V']."""
-        return cast(Tensor, self.lm_head(emitted))
-
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
@@ -163,8 +159,7 @@ class Drafter(TapDrafter, ChainDrafter):
             anchors = Anchors.sampled(batch, steps, config.num_anchors)
         weights = config.decay ** torch.arange(steps, device=batch.tokens.device)
         unrolled = self.chain.unroll(batch, steps, anchors=anchors)
-        widths = self.lm_head.out_features, self.info.vocab_size
-        judge = partial(self.judge, batch)
+        widths, judge = (self.judged_columns, self.info.vocab_size), partial(self.judge, batch)
         return unrolled_loss(batch, unrolled, widths[0], weights, judge, widths[1], anchors)
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:

@@ -173,7 +173,7 @@ class Drafter(TapDrafter):
         outputs = torch.cat([output.flatten(0, 1) for output in self._parallel(batch, anchors)])
         places, wanted = anchors.places(batch, config.depths)
         # of all depths, of the target
-        columns = max(config.depths * self.lm_head.out_features, self.info.vocab_size)
+        columns = max(config.depths * self.judged_columns, self.info.vocab_size)
         judge = partial(self.judge, batch)
         sums = sum_by_state(batch, outputs, places, wanted, columns, judge)
         depths = torch.arange(config.depths, device=outputs.device, dtype=sums[0].dtype)
@@ -182,7 +182,7 @@ class Drafter(TapDrafter):
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V'] of depths 1..depth with no anchor dropped; see the contract."""
         outputs = self._parallel(batch, Anchors.everywhere(batch, depth))
-        return [self.lm_head(output) for output in outputs]
+        return [self.logits(output) for output in outputs]
 
     # Drafting
 
@@ -231,4 +231,4 @@ class Drafter(TapDrafter):
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """From what `commit` computed; a node's token depends on its depth and rank alone."""
-        return fill(state, self.lm_head(state.output), noise, self.columns)
+        return fill(state, self.logits(state.output), noise, self.columns)
