@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.api.batch import TrainBatch
-from heads.api.checkpoint import load_start_weights, new_drafter, read_config
+from heads.api.checkpoint import build_config, load_start_weights, new_drafter, read_config
 from heads.api.config import Size, Weight, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
@@ -122,16 +122,10 @@ def load_start(
                 f"train.refresh.init_from: {error} If this target is a changed version of that "
                 "one, set train.refresh.other_target=true."
             ) from error
-    mine, known = asdict(drafter.config), content["config"]
-    changed = [
-        name
-        for name, value in mine.items()
-        if (name in known or kind == drafter.kind) and _plain(known.get(name)) != _plain(value)
-    ]
+    mine, known = asdict(drafter.config), asdict(build_config(kind, content["config"]))
+    changed = [name for name, value in mine.items() if name in known and known[name] != value]
     theirs_were = " ".join(
-        f"head.{name}={json.dumps(known[name], separators=(',', ':'))}"
-        for name in changed
-        if name in known
+        f"head.{name}={json.dumps(known[name], separators=(',', ':'))}" for name in changed
     )
     require_unchanged(folder)
     try:
@@ -254,7 +248,3 @@ def trial_loss(
 ) -> Tensor:
     with torch.autocast(device_type, torch.bfloat16, enabled=bfloat16):
         return drafter.loss(batch).loss_sum
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value

@@ -236,13 +236,13 @@ def load_start_weights(drafter: TrainableDrafter, directory: Path) -> Started:
     require_shapes(shapes, expected, path, f"kind '{drafter.kind}'")
     drafter.load_state_dict({name: found[name] for name in expected}, strict=False)
     refuse_unset(drafter)
-    objects = {id(value) for value in given.values()}
+    objects, left = {id(value) for value in given.values()}, {id(found[name]) for name in unused}
     carried = [name for name in expected if id(found[name]) in objects]
     return Started(
         named_parts(carried, own),
         named_parts([name for name in expected if name not in carried], own),
         named_parts(fresh, own),
-        named_parts(unused, found),
+        named_parts([name for name, value in given.items() if id(value) in left], given),
     )
 
 
