@@ -83,7 +83,8 @@ def test_logits_are_exact_on_the_shortlist_and_far_below_outside(rows: int, size
     if size == 9:
         same = torch.isclose(logits, lm_head(states))
         assert bool((same.sum(1) >= 3).all()) and bool((same.sum(1) < 9).all())
-        on = found.holds(found.scores(states)[:, None], torch.arange(41)[None].expand(rows, -1))
+        scores = found.scores(states)[:, None].expand(-1, 41, -1)
+        on = found.holds(scores, torch.arange(41))
         assert on.shape == (rows, 41) and on.sum(1).tolist() == [9] * rows
         assert not bool((same & ~on).any())
 
@@ -156,6 +157,7 @@ def test_each_path_of_a_tree_equals_its_chain(target: MicroTarget) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
 def test_a_step_computes_the_shortlists_logits_alone(target: MicroTarget, kind: str) -> None:
     """And drafts the best of them."""
     drafter = make(target, kind, shortlist=9, shortlist_rank=4)
@@ -165,8 +167,7 @@ def test_a_step_computes_the_shortlists_logits_alone(target: MicroTarget, kind: 
     drafter.lm_head.register_forward_hook(lambda *_: pytest.fail("the whole LM head was computed"))
     emitted = state.output if kind == "peagle" else drafter.norm(state.output)
     expected = explicit_row(drafter.shortlist, drafter.lm_head, emitted[0, 0]).argmax()
-    with torch.no_grad():
-        assert int(drafter.propose(state, PlainNoise()).tokens[0, 1]) == int(expected)
+    assert int(drafter.propose(state, PlainNoise()).tokens[0, 1]) == int(expected)
 
 
 @pytest.mark.parametrize("reduced", [0, 26])
