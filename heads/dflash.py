@@ -35,9 +35,10 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape
 from heads.nn import losses
+from heads.nn.anchors import Anchors
 from heads.nn.attention import CachePlace, additive
 from heads.nn.block import confidence as block_confidence
-from heads.nn.block.attention import Anchors, KeyValue, View, attend_blocks
+from heads.nn.block.attention import KeyValue, View, attend_blocks
 from heads.nn.block.config import Config as Config
 from heads.nn.block.lattice import Lattice
 from heads.nn.block.losses import log_probability

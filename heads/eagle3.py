@@ -14,23 +14,26 @@ Legend: B rows, T positions, K steps, H hidden, V' draft vocabulary, n taps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import Depth, Fraction, config
+from heads.api.config import Depth, Fraction, Rows, config
 from heads.api.drafter import TargetStates
+from heads.api.starts import OtherKind, renamed
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn.blocks import Attention, FusingLayer
 from heads.nn.drafting.state import Cached as State
 from heads.nn.feature.base import LayerConfig, layer_shape, layer_weights, unrolled_loss
 from heads.nn.feature.chain import Chain, ChainDrafter
+from heads.nn.feature.parallel import Anchors
 from heads.nn.feature.taps import TapConfig, TapDrafter
 from heads.nn.rope import Rope
 
@@ -46,6 +49,40 @@ class Config(TapConfig, LayerConfig):
     """Steps unrolled in training: the deepest token trained for (7 in EAGLE-3, 4 in 3.1)."""
     decay: Fraction = 0.8
     """Step k (1-based) weighs decay^(k-1) in the loss (0 < decay <= 1)."""
+    num_anchors: Rows | None = None
+    """Positions per training row behind which the second and later steps are trained, drawn anew
+    at every step (>= 1); null: all. The first step is trained everywhere."""
+
+
+def from_eagle(drafter: Drafter, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """EAGLE's layer, which reads F e + G f of the token's embedding e and the last hidden state f,
+    where this one's attention reads both normalised, side by side, and its residual the feature.
+
+    The feature begins as f, from the highest tap alone: its normalised state times the target's
+    final norm. Queries, keys and values are EAGLE's behind its fusion, times the sizes that the
+    norms divide by: all embeddings' root mean square, and the final norm's, which is the size of a
+    last hidden state. EAGLE's output has passed that norm's weight already, so the norm behind the
+    layer begins as that size alone. What EAGLE's residual held of e, and a bias of its fusion, are
+    left out: this layer has no place for them.
+    """
+    hidden, fused = drafter.info.hidden_size, given["fc.weight"].to(drafter.fc.weight.dtype)
+    final_norm = drafter.norm.weight.detach().to(fused)
+    state_size = final_norm.square().mean().sqrt()
+    embedding_size = drafter.target.embedding.float().square().mean().sqrt().to(fused)
+    sizes = torch.cat([embedding_size.expand(hidden), state_size.expand(hidden)])
+    found = renamed(given, "layers.0.", "midlayer.")
+    del found["fc.weight"]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        place = f"midlayer.self_attn.{name}.weight"
+        found[place] = (found[place].to(fused) @ fused) * sizes
+    passing = torch.zeros(drafter.fc.weight.shape).to(fused)
+    passing[:, -hidden:] = final_norm.diag()
+    return found | {"fc.weight": passing, "norm.weight": state_size.expand(hidden)}
+
+
+def from_peagle(drafter: Drafter, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """P-EAGLE's first layer becomes the only one."""
+    return renamed(given, "layers.0.", "midlayer.")
 
 
 class Drafter(TapDrafter, ChainDrafter):
@@ -53,6 +90,16 @@ class Drafter(TapDrafter, ChainDrafter):
 
     kind: ClassVar[str] = "eagle3"
     label_weight: ClassVar[str] = "hard_label_weight"
+    starts_from: ClassVar[Mapping[str, OtherKind]] = {
+        "eagle": OtherKind(
+            from_eagle,
+            (
+                *("fc_norm.*", "input_norm.*", "lm_head.*", "d2t", "t2d", "fc.bias"),
+                *("midlayer.input_layernorm.*", "midlayer.*_norm.*"),
+            ),
+        ),
+        "peagle": OtherKind(from_peagle, ("layers.*", "mask_*", "embed_tokens.*")),
+    }
     midlayer: FusingLayer
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
@@ -98,22 +145,22 @@ class Drafter(TapDrafter, ChainDrafter):
         normed = self.norm(output)
         return normed, normed if self.config.post_norm_recurrence else output
 
-    def logits(self, emitted: Tensor) -> Tensor:
-        """Normalised outputs [..., H] -> logits [..., V']."""
-        return cast(Tensor, self.lm_head(emitted))
-
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over steps k of decay^(k-1) times the cross entropy of supervised tokens t+k+1.
+        """Sum over steps k of decay^(k-1) times the cross entropy of supervised tokens t+k+1; with
+        `num_anchors` an unbiased estimate of it, as of the metrics' sums and counts.
 
         Positions whose best target token cannot be drafted carry no loss and count as wrong.
         """
         config: Config = self.config
-        weights = config.decay ** torch.arange(config.ttt_steps, device=batch.tokens.device)
-        unrolled = self.chain.unroll(batch, config.ttt_steps)
-        columns, taught = self.lm_head.out_features, self.info.vocab_size
-        return unrolled_loss(batch, unrolled, columns, weights, partial(self.judge, batch), taught)
+        steps, anchors = config.ttt_steps, None
+        if config.num_anchors is not None and steps > 1:
+            anchors = Anchors.sampled(batch, steps, config.num_anchors)
+        weights = config.decay ** torch.arange(steps, device=batch.tokens.device)
+        unrolled = self.chain.unroll(batch, steps, anchors=anchors)
+        widths, judge = (self.judged_columns, self.info.vocab_size), partial(self.judge, batch)
+        return unrolled_loss(batch, unrolled, widths[0], weights, judge, widths[1], anchors)
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         self.set_columns()

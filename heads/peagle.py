@@ -17,6 +17,7 @@ heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, cast
@@ -28,6 +29,7 @@ from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
 from heads.api.config import Depth, Fraction, Layers, UnitInterval, config
 from heads.api.drafter import Noise, Proposal, TargetStates
+from heads.api.starts import OtherKind, renamed
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init, losses
@@ -61,11 +63,24 @@ class Config(TapConfig):
     """Depth k (1-based) weighs decay^(k-1) in the loss, besides being rarer (0 < decay <= 1)."""
 
 
+def from_eagle3(drafter: Drafter, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """EAGLE-3's layer becomes the first one. Those behind it begin with outputs of zero, so that
+    the first token is drafted as before."""
+    found = renamed(given, "midlayer.", "layers.0.")
+    for name, value in drafter.state_dict().items():
+        if name not in found and name.endswith(("o_proj.weight", "down_proj.weight")):
+            found[name] = torch.zeros_like(value)
+    return found
+
+
 class Drafter(TapDrafter):
     """A P-EAGLE draft head."""
 
     kind: ClassVar[str] = "peagle"
     label_weight: ClassVar[str] = "hard_label_weight"
+    starts_from: ClassVar[Mapping[str, OtherKind]] = {
+        "eagle3": OtherKind(from_eagle3, ("layers.[!0]*", "mask_*", "embed_tokens.*"))
+    }
     layers: nn.ModuleList
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
@@ -158,7 +173,7 @@ class Drafter(TapDrafter):
         outputs = torch.cat([output.flatten(0, 1) for output in self._parallel(batch, anchors)])
         places, wanted = anchors.places(batch, config.depths)
         # of all depths, of the target
-        columns = max(config.depths * self.lm_head.out_features, self.info.vocab_size)
+        columns = max(config.depths * self.judged_columns, self.info.vocab_size)
         judge = partial(self.judge, batch)
         sums = sum_by_state(batch, outputs, places, wanted, columns, judge)
         depths = torch.arange(config.depths, device=outputs.device, dtype=sums[0].dtype)
@@ -167,7 +182,7 @@ class Drafter(TapDrafter):
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V'] of depths 1..depth with no anchor dropped; see the contract."""
         outputs = self._parallel(batch, Anchors.everywhere(batch, depth))
-        return [self.lm_head(output) for output in outputs]
+        return [self.logits(output) for output in outputs]
 
     # Drafting
 
@@ -216,4 +231,4 @@ class Drafter(TapDrafter):
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """From what `commit` computed; a node's token depends on its depth and rank alone."""
-        return fill(state, self.lm_head(state.output), noise, self.columns)
+        return fill(state, self.logits(state.output), noise, self.columns)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.api.batch import TrainBatch
-from heads.api.checkpoint import WEIGHTS_FILE, load_start_weights, new_drafter, read_config
+from heads.api.checkpoint import build_config, load_start_weights, new_drafter, read_config
 from heads.api.config import Size, Weight, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
@@ -46,8 +46,9 @@ class RefreshConfig:
     """Where a training starts, and how much of the drafter it may change."""
 
     init_from: str = ""
-    """Checkpoint folder of a drafter of the same kind and sizes whose weights the training starts
-    from; empty: a fresh drafter. Parts that either configuration lacks (a block drafter's
+    """Checkpoint folder of a drafter of the same sizes whose weights the training starts from;
+    empty: a fresh drafter. It is of the same kind, or of one that the kind can start from (eagle3
+    from eagle and peagle, peagle from eagle3). Parts that either one lacks (a block drafter's
     dependency, convolutions, confidence) begin anew or are left out."""
     other_target: bool = False
     """Accept a drafter of another target with the same tokenizer and sizes, such as the one that
@@ -99,13 +100,16 @@ def prepare_start(
 def load_start(
     drafter: TrainableDrafter, folder: Path, info: TargetInfo, other_target: bool
 ) -> None:
-    """Fill `drafter` from a checkpoint; raises `UserError` for another kind or target."""
+    """Fill `drafter` from a checkpoint and say what carries over; raises `UserError` for a kind
+    that it cannot start from, and for another target."""
     content = read_config(folder)
-    if content["kind"] != drafter.kind:
+    kind = content["kind"]
+    if kind not in (drafter.kind, *drafter.starts_from):
+        allowed = ", ".join([drafter.kind, *drafter.starts_from])
         raise UserError(
-            f"train.refresh.init_from: '{folder}' is a drafter of kind '{content['kind']}', but "
-            f"kind '{drafter.kind}' is to be trained. Use head={content['kind']}, or another "
-            "folder."
+            f"train.refresh.init_from: '{folder}' is a drafter of kind '{kind}', but kind "
+            f"'{drafter.kind}' is to be trained, which starts from checkpoints of kind {allowed}. "
+            f"Use head={kind}, or another folder."
         )
     theirs = TargetInfo.from_dict(content["target"])
     if other_target:
@@ -118,16 +122,14 @@ def load_start(
                 f"train.refresh.init_from: {error} If this target is a changed version of that "
                 "one, set train.refresh.other_target=true."
             ) from error
-    mine, known = asdict(drafter.config), content["config"]
-    changed = [name for name, value in mine.items() if _plain(known.get(name)) != _plain(value)]
+    mine, known = asdict(drafter.config), asdict(build_config(kind, content["config"]))
+    changed = [name for name, value in mine.items() if name in known and known[name] != value]
     theirs_were = " ".join(
-        f"head.{name}={json.dumps(known[name], separators=(',', ':'))}"
-        for name in changed
-        if name in known
+        f"head.{name}={json.dumps(known[name], separators=(',', ':'))}" for name in changed
     )
     require_unchanged(folder)
     try:
-        fresh, unused = load_start_weights(drafter, folder / WEIGHTS_FILE)
+        started = load_start_weights(drafter, folder)
     except UserError as error:
         if not theirs_were:
             raise
@@ -135,10 +137,9 @@ def load_start(
             f"train.refresh.init_from: {error} The drafter was made with other settings; to go on "
             f"with it, give them: {theirs_were}"
         ) from error
-    for names, become in ((fresh, "begin anew"), (unused, "are left out")):
-        if names:
-            parts = ", ".join(sorted({name.rpartition(".")[0] for name in names}))
-            logger.warning("of the drafter in '%s': %s %s", folder, parts, become)
+    if kind != drafter.kind or not started.is_whole:
+        came = "" if kind == drafter.kind else f", of kind {kind} (here {drafter.kind})"
+        logger.warning("of the drafter in '%s'%s: %s", folder, came, started)
     if changed:
         logger.warning(
             "the drafter in '%s' was made with other values of head.%s (%s); its weights are used "
@@ -247,7 +248,3 @@ def trial_loss(
 ) -> Tensor:
     with torch.autocast(device_type, torch.bfloat16, enabled=bfloat16):
         return drafter.loss(batch).loss_sum
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value

@@ -25,6 +25,7 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError, missing_folder
 from heads.api.reading import read_object
 from heads.api.registry import Kind, get_kind
+from heads.api.starts import Started, named_parts
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tensors import read_tensors, require_shapes, tensor_shapes
 
@@ -156,14 +157,22 @@ def load_drafter(
 
 def build_drafter(kind: Kind, config: Any, info: TargetInfo, path: Path) -> Any:
     """A drafter that is to be filled from the safetensors file `path`; raises `UserError` where
-    that has other tensors. A configuration may ask for any size, so what it takes is compared with
-    what the file has before there is memory for it."""
+    that has other tensors."""
     if issubclass(kind.drafter_class, TrainableDrafter):
-        most = 1000 + 10 * len(tensor_shapes(path))
-        # A kind of another package may compute with its weights as it is made, which it cannot here
-        with suppress(NotImplementedError, RuntimeError), torch.device("meta"), at_most(most, path):
-            check_shapes(kind.drafter_class(config, info), path)
+        check_file(kind, config, info, path)
     return kind.drafter_class(config, info)
+
+
+def check_file(kind: Kind, config: Any, info: TargetInfo, path: Path) -> None:
+    """Raise `UserError` unless a safetensors file has the tensors of a kind with weights.
+
+    A configuration may ask for any size, so what it takes is compared with what the file has
+    before there is memory for it.
+    """
+    most = 1000 + 10 * len(tensor_shapes(path))
+    # A kind of another package may compute with its weights as it is made, which it cannot here
+    with suppress(NotImplementedError, RuntimeError), torch.device("meta"), at_most(most, path):
+        check_shapes(kind.drafter_class(config, info), path)
 
 
 @contextmanager
@@ -202,23 +211,39 @@ def load_weights(drafter: TrainableDrafter, path: Path) -> None:
     refuse_unset(drafter)
 
 
-def load_start_weights(drafter: TrainableDrafter, path: Path) -> tuple[list[str], list[str]]:
-    """Fill an initialised drafter from a safetensors file of the same kind, whose `additions` may
-    be others; returns the names that keep their initial values, and those that are left out."""
+def load_start_weights(drafter: TrainableDrafter, directory: Path) -> Started:
+    """Fill an initialised drafter from the checkpoint of one of the same kind, whose `additions`
+    may be others, or of a kind of `starts_from`; raises `UserError` when it does not fit."""
+    content, path = read_config(directory), directory / WEIGHTS_FILE
+    source, additions = content["kind"], drafter.additions
+    if source != drafter.kind:
+        kind, theirs = get_kind(source), TargetInfo.from_dict(content["target"])
+        check_file(kind, build_config(source, content["config"]), theirs, path)
+    given = read_tensors(path)
+    found = given
+    if source != drafter.kind:
+        other = drafter.starts_from[source]
+        found, additions = other.carry(drafter, given), additions + other.additions
 
     def may_differ(name: str) -> bool:
-        return any(fnmatch(name, pattern) for pattern in drafter.additions)
+        return any(fnmatch(name, pattern) for pattern in additions)
 
-    own, found = drafter.state_dict(), tensor_shapes(path)
+    own = drafter.state_dict()
     fresh = [name for name in own if name not in found and may_differ(name)]
     unused = [name for name in found if name not in own and may_differ(name)]
     expected = {name: tuple(own[name].shape) for name in own if name not in fresh}
-    given = {name: found[name] for name in found if name not in unused}
-    require_shapes(given, expected, path, f"kind '{drafter.kind}'")
-    tensors = read_tensors(path)
-    drafter.load_state_dict({name: tensors[name] for name in expected}, strict=False)
+    shapes = {name: tuple(value.shape) for name, value in found.items() if name not in unused}
+    require_shapes(shapes, expected, path, f"kind '{drafter.kind}'")
+    drafter.load_state_dict({name: found[name] for name in expected}, strict=False)
     refuse_unset(drafter)
-    return fresh, unused
+    objects, left = {id(value) for value in given.values()}, {id(found[name]) for name in unused}
+    carried = [name for name in expected if id(found[name]) in objects]
+    return Started(
+        named_parts(carried, own),
+        named_parts([name for name in expected if name not in carried], own),
+        named_parts(fresh, own),
+        named_parts([name for name, value in given.items() if id(value) in left], given),
+    )
 
 
 def refuse_unset(drafter: TrainableDrafter) -> None:

@@ -13,6 +13,7 @@ Legend: B rows, N nodes, T positions, H hidden, V vocabulary, n taps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.features import FeatureSpec
+from heads.api.starts import OtherKind
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape, TokenTree
 
@@ -191,6 +193,8 @@ class TrainableDrafter(nn.Module):
     """Patterns of the names of weights that a kind has under some of its configurations only: a
     training may start from a checkpoint that lacks them, or has others
     (`heads.api.checkpoint.load_start_weights`)."""
+    starts_from: ClassVar[Mapping[str, OtherKind]] = {}
+    """Other kinds whose checkpoints a training may start from, and how."""
     runs_target_layers: bool = False
     """Whether the loss runs layers of the target itself; joint training is refused then, because
     they would run without their updates."""

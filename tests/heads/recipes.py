@@ -52,6 +52,7 @@ MICRO: dict[str, dict[str, Any]] = {
     "peagle": {"draft_vocab_size": 31, "num_layers": 2, "depths": 4},
     "ngram": {},
     "pard": {"from_target_layers": [0, 1], "depth": 5},
+    "specvocab": {"draft_vocab_size": 31, "ttt_steps": 2, "shortlist": 12, "shortlist_rank": 6},
     "suffix": {},
 }
 """Recipe -> changes for tiny targets (micro_target: 5 layers, hidden 16, 41 tokens; random_target:
@@ -169,6 +170,9 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
         {"taps": [99]},
         {"draft_vocab_size": 10_000_000, "taps": [3, 1]},
         {"decay": 0.0},
+        {"num_anchors": 0},
+        {"shortlist": 1},
+        {"shortlist": 8, "shortlist_rank": 17},
     ],
     "hydra_heads": [
         {"num_heads": 0},

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.nn.block.attention import Anchors, View, attend_blocks
+from heads.nn.anchors import Anchors
+from heads.nn.block.attention import View, attend_blocks
 
 SEGMENTS = torch.tensor(
     [[1, 1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 2, 2]], dtype=torch.int32

@@ -18,7 +18,7 @@ from heads.api.target_info import TargetWeights
 from heads.api.tree import TokenTree
 from heads.dflash import Drafter
 from heads.nn import losses
-from heads.nn.block.attention import Anchors
+from heads.nn.anchors import Anchors
 from heads.nn.block.config import Config
 from inference.parity import check_parity
 from tests.heads.micro import (

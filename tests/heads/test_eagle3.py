@@ -3,11 +3,14 @@ vocabulary."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from heads.api.batch import TrainBatch
 from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
@@ -16,6 +19,7 @@ from heads.api.tree import TokenTree
 from heads.eagle3 import Config, Drafter
 from heads.nn import attention
 from heads.nn.blocks import Attention
+from heads.nn.feature.parallel import Anchors
 from inference.parity import check_parity
 from tests.heads.explicit import (
     DOCUMENTS,
@@ -157,6 +161,134 @@ def test_loss_equals_the_sum_over_steps_and_positions(target: MicroTarget, optio
 @pytest.mark.parametrize("options", VARIANTS)
 def test_decoding_computes_what_training_did(target: MicroTarget, options: dict) -> None:
     assert check_parity(target, make(target, **options), DOCUMENTS, depth=3).compared > 12
+
+
+def restricted_loss(
+    target: MicroTarget, drafter: Drafter, batch: TrainBatch, anchors: Anchors
+) -> tuple[Tensor, list[float], list[float]]:
+    """The loss of the full unrolling, its steps behind the first at `anchors` alone, each as often
+    as it stands for; by step, the number of predictions and of right ones."""
+    steps, total = drafter.config.ttt_steps, torch.zeros((), dtype=torch.float64)
+    outputs = drafter.chain.unroll(batch, steps)
+    everywhere = torch.ones(batch.tokens.shape, dtype=torch.float64)
+    behind = torch.zeros_like(everywhere)
+    for row in range(len(behind)):
+        for t, valid, share in zip(
+            anchors.order[row], anchors.kept[0][row], anchors.share[row], strict=True
+        ):
+            if valid:
+                behind[row, t] = share
+    ids = drafter.d2t + torch.arange(26) if drafter.reduced else torch.arange(41)
+    counts, right = [], []
+    for k in range(1, steps + 1):
+        share = (everywhere if k == 1 else behind) * batch.supervised(k + 1)
+        counts.append(float(share.sum()))
+        right.append(0.0)
+        for row, t in share.nonzero().tolist():
+            teacher = target.weights.logits(batch.last_hidden[row, t + k])
+            log_q = (drafter.lm_head.weight @ outputs[k - 1][row, t]).log_softmax(-1)
+            weight = share[row, t]
+            right[-1] += float(weight) * float(ids[log_q.argmax()] == teacher.argmax())
+            if teacher.argmax() not in ids:
+                continue
+            if batch.weights is not None:
+                weight = weight * batch.weights[row, t + k + 1] * batch.anchors[row, t + 1]
+            soft = -(teacher[ids].softmax(-1) * log_q).sum()
+            column = (ids == batch.tokens[row, t + k + 1]).nonzero()
+            hard = -log_q[column[0, 0]] if len(column) else torch.zeros(())
+            value = torch.lerp(soft, hard.double(), drafter.config.hard_label_weight)
+            total = total + 0.8 ** (k - 1) * weight * value
+    return total, counts, right
+
+
+def weighed(batch: TrainBatch) -> TrainBatch:
+    """The batch with weights of tokens and of drafts, some of which are 0."""
+    generator = torch.Generator().manual_seed(4)
+    batch.weights = 0.5 + torch.rand(batch.tokens.shape, generator=generator)
+    batch.anchors = (2 * torch.rand(batch.tokens.shape, generator=generator) - 0.3).clamp(min=0)
+    return batch
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize("weights", [False, True])
+def test_the_loss_behind_anchors_is_the_full_unrollings_restricted_to_them(
+    target: MicroTarget, options: dict, weights: bool
+) -> None:
+    """In value, gradients and metrics, for two rows, one of them of two documents."""
+    drafter = make(target, num_anchors=4, train_lm_head=True, **options)
+    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
+    batch.seeds = torch.tensor([5, 6])
+    if weights:
+        batch = weighed(batch)
+    anchors = Anchors.sampled(batch, 3, 4)
+    assert 4 <= int(anchors.kept[0].sum()) <= 8
+    expected, counts, right = restricted_loss(target, drafter, batch, anchors)
+    output = drafter.loss(batch)
+    torch.testing.assert_close(output.loss_sum, expected)
+    for k in (1, 2, 3):
+        found = [float(value) for value in output.metrics[f"accuracy/depth{k}"]]
+        assert found == pytest.approx([right[k - 1], counts[k - 1]])
+    parameters = [each for each in drafter.parameters() if each.requires_grad]
+    found = torch.autograd.grad(output.loss_sum, parameters)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, parameters))
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_few_anchors_estimate_the_loss_and_the_counts_of_all(
+    target: MicroTarget, weights: bool
+) -> None:
+    drafter = make(target)
+    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
+    if weights:
+        batch = weighed(batch)
+        batch.anchors = batch.anchors.clamp(min=0.2)  # what weighs nothing is never counted
+    whole, found = drafter.loss(batch), []
+    drafter.config = replace(drafter.config, num_anchors=3)
+    for seed in range(300):
+        batch.seeds = torch.tensor([seed, seed + 1000])
+        found.append(drafter.loss(batch))
+    sums = torch.stack([output.loss_sum.detach() for output in found])
+    assert float(sums.mean()) == pytest.approx(float(whole.loss_sum), rel=0.02)
+    assert float(sums.max()) > 1.02 * float(whole.loss_sum)
+    for k in (1, 2, 3):
+        counts = [float(output.metrics[f"loss/depth{k}"][1]) for output in found]
+        expected = float(whole.metrics[f"loss/depth{k}"][1])
+        assert sum(counts) / len(counts) == pytest.approx(expected, rel=0.04)
+
+
+def test_enough_anchors_are_all_of_them_and_one_step_needs_none(target: MicroTarget) -> None:
+    for steps in (1, 3):
+        drafter = make(target, ttt_steps=steps)
+        batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
+        whole = drafter.loss(batch)
+        drafter.config = replace(drafter.config, num_anchors=20 if steps == 3 else 1)
+        found = drafter.loss(batch)
+        torch.testing.assert_close(found.loss_sum, whole.loss_sum)
+        for name, pair in whole.metrics.items():
+            assert [float(each) for each in found.metrics[name]] == pytest.approx(
+                [float(each) for each in pair]
+            )
+
+
+def test_anchors_follow_from_the_rows_seed_and_save_rows(target: MicroTarget) -> None:
+    drafter = make(target, num_anchors=2, ttt_steps=4)
+    batch = packed_batch(target, drafter.needs, [[DOCUMENTS[0]], [DOCUMENTS[2]]])
+    rows: list[int] = []
+    drafter.midlayer.mlp.register_forward_hook(lambda _, given, __: rows.append(given[0].shape[1]))
+    sums = []
+    for seeds in ([1, 2], [1, 2], [3, 2]):
+        batch.seeds = torch.tensor(seeds)
+        torch.rand(3)
+        sums.append(drafter.loss(batch).loss_sum.detach())
+    assert rows == [13, 2, 2, 2] * 3
+    assert torch.equal(sums[0], sums[1]) and not torch.equal(sums[0], sums[2])
+    parts = []
+    for row in (0, 1):
+        alone = packed_batch(target, drafter.needs, [[DOCUMENTS[0]], [DOCUMENTS[2]]])
+        alone.loss_mask[1 - row] = False
+        alone.seeds = torch.tensor([1, 2])
+        parts.append(drafter.loss(alone).loss_sum.detach())
+    torch.testing.assert_close(parts[0] + parts[1], sums[0])
 
 
 def test_packed_neighbours_do_not_leak(target: MicroTarget) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heads.api.batch import TrainBatch
-from heads.nn.block.attention import draw, inclusion
+from heads.nn.anchors import draw, inclusion
 from tests.heads.micro import micro_target, packed_batch
 from tests.heads.recipes import TRAINED, build
 

@@ -70,11 +70,15 @@ def pairs(**values: Any) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-@pytest.mark.parametrize("stop_at", [1, 4, 7, 13])
+@pytest.mark.parametrize(
+    ("stop_at", "head"), [(1, {}), (4, {"num_anchors": 5}), (7, {}), (13, {})], ids=str
+)
 def test_half_and_half_is_the_whole_in_plain_torch(
-    micro: Path, tmp_path: Path, stop_at: int, monkeypatch: pytest.MonkeyPatch
+    micro: Path, tmp_path: Path, stop_at: int, head: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = settings(micro, kind="eagle3", max_steps=STEPS, save_every=3, eval_every=5)
+    arguments = settings(
+        micro, kind="eagle3", head=head, max_steps=STEPS, save_every=3, eval_every=5
+    )
     train(out=tmp_path / "whole", **arguments)
     cut_short(monkeypatch, stop_at)
     with pytest.raises(Killed):

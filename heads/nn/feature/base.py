@@ -23,6 +23,7 @@ from heads.api.tree import DraftShape
 from heads.nn import init, losses
 from heads.nn.blocks import LayerShape
 from heads.nn.drafting.plan import PlanCache
+from heads.nn.feature.parallel import Anchors
 
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(outputs [K, M, H] of the steps that predict from each state, flat states [M]) -> loss [K, M],
@@ -119,22 +120,32 @@ def layer_weights(layer: nn.Module, *parts: str) -> dict[str, Tensor]:
 
 
 def sum_by_state(
-    batch: TrainBatch, outputs: Tensor, places: Tensor, wanted: Tensor, columns: int, judge: Judge
+    batch: TrainBatch,
+    outputs: Tensor,
+    places: Tensor,
+    wanted: Tensor,
+    columns: int,
+    judge: Judge,
+    shares: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, correct and supervised predictions per step [K], each target state being looked at once
     for all its steps. Losses are weighed as `batch` says.
 
     outputs [R, H]: all predictions; places [K, B*T] int64: which of them predicts from each flat
     state at each step; wanted [B*T, K] bool: which of these are supervised; columns: elements of
-    the widest row that `judge` works on.
+    the widest row that `judge` works on; shares [R]: how many predictions each of `outputs` stands
+    for, in all three sums; None: itself alone.
     """
 
     def part(states_at: Tensor) -> losses.Sums:
-        mask = wanted[states_at].T  # [K, M]
-        chosen = outputs.index_select(0, places[:, states_at].flatten()).unflatten(0, mask.shape)
+        mask, at = wanted[states_at].T, places[:, states_at]  # [K, M]
+        chosen = outputs.index_select(0, at.flatten()).unflatten(0, mask.shape)
         values, counts, hits = judge(chosen, states_at)
-        values = batch.weighed(values, states_at, depths)
-        return losses.masked_sum(values.T, (mask & counts).T), (hits & mask).sum(1), mask.sum(1)
+        values, counted = batch.weighed(values, states_at, depths), mask
+        if shares is not None:
+            values, counted = values * shares[at].to(values.dtype), mask * shares[at]
+        total = losses.masked_sum(values.T, (mask & counts).T)
+        return total, (hits * counted).sum(1), counted.sum(1)
 
     depths = torch.arange(1, places.shape[0] + 1, device=places.device)[:, None]
     rows = wanted.any(1).nonzero().squeeze(1)
@@ -149,20 +160,26 @@ def unrolled_loss(
     weights: Tensor,
     judge: Judge,
     taught: int = 0,
+    anchors: Anchors | None = None,
 ) -> LossOutput:
     """Weighted loss of unrolled steps: outputs [B, T, H] each, step k at row t predicting token
     t+k+1; weights [K]; columns: width of the logits that `judge` makes at every step; taught: width
     of the target's logits, which it makes once for all steps (wider where the draft vocabulary is
-    reduced)."""
+    reduced). anchors: those behind which later steps were unrolled alone, whose outputs are [B, A,
+    H]; they stand for all."""
     steps = len(unrolled)
+    flat, width = torch.cat([each.flatten(0, 1) for each in unrolled]), max(steps * columns, taught)
+    if anchors is not None:
+        places, wanted = anchors.places(batch, steps)
+        sums = sum_by_state(batch, flat, places, wanted, width, judge, anchors.shares(batch))
+        return losses.weighted_output(weights, *sums)
     wanted = losses.supervised_states(batch, steps)
     # Among the outputs laid end to end, where step k's prediction from each state lies: step k at
     # row t predicts from state t+k. States without such a row are not supervised.
     behind = torch.arange(1, steps + 1, device=wanted.device)[:, None]
     rows = (torch.arange(wanted.shape[0], device=wanted.device) - behind).clamp(min=0)
     places = (behind - 1) * wanted.shape[0] + rows
-    flat = torch.cat([each.flatten(0, 1) for each in unrolled])
-    sums = sum_by_state(batch, flat, places, wanted, max(steps * columns, taught), judge)
+    sums = sum_by_state(batch, flat, places, wanted, width, judge)
     return losses.weighted_output(weights, *sums)
 
 

@@ -7,11 +7,12 @@ training, step k sees the true rows of the first step up to its own, and its own
 steps (EAGLE-3's training-time test, 2503.01840). HASS's harmonised context (2408.15766) is the same
 thing counted from the other end: for a prediction k tokens ahead, the k-1 most recent rows are the
 drafter's own and all before them the target's. In drafting, a committed row is always computed from
-the target's true feature.
+the target's true feature. Steps behind the first may be trained behind some positions only, the
+anchors: the others' chains are read by no row but their own.
 
-Legend: B rows, T positions, K steps, H hidden, V' draft vocabulary, X width of the attention's
-input, n taps, S cache slots, W width of a committed run, P nodes run at one level, g key/value
-heads, D head size.
+Legend: B rows, T positions, A anchors per row, K steps, H hidden, V' draft vocabulary, X width of
+the attention's input, n taps, S cache slots, W width of a committed run, P nodes run at one level,
+g key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from heads.nn.drafting.growth import grow
 from heads.nn.drafting.plan import Plan
 from heads.nn.drafting.state import Cached, run_slots
 from heads.nn.feature.base import FeatureDrafter
+from heads.nn.feature.parallel import Anchors, anchored_attention
 from heads.nn.rope import Rope, Rotation, look_up
 
 
@@ -67,10 +69,18 @@ class Chain:
     def __init__(self, network: Network, rope: Rope) -> None:
         self.network, self.rope = network, rope
 
-    def unroll(self, batch: TrainBatch, steps: int, feature: Tensor | None = None) -> list[Tensor]:
+    def unroll(
+        self,
+        batch: TrainBatch,
+        steps: int,
+        feature: Tensor | None = None,
+        anchors: Anchors | None = None,
+    ) -> list[Tensor]:
         """What the LM head reads [B, T, H] at steps k = 1..`steps` to predict token t+k+1 at t.
 
         feature [B, T, H]: the target's features as training shows them; as they are by default.
+        anchors: positions t behind which steps from the second on are unrolled, [B, A, H] each;
+        all by default.
         """
         net, mask = self.network, packed_mask(batch.segments)
         if feature is None:
@@ -81,9 +91,15 @@ class Chain:
         for step in range(steps):
             # The last rows have no token this far ahead; whatever they read is neither
             # supervised nor attended to.
-            tokens = batch.tokens.roll(-(step + 1), 1)
-            rotation = self.rope.at(batch.positions + step, feature.dtype)
-            seen = tuple(keys), tuple(values), mask
+            tokens, positions = batch.tokens.roll(-(step + 1), 1), batch.positions + step
+            behind = anchors if step > 0 else None
+            if behind is not None:
+                tokens, positions = behind.at(tokens, step), behind.at(positions, step)
+                if step == 1:
+                    at = behind.order[..., None].expand(-1, -1, feature.shape[-1])
+                    feature, mask = feature.gather(1, at), behind.visible(batch.segments)
+            rotation = self.rope.at(positions, feature.dtype)
+            seen = tuple(keys), tuple(values), mask, behind is not None
             key, value, shown, feature = self._unrolled(tokens, rotation, feature, *seen)
             keys.append(key)
             values.append(value)
@@ -99,13 +115,23 @@ class Chain:
         keys: tuple[Tensor, ...],
         values: tuple[Tensor, ...],
         mask: Tensor | None,
+        anchored: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One step behind `keys` and `values` -> its key, value, LM head's input, next feature."""
+        """One step behind `keys` and `values` -> its key, value, LM head's input, next feature.
+
+        anchored: the step and those before it, but for the first, are run at anchors alone, and
+        `mask` [B, 1, A, T] says what these see of the first.
+        """
         net = self.network
         states, residual = net.read(tokens, feature)
         key, value = net.attention.key_value(states, rotation)
-        query = net.attention.query(states, rotation)
-        attended = chained_attention(query, [*keys, key], [*values, value], mask)
+        query, keys, values = net.attention.query(states, rotation), (*keys, key), (*values, value)
+        if anchored:
+            assert mask is not None, "what anchors see is a mask"
+            own = list(keys[1:]), list(values[1:])
+            attended = anchored_attention(query, keys[0], values[0], *own, mask)
+        else:
+            attended = chained_attention(query, list(keys), list(values), mask)
         return key, value, *net.emit(net.finish(residual, attended))
 
     def start(self, seen: TargetStates, plan: Plan, capacity: int) -> Cached:

@@ -1,11 +1,13 @@
-"""Rows that stand for tokens not known yet (P-EAGLE): which are trained, what they see.
+"""Rows behind an anchor that stand for tokens not known yet (P-EAGLE), or not trained everywhere
+(EAGLE-3's unrolled steps): which are trained, what they see.
 
 Behind the true row of an anchor t stand the mask rows 1, 2, ..., at positions t+1, t+2, ...; mask
 row j predicts token t+2+j. It attends to the true rows up to its anchor and to the mask rows of its
 own anchor up to itself. A row of mask rows per position would multiply the work by the depths, so
 training keeps fewer anchors the deeper it goes (COD, conditional drop: a share r^j of them, never
 less than a floor; PARD, 2504.18583; P-EAGLE, 2602.01469). What is kept at one depth is kept at all
-before it, because the mask rows of an anchor read each other.
+before it, because the mask rows of an anchor read each other. A step that is unrolled behind an
+anchor stands and sees as the mask row of its number.
 
 Legend: B rows, T positions, K depths, A anchors, M mask rows at one depth, h query heads, g
 key/value heads, D head size.
@@ -20,18 +22,20 @@ import torch
 from torch import Tensor
 
 from heads.api.batch import TrainBatch
-from heads.nn import attention, losses
+from heads.nn import anchors, attention, losses
 
 
 @dataclass(frozen=True)
 class Anchors:
     """The anchors of mask rows: order [B, A] int64, positions in the row, those of deeper mask rows
     first; sizes: how many of them mask rows 1, 2, ... have, descending; kept: per depth [B, size]
-    bool, False where a row of the batch has fewer."""
+    bool, False where a row of the batch has fewer. share [B, A] float: how many anchors each one
+    stands for in a sum; None: itself alone."""
 
     order: Tensor
     sizes: tuple[int, ...]
     kept: tuple[Tensor, ...]
+    share: Tensor | None = None
 
     @classmethod
     def everywhere(cls, batch: TrainBatch, depths: int) -> Anchors:
@@ -50,9 +54,7 @@ class Anchors:
         device once; for training only.
         """
         device, length = batch.tokens.device, batch.tokens.shape[1]
-        useful = torch.zeros_like(batch.loss_mask)
-        for depth in range(2, depths + 1):
-            useful |= batch.supervised(depth + 1)
+        useful = useful_anchors(batch, depths)
         drawn = torch.stack([torch.rand(length, generator=each) for each in batch.generators()])
         order = (drawn.to(device) + 2.0 * ~useful).argsort(1)
         counts = useful.sum(1).tolist()
@@ -64,6 +66,28 @@ class Anchors:
             places = torch.arange(sizes[-1], device=device)
             kept.append(places < torch.tensor(per_row, device=device)[:, None])
         return cls(order[:, : max(sizes, default=0)], tuple(sizes), tuple(kept))
+
+    @classmethod
+    def sampled(cls, batch: TrainBatch, depths: int, most: int) -> Anchors:
+        """Up to `most` of every row's useful anchors for all depths, drawn without repetition, in
+        proportion to what the batch says of their roots. Asks the device once; for training only.
+        """
+        useful, weights = useful_anchors(batch, depths), batch.anchors
+        drawn = anchors.Anchors.sample(useful, most, batch.generators(), weights)
+        share = drawn.scale
+        if weights is not None:  # a share is without the weight, which the loss multiplies by
+            roots = (drawn.last + 1).clamp(max=useful.shape[1] - 1)
+            heavy = weights.gather(1, roots)
+            share = torch.where(heavy > 0, share / heavy, torch.zeros_like(share))
+        deeper = depths - 1
+        return cls(drawn.last, (drawn.last.shape[1],) * deeper, (drawn.valid,) * deeper, share)
+
+    def shares(self, batch: TrainBatch) -> Tensor | None:
+        """How many predictions each of all outputs stands for, in the order of `places`."""
+        if self.share is None:
+            return None
+        true = self.share.new_ones(batch.tokens.numel())
+        return torch.cat([true, *(self.share[:, :size].flatten() for size in self.sizes)])
 
     def at(self, values: Tensor, row: int) -> Tensor:
         """Values [B, T] of the anchors that mask row `row` (1-based) has -> [B, size]."""
@@ -99,6 +123,15 @@ class Anchors:
             exists.append(found.scatter_(0, at, torch.ones_like(at, dtype=torch.bool))[:states])
             offset += rows * size
         return torch.stack(places), losses.supervised_states(batch, depths) & torch.stack(exists, 1)
+
+
+def useful_anchors(batch: TrainBatch, depths: int) -> Tensor:
+    """[B, T] bool: the positions with a supervised token beyond their own prediction, at most
+    `depths` tokens ahead of it."""
+    useful = torch.zeros_like(batch.loss_mask)
+    for depth in range(2, depths + 1):
+        useful |= batch.supervised(depth + 1)
+    return useful
 
 
 def anchored_attention(

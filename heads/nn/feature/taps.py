@@ -11,7 +11,7 @@ vocabulary, n taps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from heads.nn import init, losses
 from heads.nn.blocks import FusingLayer, RMSNorm, initialise_blocks
 from heads.nn.feature import base
 from heads.nn.feature.reduced import ReducedDrafter
+from heads.nn.feature.shortlist import Shortlist
 from heads.nn.matrices import set_matrix
 
 
@@ -50,8 +51,15 @@ class TapConfig(base.SizeConfig):
     """Train the LM head, which starts as the target's; off: it stays the target's."""
     hard_label_weight: UnitInterval = 0.0
     """Share of the loss taken against the sampled token, not the target's distribution."""
+    shortlist: Size = 0
+    """Tokens whose logits are exact at a step, chosen by cheap scores of the whole draft vocabulary
+    (SpecVocab); 0: all."""
+    shortlist_rank: Size = 0
+    """Rank of these scores, at most the hidden size; 0: an eighth of that."""
 
     def __post_init__(self) -> None:
+        if self.shortlist == 1:
+            raise UserError("head.shortlist must be 0 (all tokens) or at least 2; given: 1.")
         if self.norm_before_fc and self.tap_norm:
             raise UserError(
                 "head.norm_before_fc and head.tap_norm exclude each other: set head.tap_norm=false."
@@ -63,6 +71,8 @@ class TapDrafter(ReducedDrafter):
 
     A kind hands its own `layers` by name; they stand between the fusion and the final norm.
     """
+
+    additions: ClassVar[tuple[str, ...]] = ("shortlist.*",)
 
     def __init__(self, config: TapConfig, info: TargetInfo, layers: dict[str, nn.Module]) -> None:
         super().__init__(config, info)
@@ -81,12 +91,31 @@ class TapDrafter(ReducedDrafter):
         self.lm_head = nn.Linear(hidden, self.reduce_to(config.draft_vocab_size), bias=False)
         set_matrix(self.lm_head.weight, False)
         self.lm_head.requires_grad_(config.train_lm_head)
+        self.shortlist = make_shortlist(config, hidden, self.lm_head.out_features)
+
+    @classmethod
+    def export_method(cls, config: TapConfig) -> str:
+        """The kind's name, as long as the whole LM head is computed."""
+        return "specvocab" if config.shortlist else cls.kind
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """Random layers and a random fusion; final norm and LM head start from the target's."""
         initialise_blocks(self, generator)
         init.copy(self.lm_head.weight, self.lm_head_rows(weights))
         self.copy_final_norm(self.norm.weight, weights)
+        if self.shortlist is not None:
+            self.shortlist.initialise(self.lm_head.weight)
+
+    def logits(self, emitted: Tensor) -> Tensor:
+        """Normalised outputs [..., H] -> logits [..., V'], as drafts are drawn from them."""
+        if self.shortlist is None:
+            return cast(Tensor, self.lm_head(emitted))
+        return cast(Tensor, self.shortlist(emitted, self.lm_head))
+
+    @property
+    def judged_columns(self) -> int:
+        """Elements that `judge` computes for one prediction: logits, and scores if there are."""
+        return self.lm_head.out_features * (1 if self.shortlist is None else 2)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """taps [B, T, n, H] -> g [B, T, H]."""
@@ -109,9 +138,12 @@ class TapDrafter(ReducedDrafter):
     def judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Cross entropy [K, M] of normalised outputs [K, M, H] against the target.
+        """Cross entropy [K, M] of normalised outputs [K, M, H] against the target, of the whole LM
+        head.
 
-        States whose best target token cannot be drafted carry no loss and count as wrong.
+        States whose best target token cannot be drafted carry no loss and count as wrong. The
+        scores of a shortlist have the same loss, which reaches no other weights; a right token
+        that is not on it counts as wrong.
         """
         logits = self.lm_head(outputs)  # [K, M, V']
         probabilities, best, known = self.teach(batch, states_at)
@@ -121,4 +153,21 @@ class TapDrafter(ReducedDrafter):
             values = torch.lerp(
                 values, self.hard_loss(logits, base.next_tokens(batch, states_at)), share
             )
-        return values, known, (losses.best_column(logits) == best) & known
+        right = (losses.best_column(logits) == best) & known
+        if self.shortlist is not None:
+            scores = self.shortlist.scores(outputs.detach())
+            values = values + losses.soft_cross_entropy(scores, probabilities)
+            right = right & self.shortlist.holds(scores.detach(), best)
+        return values, known, right
+
+
+def make_shortlist(config: TapConfig, hidden: int, columns: int) -> Shortlist | None:
+    """The configured shortlist of an LM head [V', H]; None where it would hold all columns."""
+    if config.shortlist_rank > hidden:
+        raise UserError(
+            f"head.shortlist_rank must be at most the target's hidden size of {hidden}; given: "
+            f"{config.shortlist_rank}."
+        )
+    if not 0 < config.shortlist < columns:
+        return None
+    return Shortlist(hidden, columns, config.shortlist, config.shortlist_rank or -(-hidden // 8))

@@ -77,6 +77,10 @@ ROUTES: dict[str, Ways] = {
         Route("speculators-peagle", speculators.write_eagle3),
         _STATES,
     ),
+    "specvocab": _nowhere(
+        "no engine computes an LM head for a shortlist of tokens; train with head.shortlist=0, or "
+        "head.draft_vocab_size for a fixed part"
+    ),
     "mtp": _ways(
         _MIMO,
         _MIMO,

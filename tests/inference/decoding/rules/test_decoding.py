@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads.api.checkpoint import new_drafter
+from heads.api.drafter import Proposal
+from heads.eagle3 import Config
 from inference.decoding import buffers as lanes
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -47,13 +50,13 @@ def law(settings: SamplingSettings) -> Tensor:
     return joint
 
 
-def sampled(rule: str, **shape: Any) -> Tensor:
+def sampled(rule: str, drafter: Any = None, **shape: Any) -> Tensor:
     """Texts [SEEDS, TOKENS] of as many seeds."""
     target = small_target()
     config = DecodeConfig(
         temperature=1.0, rule=rule, batch_size=500, max_new_tokens=TOKENS, **shape
     )
-    engine = Engine(target, drafter_of("mtp", target), config)
+    engine = Engine(target, drafter or drafter_of("mtp", target), config)
     requests = [Request(seed, PROMPT, seed, TOKENS) for seed in range(SEEDS)]
     return torch.tensor([completion.tokens for completion in engine.run(requests)])
 
@@ -68,6 +71,49 @@ RULES = pytest.mark.parametrize(
 @RULES
 def test_texts_follow_the_target(rule: str, shape: dict[str, Any]) -> None:
     assert p_value(sampled(rule, **shape), law(SamplingSettings(1.0))) > 1e-3
+
+
+def of_a_shortlist() -> Any:
+    """A drafter that draws from three of six tokens at a time, other ones in every context."""
+    config, target = Config(shortlist=4, shortlist_rank=2), small_target()
+    drafter = new_drafter("eagle3", config, target.info, target.weights, seed=0)
+    with torch.no_grad():  # another shortlist than the LM head's best
+        for parameter in drafter.shortlist.parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            parameter.copy_(noise)
+    return drafter.eval()
+
+
+@RULES
+def test_texts_follow_the_target_where_few_tokens_can_be_drafted(
+    rule: str, shape: dict[str, Any]
+) -> None:
+    """A shortlist is another one at every node: the rules are told what was drawn from it."""
+    assert p_value(sampled(rule, of_a_shortlist(), **shape), law(SamplingSettings(1.0))) > 1e-3
+
+
+@pytest.mark.parametrize(("rule", "shape"), [("rejection", CHAIN), ("specinfer", TREE)])
+def test_a_shortlist_that_the_rules_are_not_told_of_is_noticed(
+    rule: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The distribution of the whole LM head is not the one that was drawn from."""
+    drafter = of_a_shortlist()
+    logits, propose = drafter.logits, drafter.propose
+    drawn: list[Tensor] = []
+
+    def noting(emitted: Tensor) -> Tensor:
+        drawn.append(drafter.lm_head(emitted))
+        return logits(emitted)
+
+    def telling(state: Any, noise: Any) -> Proposal:
+        drawn.clear()
+        proposal = propose(state, noise)
+        proposal.logits = torch.cat(drawn, 1)[:, state.plan.drawn_from]
+        return proposal
+
+    monkeypatch.setattr(drafter, "logits", noting)
+    monkeypatch.setattr(drafter, "propose", telling)
+    assert p_value(sampled(rule, drafter, **shape), law(SamplingSettings(1.0))) < CLEAR
 
 
 @pytest.mark.parametrize(("rule", "shape"), [("rejection", CHAIN), ("specinfer", TREE)])
