@@ -21,7 +21,6 @@ slots, N nodes, P nodes of one level, C carry of a dependency, g key/value heads
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -43,6 +42,7 @@ from heads.nn.block.config import Config as Config
 from heads.nn.block.lattice import Lattice
 from heads.nn.block.losses import log_probability
 from heads.nn.block.model import BlockModel
+from heads.nn.block.taught import Taught
 from heads.nn.blocks import Attend
 from heads.nn.drafting.growth import fill, grow
 from heads.nn.drafting.plan import PlanCache
@@ -50,19 +50,6 @@ from heads.nn.drafting.state import Cached as State
 from heads.nn.drafting.state import run_slots
 from heads.nn.feature.base import teacher_logits
 from heads.nn.rope import Rotation, look_up
-
-
-@dataclass
-class Taught:
-    """What the depths of M blocks are to say. labels, parents [M, K] int64: the token at each depth
-    and the one before it; states_at [M, K] int64: the flat position whose state the target draws it
-    from; mask [M, K] bool: supervised; scale [M]."""
-
-    labels: Tensor
-    parents: Tensor
-    states_at: Tensor
-    mask: Tensor
-    scale: Tensor
 
 
 class Drafter(BlockModel):
@@ -107,7 +94,9 @@ class Drafter(BlockModel):
         def part(first: int) -> losses.Sums:
             piece = anchors.piece(first, chunk)
             raw = self._states(batch, contexts, piece, self.depths)
-            return self._sums(batch, raw, self._taught(batch, piece), at_anchors(features, piece))
+            return self._sums(
+                batch, raw, Taught.of(batch, piece, self.depths), at_anchors(features, piece)
+            )
 
         starts = range(0, anchors.last.shape[1], chunk)
         whole = len(starts) == 1
@@ -158,23 +147,6 @@ class Drafter(BlockModel):
 
         attends: list[Attend] = [partial(attend, context) for context in contexts]
         return self._depths(self._run(inputs, rotation, attends), depths)
-
-    def _taught(self, batch: TrainBatch, anchors: Anchors) -> Taught:
-        rows, length = batch.tokens.shape
-        ahead = torch.arange(1, self.depths + 1, device=batch.tokens.device)
-        row = torch.arange(rows, device=batch.tokens.device)[:, None, None]
-        # [B, A, K]; what is cut is not supervised
-        states_at = (anchors.last[..., None] + ahead).clamp(max=length - 1)
-        label_at = (states_at + 1).clamp(max=length - 1)
-        supervised = batch.supervised_ahead(self.depths).unflatten(0, (rows, length))  # [B, T, K]
-        mask = supervised[row[..., 0], anchors.last] & anchors.valid[..., None]
-        return Taught(
-            batch.tokens[row, label_at].flatten(0, 1),
-            batch.tokens[row, states_at].flatten(0, 1),
-            (row * length + states_at).flatten(0, 1),
-            mask.flatten(0, 1),
-            anchors.scale.flatten(),
-        )
 
     def _sums(self, batch: TrainBatch, raw: Tensor, taught: Taught, anchor: Tensor) -> losses.Sums:
         """For states [M, K, H] and anchors [M, H]: the loss, and by depth [K] its unweighted sums,
@@ -244,7 +216,7 @@ class Drafter(BlockModel):
             piece = anchors.piece(first, chunk)
             raw = self._states(batch, contexts, piece, run)
             given, base, lattice = self._given(raw, at_anchors(features, piece))
-            parents = self._taught(batch, piece).parents[:, :run]
+            parents = Taught.of(batch, piece, self.depths).parents[:, :run]
             carry = self._carries(parents, given, lattice)
             depths = torch.arange(1, run + 1, device=raw.device).expand(raw.shape[:2])
             among = None if lattice is None else lattice.tokens

@@ -227,11 +227,12 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def depth_metrics(
-    losses: Tensor, correct: Tensor, counts: Tensor
+    losses: Tensor, correct: Tensor, counts: Tensor, first: int = 1
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Metrics "loss/depthK" and "accuracy/depthK" as (sum, count), from sums per depth [K] each."""
+    """Metrics "loss/depthK" and "accuracy/depthK" as (sum, count), from sums per depth [K] each;
+    first: the shallowest of these depths."""
     metrics, sums = {}, zip(losses.detach(), correct.detach(), counts.detach(), strict=True)
-    for depth, (loss, right, count) in enumerate(sums, start=1):
+    for depth, (loss, right, count) in enumerate(sums, start=first):
         metrics[f"loss/depth{depth}"] = loss, count
         metrics[f"accuracy/depth{depth}"] = right, count
     return metrics

@@ -10,7 +10,7 @@ from heads.api.config import Layers, OptionalToken, config
 Engine = Literal["vllm", "sglang", "speculators", "transformers"]
 """Export targets. speculators: vLLM's library of drafters, whose folders vLLM serves directly."""
 ENGINES: tuple[str, ...] = get_args(Engine)
-Readable = Literal["speculators", "mtp", "eagle3", "dflash", "eagle", "medusa", "causal"]
+Readable = Literal["speculators", "mtp", "eagle3", "dflash", "eagle", "medusa", "adapter", "causal"]
 """Layouts that are imported, in the order in which `inference.export.importing` tries them."""
 READABLE: tuple[str, ...] = get_args(Readable)
 
@@ -48,7 +48,7 @@ class ImportConfig:
     """The folder that another trainer, or `headstart export`, wrote."""
     layout: Literal["auto", Readable] = "auto"
     """auto, speculators, mtp, eagle3 (P-EAGLE too), dflash (and DFlash 2, DSpark, Domino), eagle,
-    medusa or causal (language models).
+    medusa, adapter (a LoRA of the target: Uno) or causal (language models).
     """
     out: str = ""
     """The checkpoint folder to write; empty: <run>/train/<run.drafter, or the source's name>/best,

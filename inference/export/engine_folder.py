@@ -62,7 +62,8 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
     dtype = getattr(torch, config.dtype) if config.dtype else next(iter(floats.values())).dtype
     if config.dtype:
         tensors |= {name: value.to(dtype) for name, value in floats.items()}
-    written.config["dtype"] = str(dtype).removeprefix("torch.")
+    if written.described == CONFIG:  # peft knows no such key
+        written.config["dtype"] = str(dtype).removeprefix("torch.")
     engine, speculative, path = config.engine, written.speculative, target.config.path
     if engine == "transformers":
         written.notes.append(NEAR_TIES)
@@ -85,12 +86,12 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
     with replace_folder(
         out, STAGE, "export.overwrite" if config.overwrite else "export.out"
     ) as fresh:
-        save_file(tensors, fresh / "model.safetensors", {"format": "pt"})
+        save_file(tensors, fresh / written.weights, {"format": "pt"})
         for name, content in written.files.items():
             (fresh / name).write_bytes(content)
         if written.tokenizer:
             target.tokenizer.save_pretrained(str(fresh))
-        write_text(fresh / CONFIG, written.config)
+        write_text(fresh / written.described, written.config)
         notes.files = {path.name: file_sha256(path) for path in sorted(fresh.iterdir())}
         write_text(fresh / EXPORT_FILE, asdict(notes))
     return notes
@@ -166,6 +167,12 @@ def serve(engine: str, target: str, out: Path, speculative: Json) -> str:
         tail = f" --hf-overrides '{json.dumps(overrides)}'" if overrides else ""
         settings = json.dumps({**speculative, "model": str(out)})
         return f"vllm serve {target} --speculative-config '{settings}'{tail}"
+    if engine == "sglang" and speculative["method"] == "uno":
+        return (
+            f"python -m sglang.launch_server --model-path {target} --attention-backend fa3 "
+            f"--speculative-algorithm UNO --uno-lora-path {out} "
+            f"--speculative-num-draft-tokens {count}"
+        )
     if engine == "sglang":
         algorithm = ALGORITHMS[speculative["method"]]
         chain = (

@@ -19,7 +19,16 @@ from heads.api.kinds import kind_names
 from heads.api.registry import Kind, get_kind
 from inference.decoding.decode_file import DECODE_FILE
 from inference.export.config import READABLE
-from inference.export.layouts import causal, dflash, eagle, eagle3, medusa, mtp, speculators
+from inference.export.layouts import (
+    adapter,
+    causal,
+    dflash,
+    eagle,
+    eagle3,
+    medusa,
+    mtp,
+    speculators,
+)
 from inference.export.layouts.base import Imported
 from inference.export.layouts.folder import Folder, Json, Receiver
 from inference.folders import replace_folder
@@ -30,7 +39,7 @@ from inference.target.model import TargetModel
 STAGE = "import"
 LATER_FILES = (DECODE_FILE, WATCH_FILE)
 """Files of other stages next to a checkpoint about these very weights; they go with them."""
-MODULES = (speculators, mtp, eagle3, dflash, eagle, medusa, causal)
+MODULES = (speculators, mtp, eagle3, dflash, eagle, medusa, adapter, causal)
 READERS = dict(zip(READABLE, MODULES, strict=True))
 """The modules' `matches` recognises a folder, `read` reads it. In the order of trying."""
 

@@ -54,6 +54,7 @@ MICRO: dict[str, dict[str, Any]] = {
     "pard": {"from_target_layers": [0, 1], "depth": 5},
     "specvocab": {"draft_vocab_size": 31, "ttt_steps": 2, "shortlist": 12, "shortlist_rank": 6},
     "suffix": {},
+    "uno": {"rank": 4, "alpha": 8.0, "block_size": 6, "curriculum": [], "num_anchors": 16},
 }
 """Recipe -> changes for tiny targets (micro_target: 5 layers, hidden 16, 41 tokens; random_target:
 3 layers, hidden 32, 97 tokens). All must draft at least 4 deep.
@@ -195,6 +196,20 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
         {"forward_kl": 0.0},
     ],
     "ngram": [{"min_n": 0}, {"min_n": 3, "max_n": 2}],
+    "uno": [
+        {"block_size": 1},
+        {"curriculum": [4, 2]},
+        {"curriculum": [1, 2]},
+        {"slots": "zeros"},
+        {"noise_tokens": 42},
+        {"modules": []},
+        {"modules": ["lm_head"]},
+        {"modules": ["q_proj", "q_proj"]},
+        {"rank": 0},
+        {"alpha": 0.0},
+        {"num_anchors": 0},
+        {"tv": 0.0},
+    ],
 }
 """Per kind: configurations that must be refused, if not when they are built then when a chain of 4
 is asked for."""

@@ -31,14 +31,20 @@ def parts(dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tens
 
 
 def one_at_a_time(
-    query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], causal: bool
+    query: Tensor,
+    context: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    causal: bool,
+    window: int = 0,
 ) -> Tensor:
     """What every slot sees, listed; one softmax over the list."""
     out = torch.zeros(*query.shape[:3], HEADS, SIZE, dtype=query.dtype)
     for row in range(query.shape[0]):
         for block, last in enumerate(LAST[row].tolist()):
-            past = [j for j in range(last + 1) if SEGMENTS[row, j] == SEGMENTS[row, last]]
+            every = [j for j in range(last + 1) if SEGMENTS[row, j] == SEGMENTS[row, last]]
             for slot in range(SLOTS):
+                near = [j for j in every if j == last or last + 1 + slot - j < window]
+                past = near if window else every
                 inside = range(slot + 1) if causal else range(SLOTS)
                 for head in range(HEADS):
                     g = head // (HEADS // KV_HEADS)
@@ -53,21 +59,27 @@ def one_at_a_time(
     return out.flatten(3)
 
 
+@pytest.mark.parametrize("window", [0, 3, 5])
 @pytest.mark.parametrize("causal", [False, True])
-def test_many_blocks_equal_one_slot_at_a_time(causal: bool) -> None:
+def test_many_blocks_equal_one_slot_at_a_time(causal: bool, window: int) -> None:
     query, context, own = parts(torch.float64)
-    view = View.of(SEGMENTS, LAST, SLOTS, causal, flex=False)
+    view = View.of(SEGMENTS, LAST, SLOTS, causal, flex=False, window=window)
     torch.testing.assert_close(
-        attend_blocks(query, context, own, view), one_at_a_time(query, context, own, causal)
+        attend_blocks(query, context, own, view), one_at_a_time(query, context, own, causal, window)
     )
 
 
+@pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("causal", [False, True])
 @torch.no_grad()
-def test_flex_attention_equals_dense_scores(causal: bool) -> None:
+def test_flex_attention_equals_dense_scores(causal: bool, window: int) -> None:
     query, context, own = parts(torch.float32)
-    dense = attend_blocks(query, context, own, View.of(SEGMENTS, LAST, SLOTS, causal, flex=False))
-    flex = attend_blocks(query, context, own, View.of(SEGMENTS, LAST, SLOTS, causal, flex=True))
+    dense, flex = (
+        attend_blocks(
+            query, context, own, View.of(SEGMENTS, LAST, SLOTS, causal, flex=way, window=window)
+        )
+        for way in (False, True)
+    )
     torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
 
 

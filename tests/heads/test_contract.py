@@ -54,7 +54,7 @@ DRAFTS: dict[str, DraftShape] = {
 }
 NAMED_BY_THE_FIELD = (
     "medusa hydra_heads eagle eagle3 peagle mtp dflash jetspec dspark domino dflash2 lilicorr "
-    "distilled pard early_exit quantized_self ngram suffix lookahead jacobi cascade"
+    "distilled pard early_exit quantized_self uno ngram suffix lookahead jacobi cascade"
 ).split()
 DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
 
@@ -380,8 +380,8 @@ def test_lower_precision_stays_close(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_micro_batch_can_be_learnt_by_heart(name: str) -> None:
-    """The first drafted token is right at four of five places after enough steps on two documents
-    (chance: one in forty)."""
+    """The first drafted token that is learnt is right at four of five places after enough steps on
+    two documents (chance: one in forty)."""
     target = micro_target(torch.float32)
     drafter = build(name, target, whole_vocabulary=True).train()
     batch = packed_batch(target, drafter.needs, [DOCUMENTS])
@@ -390,7 +390,8 @@ def test_a_micro_batch_can_be_learnt_by_heart(name: str) -> None:
     for step in range(400):
         batch.progress = step / 400
         output = drafter.loss(batch)
-        correct, count = output.metrics["accuracy/depth1"]
+        first = next(name for name in output.metrics if name.startswith("accuracy/depth"))
+        correct, count = output.metrics[first]
         best = max(best, float(correct) / max(1, int(count)))
         if best >= 0.8:
             return

@@ -25,7 +25,7 @@ from inference.export.check.verify import find_layout
 from inference.export.layouts.folder import Folder
 from inference.target.chat import render_prompt
 from inference.target.model import TargetModel
-from tests.oracle import engine_forward
+from tests.oracle import adapter, engine_forward
 from tests.oracle.engine_forward import Context
 
 TEXTS = (
@@ -162,6 +162,10 @@ def forward_gap(folder: Path, target: TargetModel, checkpoint: Path, count: int 
     gaps = []
     for place in places(target, count, depth):
         chain, rows = ours(drafter, place, depth)
-        theirs = engine_forward.run(found, layout, place.context, chain, depth)
+        if layout == "adapter":
+            noise = drafter.noise(len(place.context.tokens) + torch.arange(depth - 1))
+            theirs = adapter.run(folder, target, place.context.tokens, noise)
+        else:
+            theirs = engine_forward.run(found, layout, place.context, chain, depth)
         gaps.append(difference(rows, theirs, candidates))
     return max(gaps)

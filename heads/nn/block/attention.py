@@ -26,20 +26,27 @@ KeyValue = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class View:
-    """What the slots of some blocks see. visible [B, A, T] bool: the context; causal: whether a
-    slot sees only itself and earlier slots of its block; flex: the same as a block mask of flex
-    attention, None for dense scores."""
+    """What the slots of some blocks see. visible [B, A, b, T] bool: the context, with 1 for b where
+    all slots of a block see the same; causal: whether a slot sees only itself and earlier slots of
+    its block; flex: the same as a block mask of flex attention, None for dense scores."""
 
     visible: Tensor
     causal: bool
     flex: Any = None
 
     @classmethod
-    def of(cls, segments: Tensor, last: Tensor, slots: int, causal: bool, flex: bool) -> View:
-        """segments [B, T]; last [B, A]; slots: b. flex: build the block mask too."""
+    def of(
+        cls, segments: Tensor, last: Tensor, slots: int, causal: bool, flex: bool, window: int = 0
+    ) -> View:
+        """segments [B, T]; last [B, A]; slots: b. flex: build the block mask too. window: positions
+        that a slot sees of the context, counted from its own, besides the last one; 0: all."""
         places = torch.arange(segments.shape[1], device=segments.device)
         same = segments[:, None] == segments.gather(1, last)[..., None]  # [B, A, T]
-        visible = same & (places <= last[..., None])
+        end = last[..., None, None]
+        visible = same[:, :, None] & (places <= end)
+        if window:
+            stands = end + torch.arange(1, slots + 1, device=last.device)[:, None]  # [B, A, b, 1]
+            visible = visible & ((places > stands - window) | (places == end))
         mask = _block_mask(visible, slots, causal) if flex else None
         return cls(visible, causal, mask)
 
@@ -56,9 +63,9 @@ def attend_blocks(query: Tensor, context: KeyValue, own: KeyValue, view: View) -
     grouped = (query * size**-0.5).unflatten(3, (kv_heads, groups)).permute(0, 3, 1, 2, 4, 5)
     rows = grouped.flatten(3, 4)  # [B, g, A, b * G, D]
     past = rows.flatten(2, 3) @ context[0].permute(0, 2, 3, 1)  # [B, g, A * b * G, T]
-    past = past.unflatten(2, (blocks, slots * groups)).masked_fill(
-        ~view.visible[:, None, :, None], float("-inf")
-    )
+    seen = view.visible
+    seen = seen if seen.shape[2] == 1 else seen.repeat_interleave(groups, 2)
+    past = past.unflatten(2, (blocks, slots * groups)).masked_fill(~seen[:, None], float("-inf"))
     inside = rows @ own[0].permute(0, 3, 1, 4, 2)  # [B, g, A, b * G, b]
     if view.causal:
         numbers = torch.arange(slots, device=query.device)
@@ -77,12 +84,13 @@ def attend_blocks(query: Tensor, context: KeyValue, own: KeyValue, view: View) -
 
 
 def _block_mask(visible: Tensor, slots: int, causal: bool) -> Any:
-    """The block mask over [context, all blocks' slots] for visible [B, A, T]."""
-    batch, blocks, length = visible.shape
+    """The block mask over [context, all blocks' slots] for visible [B, A, b or 1, T]."""
+    batch, blocks, kinds, length = visible.shape
 
     def allowed(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         block = q // slots
-        past = (kv < length) & visible[b, block, kv.clamp(max=length - 1)]
+        slot = q % slots if kinds > 1 else q * 0
+        past = (kv < length) & visible[b, block, slot, kv.clamp(max=length - 1)]
         place = kv - length
         inside = (place >= 0) & (place // slots == block)
         return past | (inside & (place <= q)) if causal else past | inside

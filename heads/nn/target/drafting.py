@@ -45,8 +45,9 @@ class Queries:
     place: CachePlace
 
 
-class SelfDrafter(TrainableDrafter):
-    """Base of the kinds that draft with the target's layers; also a `Reader`.
+class LayerDrafter(TrainableDrafter):
+    """Base of the kinds that draft with the target's layers: references to them, and caches that
+    hold the true keys and values of what is committed.
 
     A kind sets `needs` so that its taps hold every kept layer's number; it may add blocks of its
     own behind the target's (`_own_blocks`) and replace what follows them (`_normalise`, `_logits`).
@@ -103,16 +104,83 @@ class SelfDrafter(TrainableDrafter):
         """Normalised states [..., H] -> logits [..., V]."""
         return self.target.project(normed)
 
-    def _unroll(self, batch: TrainBatch, steps: int) -> list[Tensor]:
-        """What enters the LM head at steps 1..`steps` of a chain, [B, T, H] each: step k at row t
-        reads the true states up to t and the true tokens up to t+k, and predicts token t+k+1."""
+    def _true_pairs(self, batch: TrainBatch) -> list[tuple[Tensor, Tensor]]:
+        """Per attending block, the keys and values [B, T, g, D] that the target's own cache would
+        hold of a batch."""
         assert batch.taps is not None, f"kind '{self.kind}' needs the target's taps"
-        table_dtype = self.target.embedding.dtype
-        rotation = self._rope.at(batch.positions, table_dtype)
-        pairs = [
+        rotation = self._rope.at(batch.positions, self.target.embedding.dtype)
+        return [
             block.key_value(batch.taps[:, :, source], rotation)
             for block, source in zip(self._attending, self._sources, strict=True)
         ]
+
+    # Drafting
+
+    def _new_state(
+        self, seen: TargetStates, tree: DraftShape, capacity: int, outputs: int
+    ) -> State:
+        """A state before any run, with room for `outputs` [B, Q, H] of the last commit."""
+        (batch, width), plan = seen.tokens.shape, self._plans.of(tree)
+        shape, like = (batch, max(capacity, width) + plan.room + 2), self.target.embedding
+        caches = [
+            like.new_zeros(*shape, *block.cache_shape, dtype=block.dtype)
+            for block in self._attending
+        ]
+        dtype = self._blocks[-1].dtype
+        output = like.new_zeros(batch, outputs, self.info.hidden_size, dtype=dtype)
+        return State.empty(seen, plan, output, caches)
+
+    def _store(self, state: State, accepted: TargetStates) -> None:
+        """Move behind a committed run, with keys and values from its true states.
+
+        Padded entries are written behind the run, and overwritten before anything sees them.
+        """
+        assert accepted.taps is not None, f"kind '{self.kind}' needs the target's taps"
+        (rows, _), slots = state.advance(accepted), run_slots(accepted)
+        rotation = look_up(self._table(state), slots)
+        for index, block in enumerate(self._attending):
+            true = accepted.taps[:, :, self._sources[index]]
+            state.store(index, rows, slots, *block.key_value(true, rotation))
+
+    def _chain(self, state: State, positions: Tensor) -> Queries:
+        """Tokens at positions [B, W] that see everything up to themselves."""
+        places, table = torch.arange(state.slots, device=positions.device), self._table(state)
+        mask = additive(places <= positions[..., None], table.dtype)
+        return Queries(positions, CachePlace(positions, look_up(table, positions), mask))
+
+    def _run(
+        self, state: State, states: Tensor, queries: Queries, blocks: Sequence[DraftLayer]
+    ) -> Tensor:
+        """Embeddings [B, P, H] through `blocks` and the cache -> what enters the LM head."""
+        rows = torch.arange(states.shape[0], device=states.device)[:, None]
+        number, place = 0, queries.place
+        masks = {0: place.mask}
+        for block in blocks:
+            attended = None
+            if block.attends:
+                if block.window not in masks:
+                    masks[block.window] = _windowed(queries, state.root_position, block.window)
+                query, key, value = block.project(states, place.rotation)
+                state.store(number, rows, place.slots, key, value)
+                attended = state.attend(number, query, masks[block.window].to(query.dtype))
+                number += 1
+            states = block.finish(states, attended)
+        return self._normalise(states)
+
+    def _table(self, state: State) -> Tensor:
+        like = self.target.embedding
+        return self._rope.table(state.slots, like.device, like.dtype)
+
+
+class SelfDrafter(LayerDrafter):
+    """Base of the kinds that draft token by token with the target's layers; also a `Reader`."""
+
+    # Training
+
+    def _unroll(self, batch: TrainBatch, steps: int) -> list[Tensor]:
+        """What enters the LM head at steps 1..`steps` of a chain, [B, T, H] each: step k at row t
+        reads the true states up to t and the true tokens up to t+k, and predicts token t+k+1."""
+        table_dtype, pairs = self.target.embedding.dtype, self._true_pairs(batch)
         keys, values = [[key] for key, _ in pairs], [[value] for _, value in pairs]
         seen = packed_mask(batch.segments)
         outputs = []
@@ -141,29 +209,13 @@ class SelfDrafter(TrainableDrafter):
     # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        (batch, width), plan = seen.tokens.shape, self._plans.of(tree)
-        shape, like = (batch, max(capacity, width) + plan.room + 2), self.target.embedding
-        caches = [
-            like.new_zeros(*shape, *block.cache_shape, dtype=block.dtype)
-            for block in self._attending
-        ]
-        dtype = self._blocks[-1].dtype
-        output = like.new_zeros(batch, 1, self.info.hidden_size, dtype=dtype)
-        return self.commit(State.empty(seen, plan, output, caches), seen)
+        return self.commit(self._new_state(seen, tree, capacity, 1), seen)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Keys and values of the run from its true states; then the root is run.
-
-        Padded entries are written behind the run, and overwritten before anything sees them.
-        """
-        assert accepted.taps is not None, f"kind '{self.kind}' needs the target's taps"
-        (rows, _), slots = state.advance(accepted), run_slots(accepted)
-        rotation = look_up(self._table(state), slots)
-        for index, block in enumerate(self._attending):
-            true = accepted.taps[:, :, self._sources[index]]
-            state.store(index, rows, slots, *block.key_value(true, rotation))
+        """Keys and values of the run from its true states; then the root is run."""
+        self._store(state, accepted)
         at_root = self._chain(state, state.root_position[:, None])
-        state.output.copy_(self._run(state, state.root[:, None], at_root))
+        state.output.copy_(self._read(state, state.root[:, None], at_root))
         return state
 
     def propose(self, state: State, noise: Noise) -> Proposal:
@@ -174,7 +226,7 @@ class SelfDrafter(TrainableDrafter):
             nonlocal level
             level += 1
             positions = (state.root_position[:, None] + level).expand_as(place.slots)
-            output = self._run(state, tokens, Queries(positions, place))
+            output = self._read(state, tokens, Queries(positions, place))
             return self._logits(output), output
 
         return grow(state, self._logits(state.output), state.output, step, noise, memory=memory)
@@ -187,34 +239,11 @@ class SelfDrafter(TrainableDrafter):
         """Run tokens [B, W], `offset` [B] behind the root -> logits [B, W, V]; see `Reader`."""
         first = (state.root_position + 1 + offset)[:, None]
         chain = self._chain(state, first + torch.arange(tokens.shape[1], device=tokens.device))
-        return self._logits(self._run(state, tokens, chain))
+        return self._logits(self._read(state, tokens, chain))
 
-    def _chain(self, state: State, positions: Tensor) -> Queries:
-        """Tokens at positions [B, W] that see everything up to themselves."""
-        places, table = torch.arange(state.slots, device=positions.device), self._table(state)
-        mask = additive(places <= positions[..., None], table.dtype)
-        return Queries(positions, CachePlace(positions, look_up(table, positions), mask))
-
-    def _run(self, state: State, tokens: Tensor, queries: Queries) -> Tensor:
+    def _read(self, state: State, tokens: Tensor, queries: Queries) -> Tensor:
         """Tokens [B, P] through all blocks and the cache -> what enters the LM head [B, P, H]."""
-        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-        states, number, place = self.target.embed(tokens), 0, queries.place
-        masks = {0: place.mask}
-        for block in self._blocks:
-            attended = None
-            if block.attends:
-                if block.window not in masks:
-                    masks[block.window] = _windowed(queries, state.root_position, block.window)
-                query, key, value = block.project(states, place.rotation)
-                state.store(number, rows, place.slots, key, value)
-                attended = state.attend(number, query, masks[block.window].to(query.dtype))
-                number += 1
-            states = block.finish(states, attended)
-        return self._normalise(states)
-
-    def _table(self, state: State) -> Tensor:
-        like = self.target.embedding
-        return self._rope.table(state.slots, like.device, like.dtype)
+        return self._run(state, self.target.embed(tokens), queries, self._blocks)
 
 
 def _windowed(queries: Queries, root_position: Tensor, window: int) -> Tensor:

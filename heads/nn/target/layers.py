@@ -200,7 +200,7 @@ def _read_layer(
     prefix = f"model.layers.{kept.layer}."
     own = {name.removeprefix(prefix): name for name in weights.state if name.startswith(prefix)}
     reader = _Reader(weights.state, own, make)
-    sizes = _sizes(info)
+    sizes = weight_sizes(info)
     wrong = [name for name, shape in sizes.items() if not reader.fits(f"{name}.weight", shape)]
     known = {f"{name}.{end}" for name in sizes for end in ("weight", "bias")}
     known |= {f"self_attn.{name}_norm.weight" for name in "qk"}
@@ -226,7 +226,7 @@ def _read_layer(
     return TargetLayer(attention, mlp, shape, weights.embedding.dtype, info.rms_norm_eps, window)
 
 
-def _sizes(info: TargetInfo) -> dict[str, tuple[int, ...]]:
+def weight_sizes(info: TargetInfo) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's weights by name."""
     hidden, wide = info.hidden_size, info.intermediate_size
     queries, keys = (

@@ -30,7 +30,7 @@ from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo, TargetWeights, tokenizer_hash
 from heads.api.tensors import open_tensors
 from inference.export.config import ExportConfig
-from inference.export.layouts.folder import Folder, Json
+from inference.export.layouts.folder import CONFIG, Folder, Json
 from inference.manifest import file_sha256
 from inference.target import loading
 from inference.target.revision import revision_of
@@ -180,10 +180,10 @@ def own_rows(
 class Written:
     """One exported folder before it is on disk.
 
-    config: config.json; tensors: model.safetensors; files: further files by name; speculative: the
-    engine's `speculative_config` without `model`, which is the folder; kept: what a bit-exact
-    import needs beyond the files; notes: for the person who serves it; tokenizer: whether the
-    target's tokenizer belongs into the folder.
+    config: the file `described`; tensors: the file `weights`; files: further files by name;
+    speculative: the engine's `speculative_config` without `model`, which is the folder; kept: what
+    a bit-exact import needs beyond the files; notes: for the person who serves it; tokenizer:
+    whether the target's tokenizer belongs into the folder.
     """
 
     config: Json
@@ -193,6 +193,8 @@ class Written:
     kept: Json = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tokenizer: bool = False
+    described: str = CONFIG
+    weights: str = WEIGHTS_FILE
 
 
 @dataclass

@@ -21,7 +21,8 @@ from inference.folders import EXPORT_FILE
 
 Json = dict[str, Any]
 """A JSON object of a foreign format, such as the content of a config.json."""
-CONFIG = "config.json"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+"""What describes a model, and what describes an adapter of one (peft)."""
 PICKLES = ("*.pt", "*.bin", "*.pth")
 NOT_WEIGHTS = (
     "training_args.bin optimizer.pt scheduler.pt rng_state.pth mask_embedding.pt trainer_state.pt"
@@ -82,7 +83,8 @@ class ExportNotes:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder's config.json, the tensors of all its weight files, and our notes."""
+    """A folder's config.json (an adapter's adapter_config.json), the tensors of all its weight
+    files, and our notes."""
 
     path: Path
     config: Json
@@ -97,7 +99,8 @@ class Folder:
                 f"'{path}' is not a folder. Fetch the drafter first "
                 "(`hf download <repo> --local-dir <folder>`)."
             )
-        config = read_json(path / CONFIG)
+        adapter = (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file()
+        config = read_json(path / (ADAPTER_CONFIG if adapter else CONFIG))
         if config.keys() >= CONFIG_KEYS.keys():
             raise UserError(
                 f"'{path}' is a checkpoint of Headstart's own and needs no import: give it as it "
@@ -107,9 +110,11 @@ class Folder:
 
     @cached_property
     def architecture(self) -> str:
-        """The first of its architectures, or nothing."""
+        """The first of its architectures, an adapter's type, or nothing."""
         given = self.config.get("architectures")
-        return str(given[0]) if isinstance(given, list) and given else ""
+        if isinstance(given, list) and given:
+            return str(given[0])
+        return str(self.config.get("peft_type", ""))
 
     @cached_property
     def flat(self) -> Json:

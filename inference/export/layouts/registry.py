@@ -11,10 +11,23 @@ from dataclasses import dataclass
 
 from heads.api.errors import UserError
 from inference.export.config import ENGINES
-from inference.export.layouts import causal, dflash, eagle, eagle3, medusa, mtp, speculators
+from inference.export.layouts import (
+    adapter,
+    causal,
+    dflash,
+    eagle,
+    eagle3,
+    medusa,
+    mtp,
+    speculators,
+)
 from inference.export.layouts.base import Layout, Writer
 
-_ALL = (*(eagle.LAYOUT, mtp.LAYOUT, medusa.LAYOUT, causal.LAYOUT), *eagle3.LAYOUTS, *dflash.LAYOUTS)
+_ALL = (
+    *(eagle.LAYOUT, mtp.LAYOUT, medusa.LAYOUT, causal.LAYOUT, adapter.LAYOUT),
+    *eagle3.LAYOUTS,
+    *dflash.LAYOUTS,
+)
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _ALL}
 """Layouts by name. Those of the library speculators are wrapped ones: `speculators-<name>`."""
 
@@ -108,6 +121,12 @@ ROUTES: dict[str, Ways] = {
         "it has no Medusa; vLLM up to 0.32 has, and later ones run it as a custom class",
         "the library has no Medusa; vLLM serves the folder for vllm",
         _STATES,
+    ),
+    "uno": _ways(
+        "its Uno is not released; SGLang has one",
+        Route("adapter", adapter.write),
+        "the library has no adapters of the target; SGLang serves the folder for sglang",
+        "its assisted generation takes language models; this one is an adapter of the target",
     ),
     "hydra_heads": _nowhere(_HEADS),
     **dict.fromkeys(("early_exit", "quantized_self"), _nowhere(_SELF)),

@@ -131,6 +131,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "distilled_qwen3": ("distilled", {"num_layers": 1, "qk_norm": True, "attention_bias": True}),
     "distilled_scaled": ("distilled", {"num_layers": 1, "rope_scaling": (4.0, 1.0, 4.0, 32.0)}),
     "pard": ("pard", {"num_layers": 2, "depth": 3, "pard_token": 7}),
+    "uno": ("uno", {"rank": 4, "alpha": 8.0, "block_size": 4}),
+    "uno_attention": (
+        "uno",
+        {"rank": 3, "alpha": 4.5, "modules": ("q_proj", "o_proj"), "noise_tokens": 40},
+    ),
+    "uno_mask": ("uno", {"rank": 4, "slots": "mask"}),
 }
 """Name -> kind and configuration: every option that changes what an engine must compute."""
 WAYS = {
@@ -155,6 +161,9 @@ WAYS = {
     "domino": ("sglang",),
     "lilicorr_convolution": ("vllm", "sglang"),
     "distilled": ("vllm", "sglang", "transformers"),
+    "uno": ("sglang",),
+    "uno_attention": ("sglang",),
+    "uno_mask": (),
 }
 """Name -> the engines that it is exported for."""
 EXPORTS = [(name, engine) for name, engines in WAYS.items() for engine in engines]
