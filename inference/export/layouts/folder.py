@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from heads.api import tensors
+from heads.api.adapter import ADAPTER_CONFIG
 from heads.api.checkpoint import CONFIG_KEYS
 from heads.api.errors import UserError
 from heads.api.reading import read_object, reason
@@ -45,7 +46,8 @@ class ExportNotes:
     engine: str = "vllm"
     layout: str = ""
     source: dict[str, str] = field(default_factory=dict)
-    """`checkpoint`: the folder it was made of; `sha256`: of that folder's weights."""
+    """`checkpoint`: the folder it was made of; `sha256`: of that folder's weights; of an adapter
+    also `base`, the folder of its base, and `base_sha256`."""
     config: Json = field(default_factory=dict)
     """The drafter's configuration, as in the checkpoint."""
     taps: list[int] = field(default_factory=list)
@@ -96,6 +98,11 @@ class Folder:
             raise UserError(
                 f"'{path}' is not a folder. Fetch the drafter first "
                 "(`hf download <repo> --local-dir <folder>`)."
+            )
+        if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
+            raise UserError(
+                f"'{path}' is an adapter in peft's layout, which holds a drafter's updates alone. "
+                "Merge it with its base: `headstart export` with export.merge=true."
             )
         config = read_json(path / CONFIG)
         if config.keys() >= CONFIG_KEYS.keys():
