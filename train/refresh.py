@@ -78,8 +78,8 @@ class RefreshConfig:
         if self.adapter and (not self.lora_rank or self.old_target):
             raise UserError(
                 "train.refresh.adapter keeps low-rank updates of the drafter in "
-                "train.refresh.init_from, as it is: set train.refresh.lora_rank to their rank, such "
-                "as 8, and leave train.refresh.old_target, which changes that drafter, out."
+                "train.refresh.init_from, as it is: set train.refresh.lora_rank to their rank, "
+                "such as 8, and leave train.refresh.old_target, which changes that drafter, out."
             )
         if not self.init_from and (self.lora_rank or self.other_target or self.old_target):
             raise UserError(
@@ -231,10 +231,7 @@ def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> 
         ) from error
     drafter.requires_grad_(False)
     settings = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.alpha,
-        target_modules=names,
-        init_lora_weights=False,
+        r=config.lora_rank, lora_alpha=config.alpha, target_modules=names, init_lora_weights=False
     )
     # what is drawn there differs from process to process and is replaced below
     with torch.random.fork_rng([]):

@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.checkpoint import CONFIG_FILE as CHECKPOINT_FILE
-from heads.api.checkpoint import (
-    WEIGHTS_FILE,
-    load_drafter,
-    new_drafter,
-    read_config,
-    weights_file,
-)
+from heads.api.checkpoint import WEIGHTS_FILE, load_drafter, new_drafter, read_config, weights_file
 from heads.api.config import build
 from heads.api.errors import UserError, missing_folder, suggest
 from heads.api.reading import read_yaml_object, require_object

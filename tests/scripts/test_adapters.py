@@ -29,9 +29,7 @@ def write_prompts(path: Path, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_one_base_serves_two_domains(
-    in_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_base_serves_two_domains(in_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_micro_target(in_folder / "target")
     for name, count in (("train", 24), ("valid", 6), ("bench", 4)):
         write_prompts(in_folder / f"{name}.jsonl", count)

@@ -286,9 +286,7 @@ def _weights(
     return values
 
 
-def _batches(
-    path: Path, extras: Sequence[str], domains: Sequence[str]
-) -> Iterator[pa.RecordBatch]:
+def _batches(path: Path, extras: Sequence[str], domains: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """The rows of a shard, of some domains (empty: all), `BATCH_ROWS` and less at a time."""
     try:
         file = pq.ParquetFile(path)

@@ -23,13 +23,7 @@ from inference.export.importing import import_folder
 from inference.export.layouts.folder import ExportNotes, Folder
 from inference.manifest import checkpoint_hash, file_sha256
 from inference.target.model import TargetModel
-from tests.inference.export.ground import (
-    drafter_of,
-    save,
-    target_config,
-    tensors,
-    write,
-)
+from tests.inference.export.ground import drafter_of, save, target_config, tensors, write
 from tests.oracle.compare import forward_gap
 
 RANK = 3
