@@ -37,7 +37,7 @@ from train.features.base import Features, in_use
 from train.features.make import make_features, require_logits_only
 from train.feedback.check import require_weighed
 from train.loop import Evaluation, Progress, Trainer
-from train.manifest import BestFacts, TrainManifest, TrainOutcome, read_training
+from train.manifest import BestFacts, DataFacts, TrainManifest, TrainOutcome, read_training
 from train.on_policy import OnPolicyFeatures
 from train.optim import learning_rate
 from train.refresh import merge_updates, prepare_start, require_reached, trial_loss, updates_of
@@ -317,16 +317,18 @@ class Run:
             interval = list(progress.tau_ci95)
             best = {"step": progress.best_step, "tau": progress.tau, "tau_ci95": interval}
         facts, config = self.facts, self.job.config
+        data: DataFacts = {
+            "path": str(self.job.data),
+            "manifest_sha256": facts["data"],
+            "validation": list(config.prompts),
+        }
+        if config.domains:
+            data["domains"] = list(config.domains)
         outcome: TrainOutcome = {
             "kind": self.job.kind,
             "head": facts["head"],
             "target": self.target.info.to_dict(),
-            "data": {
-                "path": str(self.job.data),
-                "manifest_sha256": facts["data"],
-                **({"domains": list(config.domains)} if config.domains else {}),
-                "validation": list(config.prompts),
-            },
+            "data": data,
             "checkpoint": BEST,
             "files": [
                 file_entry(self.job.out, f"{BEST}/{path.name}")
