@@ -21,6 +21,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from heads.api.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from heads.api.errors import UserError
 from heads.api.reading import read_json
 from inference.manifest import (
@@ -61,6 +62,8 @@ CHECKPOINT = (
     "config.json",
     "model.safetensors",
     "updates.safetensors",
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     MANIFEST_FILE,
     "decode.yaml",
     "watch.json",

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from heads.api.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from heads.api.reading import read_object
 from inference.manifest import LARGEST, MANIFEST_FILE, listed_files, verify_file
 
-CHECKED = (CONFIG_FILE, WEIGHTS_FILE)
+CHECKED = (CONFIG_FILE, WEIGHTS_FILE, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 """Later stages put others beside them, about these very weights."""
 STAGES = ("import", "push")
 """Stages whose manifest lies in the checkpoint itself."""

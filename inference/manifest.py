@@ -22,9 +22,10 @@ from typing import Any, TypeVar, Unpack, cast
 
 from typing_extensions import TypedDict
 
-from heads.api.checkpoint import WEIGHTS_FILE
+from heads.api.checkpoint import weights_file
 from heads.api.config import shown
 from heads.api.errors import UserError
+from heads.api.reading import file_sha256 as file_sha256
 from heads.api.reading import read_object, require_fit
 
 FORMAT = 1
@@ -185,11 +186,6 @@ def alive(pid: int) -> bool:
     return True
 
 
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def file_entry(directory: Path, relative: str, **size: Unpack[FileSize]) -> FileEntry:
     digest = file_sha256(safe_path(directory, relative))
     return {"file": relative, **size, "sha256": digest}
@@ -265,6 +261,7 @@ def safe_path(directory: Path, relative: str) -> Path:
 
 
 def checkpoint_hash(folder: str | Path) -> str:
-    """SHA-256 of a checkpoint's weights; empty where there are none."""
-    path = Path(folder) / WEIGHTS_FILE
+    """SHA-256 of a checkpoint's weights, of an adapter those of its updates (which hold that of the
+    base); empty where there are none."""
+    path = weights_file(Path(folder))
     return file_sha256(path) if folder and path.is_file() else ""

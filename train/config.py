@@ -26,7 +26,7 @@ from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo
 from inference.decoding.config import DecodeConfig
-from inference.manifest import MANIFEST_FILE, file_sha256
+from inference.manifest import MANIFEST_FILE, checkpoint_hash, file_sha256
 from inference.target.loading import TargetConfig
 from train.data.answers import held_out_prompts
 from train.engines.base import EngineConfig
@@ -41,7 +41,7 @@ from train.tracking.tracker import TrackerConfig
 
 logger = logging.getLogger(__name__)
 
-MUST_MATCH = ("kind", "head", "target", "precision", "joint")
+MUST_MATCH = ("kind", "head", "target", "precision", "joint", "base")
 """Facts of a run that a saved state cannot do without; the others are warned about when they
 differ."""
 
@@ -65,6 +65,9 @@ class TrainConfig:
     eval_every: NonNegativeInt = 100
     """Steps between measurements of tau; one more comes at the end. 0: never, and the last weights
     count as the best."""
+    domains: tuple[str, ...] = ()
+    """Domains of the answers that are trained on, and of the prompts that tau is measured on, such
+    as [code]; empty: all."""
     prompts: tuple[str, ...] = ()
     """Held-out prompts for these measurements: .jsonl files or folders of them. Empty: those that
     `generate` held out of the answers' data (data.reserve.validation)."""
@@ -185,9 +188,14 @@ def refuse_senseless(job: TrainingJob) -> None:
 def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
     """What a run is: stored with every state, compared when it continues. Plain JSON values."""
     config, answers = job.config, job.data / MANIFEST_FILE
-    refresh = {"refresh": asdict(config.refresh)} if config.refresh.init_from else {}
+    start = asdict(config.refresh)
+    if not config.refresh.adapter:
+        del start["adapter"]  # states of earlier versions do not have it
+    refresh = {"refresh": start} if config.refresh.init_from else {}
     names = ("global_batch", "sequence_length", "seed")
     train = {name: getattr(config, name) for name in names}
+    if config.domains:
+        train["domains"] = sorted(config.domains)
     facts = {
         "kind": job.kind,
         "head": asdict(job.head) | refresh,
@@ -199,6 +207,8 @@ def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
         "schedule": asdict(job.schedule),
         "train": train | {"steps": steps, "on_policy": asdict(config.on_policy)},
     }
+    if config.refresh.adapter:
+        facts["base"] = checkpoint_hash(config.refresh.init_from)
     if job.joint.on:
         facts["joint"] = asdict(job.joint)
     plain: RunFacts = json.loads(json.dumps(facts))

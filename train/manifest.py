@@ -26,7 +26,8 @@ class TargetFacts(TypedDict):
 
 
 class RunFacts(TypedDict):
-    """What a training is: compared when it continues. data: SHA-256 of the answers' manifest."""
+    """What a training is: compared when it continues. data: SHA-256 of the answers' manifest; base:
+    of the weights of an adapter's base."""
 
     kind: str
     head: Settings
@@ -38,6 +39,7 @@ class RunFacts(TypedDict):
     schedule: Settings
     train: Settings
     joint: NotRequired[Settings]
+    base: NotRequired[str]
 
 
 class DataFacts(TypedDict):
@@ -45,6 +47,8 @@ class DataFacts(TypedDict):
 
     path: str
     manifest_sha256: str
+    domains: NotRequired[list[str]]
+    """Those that were trained on, unless it were all."""
     validation: NotRequired[list[str]]
 
 
@@ -75,6 +79,15 @@ class JointFacts(TypedDict):
     drift: Mapping[str, object]
 
 
+class AdapterFacts(TypedDict):
+    """An adapter: its base's folder and the SHA-256 of the weights there, rank and alpha."""
+
+    base: str
+    base_sha256: str
+    rank: int
+    alpha: float
+
+
 class TrainOutcome(TypedDict):
     """What a training says in its manifest. Paths are relative to the manifest's folder."""
 
@@ -95,6 +108,7 @@ class TrainOutcome(TypedDict):
     summary: str
     settings: TrainSettings
     joint: NotRequired[JointFacts]
+    adapter: NotRequired[AdapterFacts]
 
 
 class TrainManifest(TrainOutcome):

@@ -5,7 +5,8 @@ A target that was fine-tuned, quantised or asked to think aloud is no longer the
 learnt from, and acceptance falls. A short training on its new answers brings it back. With
 `lora_rank` only low-rank updates of the drafter's linear layers are trained (LoRA, 2106.09685,
 through peft): less optimiser state, and what was learnt stays near. Updates are merged wherever
-weights leave the training, so that what comes out is an ordinary checkpoint of the same kind.
+weights leave the training, so that what comes out is an ordinary checkpoint of the same kind; with
+`adapter` its checkpoints hold the updates alone.
 
 Weights are [out, in] as `nn.Linear` holds them.
 """
@@ -21,8 +22,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from heads.api.adapter import Updates
 from heads.api.batch import TrainBatch
-from heads.api.checkpoint import build_config, load_start_weights, new_drafter, read_config
+from heads.api.checkpoint import (
+    ADAPTER_KEY,
+    build_config,
+    load_start_weights,
+    new_drafter,
+    read_config,
+)
 from heads.api.config import Size, Weight, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
@@ -62,8 +70,18 @@ class RefreshConfig:
     trained."""
     lora_alpha: Weight = 0.0
     """Updates are multiplied by lora_alpha / lora_rank; 0: twice the rank."""
+    adapter: bool = False
+    """Keep the updates apart: checkpoints hold them alone, in peft's layout, and name `init_from`,
+    the base that they are added to whenever they are loaded. So one base serves several domains
+    (train.domains), each with a small adapter."""
 
     def __post_init__(self) -> None:
+        if self.adapter and (not self.lora_rank or self.old_target):
+            raise UserError(
+                "train.refresh.adapter keeps low-rank updates of the drafter in "
+                "train.refresh.init_from, as it is: set train.refresh.lora_rank to their rank, "
+                "such as 8, and leave train.refresh.old_target, which changes that drafter, out."
+            )
         if not self.init_from and (self.lora_rank or self.other_target or self.old_target):
             raise UserError(
                 "train.refresh.lora_rank, train.refresh.other_target and "
@@ -72,8 +90,8 @@ class RefreshConfig:
             )
 
     @property
-    def scale(self) -> float:
-        return (self.lora_alpha or 2.0 * self.lora_rank) / max(1, self.lora_rank)
+    def alpha(self) -> float:
+        return self.lora_alpha or 2.0 * self.lora_rank
 
 
 def prepare_start(
@@ -90,7 +108,7 @@ def prepare_start(
     if not config.init_from:
         return
     fresh = {name: value.clone() for name, value in drafter.state_dict().items()}
-    load_start(drafter, Path(config.init_from), info, config.other_target)
+    load_start(drafter, Path(config.init_from), info, config.other_target, whole=config.adapter)
     if config.old_target:
         carry(drafter, fresh, replace(target, path=config.old_target, revision=None), seed, load)
     if config.lora_rank:
@@ -98,11 +116,23 @@ def prepare_start(
 
 
 def load_start(
-    drafter: TrainableDrafter, folder: Path, info: TargetInfo, other_target: bool
+    drafter: TrainableDrafter,
+    folder: Path,
+    info: TargetInfo,
+    other_target: bool,
+    *,
+    whole: bool = False,
 ) -> None:
     """Fill `drafter` from a checkpoint and say what carries over; raises `UserError` for a kind
-    that it cannot start from, and for another target."""
+    that it cannot start from, and for another target. whole: the checkpoint must be the drafter
+    itself, without parts that differ, and no adapter."""
     content = read_config(folder)
+    if whole and ADAPTER_KEY in content:
+        raise UserError(
+            f"train.refresh.init_from: '{folder}' is an adapter itself, and an adapter's base is a "
+            f"whole drafter. Give its base, '{content[ADAPTER_KEY].get('base')}', or set "
+            "train.refresh.adapter=false, which merges both."
+        )
     kind = content["kind"]
     if kind not in (drafter.kind, *drafter.starts_from):
         allowed = ", ".join([drafter.kind, *drafter.starts_from])
@@ -137,6 +167,13 @@ def load_start(
             f"train.refresh.init_from: {error} The drafter was made with other settings; to go on "
             f"with it, give them: {theirs_were}"
         ) from error
+    if whole and not started.is_whole:
+        parts = [*started.fitted, *started.fresh, *started.unused][:4]
+        settings = f" Give its settings: {theirs_were}" if theirs_were else ""
+        raise UserError(
+            f"train.refresh.adapter: an adapter changes no parts of its base, but '{folder}' was "
+            f"made with others than are to be trained ({', '.join(parts)}).{settings}"
+        )
     if kind != drafter.kind or not started.is_whole:
         came = "" if kind == drafter.kind else f", of kind {kind} (here {drafter.kind})"
         logger.warning("of the drafter in '%s'%s: %s", folder, came, started)
@@ -196,10 +233,7 @@ def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> 
         ) from error
     drafter.requires_grad_(False)
     settings = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.scale * config.lora_rank,
-        target_modules=names,
-        init_lora_weights=False,
+        r=config.lora_rank, lora_alpha=config.alpha, target_modules=names, init_lora_weights=False
     )
     # what is drawn there differs from process to process and is replaced below
     with torch.random.fork_rng([]):
@@ -228,19 +262,21 @@ def require_reached(drafter: TrainableDrafter, loss: Tensor) -> None:
         )
 
 
-@torch.no_grad()
+def updates_of(state: Mapping[str, Tensor], config: RefreshConfig) -> Updates:
+    """The low-rank updates in a drafter's `state_dict`, by the plain name of their layer."""
+    layers = [name.removesuffix(_UP) for name in state if name.endswith(_UP)]
+    found = {layer: (state[layer + _DOWN], state[layer + _UP]) for layer in layers}
+    return Updates(config.lora_rank, config.alpha, found)
+
+
 def merge_updates(state: Mapping[str, Tensor], config: RefreshConfig) -> dict[str, Tensor]:
     """A drafter's `state_dict` with its low-rank updates added in and plain names."""
-    found = {}
-    for name, value in state.items():
-        if name.endswith((_DOWN, _UP)):
-            continue
-        plain = name.replace(_BASE, ".")
-        down, up = (state.get(plain.removesuffix(".weight") + end) for end in (_DOWN, _UP))
-        if plain != name and plain.endswith(".weight") and down is not None and up is not None:
-            value = value + config.scale * (up.to(value.dtype) @ down.to(value.dtype))
-        found[plain] = value
-    return found
+    plain = {
+        name.replace(_BASE, "."): value
+        for name, value in state.items()
+        if not name.endswith((_DOWN, _UP))
+    }
+    return updates_of(state, config).merged(plain)
 
 
 def trial_loss(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -15,16 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, new_drafter, refuse_unset, save_drafter
+from heads.api.checkpoint import new_drafter, refuse_unset, save_adapter, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.decoding.requests import Completion, Request
 from inference.folders import CHECKPOINT, replace_part, restore
+from inference.integrity import CHECKED
 from inference.manifest import file_entry, write_manifest
-from inference.measure.prompts import select_prompts, to_requests
+from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.measure.run import quick_tau
 from inference.parity import check_parity
-from train.config import TrainingJob, require_same, run_facts
+from train.config import TrainConfig, TrainingJob, require_same, run_facts
 from train.data.held_out import read_prompts
 from train.data.loader import StepLoader
 from train.data.masks import mask_report
@@ -36,10 +37,10 @@ from train.features.base import Features, in_use
 from train.features.make import make_features, require_logits_only
 from train.feedback.check import require_weighed
 from train.loop import Evaluation, Progress, Trainer
-from train.manifest import BestFacts, TrainManifest, TrainOutcome, read_training
+from train.manifest import BestFacts, DataFacts, TrainManifest, TrainOutcome, read_training
 from train.on_policy import OnPolicyFeatures
 from train.optim import learning_rate
-from train.refresh import merge_updates, prepare_start, require_reached, trial_loss
+from train.refresh import merge_updates, prepare_start, require_reached, trial_loss, updates_of
 from train.state import StateStore
 from train.stopping import Stopped, StopRequest
 from train.target.parts import loader, trial_batch
@@ -68,7 +69,8 @@ class Run:
         torch.manual_seed(seed + world.rank)
         self.target, self.access = load_target(job, world)
         info, weights = self.target.info, self.target.weights
-        self.data = PackedData.from_manifest(job.data, info, config.sequence_length)
+        length, domains = config.sequence_length, config.domains
+        self.data = PackedData.from_manifest(job.data, info, length, domains=domains)
         shape = (config.global_batch, config.micro_batch, world.size, world.rank)
         self.loader = StepLoader(self.data, *shape, seed)
         self.steps = config.steps(self.loader.steps_per_epoch)
@@ -84,6 +86,8 @@ class Run:
         """The held-out prompts of every measurement; raises `UserError` when none fits."""
         config, capacity = self.job.config, self.target.info.max_position_embeddings
         prompts = [one for path in config.prompts for one in read_prompts(path)]
+        if config.domains:
+            prompts = of_domains(prompts, config)
         each = max(1, config.eval_prompts // len({prompt.domain for prompt in prompts}))
         chosen = select_prompts(prompts, each, seed=config.seed)[: config.eval_prompts]
         decode = replace(self.job.decode, max_new_tokens=config.eval_tokens)
@@ -148,7 +152,8 @@ class Run:
         if progress.step:
             display.say(f"continuing after step {progress.step} of {self.steps}")
             return
-        sample = list(islice(read_documents(self.job.data, self.target.info), REPORTED_DOCUMENTS))
+        documents = read_documents(self.job.data, self.target.info, self.job.config.domains)
+        sample = list(islice(documents, REPORTED_DOCUMENTS))
         display.console.print(str(mask_report(sample, self.target.tokenizer)), soft_wrap=True)
         display.say(str(self.data.report))
         weights = sum(p.numel() for p in self.drafter.parameters() if p.requires_grad)
@@ -275,7 +280,12 @@ class Run:
             self.write_checkpoint(weights, fresh)
 
     def write_checkpoint(self, weights: dict[str, Tensor], folder: Path) -> None:
-        save_drafter(self.serving(weights), folder, self.target.info)
+        drafter, refresh = self.serving(weights), self.job.config.refresh
+        if not refresh.adapter:
+            save_drafter(drafter, folder, self.target.info)
+            return
+        updates, base = updates_of(weights, refresh), Path(refresh.init_from)
+        save_adapter(drafter, updates, base, self.facts["base"], folder)
 
     def check(self, weights: dict[str, Tensor], display: Display) -> None:
         """Compare training with decoding in the main process; raises `ParityError`. Collective."""
@@ -306,21 +316,24 @@ class Run:
         if progress.tau is not None:
             interval = list(progress.tau_ci95)
             best = {"step": progress.best_step, "tau": progress.tau, "tau_ci95": interval}
-        facts = self.facts
-        return {
+        facts, config = self.facts, self.job.config
+        data: DataFacts = {
+            "path": str(self.job.data),
+            "manifest_sha256": facts["data"],
+            "validation": list(config.prompts),
+        }
+        if config.domains:
+            data["domains"] = list(config.domains)
+        outcome: TrainOutcome = {
             "kind": self.job.kind,
             "head": facts["head"],
             "target": self.target.info.to_dict(),
-            "data": {
-                "path": str(self.job.data),
-                "manifest_sha256": facts["data"],
-                "validation": list(self.job.config.prompts),
-            },
+            "data": data,
             "checkpoint": BEST,
             "files": [
                 file_entry(self.job.out, f"{BEST}/{path.name}")
                 for path in sorted((self.job.out / BEST).iterdir())
-                if path.name in (CONFIG_FILE, WEIGHTS_FILE)
+                if path.name in CHECKED
             ],
             "best": best,
             "steps": progress.step,
@@ -337,3 +350,24 @@ class Run:
                 "train": facts["train"],
             },
         }
+        if config.refresh.adapter:
+            outcome["adapter"] = {
+                "base": config.refresh.init_from,
+                "base_sha256": facts["base"],
+                "rank": config.refresh.lora_rank,
+                "alpha": config.refresh.alpha,
+            }
+        return outcome
+
+
+def of_domains(prompts: Sequence[Prompt], config: TrainConfig) -> list[Prompt]:
+    """The prompts of the domains that are trained on; raises `UserError` where there are none."""
+    found = [prompt for prompt in prompts if prompt.domain in config.domains]
+    if not found:
+        known = ", ".join(sorted({prompt.domain for prompt in prompts}))
+        raise UserError(
+            f"train.domains: none of the prompts in {', '.join(config.prompts)} is of "
+            f"{', '.join(config.domains)}; their domains are: {known}. Give prompts of these "
+            "domains as train.prompts, or set train.eval_every=0."
+        )
+    return found

@@ -1,7 +1,8 @@
 """Drafter checkpoints: one folder with `config.json` and `model.safetensors`, loaded whole or not.
 
 The folder remembers the kind, its configuration and the target it was trained for; another target
-is refused. docs/formats.md describes the files.
+is refused. An adapter's folder holds low-rank updates in place of `model.safetensors` and names
+the checkpoint that they are added to. docs/formats.md describes the files.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from heads.api.adapter import ADAPTER_WEIGHTS, Base, Updates, read_updates
 from heads.api.config import build, shown
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError, missing_folder
@@ -39,6 +41,8 @@ CONFIG_KEYS: dict[str, type] = {
     "needs": dict,
     "target": dict,
 }
+ADAPTER_KEY = "adapter"
+"""Key of an adapter's config.json besides `CONFIG_KEYS`: its base (`heads.api.adapter.Base`)."""
 LARGEST_CONFIG = 16 * 1024 * 1024
 """Bytes of a config.json; ours have some thousand."""
 
@@ -58,12 +62,31 @@ def save_drafter(
         partial = directory / (WEIGHTS_FILE + ".partial")
         save_file(tensors, str(partial), metadata={"format": "pt"})
         os.replace(partial, directory / WEIGHTS_FILE)
+    write_config(drafter, directory, info)
+
+
+def save_adapter(
+    drafter: TrainableDrafter, updates: Updates, base: Path, base_sha256: str, out: Path
+) -> None:
+    """Write the updates of a drafter alone to `out` (created; files replaced atomically). base: the
+    checkpoint that they are added to; base_sha256: of its weights when they were loaded."""
+    out.mkdir(parents=True, exist_ok=True)
+    entry = Base.of(base, out, base_sha256)
+    updates.write(out, entry.base, base_sha256)
+    write_config(drafter, out, drafter.info, {ADAPTER_KEY: asdict(entry)})
+
+
+def write_config(
+    drafter: Any, directory: Path, info: TargetInfo, more: dict[str, Any] | None = None
+) -> None:
+    """Write a checkpoint's config.json, with further keys, atomically."""
     content = {
         "format": FORMAT,
         "kind": drafter.kind,
         "config": asdict(drafter.config),
         "needs": asdict(drafter.needs),
         "target": info.to_dict(),
+        **(more or {}),
     }
     partial = directory / (CONFIG_FILE + ".partial")
     partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -71,7 +94,8 @@ def save_drafter(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """A checkpoint's config.json; raises `UserError` when absent, broken or of another format."""
+    """A checkpoint's config.json: `CONFIG_KEYS`, and `ADAPTER_KEY` for an adapter. Raises
+    `UserError` when absent, broken or of another format."""
     path = directory / CONFIG_FILE
     if not directory.is_dir():
         raise UserError(f"{missing_folder(directory)} Give the folder of a drafter's checkpoint.")
@@ -90,11 +114,47 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"'{path}' has checkpoint format {shown(content['format'])}; this version reads format "
             f"{FORMAT}."
         )
-    for key, kind in CONFIG_KEYS.items():
-        if not isinstance(content[key], kind):
-            given = shown(content[key])
-            raise UserError(f"'{path}' is broken: its {key} is {given}. {advice}")
-    return {key: content[key] for key in CONFIG_KEYS}
+    found = {key: content[key] for key in (*CONFIG_KEYS, ADAPTER_KEY) if key in content}
+    for key, value in found.items():
+        if not isinstance(value, CONFIG_KEYS.get(key, dict)):
+            raise UserError(f"'{path}' is broken: its {key} is {shown(value)}. {advice}")
+    return found
+
+
+def weights_file(directory: Path) -> Path:
+    """The file of a checkpoint's own tensors, whose hash stands for its weights: of an adapter that
+    of its updates. It need not exist."""
+    updates = directory / ADAPTER_WEIGHTS
+    return updates if updates.is_file() else directory / WEIGHTS_FILE
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint's tensors on disk. path: the file of all of them, of an adapter its base's;
+    updates: what is added to them; base: the entry of an adapter's base."""
+
+    path: Path
+    updates: Updates | None = None
+    base: Base | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, in the dtype they were stored in; layers that an adapter updates in
+        float32 or what is wider. Raises `UserError`."""
+        whole = read_tensors(self.path)
+        return whole if self.updates is None else self.updates.merged(whole)
+
+
+def stored_weights(directory: Path) -> Stored:
+    """Where the tensors of a checkpoint are, and an adapter's updates; raises `UserError` for an
+    adapter whose base is missing or has other weights than those it was trained on."""
+    entry = read_config(directory).get(ADAPTER_KEY)
+    if entry is None:
+        return Stored(directory / WEIGHTS_FILE)
+    try:
+        base = build(Base, entry, ADAPTER_KEY)
+    except UserError as error:
+        raise UserError(f"'{directory / CONFIG_FILE}' is broken: {error}") from error
+    return Stored(base.weights(directory, WEIGHTS_FILE), read_updates(directory), base)
 
 
 def build_config(kind: str, values: dict[str, Any]) -> Any:
@@ -132,11 +192,12 @@ def new_drafter(
 def load_drafter(
     directory: Path, info: TargetInfo, weights: TargetWeights, *, changed_target: bool = False
 ) -> Any:
-    """Load a checkpoint for the target `info`, as its weights in dtype and device.
+    """Load a checkpoint for the target `info`, as its weights in dtype and device. Of an adapter:
+    its base with the updates added in.
 
     changed_target: take a target of other weights with the same tokenizer and sizes: to see what a
     drafter is still worth there. Raises `UserError` for another target, for missing, unknown or
-    misshapen tensors, and for weights that are not finite.
+    misshapen tensors, for weights that are not finite, and for an adapter without its base.
     """
     content = read_config(directory)
     trained_for = TargetInfo.from_dict(content["target"])
@@ -146,11 +207,12 @@ def load_drafter(
         trained_for.require_same(info)
     kind = get_kind(content["kind"])
     config = build_config(kind.name, content["config"])
-    drafter = build_drafter(kind, config, info, directory / WEIGHTS_FILE)
+    stored = stored_weights(directory)
+    drafter = build_drafter(kind, config, info, stored.path)
     if not isinstance(drafter, TrainableDrafter):
         return drafter
     drafter.to(device=weights.embedding.device, dtype=weights.embedding.dtype)
-    load_weights(drafter, directory / WEIGHTS_FILE)
+    load_weights(drafter, stored)
     drafter.bind(weights)
     return drafter.eval()
 
@@ -203,23 +265,22 @@ def check_shapes(drafter: TrainableDrafter, path: Path) -> None:
     require_shapes(tensor_shapes(path), expected, path, f"kind '{drafter.kind}'")
 
 
-def load_weights(drafter: TrainableDrafter, path: Path) -> None:
-    """Fill every persistent tensor from a safetensors file, completely or not at all."""
-    check_shapes(drafter, path)
-    tensors = read_tensors(path)
-    drafter.load_state_dict(tensors, strict=True)
+def load_weights(drafter: TrainableDrafter, stored: Stored) -> None:
+    """Fill every persistent tensor from a checkpoint's, completely or not at all."""
+    check_shapes(drafter, stored.path)
+    drafter.load_state_dict(stored.tensors(), strict=True)
     refuse_unset(drafter)
 
 
 def load_start_weights(drafter: TrainableDrafter, directory: Path) -> Started:
     """Fill an initialised drafter from the checkpoint of one of the same kind, whose `additions`
     may be others, or of a kind of `starts_from`; raises `UserError` when it does not fit."""
-    content, path = read_config(directory), directory / WEIGHTS_FILE
-    source, additions = content["kind"], drafter.additions
+    content, stored = read_config(directory), stored_weights(directory)
+    source, additions, path = content["kind"], drafter.additions, stored.path
     if source != drafter.kind:
         kind, theirs = get_kind(source), TargetInfo.from_dict(content["target"])
         check_file(kind, build_config(source, content["config"]), theirs, path)
-    given = read_tensors(path)
+    given = stored.tensors()
     found = given
     if source != drafter.kind:
         other = drafter.starts_from[source]

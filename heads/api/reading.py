@@ -8,6 +8,7 @@ nothing holds. `heads.api.tensors` does the same for safetensors.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -68,6 +69,12 @@ def read_bytes(path: Path, advice: str = ADVICE, most: int = LARGEST_JSON) -> by
     if len(content) > most:
         raise UserError(f"'{path}' cannot be read: it is larger than {most:,} bytes. {advice}")
     return content
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_text(path: Path, advice: str = ADVICE, most: int = LARGEST_JSON) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 import yaml
 
-from heads.api.checkpoint import WEIGHTS_FILE
+from heads.api.checkpoint import weights_file
 from heads.api.config import require_one_of
 from heads.api.errors import UserError
 from heads.api.reading import read_yaml_object
@@ -155,7 +155,7 @@ def write_tuned(
     require_tuned(folder)
     if checkpoint_hash(folder) != weights_sha256:
         raise UserError(
-            f"'{folder / WEIGHTS_FILE}' was replaced while it was tuned; {DECODE_FILE} is not "
+            f"'{weights_file(folder)}' was replaced while it was tuned; {DECODE_FILE} is not "
             "written. Run `headstart tune` again once its training has ended."
         )
     content = {

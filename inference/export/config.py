@@ -25,7 +25,11 @@ class ExportConfig:
     checkpoint: str = ""
     """A checkpoint folder; empty: the run's drafter (run.name, run.drafter)."""
     out: str = ""
-    """The folder to write; empty: <run>/export/<drafter>/<engine>."""
+    """The folder to write; empty: <run>/export/<drafter>/<engine>, for an adapter alone
+    <run>/export/<drafter>/adapter."""
+    merge: bool = False
+    """Of an adapter (train.refresh.adapter): write the drafter that its base and its updates make
+    together, as the engine loads it. false: the updates alone, in peft's layout."""
     tokens: Layers = 0
     """Drafted tokens per step that the serve commands name; 0: as many as the checkpoint's
     decode.yaml says, without one as many as the drafter was trained for."""

@@ -52,10 +52,7 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
     config.overwrite an `out` that an export wrote, and to which no files were added, is
     replaced."""
     layout, written = write_layout(config, checkpoint, target)
-    if not config.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
-        raise UserError(
-            f"'{out}' is there already. Choose another export.out, or set export.overwrite=true."
-        )
+    refuse_existing(config, out)
     require_plain_path(written.speculative, config.engine, out)
     tensors = {name: value.contiguous() for name, value in written.tensors.items()}
     floats = {name: value for name, value in tensors.items() if value.is_floating_point()}
@@ -72,7 +69,11 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
         method=checkpoint.method,
         engine=engine,
         layout=layout,
-        source={"checkpoint": str(checkpoint.folder.resolve()), "sha256": checkpoint.sha256},
+        source={
+            "checkpoint": str(checkpoint.folder.resolve()),
+            "sha256": checkpoint.sha256,
+            **checkpoint.base,
+        },
         config=asdict(checkpoint.config),
         taps=list(checkpoint.drafter.needs.taps),
         target=checkpoint.info.to_dict(),
@@ -95,6 +96,14 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
         notes.files = {path.name: file_sha256(path) for path in sorted(fresh.iterdir())}
         write_text(fresh / EXPORT_FILE, asdict(notes))
     return notes
+
+
+def refuse_existing(config: ExportConfig, out: Path) -> None:
+    """Raise `UserError` for an `out` that holds something, unless it may be replaced."""
+    if not config.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
+        raise UserError(
+            f"'{out}' is there already. Choose another export.out, or set export.overwrite=true."
+        )
 
 
 def write_text(path: Path, content: Json) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from heads.api.checkpoint import WEIGHTS_FILE, build_config, load_weights, save_drafter
+from heads.api.checkpoint import build_config, load_weights, save_drafter, stored_weights
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.kinds import kind_names
@@ -66,7 +66,7 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
         drafter.to(floats.pop())
     with replace_folder(out, STAGE, "import.overwrite", more=LATER_FILES) as fresh:
         save_drafter(drafter, fresh, target.info, tensors)
-        load_weights(drafter, fresh / WEIGHTS_FILE)  # finite, complete, and readable
+        load_weights(drafter, stored_weights(fresh))  # finite, complete, and readable
         files = [file_entry(fresh, path.name) for path in sorted(fresh.iterdir())]
         source = str(folder.path.resolve())
         write_manifest(fresh, STAGE, {"kind": found.kind, "source": source, "files": files})

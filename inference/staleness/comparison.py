@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from heads.api.checkpoint import WEIGHTS_FILE, load_drafter, read_config
+from heads.api.checkpoint import load_drafter, read_config, weights_file
 from heads.api.errors import UserError
 from heads.api.reading import read_text
 from inference.decoding.config import DecodeConfig
@@ -131,7 +131,7 @@ def learn_reference(
     answers: dict[str, DomainAnswers] = {}
     for fresh in decode_prompts(config, prompts, checkpoint, target, decode, changed=False):
         count(answers, fresh)
-    weights = file_sha256(checkpoint / WEIGHTS_FILE)
+    weights = file_sha256(weights_file(checkpoint))
     reference = Reference(
         target={"id": target.info.id, "revision": target.info.revision},
         drafter={"kind": str(read_config(checkpoint)["kind"]), "weights_sha256": weights},

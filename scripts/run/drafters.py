@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.checkpoint import CONFIG_FILE as CHECKPOINT_FILE
-from heads.api.checkpoint import WEIGHTS_FILE, load_drafter, new_drafter, read_config
+from heads.api.checkpoint import WEIGHTS_FILE, load_drafter, new_drafter, read_config, weights_file
 from heads.api.config import build
 from heads.api.errors import UserError, missing_folder, suggest
 from heads.api.reading import read_yaml_object, require_object
@@ -20,7 +20,7 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.decode_file import DECODE_FILE, advice
 from inference.folders import is_temporary
 from inference.hub.fetch import REVISION, fetch, is_published_name
-from inference.integrity import require_unchanged
+from inference.integrity import CHECKED, require_unchanged
 from inference.manifest import MANIFEST_FILE
 from inference.report.model import REPORT_FILE, read_report
 from inference.target.hardware import device_facts
@@ -62,7 +62,7 @@ class Found:
 
     @property
     def has_weights(self) -> bool:
-        return self.checkpoint is not None and (self.checkpoint / WEIGHTS_FILE).is_file()
+        return self.checkpoint is not None and weights_file(self.checkpoint).is_file()
 
     @property
     def stage_folder(self) -> Path | None:
@@ -350,6 +350,6 @@ def weight_files(found: Iterable[Found]) -> list[Path]:
         file
         for item in found
         if item.checkpoint is not None
-        for name in (CHECKPOINT_FILE, WEIGHTS_FILE, DECODE_FILE)
+        for name in (*CHECKED, DECODE_FILE)
         if (file := item.checkpoint / name).is_file()
     ]

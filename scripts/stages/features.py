@@ -55,6 +55,7 @@ def write(settings: Settings, heads: tuple[Head, ...]) -> None:
         batch_rows=settings.train.micro_batch,
         seed=settings.train.seed,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        domains=settings.train.domains,
     )
     with turn(job.folder):  # other writers may be starting at this moment
         if settings.run.overwrite and is_main_process():

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from heads.api.checkpoint import weights_file
 from inference.manifest import MANIFEST_FILE
 from scripts.config.schema import Settings
 from scripts.run.folder import answers_folder, open_folder, require_answers, stage_folder
@@ -23,13 +24,21 @@ def run(settings: Settings) -> None:
     """Train, continuing an interrupted folder; a complete one is left alone."""
     require_answers(settings)
     job = job_of(settings)
-    folder = open_folder(settings, job.out, [job.data / MANIFEST_FILE])
+    folder = open_folder(settings, job.out, inputs_of(job))
     if folder.skip():
         return
     prepare_process(settings.run)
     manifest = train(**vars(job), provenance=folder.session)
     folder.finish()
     say(summary(manifest, job.out))
+
+
+def inputs_of(job: TrainingJob) -> list[Path]:
+    """The files that the training is made of: the answers, and the weights of an adapter's base,
+    without which it is another drafter."""
+    start, answers = job.config.refresh, job.data / MANIFEST_FILE
+    base = weights_file(Path(start.init_from))
+    return [answers, base] if start.adapter and base.is_file() else [answers]
 
 
 def job_of(settings: Settings) -> TrainingJob:

@@ -10,7 +10,7 @@ predicted speed.
 
 from __future__ import annotations
 
-from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from heads.api.checkpoint import CONFIG_FILE, weights_file
 from heads.api.errors import UserError
 from inference.decoding.decode_file import require_tuned, write_tuned
 from inference.manifest import checkpoint_hash, write_json
@@ -32,7 +32,7 @@ def run(settings: Settings) -> None:
     """Tune, write decode.yaml and tune.json, and show the chosen drafts."""
     config, found, screen = settings.tune, chosen(settings), console()
     require_tuned(found.folder)
-    files = [found.folder / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    files = [found.folder / CONFIG_FILE, weights_file(found.folder)]
     weights = checkpoint_hash(found.folder)
     folder = open_folder(
         settings, settings.run.directory / "tune" / found.name, files, stage_decides=True

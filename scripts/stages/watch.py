@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from heads.api.checkpoint import WEIGHTS_FILE
+from heads.api.checkpoint import weights_file
 from inference.decoding.config import DecodeConfig
 from inference.manifest import file_sha256
 from inference.staleness.comparison import Comparison, learn_reference
@@ -49,7 +49,7 @@ def learn(settings: Settings, found: Found, decode: DecodeConfig) -> int:
 
 def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
     """Compare fresh traffic with the reference; returns the exit status, 1 for an alarm."""
-    config, weights = settings.watch, found.folder / WEIGHTS_FILE
+    config, weights = settings.watch, weights_file(found.folder)
     reference = find_reference(config.reference, found.folder, file_sha256(weights))
     comparison = Comparison(config, reference)
     facts: dict[str, str] = {}

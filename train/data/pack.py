@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from heads.api.errors import UserError
+from heads.api.errors import UserError, suggest
 from heads.api.target_info import TargetInfo
 from inference.folders import discard
 from inference.manifest import MANIFEST_FILE, file_sha256, verify_file
@@ -89,6 +90,9 @@ class PackedData:
 
     _temporary: tempfile.TemporaryDirectory[str] | None = None
 
+    domains: tuple[str, ...] = ()
+    """Those of its documents, in order of their names; empty: all that the answers have."""
+
     def __init__(
         self, documents: Iterable[Document], sequence_length: int, extras: Sequence[str] = ()
     ) -> None:
@@ -97,13 +101,21 @@ class PackedData:
 
     @classmethod
     def from_manifest(
-        cls, directory: Path, info: TargetInfo, sequence_length: int, watch: Watch = ignore
+        cls,
+        directory: Path,
+        info: TargetInfo,
+        sequence_length: int,
+        watch: Watch = ignore,
+        domains: Sequence[str] = (),
     ) -> PackedData:
-        """Pack the answers in `directory`; rows are kept next to them in `packed/` (or in a
-        temporary folder). Raises `UserError` when the stage is unfinished, a shard was changed, the
-        vocabulary is not that of `info`, or nothing is supervised."""
+        """Pack the answers in `directory`, of some domains (empty: all); rows are kept next to them
+        in `packed/` (or in a temporary folder). Raises `UserError` when the stage is unfinished, a
+        shard was changed, the vocabulary is not that of `info`, there are no answers of a domain,
+        or nothing is supervised."""
         _check_length(sequence_length)
         shards = checked_shards(directory, info)
+        chosen = tuple(sorted(set(domains)))
+        require_domains(shards, chosen)
         key: packed_file.PackKey = {
             "answers": file_sha256(directory / MANIFEST_FILE),
             "sequence_length": sequence_length,
@@ -113,13 +125,17 @@ class PackedData:
         extras = extras_of(shards)
         if extras:
             key["extras"] = extras
+        if chosen:
+            key["domains"] = list(chosen)
 
         def write(folder: Path, watch: Watch) -> None:
-            packed_file.write_packed(folder, weighted_documents(shards, info, watch, extras), key)
+            documents = weighted_documents(shards, info, watch, extras, chosen)
+            packed_file.write_packed(folder, documents, key)
 
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         folder = directory / PACKED / name
         data = cls.__new__(cls)
+        data.domains = chosen
         if not packed_file.is_whole(folder, key, thorough=True):
             if packed_file.is_whole(folder, key):
                 logger.warning("the packed rows in '%s' were damaged; they are built again", folder)
@@ -174,11 +190,28 @@ def _check_length(sequence_length: int) -> None:
 
 
 def read_documents(
-    directory: Path, info: TargetInfo
+    directory: Path, info: TargetInfo, domains: Sequence[str] = ()
 ) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
-    """Documents (tokens, answer spans) of a finished generate stage, checked, in shard order."""
-    for tokens, spans, _ in weighted_documents(checked_shards(directory, info), info):
+    """Documents (tokens, answer spans) of a finished generate stage, checked, in shard order.
+    domains: leaves out others; empty: all."""
+    shards = checked_shards(directory, info)
+    for tokens, spans, _ in weighted_documents(shards, info, domains=domains):
         yield tokens, spans
+
+
+def require_domains(shards: Sequence[Path], domains: Sequence[str]) -> None:
+    """Raise `UserError` for a domain of which the shards hold no answer."""
+    known: set[str] = set()
+    for path in shards if domains else ():
+        if "domain" in pq.read_schema(path).names:
+            known |= set(pq.read_table(path, columns=["domain"]).column("domain").to_pylist())
+    for domain in domains:
+        if domain not in known:
+            raise UserError(
+                f"train.domains: there are no answers of domain '{domain}'; those beside "
+                f"'{shards[0]}' are of: {', '.join(sorted(known)) or 'none that is known'}."
+                f"{suggest(domain, known)}"
+            )
 
 
 def checked_shards(directory: Path, info: TargetInfo) -> list[Path]:
@@ -206,12 +239,16 @@ def extras_of(shards: Sequence[Path]) -> list[str]:
 
 
 def weighted_documents(
-    shards: Iterable[Path], info: TargetInfo, watch: Watch = ignore, extras: Sequence[str] = ()
+    shards: Iterable[Path],
+    info: TargetInfo,
+    watch: Watch = ignore,
+    extras: Sequence[str] = (),
+    domains: Sequence[str] = (),
 ) -> Iterator[tuple[NDArray[np.int32], list[Span], dict[str, NDArray[np.float32]]]]:
-    """`documents_of` with the columns `extras` per token; `UserError` for invalid weights."""
+    """`read_documents` with the columns `extras` per token; `UserError` for invalid weights."""
     rows = 0
     for path in shards:
-        for batch in _batches(path, extras):
+        for batch in _batches(path, extras, domains):
             rows += len(batch)
             tokens, spans = batch.column("tokens"), batch.column("spans").to_pylist()
             # Shards of older versions have no column `parts`: one document per row.
@@ -249,7 +286,8 @@ def _weights(
     return values
 
 
-def _batches(path: Path, extras: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
+def _batches(path: Path, extras: Sequence[str], domains: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The rows of a shard, of some domains (empty: all), `BATCH_ROWS` and less at a time."""
     try:
         file = pq.ParquetFile(path)
     except pa.ArrowInvalid as error:
@@ -261,8 +299,12 @@ def _batches(path: Path, extras: Sequence[str] = ()) -> Iterator[pa.RecordBatch]
                 f"'{path}' is not a shard of `headstart generate`: it has no column '{name}' of "
                 "token numbers."
             )
-    columns = [name for name in ("tokens", "spans", "parts", *extras) if name in schema.names]
-    yield from file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
+    wanted = ("tokens", "spans", "parts", *extras, *(("domain",) if domains else ()))
+    columns = [name for name in wanted if name in schema.names]
+    for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
+        if domains and "domain" in columns:
+            batch = batch.filter(pc.is_in(batch.column("domain"), pa.array(list(domains))))
+        yield batch
 
 
 def _require_target(directory: Path, stored: Any, info: TargetInfo) -> None:

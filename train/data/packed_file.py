@@ -67,6 +67,7 @@ class PackKey(TypedDict):
     vocab_size: int
     windows: list[int]
     extras: NotRequired[list[str]]
+    domains: NotRequired[list[str]]
 
 
 @dataclass

@@ -120,13 +120,20 @@ class FeaturesConfig:
         return Form(self.format, info.hidden_size, info.vocab_size, top)
 
     def identity(
-        self, needs: FeatureSpec, info: TargetInfo, answers: Path, length: int, precision: str
+        self,
+        needs: FeatureSpec,
+        info: TargetInfo,
+        answers: Path,
+        length: int,
+        precision: str,
+        domains: tuple[str, ...] = (),
     ) -> Identity:
-        """The identity of a store that serves `needs` on answers in rows of `length` tokens."""
+        """The identity of a store that serves `needs` on answers (of `domains`; empty: all) in rows
+        of `length` tokens."""
         last = needs.last_hidden or needs.logits
         top = self.top_logits if last else 0
         trained = (file_sha256(answers / MANIFEST_FILE), length, info.revision, info.tokenizer_hash)
-        return Identity(*trained, precision, self.format, top, needs.taps, last)
+        return Identity(*trained, precision, self.format, top, needs.taps, last, domains)
 
     def folder(self, answers: Path) -> Path:
         """The store's folder for the answers in `answers`."""

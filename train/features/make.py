@@ -69,8 +69,8 @@ def make_features(
     form, precision = config.form(target.info), precision_of(dtype, target.dtype)
     source: Source
     if config.mode == "store":
-        length = loader.data.sequence_length
-        wanted = config.identity(needs, target.info, answers, length, precision)
+        length, domains = loader.data.sequence_length, loader.data.domains
+        wanted = config.identity(needs, target.info, answers, length, precision, domains)
         reader = StoreReader(config.folder(answers), wanted, config.wait_seconds)
         source = ThreadedSource(reader.fetch, form, threads=1, stop=reader.stop)
     elif config.mode == "remote":

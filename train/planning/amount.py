@@ -3,6 +3,7 @@ generated."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,12 +39,14 @@ class Amount:
     source: str
 
 
-def packed_amount(answers: Path, length: int) -> Amount | None:
-    """What the answers of a run were packed to, in rows of `length` tokens; None before that."""
+def packed_amount(answers: Path, length: int, domains: Collection[str] = ()) -> Amount | None:
+    """What the answers of a run (of some domains; empty: all) were packed to, in rows of `length`
+    tokens; None before that."""
     for header in sorted((answers / "packed").glob("*/packed.json")):
         content = require_fit(PackedHeader, read_object(header), f"'{header}'")
-        counts, own = content["counts"], content["key"].get("sequence_length")
-        if own == length and counts["tokens"]:
+        counts, key = content["counts"], content["key"]
+        same = key.get("sequence_length") == length
+        if same and key.get("domains", []) == sorted(set(domains)) and counts["tokens"]:
             share = counts["supervised"] / counts["tokens"]
             return Amount(counts["tokens"], share, f"packed in '{header.parent}'")
     return None

@@ -439,4 +439,4 @@ def known_amount(job: TrainingJob, config: PlanConfig) -> Amount | None:
     """Tokens of the answers as given or as they were packed; None before anything was packed."""
     if config.tokens:
         return Amount(config.tokens, config.supervised, "plan.tokens")
-    return packed_amount(job.data, job.config.sequence_length)
+    return packed_amount(job.data, job.config.sequence_length, job.config.domains)

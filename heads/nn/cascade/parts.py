@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from heads.api.checkpoint import WEIGHTS_FILE, build_config, load_weights, read_config
+from heads.api.checkpoint import build_config, load_weights, read_config, stored_weights
 from heads.api.drafter import TargetStates, TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -72,7 +72,7 @@ def initialise_part(part: CascadePart, weights: TargetWeights, generator: torch.
     if part.folder is None:
         part.drafter.initialise(weights, generator)
     else:
-        load_weights(part.drafter, part.folder / WEIGHTS_FILE)
+        load_weights(part.drafter, stored_weights(part.folder))
         part.drafter.bind(weights)  # some share what follows from loaded tensors
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from heads.api.checkpoint import CONFIG_FILE, weights_file
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import vocab
@@ -94,11 +94,11 @@ def find_source(folder: Folder, given: str) -> tuple[Path | None, str]:
     path = Path(given) if given else folder.path / source.get("checkpoint", "")
     if not given and not source:
         return None, "the folder does not say which checkpoint it was made of"
-    if not (path / CONFIG_FILE).is_file() or not (path / WEIGHTS_FILE).is_file():
+    if not (path / CONFIG_FILE).is_file() or not weights_file(path).is_file():
         if given:
             raise UserError(f"verify.source: '{path}' is not a drafter checkpoint.")
         return None, f"the checkpoint '{path}' does not exist any more"
-    if source.get("sha256") and file_sha256(path / WEIGHTS_FILE) != source["sha256"]:
+    if source.get("sha256") and file_sha256(weights_file(path)) != source["sha256"]:
         return None, f"the weights of '{path}' have changed since the export"
     return path, ""
 

@@ -18,7 +18,7 @@ from typing import NotRequired
 
 from typing_extensions import TypedDict
 
-from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
+from heads.api.checkpoint import ADAPTER_KEY, CONFIG_FILE, WEIGHTS_FILE, read_config
 from heads.api.errors import UserError
 from inference import manifest
 from inference.decoding.decode_file import DECODE_FILE, read_current
@@ -83,6 +83,12 @@ def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
     """
     require_unchanged(sources.checkpoint)
     weights, description = sources.checkpoint / WEIGHTS_FILE, read_config(sources.checkpoint)
+    if ADAPTER_KEY in description:
+        raise UserError(
+            f"'{sources.checkpoint}' is an adapter, which drafts with its base only, and what is "
+            "published has to draft by itself. Train it with train.refresh.adapter=false, which "
+            "merges both."
+        )
     if not weights.is_file():
         raise UserError(
             f"'{sources.checkpoint}' has no {WEIGHTS_FILE}: kind '{description['kind']}' has no "

@@ -8,13 +8,14 @@ that an adapter is a drafter: any LoRA of the target's decoder layers can be rea
 
 from __future__ import annotations
 
+from heads.api.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn.target.updates import MODULES
 from inference.export.config import ExportConfig
 from inference.export.layouts import base
 from inference.export.layouts.base import Checkpoint, Imported, Target, TensorRow, Written
-from inference.export.layouts.folder import ADAPTER_CONFIG, Folder, Json, Receiver
+from inference.export.layouts.folder import Folder, Json, Receiver
 
 KIND, LORA = "uno", "LORA"
 PREFIX, SUFFIX = "base_model.model.model.", ".weight"
@@ -68,22 +69,12 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
         raise base.refuse(what, "SGLang", "Train with head.slots=noise.")
     values = {"rank": config.rank, "alpha": config.alpha, "modules": list(config.modules)}
     tensors = base.give(rows(values, checkpoint.info), checkpoint.tensors)
-    alpha = float(config.alpha)
-    described = {
-        "peft_type": LORA,
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": target.config.path,
-        "r": config.rank,
-        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
-        "lora_dropout": 0.0,
-        "target_modules": list(config.modules),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
+    described = peft_config(
+        target.config.path, config.rank, config.alpha, config.modules, "CAUSAL_LM"
+    )
     speculative = {"method": KIND, "num_speculative_tokens": options.tokens or config.block_size}
     written = Written(described, tensors, speculative)
-    written.described, written.weights = ADAPTER_CONFIG, "adapter_model.safetensors"
+    written.described, written.weights = ADAPTER_CONFIG, ADAPTER_WEIGHTS
     if config.noise_tokens:
         written.notes.append(
             "SGLang draws noise from the whole vocabulary, the drafter was trained with the first "

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from heads.api.checkpoint import (
-    WEIGHTS_FILE,
     build_config,
     build_drafter,
     load_weights,
     read_config,
+    stored_weights,
+    weights_file,
 )
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
@@ -45,7 +46,8 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 @dataclass(frozen=True)
 class Checkpoint:
     """One of our checkpoints. method: what engines call such a drafter (`Kind.export_method`);
-    drafter: its module, complete but not bound to a target; sha256: of its weights file."""
+    drafter: its module, complete but not bound to a target, an adapter's merged with its base;
+    sha256: of its weights file."""
 
     folder: Path
     kind: str
@@ -54,10 +56,13 @@ class Checkpoint:
     info: TargetInfo
     drafter: TrainableDrafter
     sha256: str
+    base: dict[str, str] = field(default_factory=dict)
+    """Of an adapter: `base`, its base's folder, and `base_sha256`, of the weights there."""
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Every persistent tensor by name, in the dtype it was stored in."""
+        """Every persistent tensor by name, in the dtype that it, or an adapter's base, was stored
+        in."""
         return {name: value.detach() for name, value in self.drafter.state_dict().items()}
 
 
@@ -66,18 +71,21 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     content = read_config(folder)
     kind, info = get_kind(content["kind"]), TargetInfo.from_dict(content["target"])
     config = build_config(kind.name, content["config"])
-    weights = folder / WEIGHTS_FILE
+    weights, stored = weights_file(folder), stored_weights(folder)
     if not issubclass(kind.drafter_class, TrainableDrafter) or not weights.is_file():
         raise UserError(f"'{folder}': kind '{kind.name}' has no weights to export.")
-    drafter = build_drafter(kind, config, info, weights)
-    with open_tensors(weights) as file:
+    drafter = build_drafter(kind, config, info, stored.path)
+    with open_tensors(stored.path) as file:
         names = [name for name in file.keys() if name not in INTEGERS]  # noqa: SIM118
         dtypes = {file.get_tensor(name).dtype for name in names}
     if len(dtypes) == 1:
         drafter.to(dtypes.pop())
-    load_weights(drafter, weights)
+    load_weights(drafter, stored)
     method, digest = kind.export_method(config), file_sha256(weights)
-    return Checkpoint(folder, kind.name, method, config, info, drafter.eval(), digest)
+    base = {}
+    if stored.base is not None:
+        base = {"base": str(stored.path.parent.resolve()), "base_sha256": stored.base.sha256}
+    return Checkpoint(folder, kind.name, method, config, info, drafter.eval(), digest, base)
 
 
 class Target:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from heads.api import tensors
+from heads.api.adapter import ADAPTER_CONFIG
 from heads.api.checkpoint import CONFIG_KEYS
 from heads.api.errors import UserError
 from heads.api.reading import read_object, reason
@@ -21,8 +22,7 @@ from inference.folders import EXPORT_FILE
 
 Json = dict[str, Any]
 """A JSON object of a foreign format, such as the content of a config.json."""
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-"""What describes a model, and what describes an adapter of one (peft)."""
+CONFIG = "config.json"
 PICKLES = ("*.pt", "*.bin", "*.pth")
 NOT_WEIGHTS = (
     "training_args.bin optimizer.pt scheduler.pt rng_state.pth mask_embedding.pt trainer_state.pt"
@@ -46,7 +46,8 @@ class ExportNotes:
     engine: str = "vllm"
     layout: str = ""
     source: dict[str, str] = field(default_factory=dict)
-    """`checkpoint`: the folder it was made of; `sha256`: of that folder's weights."""
+    """`checkpoint`: the folder it was made of; `sha256`: of that folder's weights; of an adapter
+    also `base`, the folder of its base, and `base_sha256`."""
     config: Json = field(default_factory=dict)
     """The drafter's configuration, as in the checkpoint."""
     taps: list[int] = field(default_factory=list)
@@ -106,7 +107,13 @@ class Folder:
                 f"'{path}' is a checkpoint of Headstart's own and needs no import: give it as it "
                 "is, such as measure.drafters=[<folder>] or chat.drafter=<folder>."
             )
-        return cls(path, config, read_tensors(path), ExportNotes.read(path))
+        notes = ExportNotes.read(path)
+        if adapter and notes.source.get("base"):
+            raise UserError(
+                f"'{path}' is an adapter in peft's layout, which holds a drafter's updates alone. "
+                "Merge it with its base: `headstart export` with export.merge=true."
+            )
+        return cls(path, config, read_tensors(path), notes)
 
     @cached_property
     def architecture(self) -> str:

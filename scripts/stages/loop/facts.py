@@ -15,11 +15,10 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.config import build
 from heads.api.reading import read_as, read_object, require_fit
 from inference.decoding.requests import PassRecord
-from inference.manifest import file_sha256, write_json
+from inference.manifest import checkpoint_hash, write_json
 from inference.measure.answers import FINAL_FILE, read_records
 from inference.measure.metrics import Gain, Outcome, Totals, gain
 from inference.report.model import REPORT_FILE, read_report
@@ -233,7 +232,7 @@ def read_training(folder: Path) -> Trained:
         manifest["tokens"],
         manifest["best"]["step"],
         shown(checkpoint),
-        file_sha256(checkpoint / WEIGHTS_FILE),
+        checkpoint_hash(checkpoint),
     )
 
 

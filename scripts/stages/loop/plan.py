@@ -61,6 +61,11 @@ class RoundPlan:
             raise UserError(
                 "loop.rounds trains a drafter for a target that stays what it is. Use joint=none."
             )
+        if self.train.train.refresh.adapter:
+            raise UserError(
+                "loop.rounds continues every training from the best drafter so far, and an adapter "
+                "cannot be the base of another one. Use train.refresh.adapter=false."
+            )
         if self.train.decode.shape == "none":
             raise UserError(
                 "decode.shape is 'none', so nothing is drafted. Use decode=chain or decode=tree."

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
+from heads.api.checkpoint import CONFIG_FILE, read_config, weights_file
 from heads.api.errors import UserError
 from inference.folders import RUN_FILE
 from scripts.config.schema import Settings
@@ -42,7 +42,7 @@ def run(settings: Settings) -> None:
             f"'{out}' is the old drafter itself, which a refresh does not write over. Choose "
             "another run.name or run.drafter."
         )
-    files = [old.folder / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    files = [old.folder / CONFIG_FILE, weights_file(old.folder)]
     folder = open_folder(settings, settings.run.directory / "refresh", files)
     if not folder.complete:
         prepare_process(settings.run)

@@ -33,6 +33,7 @@ STORE_FILE = "store.json"
 LAST, TOP = "last_hidden", "top"
 COMPARED = {
     "answers": "other answers (SHA-256 of their manifest)",
+    "domains": "other train.domains",
     "sequence_length": "another train.sequence_length",
     "revision": "another revision of the target",
     "tokenizer_hash": "a target with another tokenizer",
@@ -47,7 +48,7 @@ COMPARED = {
 class Identity:
     """Whose features a store holds. answers: SHA-256 of their manifest; precision: see
     `precision_of`; taps, last_hidden: what is stored; top_logits: so many logits stand in for the
-    last hidden state."""
+    last hidden state; domains: of the answers that were packed, empty: all."""
 
     answers: str
     sequence_length: int
@@ -58,6 +59,7 @@ class Identity:
     top_logits: int
     taps: tuple[int, ...]
     last_hidden: bool
+    domains: tuple[str, ...] = ()
 
     def things(self) -> list[str]:
         """What is stored of a token: `tap.L` in ascending order, then `last_hidden` or `top`."""

@@ -279,8 +279,8 @@ def finish_store(
 @dataclass(frozen=True)
 class StoreJob:
     """What is to be stored: for `heads` (name, kind, configuration) on a folder of `answers`.
-    dtype, sequence_length, batch_rows, seed: the training's engine.dtype, train.sequence_length,
-    micro_batch and seed. local_rank: picks this process's GPU."""
+    dtype, sequence_length, batch_rows, seed, domains: the training's engine.dtype,
+    train.sequence_length, micro_batch, seed and domains. local_rank: picks this process's GPU."""
 
     heads: tuple[tuple[str, str, Any], ...]
     target: TargetConfig
@@ -291,6 +291,7 @@ class StoreJob:
     batch_rows: int
     seed: int
     local_rank: int = 0
+    domains: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -311,10 +312,11 @@ def write_features(
     target = TargetModel.load(replace(job.target, device=device))
     needs = needs_of(job.heads, target.info)
     form = job.features.form(target.info)
-    data = PackedData.from_manifest(job.answers, target.info, job.sequence_length)
+    length = job.sequence_length
+    data = PackedData.from_manifest(job.answers, target.info, length, domains=job.domains)
     precision = layout.precision_of(job.dtype, target.dtype)
     identity = job.features.identity(
-        needs, target.info, job.answers, job.sequence_length, precision
+        needs, target.info, job.answers, length, precision, data.domains
     )
     per_token = bytes_per_token(needs, target.info, job.features.format, identity.top_logits)
     shard_bytes = int(job.features.shard_mib * MIB)
