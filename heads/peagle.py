@@ -66,6 +66,7 @@ class Drafter(TapDrafter):
 
     kind: ClassVar[str] = "peagle"
     label_weight: ClassVar[str] = "hard_label_weight"
+    one_pass: ClassVar[bool] = True
     layers: nn.ModuleList
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
