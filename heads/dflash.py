@@ -11,8 +11,8 @@ a confidence head (DSpark), a recurrent correction (Domino), local convolutions 
 (DFlash 2), scores of neighbouring candidates (LiLiCorr), states conditioned on the parent
 (TreeFlash), a mixture of taps per layer (DFlare).
 Dependent slots are drafted level by level along every path of a tree from the same pass, so their
-trees are conditioned on parents (PC-Tree, DARTree). Parameter names are those of serving engines (vLLM and
-SGLang).
+trees are conditioned on parents (PC-Tree, DARTree). Parameter names are those of serving engines
+(vLLM and SGLang).
 
 Legend: B rows, T positions, A anchors per row, M = B * A blocks, b slots per block, K depths, R
 supervised (block, depth) pairs, H hidden, V vocabulary, n taps, W width of a committed run, S cache

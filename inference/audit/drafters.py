@@ -69,7 +69,7 @@ class ScriptedDrafter:
     def propose(self, state: State, noise: Noise) -> Proposal:
         """Fill the shape. Of a dynamic one the tree is drawn as well."""
         assert self.shape is not None
-        tree = self._grow(state, self.shape) if not isinstance(self.shape, TokenTree) else self.shape
+        tree = self.shape if isinstance(self.shape, TokenTree) else self._grow(state, self.shape)
         depth = tree.depth.expand(state.root.shape[0], -1)
         place = (state.length[:, None] - 1 + depth).clamp(max=state.text.shape[1] - 1)
         known = state.text.gather(1, place)

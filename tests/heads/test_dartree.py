@@ -84,9 +84,7 @@ class TableDependency:
         wave = torch.randn(self.base.shape[-1], generator=generator, dtype=torch.float64)
         return 1.5 * wave
 
-    def grow(
-        self, shape: DartreeShape, noise: Noise, token_ids: Tensor | None = None
-    ) -> Proposal:
+    def grow(self, shape: DartreeShape, noise: Noise, token_ids: Tensor | None = None) -> Proposal:
         def along(
             depth: int, columns: Tensor, tokens: Tensor, carry: Tensor
         ) -> tuple[Tensor, Tensor]:
@@ -137,9 +135,7 @@ def rooted(shape: DartreeShape) -> Rooted:
     return Rooted(torch.full((ROWS,), 7), 10 + torch.arange(ROWS), DartreePlan(shape))
 
 
-def shape_of(
-    depth: int, width: int, candidates: int, share: float, penalty: float
-) -> DartreeShape:
+def shape_of(depth: int, width: int, candidates: int, share: float, penalty: float) -> DartreeShape:
     room = sum(DartreeShape(2, depth, width, candidates).level_sizes())
     return DartreeShape(2 + int(share * (room - 1)), depth, width, candidates, penalty)
 
@@ -209,7 +205,9 @@ def test_a_wide_level_makes_the_tree_that_is_expected_to_accept_most(
     width = min(nodes - 1, tokens**depth)
     shape = shape_of(depth, width, tokens, 1.0, 0.0)
     shape = DartreeShape(min(nodes, shape.nodes), depth, width, tokens)
-    grown = table.grow(shape, noise) if depends else fill(rooted(shape), table.base[:, :depth], noise)
+    grown = (
+        table.grow(shape, noise) if depends else fill(rooted(shape), table.base[:, :depth], noise)
+    )
     for row in range(ROWS):
         children = table.children(shape, row, noise, depends=depends)
         score: dict[Path, float] = {(): 0.0}
@@ -217,7 +215,9 @@ def test_a_wide_level_makes_the_tree_that_is_expected_to_accept_most(
             for path in product(range(tokens), repeat=level):
                 score |= {(*path, token): score[path] + gain for token, gain in children(path)}
         found = sum(exp(score[path]) for path in paths_of(grown, row)[1:])
-        best = sum(sorted((exp(score[path]) for path in score if path), reverse=True)[: shape.nodes - 1])
+        best = sum(
+            sorted((exp(score[path]) for path in score if path), reverse=True)[: shape.nodes - 1]
+        )
         assert found == pytest.approx(best, rel=1e-5)
         punished = DartreeShape(shape.nodes, depth, width, tokens, 0.7)
         other = table.grow(punished, noise) if depends else None
@@ -297,7 +297,9 @@ class Chains:
         """The drafter's own expectation of the accepted drafts: the sum of its nodes' chances."""
         total = 0.0
         for path in paths_of(proposal, row)[1:]:
-            steps = (self.logits(row, path[:at]).log_softmax(-1)[path[at]] for at in range(len(path)))
+            steps = (
+                self.logits(row, path[:at]).log_softmax(-1)[path[at]] for at in range(len(path))
+            )
             total += exp(sum(float(step) for step in steps))
         return total
 
@@ -341,11 +343,12 @@ def test_its_trees_are_expected_to_accept_more_than_dynamic_and_static_ones(
     along: list[Path] = [()] * len(ends)
     accuracy = []
     for _ in range(depth):
-        ranked = [chains.logits(row, path).softmax(-1).sort(descending=True) for row, path in enumerate(along)]
-        accuracy.append(torch.stack([values for values, _ in ranked]).mean(0)[:10].tolist())
-        along = [
-            (*path, int(tokens[0])) for path, (_, tokens) in zip(along, ranked, strict=True)
+        ranked = [
+            chains.logits(row, path).softmax(-1).sort(descending=True)
+            for row, path in enumerate(along)
         ]
+        accuracy.append(torch.stack([values for values, _ in ranked]).mean(0)[:10].tolist())
+        along = [(*path, int(tokens[0])) for path, (_, tokens) in zip(along, ranked, strict=True)]
     shapes: dict[str, DraftShape] = {
         "dartree": DartreeShape(nodes, depth, nodes - 1, vocab),
         "narrow": DartreeShape(nodes, depth, 12, vocab),

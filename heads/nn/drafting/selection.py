@@ -18,8 +18,9 @@ def keep_best(
     and their numbers among the candidates [B, N] int64, ascending.
 
     scores [B, C] float, tokens and parents [B, C] int64 (parents as numbers of candidates).
-    Candidate 0 is the root, which must score highest; no candidate may score above its parent, which
-    has a lower number. Of equal scores the lower number is kept, so that any choice is a tree.
+    Candidate 0 is the root, which must score highest; no candidate may score above its parent,
+    which has a lower number. Of equal scores the lower number is kept, so that any choice is a
+    tree.
     """
     order = scores.sort(dim=1, descending=True, stable=True).indices
     kept = order[:, :nodes].sort(dim=1).values

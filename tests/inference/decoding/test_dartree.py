@@ -32,17 +32,9 @@ from tests.inference.decoding.test_session import alone, mixed, served
 from tests.inference.steps import NoHost, step_on_device, under_way
 from tests.models import VOCAB, plain_texts, random_target
 
-DARTREE: dict[str, Any] = {
-    "shape": "dartree",
-    "nodes": 10,
-    "depth": 3,
-    "width": 4,
-    "candidates": 9,
-}
+DARTREE: dict[str, Any] = {"shape": "dartree", "nodes": 10, "depth": 3, "width": 4, "candidates": 9}
 ONE_PASS = [
-    name
-    for name in RECIPES
-    if getattr(get_kind(recipe(name)[0]).drafter_class, "one_pass", False)
+    name for name in RECIPES if getattr(get_kind(recipe(name)[0]).drafter_class, "one_pass", False)
 ]
 EXAMPLES = ("dflash", "dspark", "domino", "dflash2", "lilicorr", "treeflash", "medusa", "pard")
 """One recipe of every way in which slots depend on each other, and other kinds."""
