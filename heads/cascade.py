@@ -25,6 +25,7 @@ from heads.api.config import Depth, NonEmpty, config
 from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter, forget
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
+from heads.api.one_pass import refuse_dartree
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape, TokenTree, one_path
 from heads.nn.cascade.chain import Quiet, draft_chain, fill_tree
@@ -190,6 +191,7 @@ class Drafter(TrainableDrafter):
             more = len(self.drafters) - 1
             branches = (*self.config.branches, *[self.config.branches[-1]] * more)[:more]
             return Plan(split_shape(shape, branches, device))
+        refuse_dartree(shape)
         shape = one_path(shape, device)
         # every round adds at least one token
         rounds = max(0, min(self.config.rounds, shape.max_depth - 1))

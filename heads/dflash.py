@@ -11,8 +11,8 @@ a confidence head (DSpark), a recurrent correction (Domino), local convolutions 
 (DFlash 2), scores of neighbouring candidates (LiLiCorr), states conditioned on the parent
 (TreeFlash), a mixture of taps per layer (DFlare).
 Dependent slots are drafted level by level along every path of a tree from the same pass, so their
-trees are conditioned on parents (PC-Tree). Parameter names are those of serving engines (vLLM and
-SGLang).
+trees are conditioned on parents (PC-Tree, DARTree). Parameter names are those of serving engines
+(vLLM and SGLang).
 
 Legend: B rows, T positions, A anchors per row, M = B * A blocks, b slots per block, K depths, R
 supervised (block, depth) pairs, H hidden, V vocabulary, n taps, W width of a committed run, S cache
@@ -32,7 +32,7 @@ from heads.api.batch import LossOutput, TrainBatch
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from heads.api.tree import DraftShape
+from heads.api.tree import DartreeShape, DraftShape
 from heads.nn import losses
 from heads.nn.anchors import Anchors
 from heads.nn.attention import CachePlace, additive
@@ -44,8 +44,9 @@ from heads.nn.block.losses import log_probability
 from heads.nn.block.model import BlockModel
 from heads.nn.block.taught import Taught
 from heads.nn.blocks import Attend
+from heads.nn.drafting.dartree import grow_from_pass
 from heads.nn.drafting.growth import fill, grow
-from heads.nn.drafting.plan import PlanCache
+from heads.nn.drafting.plan import DartreePlan, PlanCache
 from heads.nn.drafting.state import Cached as State
 from heads.nn.drafting.state import run_slots
 from heads.nn.feature.base import teacher_logits
@@ -57,10 +58,11 @@ class Drafter(BlockModel):
 
     kind: ClassVar[str] = "dflash"
     label_weight: ClassVar[str] = "ce"
+    one_pass: ClassVar[bool] = True
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__(config, info)
-        self._plans = PlanCache()
+        self._plans = PlanCache(self.one_pass)
 
     @classmethod
     def export_method(cls, config: Config) -> str:
@@ -306,6 +308,9 @@ class Drafter(BlockModel):
         if self.config.dependency == "none":
             assert base is not None
             proposal = fill(state, base, noise)
+        elif isinstance(state.plan, DartreePlan):
+            base = self._project_given(given) if base is None else base
+            proposal = self._grow_from_pass(state, state.plan.shape, base, given, lattice, noise)
         else:
             proposal = self._grow(state, base, given, lattice, noise)
         if self.confidence_head is not None:
@@ -339,6 +344,36 @@ class Drafter(BlockModel):
         nothing = given.new_zeros(given.shape[0], 1, rule.size)
         logits, carry = step(CachePlace.nowhere(given.device), state.root[:, None], nothing)
         return grow(state, logits, carry, step, noise)
+
+    def _grow_from_pass(
+        self,
+        state: State,
+        shape: DartreeShape,
+        base: Tensor,
+        given: Tensor,
+        lattice: Lattice | None,
+        noise: Noise,
+    ) -> Proposal:
+        """As `_grow`, from the candidates of every slot (`heads.nn.drafting.dartree`)."""
+        rule = self.dependency
+
+        def along(
+            depth: int, columns: Tensor, tokens: Tensor, carry: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            if lattice is not None:
+                carry = lattice.follow(depth, tokens)
+                return carry - lattice.log_probs[:, depth - 1, None], carry
+            states = given[:, depth - 1 : depth].expand(-1, tokens.shape[1], -1)
+            carry = rule.read(tokens, states, carry, self._embed)
+            if depth < rule.first:
+                return carry.new_zeros(carry.shape[0], 1, columns.shape[1]), carry
+            slot = base[:, depth - 1 : depth]
+            return rule.added(columns, slot, states, carry, self._project_given), carry
+
+        nothing = given.new_zeros(given.shape[0], 1, rule.size)
+        among = None if lattice is None else lattice.tokens[:, : shape.max_depth]
+        drafted = base[:, : shape.max_depth]
+        return grow_from_pass(shape, state, drafted, noise, None, along, nothing, among)
 
     def _confidence(self, proposal: Proposal, normed: Tensor) -> Tensor:
         """Calibrated confidence [B, N] of every node; the root's is 1. normed [B, K, H]."""

@@ -39,6 +39,7 @@ from heads.api.config import DepthFromTwo, Layers, Size, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
+from heads.api.one_pass import refuse_dartree
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape, TokenTree
 from heads.nn.lookup.pool import NgramPool
@@ -203,6 +204,7 @@ class Drafter:
 
 def lay_out(config: Config, shape: DraftShape, device: torch.device) -> Layout:
     """The tree for a shape, see the module. Raises `UserError` when the parts do not fit."""
+    refuse_dartree(shape)
     if config.pool < shape.num_nodes:
         raise UserError(
             f"head.pool={config.pool} cannot take the n-grams of a draft of {shape.num_nodes} "

@@ -67,6 +67,7 @@ class Drafter(ReducedDrafter):
     """K residual heads over the target's last hidden state."""
 
     kind: ClassVar[str] = "medusa"
+    one_pass: ClassVar[bool] = True
     # the decoder may put a kernel in its place
     residual_blocks = staticmethod(blocks.residual_blocks)
 

@@ -20,6 +20,7 @@ from heads.api.config import Size, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
+from heads.api.one_pass import refuse_dartree
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape, one_path
 from heads.nn.drafting.plan import TreePlan
@@ -65,6 +66,7 @@ class Drafter:
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         if self._plan is None or self._plan[0] is not tree:
+            refuse_dartree(tree)
             self._plan = tree, TreePlan.of(one_path(tree, seen.tokens.device))
         return State(History.start(seen, tree.max_depth, capacity), self._plan[1])
 

@@ -68,6 +68,7 @@ class Drafter(SmallLM):
 
     kind: ClassVar[str] = "pard"
     label_weight: ClassVar[str] = "ce"
+    one_pass: ClassVar[bool] = True
     pard_token: Tensor
 
     def __init__(self, config: Config, info: TargetInfo) -> None:

@@ -81,6 +81,7 @@ class Drafter(TapDrafter):
     starts_from: ClassVar[Mapping[str, OtherKind]] = {
         "eagle3": OtherKind(from_eagle3, ("layers.[!0]*", "mask_*", "embed_tokens.*"))
     }
+    one_pass: ClassVar[bool] = True
     layers: nn.ModuleList
 
     def __init__(self, config: Config, info: TargetInfo) -> None:

@@ -137,6 +137,9 @@ class _ForcedNoise:
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         return self.scores(logits, positions, token_ids).argmax(-1)
 
+    def tempered(self, logits: Tensor) -> Tensor:
+        return logits.float()
+
     def sightings(self, depth: int) -> Sightings:
         """What was asked since `last_seen` was set, as far as the true tokens could be forced."""
         found = {}

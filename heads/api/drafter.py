@@ -117,6 +117,11 @@ class Noise(Protocol):
         """Column of the best score [B, M] int64: `scores(...).argmax(-1)`, not normalised."""
         ...
 
+    def tempered(self, logits: Tensor) -> Tensor:
+        """What `scores` makes of a difference of logits [B, M, V']: float32 logits / T, or the
+        logits at T = 0."""
+        ...
+
 
 class Drafter(Protocol):
     """What the decode loop asks of a drafter. A state is a dataclass of tensors with leading size
@@ -195,6 +200,9 @@ class TrainableDrafter(nn.Module):
     (`heads.api.checkpoint.load_start_weights`)."""
     starts_from: ClassVar[Mapping[str, OtherKind]] = {}
     """Other kinds whose checkpoints a training may start from, and how."""
+    one_pass: ClassVar[bool] = False
+    """Whether one pass gives the distributions of all depths before a token is drafted, and its
+    trees may grow from them (`heads.nn.drafting.dartree`, decode.shape=dartree)."""
     runs_target_layers: bool = False
     """Whether the loss runs layers of the target itself; joint training is refused then, because
     they would run without their updates."""

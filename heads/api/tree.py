@@ -157,7 +157,58 @@ class DynamicShape:
         return False
 
 
-DraftShape = TokenTree | DynamicShape
+@dataclass(frozen=True)
+class DartreeShape:
+    """A tree that grows from the distributions of one drafting pass (DARTree, 2608.13524; see
+    `heads.nn.drafting.dartree`), anew for every row and step.
+
+    nodes: the root included. max_depth: deepest level. width: nodes kept per level while it grows.
+    candidates: tokens considered at each depth. depth_penalty: nats that every level takes off a
+    node's score when the nodes to verify are chosen.
+    """
+
+    nodes: int
+    max_depth: int
+    width: int
+    candidates: int
+    depth_penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2 or min(self.max_depth, self.width, self.candidates) < 1:
+            raise UserError(
+                "a dartree needs nodes >= 2, depth >= 1, width >= 1 and candidates >= 1; given "
+                f"{self.nodes}, {self.max_depth}, {self.width}, {self.candidates}."
+            )
+        if self.depth_penalty < 0:
+            raise UserError(
+                "decode.depth_penalty must be 0 or more, so that no node scores above its parent; "
+                f"given {self.depth_penalty:g}."
+            )
+        most = sum(self.level_sizes())
+        if self.nodes - 1 > most:
+            raise UserError(
+                f"a dartree of depth {self.max_depth}, width {self.width} and {self.candidates} "
+                f"candidates grows {most} nodes at most; decode.nodes must be {most + 1} or less; "
+                f"given {self.nodes}. Or raise decode.width."
+            )
+
+    def level_sizes(self) -> list[int]:
+        """Nodes that each level has while the tree grows."""
+        sizes = [min(self.width, self.candidates)]
+        for _ in range(1, self.max_depth):
+            sizes.append(min(self.width, sizes[-1] * self.candidates))
+        return sizes
+
+    @property
+    def num_nodes(self) -> int:
+        return self.nodes
+
+    @property
+    def is_chain(self) -> bool:
+        return False
+
+
+DraftShape = TokenTree | DynamicShape | DartreeShape
 """What a drafter is asked to fill: a static tree, or the sizes of one that it chooses itself."""
 
 

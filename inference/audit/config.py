@@ -43,7 +43,8 @@ class AuditConfig:
     precisions: NonEmpty[str] = ("float64", "float32", "bfloat16")
     """Formats of the target, in turn; float64 must be identical. Processors: only in the first."""
     shapes: NonEmpty[Shape] = SHAPES
-    """Draft shapes: chain (decode.depth), tree (decode.choices, else audit.choices), dynamic."""
+    """Draft shapes: chain (decode.depth), tree (decode.choices, else audit.choices), dynamic; also
+    dartree, which drafters without it are left out of."""
     choices: tuple[tuple[Rank, ...], ...] = (
         (0,),
         (1,),
@@ -77,7 +78,7 @@ class AuditConfig:
         allowed = {
             "checks": CHECKS,
             "precisions": tuple(DTYPES),
-            "shapes": SHAPES,
+            "shapes": (*SHAPES, "dartree"),
             "rules": LOSSLESS,
         }
         for name, options in allowed.items():

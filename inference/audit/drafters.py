@@ -18,7 +18,7 @@ from torch import Tensor
 
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.features import FeatureSpec
-from heads.api.tree import DraftShape, DynamicShape, TokenTree
+from heads.api.tree import DartreeShape, DraftShape, DynamicShape, TokenTree
 from inference.kernels.reference.noise import noise_bits
 
 KNOWS = "knows 70%"
@@ -69,7 +69,7 @@ class ScriptedDrafter:
     def propose(self, state: State, noise: Noise) -> Proposal:
         """Fill the shape. Of a dynamic one the tree is drawn as well."""
         assert self.shape is not None
-        tree = self._grow(state, self.shape) if isinstance(self.shape, DynamicShape) else self.shape
+        tree = self.shape if isinstance(self.shape, TokenTree) else self._grow(state, self.shape)
         depth = tree.depth.expand(state.root.shape[0], -1)
         place = (state.length[:, None] - 1 + depth).clamp(max=state.text.shape[1] - 1)
         known = state.text.gather(1, place)
@@ -93,7 +93,7 @@ class ScriptedDrafter:
         columns = torch.arange(count, device=keys.device)
         return noise_bits(keys, state.length[:, None], columns)[:, 0].to(torch.int64) & 0xFFFFFFFF
 
-    def _grow(self, state: State, shape: DynamicShape) -> TokenTree:
+    def _grow(self, state: State, shape: DynamicShape | DartreeShape) -> TokenTree:
         """A random tree per row, no deeper than allowed."""
         draws = self._draws(state.row + _TREES, state, shape.nodes)
         parents, depths = [torch.zeros_like(state.root)], [torch.zeros_like(state.root)]

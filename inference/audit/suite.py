@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from heads.api.errors import UserError
+from heads.api.tree import DartreeShape
 from inference.audit.comparison import Divergence, Known, audit
 from inference.audit.config import AuditConfig
 from inference.audit.drafters import KNOWS, ScriptedDrafter, scripted_drafters
@@ -203,8 +204,11 @@ class _Precision:
     def with_shape(self, decode: DecodeConfig, shape: Shape, own: DecodeConfig) -> DecodeConfig:
         """`decode` with a draft of that shape, as deep as the drafter's `own`, or its own tree."""
         choices = (own.choices or self.config.choices) if shape == "tree" else ()
-        # what a dynamic tree of that depth can hold
+        # what a tree of that depth that chooses its nodes can hold
         most = 1 + own.width + (own.depth - 1) * own.width**2
+        if shape == "dartree":
+            room = DartreeShape(2, own.depth, own.width, own.candidates)
+            most = 1 + sum(room.level_sizes())
         return replace(
             decode, shape=shape, depth=own.depth, choices=choices, nodes=min(own.nodes, most)
         )

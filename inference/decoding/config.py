@@ -17,17 +17,18 @@ from heads.api.config import (
     Rank,
     Rows,
     Tokens,
+    Weight,
     config,
     require_one_of,
 )
 from heads.api.errors import UserError
-from heads.api.tree import DraftShape, DynamicShape, TokenTree
+from heads.api.tree import DartreeShape, DraftShape, DynamicShape, TokenTree
 from inference.decoding.adaptive.lengths import DEFAULT_THRESHOLDS, AdaptiveSettings
 from inference.decoding.rules.names import AUTO, RULES, best_rule
 from inference.decoding.rules.registry import check_shape
 from inference.decoding.sampling.distribution import SamplingSettings
 
-Shape = Literal["none", "chain", "tree", "dynamic"]
+Shape = Literal["none", "chain", "tree", "dynamic", "dartree"]
 
 
 @config("decode")
@@ -45,15 +46,23 @@ class DecodeConfig(SamplingSettings):
     typical_delta: Fraction = 0.3
     """Rule typical: keep a draft more likely than this times exp(-entropy)."""
     shape: Shape = "chain"
-    """none (plain decoding), chain, tree (from `choices`), or dynamic (new at every step)."""
+    """none (plain decoding), chain, tree (from `choices`), dynamic (new at every step), or dartree
+    (new at every step, grown from the distributions of one drafting pass: DARTree)."""
     depth: Depth = 4
-    """Drafted tokens of a chain; the deepest level of a dynamic tree."""
+    """Drafted tokens of a chain; the deepest level of a dynamic tree or a dartree."""
     choices: tuple[tuple[Rank, ...], ...] = ()
     """Paths of a static tree, as sibling ranks: [[0], [1], [0, 0]]."""
     nodes: Rows = 17
-    """Nodes of a dynamic tree, the root included."""
+    """Nodes of a dynamic tree or a dartree, the root included."""
     width: Rows = 8
-    """Dynamic trees: nodes expanded per level, and children considered per node."""
+    """Dynamic trees: nodes expanded per level, and children considered per node. Dartrees: nodes
+    kept per level while the tree grows; from `nodes` - 1 on it is the best of its candidates."""
+    candidates: Rows = 64
+    """Dartrees: tokens considered at each depth, the best that the pass gives it."""
+    depth_penalty: Weight = 0.2
+    """Dartrees: nats that every level takes off a node's score when the `nodes` to verify are
+    chosen from all that were grown. 0 trusts the drafter's probabilities; the larger, the wider and
+    shallower the tree."""
     batch_size: Rows = 1
     """Rows decoded together; finished rows are refilled."""
     max_new_tokens: Tokens = 128
@@ -128,6 +137,9 @@ class DecodeConfig(SamplingSettings):
         """The shape that drafters fill."""
         if self.shape == "dynamic":
             return DynamicShape(self.nodes, self.depth, self.width)
+        if self.shape == "dartree":
+            own = self.width, self.candidates, self.depth_penalty
+            return DartreeShape(self.nodes, self.depth, *own)
         if self.shape == "tree":
             return TokenTree.from_choices(self.choices, device)
         return TokenTree.chain(0 if self.shape == "none" else self.depth, device)

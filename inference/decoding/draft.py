@@ -10,7 +10,7 @@ from heads.api.errors import UserError
 from heads.api.tree import DraftShape
 from inference.decoding.config import DecodeConfig
 
-FAMILIES = ("none", "chain", "tree", "dynamic", "adaptive")
+FAMILIES = ("none", "chain", "tree", "dynamic", "dartree", "adaptive")
 """Drafts whose steps have the same operations, and so the same fixed time."""
 
 
@@ -22,6 +22,8 @@ class DraftSettings(TypedDict, total=False):
     choices: list[list[int]]
     nodes: int
     width: int
+    candidates: int
+    depth_penalty: float
     adaptive: str
     adaptive_threshold: float
 
@@ -35,6 +37,8 @@ class Draft:
     choices: tuple[tuple[int, ...], ...] = ()
     nodes: int = 0
     width: int = 0
+    candidates: int = 0
+    depth_penalty: float = 0.0
     adaptive: str = "none"
     adaptive_threshold: float = -1.0
 
@@ -54,6 +58,8 @@ class Draft:
         if self.adaptive != "none":
             return f"chain {self.depth}, {self.adaptive} {self.adaptive_threshold:g}"
         sized = f"{self.shape} {self.size}, depth {self.depth}"
+        if self.shape == "dartree":
+            return f"{sized}, penalty {self.depth_penalty:g}"
         return {"none": "none", "chain": f"chain {self.depth}"}.get(self.shape, sized)
 
     @property
@@ -71,12 +77,14 @@ class Draft:
     def plain(self) -> DraftSettings:
         """As YAML and JSON hold it: the settings that matter for the shape."""
         found: DraftSettings = {"shape": self.shape}
-        if self.shape in ("chain", "dynamic"):
+        if self.shape in ("chain", "dynamic", "dartree"):
             found["depth"] = self.depth
         if self.shape == "tree":
             found["choices"] = [list(path) for path in self.choices]
-        if self.shape == "dynamic":
+        if self.shape in ("dynamic", "dartree"):
             found |= {"nodes": self.nodes, "width": self.width}
+        if self.shape == "dartree":
+            found |= {"candidates": self.candidates, "depth_penalty": self.depth_penalty}
         if self.adaptive != "none":
             found |= {"adaptive": self.adaptive, "adaptive_threshold": self.adaptive_threshold}
         return found

@@ -149,9 +149,11 @@ def learn_reference(
 
 def draft_of(decode: DecodeConfig) -> DraftSettings:
     draft: DraftSettings = {"shape": decode.shape, "depth": decode.depth, "choices": []}
-    if decode.shape in ("tree", "dynamic"):
+    if decode.shape in ("tree", "dynamic", "dartree"):
         draft["choices"] = [list(choice) for choice in decode.choices]
         draft |= {"nodes": decode.nodes, "width": decode.width}
+    if decode.shape == "dartree":
+        draft |= {"candidates": decode.candidates, "depth_penalty": decode.depth_penalty}
     return draft
 
 
@@ -278,7 +280,8 @@ def read_recorded(folder: Path, reference: Reference) -> list[Fresh]:
 def require_same_draft(folder: Path, draft: Mapping[str, object], reference: Reference) -> None:
     """Raise `UserError` where records are of another draft than the reference."""
     shape, choices = reference.draft.get("shape"), reference.draft.get("choices")
-    nodes = {"chain": reference.depth + 1, "dynamic": reference.draft.get("nodes")}
+    chosen = reference.draft.get("nodes")
+    nodes = {"chain": reference.depth + 1, "dynamic": chosen, "dartree": chosen}
     known = {
         "shape": shape,
         "depth": reference.depth,

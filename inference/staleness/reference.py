@@ -261,7 +261,8 @@ def from_report(path: Path, weights_sha256: str) -> Reference:
             "watch.learn=true."
         )
     about = {"kind": drafter.kind, "weights_sha256": weights_sha256}
-    keys = ("shape", "depth", "choices", *(("nodes",) if drafter.draft.shape == "dynamic" else ()))
+    sized = drafter.draft.shape in ("dynamic", "dartree")
+    keys = ("shape", "depth", "choices", *(("nodes",) if sized else ()))
     draft: Any = drafter.draft.model_dump(include=set(keys), exclude_unset=True)
     depth = drafter.draft.depth
     common = (report.target.to_dict(), about, draft, settings.temperature, settings.max_new_tokens)

@@ -16,6 +16,7 @@ from heads.api.config import (
     Seed,
     Temperature,
     TokensFromTwo,
+    Weight,
     config,
 )
 from inference.measure.datasets import DatasetConfig
@@ -36,12 +37,17 @@ class TuneConfig:
     depths: NonEmpty[Depth] = (1, 2, 3, 4, 5, 6, 8)
     """Draft lengths of chains; those that the drafter cannot draft are left out."""
     nodes: tuple[RowsFromTwo, ...] = (6, 10, 16, 26)
-    """Nodes of trees, the root included: of static trees searched from measured ranks, and of
-    dynamic ones. Empty: chains alone."""
+    """Nodes of trees, the root included: of static trees searched from measured ranks, of dynamic
+    ones, and of dartrees (drafters whose one pass gives all depths). Empty: chains alone."""
     tree_depth: Depth = 6
     """Deepest level of trees."""
     width: Rows = 8
-    """Dynamic trees: nodes expanded per level, and children considered per node."""
+    """Dynamic trees: nodes expanded per level, and children considered per node. Dartrees: nodes
+    kept per level."""
+    candidates: Rows = 64
+    """Dartrees: tokens considered at each depth."""
+    depth_penalties: tuple[Weight, ...] = (0.0, 0.2)
+    """Dartrees: penalties per level to try (decode.depth_penalty). Empty: no dartrees."""
     thresholds: tuple[OpenFraction, ...] = (0.2, 0.4, 0.6)
     """Chains of the longest length that stop where the estimated chance of being reached and kept
     falls below this."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from heads.api.errors import UserError
+from heads.api.tree import DartreeShape
 from inference.decoding.adaptive.lengths import Limits
 from inference.decoding.config import DecodeConfig
 from inference.decoding.draft import NONE, Draft
@@ -187,6 +188,11 @@ def grid(
                 wanted.append(Draft("tree", levels, found.choices))
         if nodes <= 1 + width + (depth - 1) * width**2:
             wanted.append(Draft("dynamic", min(depth, nodes - 1), (), nodes, width))
+        levels = DartreeShape(2, min(depth, nodes - 1), width, config.candidates)
+        if nodes <= 1 + sum(levels.level_sizes()):
+            sizes = levels.max_depth, (), nodes, width, config.candidates
+            penalties = sorted(set(config.depth_penalties))
+            wanted += [Draft("dartree", *sizes, penalty) for penalty in penalties]
     reasons = {draft: refusal(target, drafter, draft) for draft in dict.fromkeys(wanted)}
     kept = [NONE, *(draft for draft, why in reasons.items() if not why)]
     refused = {draft.label: why for draft, why in reasons.items() if why}

@@ -207,3 +207,6 @@ class _WatchingNoise:
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         return self.scores(logits, positions, token_ids).argmax(-1)
+
+    def tempered(self, logits: Tensor) -> Tensor:
+        return self.noise.tempered(logits)

@@ -96,11 +96,11 @@ class MeasureConfig:
     """What such a name means where it is not a head config as it stands: name -> recipe (a head
     config) or kind, and changed keys, such as {exit2: {recipe: early_exit, exit_layer: 2}}."""
     draft: dict[str, Any] = field(default_factory=dict)
-    """One draft for all in place of their own: shape, depth, choices, nodes, width; such as
-    {shape: dynamic, nodes: 26}."""
+    """One draft for all in place of their own: shape, depth, choices, nodes, width, candidates,
+    depth_penalty; such as {shape: dynamic, nodes: 26}."""
     drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Other drafts than a drafter was trained for: name -> shape, depth, choices, nodes, width.
-    Such as {ngram: {depth: 8}}."""
+    """Other drafts than a drafter was trained for: name -> the keys of measure.draft. Such as
+    {ngram: {depth: 8}}."""
     records: RecordsConfig = field(default_factory=RecordsConfig)
     """Write down in <measurement>/records/<drafter>/ what is drafted and where it fails, in a
     separate decoding that is not timed."""

@@ -39,7 +39,7 @@ ALL = "all"
 """As run.drafter: every trained drafter of the run."""
 SWEPT = "@"
 """Between a row's name and its learning rate in the names of drafters that `loop.sweep` trains."""
-DRAFT_KEYS = ("shape", "depth", "choices", "nodes", "width")
+DRAFT_KEYS = ("shape", "depth", "choices", "nodes", "width", "candidates", "depth_penalty")
 """The part of the decode settings that belongs to a drafter (its draft) and not to the measurement.
 """
 

@@ -170,6 +170,9 @@ class ForcedNoise:
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         return self.scores(logits, positions, token_ids).argmax(-1)
 
+    def tempered(self, logits: Tensor) -> Tensor:
+        return logits.float()
+
 
 class PlainNoise:
     """Temperature 0 without any noise."""
@@ -182,3 +185,6 @@ class PlainNoise:
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         return logits.argmax(-1)
+
+    def tempered(self, logits: Tensor) -> Tensor:
+        return logits.float()

@@ -135,6 +135,26 @@ def test_every_rule_equals_its_formula(target: MicroTarget, name: str) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 @torch.no_grad()
+def test_what_is_added_to_a_few_tokens_is_what_is_added_to_all(
+    target: MicroTarget, name: str
+) -> None:
+    """For several parents of one slot, as drafting asks."""
+    rule, (tokens, states, base) = make(target, name), example(target)
+    carry, project = rule.unroll(tokens, states, embed(target)), target.weights.logits
+    generator = torch.Generator().manual_seed(9)
+    columns = torch.randint(0, base.shape[-1], (BLOCKS, 7), generator=generator)
+    for depth in range(DEPTHS):
+        slot, parents = base[:, depth : depth + 1], carry[:, [depth, 0, 1]]
+        state = states[:, depth : depth + 1].expand(-1, 3, -1)
+        whole = rule.logits(slot, state, parents, project) - slot
+        expected = whole.gather(-1, columns[:, None].expand(-1, 3, -1))
+        found = rule.added(columns, slot, state, parents, project)
+        assert found.shape == (BLOCKS, 3, 7)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", RULES)
+@torch.no_grad()
 def test_reading_level_by_level_equals_reading_along_the_text(
     target: MicroTarget, name: str
 ) -> None:

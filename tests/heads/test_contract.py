@@ -168,6 +168,9 @@ class Recorder:
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         return self.scores(logits, positions, token_ids).argmax(-1)
 
+    def tempered(self, logits: Tensor) -> Tensor:
+        return logits.float()
+
 
 @pytest.mark.parametrize("shape", DRAFTS)
 @pytest.mark.parametrize("name", RECIPES)

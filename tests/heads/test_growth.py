@@ -53,6 +53,9 @@ class SharedGumbel(PlainNoise):
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         return self.scores(logits, positions, token_ids).argmax(-1)
 
+    def tempered(self, logits: Tensor) -> Tensor:
+        return logits.float()
+
 
 class TableDrafter:
     """Logits [V'] for every path of a row; its carry is the path, as numbers padded with -1."""

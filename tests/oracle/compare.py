@@ -111,6 +111,10 @@ class Listener:
         """The best column."""
         return self.scores(logits, positions, token_ids).argmax(-1)
 
+    def tempered(self, logits: Tensor) -> Tensor:
+        """Logits at temperature 0."""
+        return logits.float()
+
 
 @torch.no_grad()
 def ours(drafter: Any, place: Place, depth: int) -> tuple[Tensor, Tensor]:

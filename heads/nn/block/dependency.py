@@ -92,6 +92,18 @@ class Dependency:
         assert base is not None
         return base
 
+    def added(
+        self, columns: Tensor, base: Tensor, states: Tensor, carry: Tensor, project: Embed
+    ) -> Tensor:
+        """What `logits` adds to the base logits of a few tokens, for drafting [B, P, k].
+
+        columns [B, k] int64; base [B, 1, V] of their slot, states [B, P, H], carry [B, P, C]. Rules
+        that can read their tables at the tokens alone override it.
+        """
+        logits = self.logits(base, states, carry, project)
+        few = columns[:, None].expand(-1, logits.shape[1], -1)
+        return logits.gather(-1, few).float() - base.gather(-1, columns[:, None]).float()
+
     def teaches(self, base: Tensor | None, labels: Tensor) -> Tensor | None:
         """Where [R] it can learn of `labels` [R] with base logits [R, V]; None: everywhere."""
         return None
@@ -160,6 +172,11 @@ class Markov(Dependency):
         assert base is not None
         return base + self.tables.markov_w2(carry[..., -self.rank :])
 
+    def added(
+        self, columns: Tensor, base: Tensor, states: Tensor, carry: Tensor, project: Embed
+    ) -> Tensor:
+        return carry[..., -self.rank :] @ self.tables.markov_w2.weight[columns].mT
+
     def hint(self, tokens: Tensor) -> Tensor | None:
         return cast(Tensor, self.tables.markov_w1(tokens))
 
@@ -216,6 +233,13 @@ class Gru(Dependency):
         assert base is not None
         return base + self.correct(torch.cat([states, carry], -1))
 
+    def added(
+        self, columns: Tensor, base: Tensor, states: Tensor, carry: Tensor, project: Embed
+    ) -> Tensor:
+        into, activation, out = self.correct
+        inner: Tensor = activation(into(torch.cat([states, carry], -1)))
+        return inner @ cast(nn.Linear, out).weight[columns].mT
+
 
 class CandidateSelector(nn.Module):
     """The codebooks A and B and the projection P, as engines name them."""
@@ -252,6 +276,13 @@ class Selector(Dependency):
         assert base is not None
         share, scores = self.candidates(base), F.linear(carry, self.tables.successor_codebook)
         return base + share * scores - OUTSIDE * (1 - share)
+
+    def added(
+        self, columns: Tensor, base: Tensor, states: Tensor, carry: Tensor, project: Embed
+    ) -> Tensor:
+        share = self.candidates(base).gather(-1, columns[:, None])  # [B, 1, k]
+        scores = carry @ self.tables.successor_codebook[columns].mT
+        return share * scores - OUTSIDE * (1 - share)
 
     def teaches(self, base: Tensor | None, labels: Tensor) -> Tensor | None:
         """Where the right token is among the candidates: elsewhere no order of them is right."""

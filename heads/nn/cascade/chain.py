@@ -48,7 +48,7 @@ class Quiet:
     separate = False
 
     def __init__(self, noise: Noise) -> None:
-        self.scores, self.pick = noise.scores, noise.pick
+        self.scores, self.pick, self.tempered = noise.scores, noise.pick, noise.tempered
 
 
 def draft_chain(

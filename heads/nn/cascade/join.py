@@ -5,11 +5,13 @@ Legend: B rows, N nodes of the joined tree, D deepest level.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from heads.api.drafter import Proposal
-from heads.api.tree import DraftShape, DynamicShape, TokenTree
+from heads.api.tree import DartreeShape, DraftShape, DynamicShape, TokenTree
 
 
 def split_shape(
@@ -38,8 +40,8 @@ def smaller(shape: DraftShape, drafted: int, device: torch.device) -> DraftShape
     Of a static tree the nodes are kept whose paths are shortest when every sibling rank on the way
     counts as two levels: so it keeps its depth along the best path rather than its width.
     """
-    if isinstance(shape, DynamicShape):
-        return DynamicShape(drafted + 1, shape.max_depth, shape.width, shape.ranking)
+    if isinstance(shape, (DynamicShape, DartreeShape)):
+        return replace(shape, nodes=drafted + 1)
     paths = sorted(choices_of(shape), key=lambda path: (len(path) + 2 * sum(path), path))
     return TokenTree.from_choices(paths[:drafted], device)
 

@@ -6,7 +6,7 @@ gains (`Ranking`), none of them above 0; so a node never scores above its parent
 candidates of all form a tree. Autoregressive drafters consider the children of the `width` best
 nodes of every level (EAGLE-2, 2406.16858); independent ones keep enough nodes per level that the
 result is exactly the N - 1 best paths of all (best first, as in DDTree and JetSpec). Shapes are
-fixed and nothing asks the device.
+fixed and nothing asks the device. Trees that grow from one pass: `heads.nn.drafting.dartree`.
 
 Legend: B rows, N nodes, D deepest level, P nodes that are run or extended at one level, k width, C
 candidates of all levels (the root included), V' draft vocabulary, H hidden.
@@ -23,7 +23,9 @@ from torch import Tensor
 from heads.api.drafter import Noise, Proposal
 from heads.api.tree import DynamicShape, Ranking, TokenTree
 from heads.nn.attention import CachePlace, GrowingFrame, Memory, static_places
-from heads.nn.drafting.plan import DynamicPlan, TreePlan
+from heads.nn.drafting.dartree import grow_from_pass
+from heads.nn.drafting.plan import DartreePlan, DynamicPlan, TreePlan
+from heads.nn.drafting.selection import keep_best
 from heads.nn.drafting.state import Rooted
 
 Step = Callable[[CachePlace, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -55,6 +57,7 @@ def grow(
     plan, root = state.plan, state.root[:, None]
     if isinstance(plan, DynamicPlan):
         return _grow_dynamic(plan.shape, state, logits, carry, step, noise, token_ids, memory)
+    assert isinstance(plan, TreePlan)
     places = None if memory is None else static_places(plan, memory)
     tokens, drafted, drawn = [root], root, [logits]
     for level in plan.levels:
@@ -91,6 +94,8 @@ def fill(state: Rooted, logits: Tensor, noise: Noise, token_ids: Tensor | None =
     positions = positions + torch.arange(1, logits.shape[1] + 1, device=root.device)
     if isinstance(plan, DynamicPlan):
         return _fill_dynamic(plan.shape, state.root, positions, logits, noise, token_ids)
+    if isinstance(plan, DartreePlan):
+        return grow_from_pass(plan.shape, state, logits, noise, token_ids)
     if noise.separate and not plan.tree.is_chain:
         columns = _each_node(plan, positions, logits, noise, token_ids)
     else:
@@ -163,13 +168,8 @@ def best_first(root: Tensor, shape: DynamicShape, beam: int, offer: Offer) -> Ch
             drafted, number = offered.gather(1, places), count + places
             extended.append(number)
         count += level.shape[1]
-    order = torch.cat(scores, 1).sort(dim=1, descending=True, stable=True).indices
-    kept = order[:, : shape.nodes].sort(dim=1).values
-    is_kept = torch.zeros_like(order, dtype=torch.bool).scatter_(1, kept, True)
-    node = is_kept.cumsum(1) - 1  # of every kept candidate
-    above = node.gather(1, torch.cat(parents, 1).gather(1, kept))
-    tree = TokenTree.from_parents(above, shape.max_depth)
-    chosen = torch.cat(tokens, 1).gather(1, kept)
+    found = (torch.cat(parts, 1) for parts in (scores, tokens, parents))
+    chosen, tree, kept = keep_best(*found, shape.nodes, shape.max_depth)
     return ChosenTree(chosen, tree, kept, torch.cat(extended, 1), count)
 
 

@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from heads.api.tree import DraftShape, DynamicShape, Level, TokenTree
+from heads.api.one_pass import refuse_dartree
+from heads.api.tree import DartreeShape, DraftShape, DynamicShape, Level, TokenTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,12 +114,31 @@ class DynamicPlan:
         return max((self.max_depth - 1) * self.shape.width, self.max_depth + 1)
 
 
-Plan = TreePlan | DynamicPlan
+@dataclass(frozen=True, eq=False)
+class DartreePlan:
+    """The sizes of a tree that grows from one pass. Shared between the rows of a batch."""
+
+    shape: DartreeShape
+    shared_between_rows: ClassVar[bool] = True
+
+    @property
+    def max_depth(self) -> int:
+        return self.shape.max_depth
+
+    @property
+    def room(self) -> int:
+        """Cache slots behind what is committed, for a run of accepted nodes."""
+        return self.max_depth + 1
+
+
+Plan = TreePlan | DynamicPlan | DartreePlan
 
 
 def make_plan(shape: DraftShape) -> Plan:
-    """The plan of a static tree or of a dynamic shape."""
-    return DynamicPlan(shape) if isinstance(shape, DynamicShape) else TreePlan.of(shape)
+    """The plan of a static tree, of a dynamic shape or of one that grows from one pass."""
+    if isinstance(shape, DynamicShape):
+        return DynamicPlan(shape)
+    return DartreePlan(shape) if isinstance(shape, DartreeShape) else TreePlan.of(shape)
 
 
 def _plan_levels(levels: list[Level], device: torch.device) -> tuple[list[LevelPlan], list[int]]:
@@ -152,12 +172,19 @@ def _plan_levels(levels: list[Level], device: torch.device) -> tuple[list[LevelP
 
 
 class PlanCache:
-    """Remembers the plan of the last shape, since every refilled row starts with the same one."""
+    """Remembers the plan of the last shape, since every refilled row starts with the same one.
 
-    def __init__(self) -> None:
+    one_pass: whether shapes that grow from one pass can be filled (`TrainableDrafter.one_pass`).
+    """
+
+    def __init__(self, one_pass: bool = False) -> None:
+        self.one_pass = one_pass
         self._known: tuple[DraftShape, Plan] | None = None
 
     def of(self, shape: DraftShape) -> Plan:
+        """The plan; raises `UserError` for a shape that the drafter cannot fill."""
         if self._known is None or self._known[0] is not shape:
+            if not self.one_pass:
+                refuse_dartree(shape)
             self._known = shape, make_plan(shape)
         return self._known[1]

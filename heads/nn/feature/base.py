@@ -60,7 +60,7 @@ class FeatureDrafter(TrainableDrafter):
 
     def __init__(self, config: Any, info: TargetInfo) -> None:
         super().__init__(config, info)
-        self.plans = PlanCache()
+        self.plans = PlanCache(self.one_pass)
 
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """Embeddings [..., H] of tokens [...]: the target's, shared and frozen."""

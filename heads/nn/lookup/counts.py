@@ -71,6 +71,7 @@ def fill_counted(plan: Plan, root: Tensor, counted: Counted) -> Proposal:
     if isinstance(plan, DynamicPlan):
         depth, chosen, alive, tree = _best_first(plan.shape, counted)
     else:
+        assert isinstance(plan, TreePlan)
         depth, chosen, alive, tree = _by_rank(plan, counted)
     rows = torch.arange(root.shape[0], device=root.device)[:, None]
     tokens = torch.where(alive, counted.tokens[rows, depth - 1, chosen], root[:, None])

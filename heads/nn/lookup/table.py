@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from heads.api.drafter import TargetStates
+from heads.api.one_pass import refuse_dartree
 from heads.api.tree import DraftShape, TokenTree
 
 _SPREAD = 0x9E3779B1  # odd: multiples of it fall all over the text
@@ -91,6 +92,7 @@ class ChainCache:
 
     def of(self, shape: DraftShape, device: torch.device) -> Fixed:
         if self._known is None or self._known[0] is not shape:
+            refuse_dartree(shape)
             own = isinstance(shape, TokenTree) and shape.is_chain
             depth = min(shape.max_depth, shape.num_nodes - 1)
             self._known = shape, Fixed(shape if own else TokenTree.chain(depth, device))  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ class SmallLM(TrainableDrafter):
             self._rope.follow(
                 scaled_frequencies(self._rope.theta, self.shape.head_dim, config.rope_scaling)
             )
-        self._plans = PlanCache()
+        self._plans = PlanCache(self.one_pass)
         unset_parameters(self)
 
     def bind(self, weights: TargetWeights) -> None:

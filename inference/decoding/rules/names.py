@@ -20,11 +20,12 @@ CHAINS_ONLY = ("rejection", "block")
 
 
 def best_rule(shape: str, temperature: float) -> str:
-    """The rule that accepts most drafts of a shape (chain, tree, dynamic, none) and keeps the
-    target's distribution. At temperature 0 all of these rules accept the same."""
+    """The rule that accepts most drafts of a shape (chain, tree, dynamic, dartree, none) and keeps
+    the target's distribution. At temperature 0 all of these rules accept the same."""
     if temperature == 0:
         return "match"
-    return {"chain": "block", "tree": "traversal", "dynamic": "specinfer"}.get(shape, "match")
+    best = {"chain": "block", "tree": "traversal", "dynamic": "specinfer", "dartree": "specinfer"}
+    return best.get(shape, "match")
 
 
 def sampling_rule(rule: str, shape: str) -> str:

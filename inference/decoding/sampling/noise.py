@@ -161,6 +161,10 @@ class SharedNoise:
         seeds = self.stream(self.drafts)
         return cast(Tensor, NOISE_PICK(logits, positions, seeds, temperature, token_ids))
 
+    def tempered(self, logits: Tensor) -> Tensor:
+        """See `heads.api.drafter.Noise.tempered`."""
+        return logits.float() / (1.0 if self.settings.greedy else self.settings.temperature)
+
     def _separate_pick(
         self, logits: Tensor, positions: Tensor, temperature: float, token_ids: Tensor | None
     ) -> Tensor:

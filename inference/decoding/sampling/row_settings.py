@@ -215,6 +215,9 @@ class RowNoise(SharedNoise):
             return torch.where(self.rows.sampled()[..., 0], picks, logits.argmax(-1))
         return self._noisy(logits, positions, self.stream(self.drafts), token_ids)
 
+    def tempered(self, logits: Tensor) -> Tensor:
+        return logits.float() if self.mode == GREEDY else self.rows.at_temperature(logits.float())
+
     def target_pick(self, logits: Tensor, positions: Tensor) -> Tensor:
         """See `SharedNoise.target_pick`."""
         if self.mode == GREEDY:

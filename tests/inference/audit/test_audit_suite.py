@@ -288,6 +288,17 @@ def test_what_a_drafter_does_not_offer_is_noted_once_and_nothing_else_is_lost() 
     assert not findings.failed
 
 
+def test_dartrees_are_audited_where_they_can_be_drafted() -> None:
+    findings = audited("medusa", "ngram", checks=("invariance",), shapes=("dartree",))
+    assert [(item.drafter, item.shape) for item in findings.skipped] == [("ngram", "dartree")]
+    assert "one pass of these kinds gives: " in findings.skipped[0].reason
+    assert {row.drafter for row in findings.rows if row.shape == "dartree"} == {
+        *("medusa", "knows 70%", "always wrong", "random")
+    }
+    assert not findings.failed
+    assert max(row.tokens_per_pass for row in findings.rows if row.drafter == "knows 70%") > 1.5
+
+
 # Statistics
 
 

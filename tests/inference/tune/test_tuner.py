@@ -143,7 +143,13 @@ def test_the_steps_of_a_survey_are_those_of_decoding(
     found = tuner.survey(temperature)
     assert Survey.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     families = {draft.family for draft in found.drafts}
-    assert families == {"none", "chain", "tree", "dynamic", "adaptive"}
+    grown = {"dartree"} if kind == "medusa" else set()
+    assert families == {"none", "chain", "tree", "dynamic", "adaptive"} | grown
+    dartrees = [draft for draft in found.drafts if draft.family == "dartree"]
+    assert [draft.depth_penalty for draft in dartrees] == [0.0, 0.2] * len(grown)
+    if not grown:
+        refused = "dartree 5, depth 2, penalty 0.2"
+        assert "decode.shape=dartree" in found.refused[refused]
     assert found.ranks.tested[0] > 10
     (block,) = tuner.task.blocks(3, 1)[:1]
     # each prompt once: above temperature 0 a second visit has another text
@@ -234,6 +240,7 @@ def test_predictions_are_what_decoding_does_and_the_choice_is_the_best_of_all(
         "chain",
         "tree",
         "dynamic",
+        "dartree",
         "adaptive",
     }
     assert all(item["other_ms"] == pytest.approx(2.0) for item in facts["calibrations"])
