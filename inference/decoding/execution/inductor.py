@@ -86,6 +86,7 @@ def compile_graph(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., 
             small_blocks(),
             parsing_templates_once(),
             sharing_constants(),
+            wrapping_integers(),
             compiling_aside(),
             in_cpp(),
         ):
@@ -127,6 +128,24 @@ def _prefer_own(choices: list[Any]) -> list[Any]:
 
     own = [choice for choice in choices if isinstance(choice, CppTemplateCaller)]
     return own[:1] or choices[:1]
+
+
+@contextmanager
+def wrapping_integers() -> Iterator[None]:
+    """Let integers wrap in C++ as they do in torch.
+
+    Inductor writes sums and products as those of signed C++ integers, which must not overflow
+    (torch 2.13). GCC trusts that: behind `high + constant` with a `high` that cannot be negative it
+    drops the mask of a shift, and the noise of `inference.kernels.reference.noise` is another one.
+    """
+    from torch._inductor import cpp_builder
+
+    before = cpp_builder._get_ffast_math_flags
+    cpp_builder._get_ffast_math_flags = lambda: [*before(), "fwrapv"]
+    try:
+        yield
+    finally:
+        cpp_builder._get_ffast_math_flags = before
 
 
 @contextmanager

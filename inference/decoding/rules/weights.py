@@ -35,9 +35,7 @@ def weighs(proposal: Proposal, noise: SharedNoise) -> bool:
     return proposal.logits is not None and noise.samples
 
 
-def or_match(
-    verdict: Verdict, proposal: Proposal, logits: Tensor, noise: SharedNoise
-) -> Verdict:
+def or_match(verdict: Verdict, proposal: Proposal, logits: Tensor, noise: SharedNoise) -> Verdict:
     """The verdict of weighing; in rows at temperature 0, which others may be decoded with, that of
     `match`, which picks the likeliest token there."""
     greedy = noise.greedy_rows
@@ -59,7 +57,7 @@ def draw(weights: Tensor, instead: Tensor, positions: Tensor, noise: SharedNoise
     """
     empty = weights.sum(-1, keepdim=True) <= 0
     scores = torch.where(empty, instead, weights).log()
-    return (scores + noise.gumbel(positions[:, None], stream=Stream.RESIDUAL)[:, 0]).argmax(-1)
+    return noise.draw(scores[:, None], positions[:, None], Stream.RESIDUAL)[:, 0]
 
 
 def at_node(values: Tensor, node: Tensor) -> Tensor:

@@ -128,6 +128,11 @@ class SharedNoise:
         ids = self._all_tokens if token_ids is None else token_ids
         return cast(Tensor, GUMBEL_NOISE(self.stream(stream), positions, ids))
 
+    def draw(self, scores: Tensor, positions: Tensor, stream: Stream) -> Tensor:
+        """Tokens [B, M] with probabilities in proportion to exp(scores [B, M, V]), by a stream's
+        noise at `positions` [B, M]."""
+        return cast(Tensor, NOISE_PICK(scores, positions, self.stream(stream), 1.0))
+
     def uniforms(self, positions: Tensor, columns: int, stream: Stream = Stream.COIN) -> Tensor:
         """Independent uniform float64 [B, M, C] strictly between 0 and 1, keyed like the noise."""
         numbers = self._all_tokens.new_ones(columns).cumsum(0)

@@ -31,6 +31,8 @@ from inference.decoding.execution.inductor import (
     small_blocks,
 )
 from inference.decoding.requests import Completion
+from inference.decoding.sampling.noise import Stream, stream_seeds
+from inference.kernels.reference.noise import noise_bits
 from inference.target.model import TargetModel
 from tests.inference.decoding.test_lossless import SHAPES, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
@@ -154,6 +156,40 @@ def test_products_with_parts_of_a_weight_are_those_parts() -> None:
     with torch.no_grad():
         compiled = compile_graph(make_fx(module)(inputs), [inputs])
         torch.testing.assert_close(compiled(inputs), module(inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("eagle3", {"rule": "block", "depth": 3}),
+        ("medusa", {"rule": "traversal", "shape": "tree", "choices": ((0,), (1,), (0, 0))}),
+    ],
+)
+def test_compiled_rules_decide_as_the_eager_ones(kind: str, settings: dict[str, Any]) -> None:
+    """Their coins and what replaces a refused draft are the same draws."""
+    target, items = random_target(dtype=torch.float32), requests(5)
+    config = DecodeConfig(temperature=1.0, **settings)
+    engine, step = compiled_engine(target, kind, config)
+    eager = Engine(target, drafter_of(kind, target), config)
+    expected, found = (
+        {c.request.index: c.tokens for c in each.run(items)} for each in (eager, engine)
+    )
+    assert found == expected and step.graphs == 1
+
+
+def test_integers_wrap_in_a_compiled_graph_as_in_torch() -> None:
+    """Seeds are not negative, and sums of their upper halves with a constant overflow."""
+
+    def bits(seeds: torch.Tensor, roots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        keys = stream_seeds(seeds, Stream.COIN, roots)
+        return noise_bits(keys, positions, torch.ones_like(seeds).cumsum(0))
+
+    given = [torch.tensor([0]), torch.tensor([17]), torch.tensor([[18]])]
+    compiled = compile_graph(make_fx(bits)(*given), given)
+    for number in range(6):
+        given[0] = torch.tensor([number * 1234567890123456789 % 2**63])
+        assert torch.equal(compiled(*given), bits(*given))
 
 
 @pytest.mark.slow

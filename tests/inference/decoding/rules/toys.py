@@ -174,12 +174,8 @@ class CoinIsDraft(SharedNoise):
 class ResidualIsDraft(SharedNoise):
     """Draws what replaces a refused draft with the noise that the draft was drawn with."""
 
-    def gumbel(
-        self, positions: Tensor, token_ids: Tensor | None = None, stream: Stream = Stream.TARGET
-    ) -> Tensor:
-        return super().gumbel(
-            positions, token_ids, Stream.DRAFT if stream is Stream.RESIDUAL else stream
-        )
+    def draw(self, scores: Tensor, positions: Tensor, stream: Stream) -> Tensor:
+        return super().draw(scores, positions, Stream.DRAFT)
 
 
 def coins_of(value: float) -> type[SharedNoise]:
