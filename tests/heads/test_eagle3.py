@@ -230,7 +230,8 @@ def test_the_loss_behind_anchors_is_the_full_unrollings_restricted_to_them(
         assert found == pytest.approx([right[k - 1], counts[k - 1]])
     parameters = [each for each in drafter.parameters() if each.requires_grad]
     found = torch.autograd.grad(output.loss_sum, parameters)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, parameters))
+    slow = torch.autograd.grad(expected, parameters)  # weights of steps are float32 in `loss`
+    torch.testing.assert_close(found, slow, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -248,8 +249,8 @@ def test_few_anchors_estimate_the_loss_and_the_counts_of_all(
         batch.seeds = torch.tensor([seed, seed + 1000])
         found.append(drafter.loss(batch))
     sums = torch.stack([output.loss_sum.detach() for output in found])
-    assert float(sums.mean()) == pytest.approx(float(whole.loss_sum), rel=0.02)
-    assert float(sums.max()) > 1.02 * float(whole.loss_sum)
+    assert float(sums.mean()) == pytest.approx(whole.loss_sum.item(), rel=0.02)
+    assert float(sums.max()) > 1.02 * whole.loss_sum.item()
     for k in (1, 2, 3):
         counts = [float(output.metrics[f"loss/depth{k}"][1]) for output in found]
         expected = float(whole.metrics[f"loss/depth{k}"][1])
