@@ -28,16 +28,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from annotated_types import MinLen
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import DepthFromTwo, PositiveWeight, Rows, Size, Weight, config
+from heads.api.config import DepthFromTwo, NonEmpty, PositiveWeight, Rows, Size, Weight, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -75,7 +74,7 @@ class Config:
     noise_tokens: Size = 0
     """Noise is drawn from the first so many token ids; 0: from all. Give the tokenizer's length
     where the embedding has untrained rows behind it."""
-    modules: Annotated[tuple[Module, ...], MinLen(1)] = MODULES
+    modules: NonEmpty[Module] = MODULES
     """Linear layers of every decoder layer that are updated: q_proj, k_proj, v_proj, o_proj,
     gate_proj, up_proj, down_proj."""
     rank: Rows = 128
