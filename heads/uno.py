@@ -206,8 +206,8 @@ class Drafter(LayerDrafter):
             if len(starts) == 1
             else [checkpoint(part, at, use_reentrant=False) for at in starts]
         )
-        total, *per_depth = (sum(values) for values in zip(*parts, strict=True))
-        return LossOutput(total, losses.depth_metrics(*per_depth, first=2))
+        total, values, correct, counts = (sum(each) for each in zip(*parts, strict=True))
+        return LossOutput(total, losses.depth_metrics(values, correct, counts, first=2))
 
     def _chunk(self, batch: TrainBatch, slots: int) -> int:
         """Blocks per row that are run at once, so that logits and attention scores stay small."""
