@@ -28,16 +28,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from annotated_types import MinLen
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import DepthFromTwo, PositiveWeight, Rows, Size, Weight, config
+from heads.api.config import DepthFromTwo, NonEmpty, PositiveWeight, Rows, Size, Weight, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -76,7 +75,7 @@ class Config:
     noise_tokens: Size = 0
     """Noise is drawn from the first so many token ids; 0: from all. Give the tokenizer's length
     where the embedding has untrained rows behind it."""
-    modules: Annotated[tuple[Module, ...], MinLen(1)] = MODULES
+    modules: NonEmpty[Module] = MODULES
     """Linear layers of every decoder layer that are updated: q_proj, k_proj, v_proj, o_proj,
     gate_proj, up_proj, down_proj."""
     rank: Rows = 128
@@ -208,8 +207,8 @@ class Drafter(LayerDrafter):
             if len(starts) == 1
             else [checkpoint(part, at, use_reentrant=False) for at in starts]
         )
-        total, *per_depth = (sum(values) for values in zip(*parts, strict=True))
-        return LossOutput(total, losses.depth_metrics(*per_depth, first=2))
+        total, values, correct, counts = (sum(each) for each in zip(*parts, strict=True))
+        return LossOutput(total, losses.depth_metrics(values, correct, counts, first=2))
 
     def _chunk(self, batch: TrainBatch, slots: int) -> int:
         """Blocks per row that are run at once, so that logits and attention scores stay small."""

@@ -59,7 +59,9 @@ class LayerUpdates(nn.Module):
         for name, shape in weight_sizes(info).items():
             part, _, module = name.rpartition(".")
             if module in modules:
-                cast(nn.ModuleDict, self.get_submodule(part))[module] = LowRank(*shape, rank)
+                outputs, inputs = shape
+                update = LowRank(outputs, inputs, rank)
+                cast(nn.ModuleDict, self.get_submodule(part))[module] = update
 
     def of(self, part: str, product: str) -> LowRank | None:
         """The update of `product` ("q_proj") in `part` ("self_attn"), if there is one."""
