@@ -123,7 +123,7 @@ def test_base_and_adapter_move_together_and_the_adapter_alone(
     folder, _ = save_pair(target, tmp_path / "here")
     known = load_drafter(folder, target.info, target.weights).state_dict()
     shutil.copytree(folder, tmp_path / "elsewhere" / "deep" / "code")
-    (tmp_path / "elsewhere" / "base").mkdir()  # beside it by chance, and no drafter
+    (tmp_path / "elsewhere" / "deep" / "base").mkdir()  # beside it by chance, and no drafter
     shutil.copytree(tmp_path / "here", tmp_path / "there")
     alone = load_drafter(tmp_path / "elsewhere" / "deep" / "code", target.info, target.weights)
     shutil.rmtree(tmp_path / "here")
