@@ -145,8 +145,12 @@ def read_updates(folder: Path) -> Updates:
     path = folder / ADAPTER_CONFIG
     content = read_object(path, ADVICE, LARGEST_CONFIG)
     rank, alpha = content.get("r"), content.get("lora_alpha")
-    number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-    if content.get("peft_type") != "LORA" or not isinstance(rank, int) or rank < 1 or not number:
+    if (
+        content.get("peft_type") != "LORA"
+        or not isinstance(rank, int)
+        or not isinstance(alpha, int | float)
+        or rank < 1
+    ):
         given = {name: content.get(name) for name in ("peft_type", "r", "lora_alpha")}
         raise UserError(f"'{path}' describes no low-rank updates: {shown(given)}. {ADVICE}")
     more = [name for name in _ELSEWHERE if content.get(name)]

@@ -180,6 +180,13 @@ def test_what_rounds_cannot_be_made_of_is_refused(override: str, problem: str) -
         RoundPlan(settings(override))
 
 
+def test_rounds_of_adapters_are_refused() -> None:
+    """A round goes on from the best drafter so far, which an adapter cannot."""
+    given = ["init_from=x", "lora_rank=2", "adapter=true"]
+    with pytest.raises(UserError, match="an adapter cannot be the base of another one"):
+        RoundPlan(settings(*(f"train.refresh.{value}" for value in given)))
+
+
 def test_a_changed_step_reads_back_as_it_was(tmp_path: Path) -> None:
     plan = RoundPlan(
         settings("loop.round.prompts=share", f"run.root={tmp_path}", 'run.name="it is a, {b}"')

@@ -143,7 +143,9 @@ def test_only_the_answers_of_the_chosen_domains_are_packed(place: Path) -> None:
         assert documents == {
             tuple(row["tokens"]) for row in rows if not chosen or row["domain"] in chosen
         }
-    with pytest.raises(UserError, match=r"no answers of domain 'cod'.*chat, code.*'code'\?"):
+    with pytest.raises(
+        UserError, match=r"no answers of domain 'cod'.*'code'\? Allowed: chat, code"
+    ):
         PackedData.from_manifest(place / "answers", target.info, 64, domains=("cod",))
 
 

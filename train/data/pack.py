@@ -208,9 +208,8 @@ def require_domains(shards: Sequence[Path], domains: Sequence[str]) -> None:
     for domain in domains:
         if domain not in known:
             raise UserError(
-                f"train.domains: there are no answers of domain '{domain}'; those beside "
-                f"'{shards[0]}' are of: {', '.join(sorted(known)) or 'none that is known'}."
-                f"{suggest(domain, known)}"
+                f"train.domains: there are no answers of domain '{domain}' in '{shards[0]}' and "
+                f"the shards beside it.{suggest(domain, known)}"
             )
 
 
