@@ -188,9 +188,9 @@ def grid(
                 wanted.append(Draft("tree", levels, found.choices))
         if nodes <= 1 + width + (depth - 1) * width**2:
             wanted.append(Draft("dynamic", min(depth, nodes - 1), (), nodes, width))
-        levels = DartreeShape(2, min(depth, nodes - 1), width, config.candidates)
-        if nodes <= 1 + sum(levels.level_sizes()):
-            sizes = levels.max_depth, (), nodes, width, config.candidates
+        least = DartreeShape(2, min(depth, nodes - 1), width, config.candidates)
+        if nodes <= 1 + sum(least.level_sizes()):
+            sizes = least.max_depth, (), nodes, width, config.candidates
             penalties = sorted(set(config.depth_penalties))
             wanted += [Draft("dartree", *sizes, penalty) for penalty in penalties]
     reasons = {draft: refusal(target, drafter, draft) for draft in dict.fromkeys(wanted)}

@@ -91,6 +91,6 @@ def grow_from_pass(
         grown.append(drafted)
         number = (size + torch.arange(total.shape[1], device=root.device)).expand_as(parent)
         size += total.shape[1]
-    found = (torch.cat(parts, 1) for parts in (ranked, grown, parents))
-    chosen, tree, _ = keep_best(*found, shape.nodes, shape.max_depth)
+    found, chosen, above = (torch.cat(parts, 1) for parts in (ranked, grown, parents))
+    chosen, tree, _ = keep_best(found, chosen, above, shape.nodes, shape.max_depth)
     return Proposal(chosen, tree, token_ids=token_ids)

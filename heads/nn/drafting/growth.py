@@ -168,8 +168,8 @@ def best_first(root: Tensor, shape: DynamicShape, beam: int, offer: Offer) -> Ch
             drafted, number = offered.gather(1, places), count + places
             extended.append(number)
         count += level.shape[1]
-    found = (torch.cat(parts, 1) for parts in (scores, tokens, parents))
-    chosen, tree, kept = keep_best(*found, shape.nodes, shape.max_depth)
+    ranked, chosen, above = (torch.cat(parts, 1) for parts in (scores, tokens, parents))
+    chosen, tree, kept = keep_best(ranked, chosen, above, shape.nodes, shape.max_depth)
     return ChosenTree(chosen, tree, kept, torch.cat(extended, 1), count)
 
 
