@@ -36,7 +36,7 @@ import numpy as np
 
 from heads.api.errors import UserError
 from inference.folders import copy_plain
-from inference.measure.metrics import Floats, Totals
+from inference.measure.metrics import Floats, Totals, ratios
 from inference.report.markdown import markdown_table
 from scripts.evidence.answer_sets import AnswerSets, rows_in
 from scripts.evidence.common import Facts, cell, family_overrides, read_json, run_on_target
@@ -292,7 +292,7 @@ def fit_facts(curves: Curves) -> Facts:
 
 def doubling(curves: Curves, size: float) -> Facts:
     """The factor on tau - 1 from `size` answers to twice as many."""
-    return estimate(curves.at(2 * size) / curves.at(size), "factor")
+    return estimate(ratios(curves.at(2 * size), curves.at(size)), "factor")
 
 
 def worth(curves: Curves, gain: Floats, amounts: Sequence[float], as_many: float) -> Facts:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from heads.api.checkpoint import new_drafter, save_drafter
-from heads.medusa import MedusaConfig
+from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from scripts.evidence import rules, small_targets
 from scripts.evidence.rules import RULES, drafts
@@ -24,7 +24,8 @@ def test_every_shape_has_its_rules() -> None:
 def test_the_report_on_the_smallest_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_micro_target(tmp_path / "target")
     target = cpu_target(path)
-    drafter = new_drafter("medusa", MedusaConfig(num_heads=2), target.info, target.weights, seed=1)
+    config = get_kind("medusa").config_class(num_heads=2)
+    drafter = new_drafter("medusa", config, target.info, target.weights, seed=1)
     save_drafter(drafter, tmp_path / "medusa", target.info)
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"id": "a", "domain": "code", "prompt": "Write a list."}]
