@@ -21,7 +21,7 @@ def test_every_arm_composes() -> None:
         for arm, own in arms.items():
             words = [*SHARED, *arms[RECIPE], *(own if arm != RECIPE else ())]
             words = [word.format(last=1) for word in words]
-            assert load_settings(STAGES["train"], words).head.kind == study
+            assert load_settings(STAGES["train"], words).choices["head"] == study
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_sets_nest_in_one_mixture_of_given_and_written_prompts(sets: AnswerSets)
 
 def test_a_set_is_trained_on_like_any_answers(sets: AnswerSets) -> None:
     answers = sets.first(12)
-    data = PackedData.from_manifest(answers, sets.info, 96)
+    data = PackedData.from_manifest(answers, sets.info, 1024)
     assert data.report.documents == 12
     counts = read_answers(answers)["counts"]
     assert counts["done"] == 12
