@@ -14,20 +14,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-import torch
-
-from inference.decoding.config import DecodeConfig
-from inference.measure.config import process_facts
+from inference.measure.metrics import Totals
 from inference.report.markdown import markdown_table
-from inference.target.hardware import device_facts
-from scripts.evidence.common import Facts, cell, read_json, write_report
-from scripts.evidence.small_targets import PLACES, SEEDS, Bench, compared
-from scripts.tools.common import REPORTS, ROOT, command
+from scripts.evidence.common import Facts, cell
+from scripts.evidence.small_targets import (
+    PLACES,
+    SEEDS,
+    Bench,
+    chain,
+    compared,
+    earlier,
+    options_of_bench,
+    put_rows,
+    save,
+    some_of,
+)
+from scripts.tools.common import command
 
 RECIPE = "recipe"
-DEPTH, NEW_TOKENS = 7, 96
+DEPTH = 7
 WAYS = {"T=0": (0.0, "match"), "T=1": (1.0, "block")}
 SHARED = ["train.epochs=2", "train.global_batch=2", "train.micro_batch=2"]
 """Two rows of 512 tokens a step, two passes over the answers."""
@@ -80,56 +87,34 @@ the others are added to it."""
 
 def report(given: argparse.Namespace) -> None:
     """Train, decode, and write the report after every arm."""
-    content: Facts = read_json(given.out.with_suffix(".json")) or {"format": 1, "rows": []}
+    content = earlier(given.out)
     for target in given.targets:
         bench = Bench(PLACES[target], given.work.resolve() / target, given.threads, given.prompts)
         for study in given.studies:
             for row in rows_of(bench, study, given.seeds):
                 row = {"target": target, "study": study, **row}
-                content["rows"] = [*without(content["rows"], row), row]
-                content["settings"] = {
-                    **process_facts(),
-                    "device": device_facts(torch.device("cpu")),
-                    "shared": SHARED,
-                    "depth": DEPTH,
-                    "prompts": given.prompts,
-                    "new_tokens": NEW_TOKENS,
-                }
-                content["command"] = "python -m scripts.evidence.ablations"
-                write_report(given.out, content, markdown(content))
+                put_rows(content, [row], ("target", "study", "arm"))
+                save(given, content, {"shared": SHARED, "depth": DEPTH}, markdown)
     print("\n".join(markdown(content)))
 
 
-def rows_of(bench: Bench, study: str, seeds: Sequence[int]) -> list[Facts]:
-    """The rows of a study, its recipe first."""
+def rows_of(bench: Bench, study: str, seeds: Sequence[int]) -> Iterator[Facts]:
+    """The rows of a study, each once its trainings are done; its recipe first."""
     recipe, *_ = arms = STUDIES[study]
-    found: dict[str, dict[str, list]] = {}
-    rows = []
+    base: dict[str, list[Totals]] = {}
     for arm in arms:
         overrides = [*SHARED, *STUDIES[study][recipe]]
         overrides += STUDIES[study][arm] if arm != recipe else []
-        ways = found[arm] = {way: [] for way in WAYS}
+        ways: dict[str, list[Totals]] = {way: [] for way in WAYS}
         for seed in seeds:
             words = [word.format(last=bench.model.info.num_layers - 1) for word in overrides]
             checkpoint = bench.train(f"{study}-{arm}-{seed}", *words, f"run.seed={seed}")
             for way, (temperature, rule) in WAYS.items():
-                decode = DecodeConfig(
-                    temperature=temperature,
-                    rule=rule,
-                    depth=DEPTH,
-                    max_new_tokens=NEW_TOKENS,
-                    batch_size=16,
-                )
+                decode = chain(DEPTH, temperature, rule)
                 ways[way].append(bench.totals(checkpoint, way, bench.measuring, decode))
-        figures = {way: compared(ways[way], found[recipe][way]) for way in WAYS}
-        rows.append({"arm": arm, "overrides": overrides, "seeds": [*seeds], "figures": figures})
-    return rows
-
-
-def without(rows: Sequence[Facts], row: Mapping[str, str]) -> list[Facts]:
-    """The rows of other arms."""
-    keys = ("target", "study", "arm")
-    return [other for other in rows if any(other[key] != row[key] for key in keys)]
+        base = base or ways
+        figures = {way: compared(ways[way], base[way]) for way in WAYS}
+        yield {"arm": arm, "overrides": overrides, "seeds": [*seeds], "figures": figures}
 
 
 def markdown(content: Facts) -> list[str]:
@@ -168,13 +153,10 @@ def markdown(content: Facts) -> list[str]:
 
 main = command(
     report,
-    targets={"nargs": "+", "choices": sorted(PLACES), "default": sorted(PLACES)},
-    studies={"nargs": "+", "choices": sorted(STUDIES), "default": sorted(STUDIES)},
+    targets=some_of(sorted(PLACES)),
+    studies=some_of(sorted(STUDIES)),
     seeds={"nargs": "+", "type": int, "default": SEEDS},
-    work=ROOT / "outputs" / "ablations",
-    prompts=(48, "held-out prompts that are decoded"),
-    threads=2,
-    out=(REPORTS / "ablations", "without its ending"),
+    **options_of_bench("ablations"),
 )
 
 if __name__ == "__main__":

@@ -47,11 +47,15 @@ def run_stage(name: str, *overrides: str, statuses: Sequence[int] = (0,)) -> Non
 
 
 def run_on_target(
-    stage: str, target: Path, run: Path, *overrides: str, statuses: Sequence[int] = (0,)
+    stage: str,
+    target: Path,
+    run: Path,
+    *overrides: str,
+    experiment: str = "families",
+    statuses: Sequence[int] = (0,),
 ) -> None:
-    """Run a stage with the settings of `experiment=families` on a local target, in the run
-    `run`."""
-    shared = ["experiment=[families]", "target=local", f"target.path={target}"]
+    """Run a stage with the settings of an experiment on a local target, in the run `run`."""
+    shared = [f"experiment=[{experiment}]", "target=local", f"target.path={target}"]
     shared += ["target.dtype=float32", f"run.root={run.parent}", f"run.name={run.name}"]
     run_stage(stage, *shared, *overrides, statuses=statuses)
 
@@ -73,6 +77,11 @@ def family_recipe(name: str) -> list[str]:
 def family_rate(name: str) -> float:
     """The learning rate of a row of `experiment=families`; of several the first."""
     return settings_of("loop", "experiment=families").loop.sweep[name].rates[0]
+
+
+def family_overrides(name: str) -> list[str]:
+    """What makes a row of `experiment=families`: its recipe and its learning rate."""
+    return [*family_recipe(name), f"optim.lr={family_rate(name):g}"]
 
 
 def decode_prompts(

@@ -11,7 +11,7 @@ decoded by our decoder on other prompts: chains of 3, 5 and 7, at temperature 0 
 every rule that keeps the target's distribution.
 
 Writes docs/reports/peers.{json,md}. Every training and every measurement is kept under --work, and
-the command goes on where it was interrupted; what is measured so far is in the report.
+the command goes on where it was interrupted; the report is written after every kind.
 """
 
 from __future__ import annotations
@@ -21,19 +21,27 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from heads.api.registry import get_kind
-from inference.decoding.config import DecodeConfig
 from inference.folders import copy_plain
-from inference.measure.config import process_facts
 from inference.measure.metrics import Totals
 from inference.report.markdown import markdown_table
-from inference.target.hardware import device_facts
-from scripts.evidence.common import Facts, cell, read_json, settings_of, write_report
+from scripts.evidence.common import Facts, cell, settings_of
 from scripts.evidence.sides import LENGTH, VERSION, Setting
-from scripts.evidence.small_targets import PLACES, SEEDS, Bench, Place, compared
-from scripts.tools.common import REPORTS, ROOT, command
+from scripts.evidence.small_targets import (
+    PLACES,
+    SEEDS,
+    Bench,
+    Place,
+    answers_facts,
+    chain,
+    compared,
+    earlier,
+    options_of_bench,
+    put_rows,
+    save,
+    some_of,
+)
+from scripts.tools.common import command
 
 TOKENS, EPOCHS = 1024, 2
 """Tokens of a step, and passes over the answers."""
@@ -41,7 +49,6 @@ RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 DEPTHS = (3, 5, 7)
 RULES = ((0.0, "match"), (1.0, "match"), (1.0, "rejection"), (1.0, "block"))
 """Temperature and rule. At temperature 0 all rules accept the same drafts."""
-NEW_TOKENS = 96
 ANCHORS = 128
 """Blocks that a step of a block drafter learns from."""
 ROWS = TOKENS // LENGTH
@@ -71,15 +78,18 @@ class Contest(Bench):
         """The checkpoint of a training, which is done now if it is not there."""
         name = f"{kind}-{side}-{rate:g}-{seed}"
         if side == "speculators":
-            return self.once(name, lambda out: self.train_theirs(kind, name, rate, seed, out))
+            words = [*self.their_flags(kind), "--lr", f"{rate}"]
+            key = [VERSION, kind, TOKENS, EPOCHS, seed, words, answers_facts(self.place.answers)]
+            return self.once(name, key, lambda out: self.train_theirs(kind, name, words, seed, out))
         words = [*OURS[kind], f"optim.lr={rate}", f"run.seed={seed}", f"train.epochs={EPOCHS}"]
         words += [f"train.global_batch={ROWS}", f"train.micro_batch={ROWS}"]
         return self.train(name, *words)
 
-    def train_theirs(self, kind: str, name: str, rate: float, seed: int, out: Path) -> Facts:
-        """Let the library train its kind, and convert what it saved."""
+    def train_theirs(
+        self, kind: str, name: str, words: Sequence[str], seed: int, out: Path
+    ) -> Facts:
+        """Let the library train its kind with the flags `words`, and convert what it saved."""
         self.setting.write_rows()
-        words = [*self.their_flags(kind), "--lr", f"{rate}"]
         side = self.setting.theirs(kind, name, TOKENS, words, EPOCHS, seed)
         begun = side.answer()
         steps = EPOCHS * int(begun["steps_per_epoch"])
@@ -102,13 +112,7 @@ class Contest(Bench):
         """Temperature, rule and depth, and what a drafter does with the measured prompts."""
         for temperature, rule in RULES:
             for depth in DEPTHS:
-                decode = DecodeConfig(
-                    temperature=temperature,
-                    rule=rule,
-                    depth=depth,
-                    max_new_tokens=NEW_TOKENS,
-                    batch_size=16,
-                )
+                decode = chain(depth, temperature, rule)
                 name = f"{rule}-{temperature:g}-{depth}"
                 found = self.totals(checkpoint, name, self.measuring, decode)
                 yield (temperature, rule, depth), found
@@ -119,30 +123,23 @@ class Contest(Bench):
 
 def report(given: argparse.Namespace) -> None:
     """Train, decode, and write the report after every kind."""
-    content: Facts = read_json(given.out.with_suffix(".json")) or {"format": 1, "rows": []}
+    content = earlier(given.out)
+    settings = {
+        "speculators": VERSION,
+        "tokens_per_step": TOKENS,
+        "passes": EPOCHS,
+        "rates": RATES,
+        "seeds": SEEDS,
+    }
     for target in given.targets:
         work = given.work.resolve() / target
         contest = Contest(given.python, PLACES[target], work, given.threads, given.prompts)
         for kind in given.kinds:
             rows, facts = compare(contest, kind)
-            kept = [
-                row for row in content["rows"] if (row["target"], row["kind"]) != (target, kind)
-            ]
-            content["rows"] = [*kept, *({"target": target, "kind": kind, **row} for row in rows)]
+            rows = [{"target": target, "kind": kind, **row} for row in rows]
+            put_rows(content, rows, ("target", "kind"))
             content.setdefault("trainings", {}).setdefault(target, {})[kind] = facts
-            content["settings"] = {
-                **process_facts(),
-                "device": device_facts(torch.device("cpu")),
-                "speculators": VERSION,
-                "tokens_per_step": TOKENS,
-                "passes": EPOCHS,
-                "rates": RATES,
-                "seeds": SEEDS,
-                "prompts": given.prompts,
-                "new_tokens": NEW_TOKENS,
-            }
-            content["command"] = "python -m scripts.evidence.peers --python PYTHON"
-            write_report(given.out, content, markdown(content))
+            save(given, content, settings, markdown)
     print("\n".join(table(content["rows"])))
 
 
@@ -222,12 +219,9 @@ def markdown(content: Facts) -> list[str]:
 main = command(
     report,
     python={"required": True, "help": f"a python that has speculators {VERSION}"},
-    targets={"nargs": "+", "choices": sorted(PLACES), "default": sorted(PLACES)},
-    kinds={"nargs": "+", "choices": sorted(OURS), "default": sorted(OURS)},
-    work=ROOT / "outputs" / "peers",
-    prompts=(48, "held-out prompts that are decoded"),
-    threads=2,
-    out=(REPORTS / "peers", "without its ending"),
+    targets=some_of(sorted(PLACES)),
+    kinds=some_of(sorted(OURS)),
+    **options_of_bench("peers"),
 )
 
 if __name__ == "__main__":

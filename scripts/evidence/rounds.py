@@ -55,8 +55,7 @@ ROUND_KEYS = "round generated branches variations generation trials switches gai
 
 def own_overrides(kind: str) -> list[str]:
     """The overrides of a kind: its recipe and learning rate in experiment=families."""
-    row = KINDS[kind]
-    return [*common.family_recipe(row), f"optim.lr={common.family_rate(row):g}"]
+    return common.family_overrides(KINDS[kind])
 
 
 def report(given: argparse.Namespace) -> None:

@@ -6,7 +6,8 @@ Every drafter decodes the same prompts at every temperature with chains of 3, 5 
 a dynamic tree, under every rule that keeps the target's distribution and weighs that shape, with
 three seeds. Writes docs/reports/rules.{json,md}: tau of every rule, and the ratio of its (tau - 1)
 to that of `match` for the same draft. `decode.rule=auto` stands for the rules marked there.
-Drafters may be measured one at a time: the report keeps the others.
+Drafters may be measured one at a time: the report keeps the others, and is written after every
+draft.
 """
 
 from __future__ import annotations
@@ -22,13 +23,19 @@ import torch
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.rules.names import best_rule
-from inference.measure.config import process_facts
 from inference.measure.prompts import load_prompts, select_prompts
 from inference.report.markdown import markdown_table
-from inference.target.hardware import device_facts
-from scripts.evidence.common import Facts, cell, decode_totals, read_json, settings_of, write_report
-from scripts.evidence.small_targets import SEEDS, compared
-from scripts.tools.common import PROMPTS, REPORTS, command, cpu_target
+from scripts.evidence.common import Facts, cell, decode_totals, settings_of
+from scripts.evidence.small_targets import (
+    NEW_TOKENS,
+    SEEDS,
+    compared,
+    earlier,
+    options_of_report,
+    put_rows,
+    save,
+)
+from scripts.tools.common import PROMPTS, command, cpu_target
 
 MATCH = "match"
 TEMPERATURES = (0.7, 1.0)
@@ -37,7 +44,6 @@ RULES = {
     "tree": (MATCH, "specinfer", "traversal"),
     "dynamic": (MATCH, "specinfer"),
 }
-NEW_TOKENS = 96
 
 
 def drafts() -> list[DecodeConfig]:
@@ -58,7 +64,7 @@ def label(draft: DecodeConfig) -> str:
 
 
 def report(given: argparse.Namespace) -> None:
-    """Decode, and write the report after every drafter."""
+    """Decode, and write the report after every draft."""
     torch.set_num_threads(given.threads)
     named = [item.partition("=")[::2] for item in given.drafters]
     for name, folder in named:
@@ -71,9 +77,9 @@ def report(given: argparse.Namespace) -> None:
     found = load_prompts(PROMPTS)
     domains = len({prompt.domain for prompt in found})
     prompts = select_prompts(found, max(1, given.prompts // domains), seed=0)
-    content: Facts = read_json(given.out.with_suffix(".json")) or {"format": 1, "rows": []}
+    content = earlier(given.out)
+    settings = {"target": target.info.revision, "prompts": len(prompts), "seeds": SEEDS}
     for name, folder in named:
-        rows = []
         for temperature in TEMPERATURES:
             for draft in drafts():
                 totals = {
@@ -90,20 +96,13 @@ def report(given: argparse.Namespace) -> None:
                 }
                 where = {"drafter": name, "temperature": temperature}
                 where |= {"shape": draft.shape, "draft": label(draft)}
-                for rule, ours in totals.items():
-                    rows.append({**where, "rule": rule, **compared(ours, totals[MATCH])})
-                print("\n".join(table(rows[-len(totals) :])), flush=True)
-        content["rows"] = [*(row for row in content["rows"] if row["drafter"] != name), *rows]
-        content["settings"] = {
-            **process_facts(),
-            "device": device_facts(torch.device("cpu")),
-            "target": target.info.revision,
-            "prompts": len(prompts),
-            "seeds": SEEDS,
-            "new_tokens": NEW_TOKENS,
-        }
-        content["command"] = given.command
-        write_report(given.out, content, markdown(content))
+                rows = [
+                    {**where, "rule": rule, **compared(ours, totals[MATCH])}
+                    for rule, ours in totals.items()
+                ]
+                print("\n".join(table(rows)), flush=True)
+                put_rows(content, rows, ("drafter", "temperature", "draft"))
+                save(given, content, settings, markdown)
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> list[str]:
@@ -148,9 +147,7 @@ def markdown(content: Facts) -> list[str]:
 main = command(
     report,
     drafters={"positional": True, "nargs": "+", "help": "NAME=FOLDER of a checkpoint"},
-    prompts=(48, "prompts that are decoded"),
-    threads=2,
-    out=(REPORTS / "rules", "without its ending"),
+    **options_of_report("rules"),
 )
 
 if __name__ == "__main__":

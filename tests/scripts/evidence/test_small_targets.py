@@ -66,11 +66,13 @@ def test_a_training_is_done_once_and_again_after_an_interruption(tmp_path: Path)
         return {"steps": 7}
 
     with pytest.raises(KeyboardInterrupt):
-        bench.once("a", train)
-    checkpoint = bench.once("a", train)
-    assert bench.once("a", train) == checkpoint
+        bench.once("a", ["key"], train)
+    checkpoint = bench.once("a", ["key"], train)
+    assert bench.once("a", ["key"], train) == checkpoint
     assert len(calls) == 2
     assert bench.facts(checkpoint) == {"steps": 7}
+    assert bench.once("a", ["another"], train) != checkpoint
+    assert len(calls) == 3
 
 
 def test_missing_answers_are_named_with_the_command_that_makes_them(tmp_path: Path) -> None:

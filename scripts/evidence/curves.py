@@ -1,0 +1,122 @@
+"""How a quantity grows with an amount: two forms, fitted by least squares, and what follows.
+
+    power        y = scale x^rate
+    saturating   y = limit + scale x^rate, with rate and scale below 0: y approaches limit
+
+For a given rate both are linear, so that the rate alone is searched (variable projection; Golub and
+Pereyra, 1973): on a grid that closes in on the best place. Many curves are fitted at once, such as
+the resamples of a bootstrap.
+
+Legend: R curves, N points of each, G rates that are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from inference.measure.metrics import Floats
+
+STEPS, CLOSER = 61, 4
+"""Rates of a grid, and how many grids: each covers two steps of the one before."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A family of curves. rates: the least and the greatest; limited: whether it has a limit."""
+
+    name: str
+    rates: tuple[float, float]
+    limited: bool
+
+    @property
+    def parameters(self) -> int:
+        return 3 if self.limited else 2
+
+
+POWER = Form("power", (-1.0, 2.0), False)
+SATURATING = Form("saturating", (-2.0, -0.02), True)
+FORMS = (POWER, SATURATING)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """R curves y = limit + scale x^rate; all arrays are [R]. error: the sum of the squares of what
+    a curve misses its points by."""
+
+    form: Form
+    limit: Floats
+    scale: Floats
+    rate: Floats
+    error: Floats
+
+    def at(self, x: ArrayLike) -> Floats:
+        """y [R] at x (a number or [R])."""
+        found: Floats = self.limit + self.scale * np.asarray(x, float) ** self.rate
+        return found
+
+    def where(self, y: ArrayLike) -> Floats:
+        """The x [R] at which the curves reach y (a number or [R]): infinite where one never does,
+        0 where a power law is above it everywhere."""
+        above = np.asarray(y, float) - self.limit
+        reached = (above * self.scale > 0) & (self.scale * self.rate > 0)
+        share = np.divide(above, self.scale, out=np.ones_like(self.scale), where=reached)
+        power = np.divide(1.0, self.rate, out=np.ones_like(self.rate), where=reached)
+        missing = np.where(above > 0, np.inf, 0.0) if not self.form.limited else np.inf
+        return np.where(reached, share**power, missing)
+
+
+def fit(form: Form, x: Sequence[float], y: ArrayLike) -> Curves:
+    """The curves of a form that miss their points least.
+
+    x [N]: amounts above 0; y [N] or [R, N]: what was measured there. There must be at least as many
+    points as parameters for the result to mean something.
+    """
+    values = np.atleast_2d(np.asarray(y, float))
+    amounts = np.asarray(x, float)
+    unit = np.exp(np.log(amounts).mean())
+    least, greatest = form.rates
+    low, high = np.full(len(values), least), np.full(len(values), greatest)
+    every = np.arange(len(values))
+    for _ in range(CLOSER):
+        step = (high - low) / (STEPS - 1)
+        rates = low[:, None] + step[:, None] * np.arange(STEPS)  # [R, G]
+        powers = (amounts / unit) ** rates[:, :, None]  # [R, G, N]
+        limits, scales, errors = _project(form, powers, values[:, None])
+        best = (every, errors.argmin(1))
+        rate, limit, scale, error = (found[best] for found in (rates, limits, scales, errors))
+        low, high = np.maximum(rate - step, least), np.minimum(rate + step, greatest)
+    return Curves(form, limit, scale * unit**-rate, rate, error)
+
+
+def _project(form: Form, powers: Floats, values: Floats) -> tuple[Floats, Floats, Floats]:
+    """The limits and scales [R, G] that are best for the rates behind powers [R, G, N], and the
+    errors that they leave; values [R, 1, N]."""
+    if form.limited:
+        middle, mean = powers.mean(-1, keepdims=True), values.mean(-1, keepdims=True)
+        spread = ((powers - middle) ** 2).sum(-1)
+        together = ((powers - middle) * (values - mean)).sum(-1)
+        scales = np.minimum(together / np.maximum(spread, TINY), 0.0)
+        limits = mean[..., 0] - scales * middle[..., 0]
+    else:
+        scales = (powers * values).sum(-1) / (powers**2).sum(-1)
+        limits = np.zeros_like(scales)
+    missed = limits[..., None] + scales[..., None] * powers - values
+    return limits, scales, (missed**2).sum(-1)
+
+
+TINY = 1e-300
+
+
+def choose(x: Sequence[float], y: Sequence[float]) -> Form:
+    """The form whose residual variance is less, the sum of squares over the points that are left
+    when each parameter has taken one; a form with as many parameters as points is not considered,
+    and of two equal ones the simpler is taken."""
+    left = {form: len(x) - form.parameters for form in FORMS}
+    able = [form for form in FORMS if left[form] > 0]
+    if not able:
+        return POWER
+    return min(able, key=lambda form: float(fit(form, x, y).error[0]) / left[form])

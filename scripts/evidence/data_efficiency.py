@@ -1,0 +1,404 @@
+"""How much a drafter gains from more answers, and what else the same training tokens buy.
+
+    python -m scripts.evidence.data_efficiency [--kinds eagle3] [--sizes 1000 3000] [--seeds 0 1]
+
+The curve: every kind is trained with every seed on the first 1,000, 3,000, 10,000 and 30,000
+answers of the embedded target, of which each set is part of the next. The repository has 1,440
+prompts to train on; the others of the 30,000 are written by the target from their beginnings, as
+`feedback.variations` writes them, and all stand in one random order, so that every set is a sample
+of the same mixture (answer_sets.py). All trainings make two passes by the kind's recipe and rate in
+experiment=families: **passes are equal, and steps grow with the answers**, as they do for whoever
+generates more. (With equal steps the small sets would be passed sixty times, at the cost of the
+largest; what more passes bring is one of the arms.) A power law and a saturating curve of tau - 1
+in the number of answers are fitted (curves.py); what a doubling brings follows from the better one.
+
+The arms spend the training tokens of the second size in other ways (`ARMS`), four of them from the
+answers of the first size or fewer. Each is placed on the kind's curve: the number of answers for
+which the curve has its tau, against the number whose two passes have as many tokens.
+
+All drafters decode chains of 7 at temperature 0 on prompts that no training saw. Intervals resample
+prompts, the same for all trainings, and seeds. Writes docs/reports/data_efficiency.{json,md} after
+every size and arm of a kind. Everything that is done is kept under --work, and the command goes on
+where it was interrupted; other kinds stay in the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+
+from heads.api.errors import UserError
+from inference.folders import copy_plain
+from inference.measure.metrics import Floats, Totals, ratios
+from inference.report.markdown import markdown_table
+from scripts.evidence.answer_sets import AnswerSets, rows_in
+from scripts.evidence.common import Facts, cell, family_overrides, read_json, run_on_target
+from scripts.evidence.curves import FORMS, Curves, choose, fit
+from scripts.evidence.rounds import MORE, answers_of
+from scripts.evidence.small_targets import (
+    PLACES,
+    SEEDS,
+    Bench,
+    Place,
+    answers_facts,
+    chain,
+    compared,
+    drawn,
+    earlier,
+    interval,
+    options_of_bench,
+    save,
+    some_of,
+)
+from scripts.stages.loop.plan import TOKEN_ROWS
+from scripts.tools.common import command
+
+KINDS = ("eagle3", "dspark", "lilicorr", "distilled")
+"""Rows of experiment=families."""
+SIZES = (1_000, 3_000, 10_000, 30_000)
+PASSES = 2
+DEPTH, BRANCHED_DEPTH = 7, 4
+"""Levels of the measured chains, and of those whose refused tokens are gone on from."""
+ROUNDS = 3
+FEW = 10
+"""One prompt in so many of the first size is what `variations` begins with."""
+BEYOND = 10.0
+"""A place on the curve is told up to so many times the largest size, and down to this part of the
+smallest."""
+REPEATED, IN_ROUNDS, BRANCHES, VARIATIONS, FLATTEST = ARMS = (
+    "repeated",
+    "rounds",
+    "branches",
+    "variations",
+    "flattest",
+)
+LABELS = {
+    REPEATED: "{start:,} answers, passed more often",
+    IN_ROUNDS: "{start:,} prompts, three rounds of conf/experiment/embedded_loop.yaml",
+    BRANCHES: "{start:,} answers, and others from tokens that the target refused in them",
+    VARIATIONS: "{few:,} answers, and those to prompts that the target writes from theirs",
+    FLATTEST: "of {larger:,} answers the flattest {equal:,} (arXiv 2601.18902)",
+}
+SIZES_NEEDED = {FLATTEST: 3}
+"""Of an arm; the others need two."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The trainings of a kind on the same answers, one per seed. answers: different ones; steps,
+    tokens: means over seeds, tokens without padding."""
+
+    answers: int
+    steps: float
+    tokens: float
+    totals: list[Totals]
+
+
+@dataclass
+class Found:
+    """What is known of a kind: by size, and by arm."""
+
+    curve: dict[int, Measured] = field(default_factory=dict)
+    arms: dict[str, Measured] = field(default_factory=dict)
+
+
+class Study(Bench):
+    """The trainings on one target. sizes: ascending."""
+
+    def __init__(
+        self, place: Place, work: Path, threads: int, prompts: int, pool: int, sizes: Sequence[int]
+    ) -> None:
+        super().__init__(place, work, threads, prompts)
+        self.sets, self.sizes = AnswerSets(self, pool), sizes
+
+    def measured(self, checkpoints: Sequence[Path], answers: int) -> Measured:
+        """The drafters of all seeds, decoded."""
+        facts = [self.facts(checkpoint) for checkpoint in checkpoints]
+        decode = chain(DEPTH)
+        return Measured(
+            answers,
+            float(np.mean([one["steps"] for one in facts])),
+            float(np.mean([one["tokens"] for one in facts])),
+            [self.totals(checkpoint, "T=0", self.measuring, decode) for checkpoint in checkpoints],
+        )
+
+    def on_curve(self, kind: str, size: int, seed: int) -> Path:
+        """The checkpoint of a training on the first `size` answers."""
+        words = [*family_overrides(kind), f"train.epochs={PASSES}", f"run.seed={seed}"]
+        return self.train(f"{kind}-{size}-{seed}", *words, answers=self.sets.first(size))
+
+    def point(self, kind: str, size: int, seeds: Sequence[int]) -> Measured:
+        return self.measured([self.on_curve(kind, size, seed) for seed in seeds], size)
+
+    def arm(self, kind: str, arm: str, seeds: Sequence[int]) -> Measured:
+        """An arm, with as many steps as a training on the second size takes."""
+        steps = int(self.facts(self.on_curve(kind, self.sizes[1], seeds[0]))["steps"])
+        if arm == IN_ROUNDS:
+            loops = [self.in_rounds(kind, seed, steps) for seed in seeds]
+            return self.measured(loops, max(self.facts(loop)["answers"] for loop in loops))
+        answers = self.answers_of(kind, arm, seeds)
+        words = [*family_overrides(kind), f"train.max_steps={steps}"]
+        checkpoints = [
+            self.train(f"{kind}-{arm}-{seed}", *words, f"run.seed={seed}", answers=answers)
+            for seed in seeds
+        ]
+        return self.measured(checkpoints, rows_in(answers))
+
+    def answers_of(self, kind: str, arm: str, seeds: Sequence[int]) -> Path:
+        """What an arm is trained on. Branches are from the drafter of the first size and seed."""
+        start, equal, *larger = self.sizes
+        if arm == REPEATED:
+            return self.sets.first(start)
+        if arm == BRANCHES:
+            drafter = self.on_curve(kind, start, seeds[0])
+            return self.sets.branched(self.sets.first(start), drafter, BRANCHED_DEPTH, equal)
+        if arm == VARIATIONS:
+            return self.sets.from_few(few_of(start), equal)
+        return self.sets.flattest(self.sets.first(larger[0]), equal)
+
+    def in_rounds(self, kind: str, seed: int, steps: int) -> Path:
+        """The drafter of a loop of rounds from the prompts of the first size."""
+        start = self.sets.first(self.sizes[0])
+        words = [*family_overrides(kind), *MORE.get(kind, ()), f"loop.rounds={ROUNDS}"]
+        words += [f"train.max_steps={math.ceil(steps / ROUNDS)}", "loop.round.patience=0"]
+        words += ["loop.round.overrides=[[],[],['sampling.temperature=0']]"]
+        words += ["loop.round.checked_answers=0", f"run.seed={seed}", f"sampling.seed={seed}"]
+
+        def run(out: Path) -> Facts:
+            place, validation = self.work / "rounds" / out.parent.name, self.place.validation
+            here = ["data=embedded", f"data.path={self.sets.prompts_of(start)}"]
+            here += [f"data.{key}={value}" for key, value in TOKEN_ROWS.items()]
+            here += [f"train.prompts=[{validation}]", "bench=jsonl", f"bench.prompts={validation}"]
+            here += ["bench.prompts_per_domain=1", "measure.kinds=[]"]
+            here += [f"run.threads={self.threads}"]
+            target = self.place.target
+            run_on_target("loop", target, place, *words, *here, experiment="embedded_loop")
+            copy_plain(next((place / "train").glob("*/best")), out)
+            loop = read_json(place / "loop.json")
+            return {
+                "steps": sum(entry["training"]["steps"] for entry in loop["rounds"]),
+                "tokens": loop["spent"]["tokens"],
+                "answers": sum(map(answers_of, loop["rounds"])),
+            }
+
+        return self.once(f"{kind}-{IN_ROUNDS}-{seed}", [words, answers_facts(start)], run)
+
+
+def few_of(start: int) -> int:
+    return max(1, start // FEW)
+
+
+# The report
+
+
+def report(given: argparse.Namespace) -> None:
+    """Train, decode, and write the report after every size and arm of a kind."""
+    sizes = sorted(set(given.sizes))
+    pool = given.pool or max(SIZES[-1], sizes[-1])
+    if sizes[0] < 1 or sizes[-1] > pool:
+        raise UserError(
+            f"--sizes must lie between 1 and the {pool} prompts of --pool; given: {given.sizes}."
+        )
+    work = given.work.resolve()
+    study = Study(PLACES["embedded"], work, given.threads, given.prompts, pool, sizes)
+    content = earlier(given.out)
+    found = {kind: Found() for kind in given.kinds}
+
+    def write(kind: str) -> None:
+        content.setdefault("kinds", {})[kind] = summary(kind, found[kind], sizes)
+        settings = {"seeds": given.seeds, "sizes": sizes, "pool": pool, "passes": PASSES}
+        save(given, content, {**settings, "depth": DEPTH, "beyond": BEYOND}, markdown)
+
+    for size in sizes:
+        for kind in given.kinds:
+            found[kind].curve[size] = study.point(kind, size, given.seeds)
+            write(kind)
+    for arm in (arm for arm in given.arms if len(sizes) >= SIZES_NEEDED.get(arm, 2)):
+        for kind in given.kinds:
+            found[kind].arms[arm] = study.arm(kind, arm, given.seeds)
+            write(kind)
+    print("\n".join(markdown(content)))
+
+
+def summary(kind: str, found: Found, sizes: Sequence[int]) -> Facts:
+    """The entry of a kind: its points, the fits, what doublings bring, and its arms."""
+    curve, arms = found.curve, found.arms
+    measured = [*curve.values(), *arms.values()]
+    draws = drawn([one.totals for one in measured])
+    rows = [
+        {
+            "answers": one.answers,
+            "steps": one.steps,
+            "tokens": one.tokens,
+            "tau": tau,
+            "tau_ci95": interval(resamples),
+        }
+        for one, (tau, resamples) in zip(measured, draws, strict=True)
+    ]
+    points, others = rows[: len(curve)], rows[len(curve) :]
+    entry: Facts = {"overrides": family_overrides(kind), "points": points}
+    if len(curve) < 2:
+        return entry
+    gains = np.stack([[tau, *resamples] for tau, resamples in draws], axis=1) - 1  # [1 + R, rows]
+    amounts = [float(size) for size in curve]
+    able = [form for form in FORMS if form.parameters <= len(amounts)]
+    fits = {form: fit(form, amounts, gains[:, : len(amounts)]) for form in able}
+    form = choose(amounts, list(gains[0, : len(amounts)]))
+    entry["form"] = form.name
+    entry["fits"] = {form.name: fit_facts(curves) for form, curves in fits.items()}
+    entry["doublings"] = [{"answers": size, **doubling(fits[form], size)} for size in curve]
+    entry["arms"] = {}
+    equal = curve.get(sizes[1])
+    for name, row, gain in zip(arms, others, gains[:, len(amounts) :].T, strict=True):
+        assert equal is not None, "sizes come before arms"
+        as_many = sizes[1] * arms[name].tokens / equal.tokens
+        against = compared(arms[name].totals, equal.totals)
+        entry["arms"][name] = {
+            **row,
+            "way": label(name, sizes),
+            "ratio": against["ratio"],
+            "ratio_ci95": against["ratio_ci95"],
+            "as_many_tokens": as_many,
+            **worth(fits[form], gain, amounts, as_many),
+        }
+    return entry
+
+
+def label(arm: str, sizes: Sequence[int]) -> str:
+    """What an arm is, in words."""
+    start, equal, larger = (*sizes, 0)[:3]
+    return LABELS[arm].format(start=start, equal=equal, larger=larger, few=few_of(start))
+
+
+def estimate(values: Floats, name: str) -> Facts:
+    """The first value, that of what was measured, with the interval of the others."""
+    return {name: float(values[0]), f"{name}_ci95": interval(values[1:])}
+
+
+def fit_facts(curves: Curves) -> Facts:
+    """A fit of tau - 1: the first curve is of what was measured, the others of resamples."""
+    facts = estimate(curves.rate, "rate") | {"scale": float(curves.scale[0])}
+    if curves.form.limited:
+        facts |= estimate(curves.limit + 1, "limit_of_tau")
+    return facts | {"squares": float(curves.error[0])}
+
+
+def doubling(curves: Curves, size: float) -> Facts:
+    """The factor on tau - 1 from `size` answers to twice as many."""
+    return estimate(ratios(curves.at(2 * size), curves.at(size)), "factor")
+
+
+def worth(curves: Curves, gain: Floats, amounts: Sequence[float], as_many: float) -> Facts:
+    """The number of answers for which the curves have `gain` [1 + R], within `BEYOND` of what was
+    measured, and its ratio to `as_many`."""
+    bounds = (amounts[0] / BEYOND, amounts[-1] * BEYOND)
+    place = np.clip(curves.where(gain), *bounds)
+    return estimate(place, "worth") | estimate(place / as_many, "worth_ratio")
+
+
+def markdown(content: Facts) -> list[str]:
+    """The lines of data_efficiency.md."""
+    settings, kinds = content["settings"], content["kinds"]
+    points = [
+        [
+            kind,
+            f"{row['answers']:,}",
+            f"{row['steps']:,.0f}",
+            f"{row['tokens']:,.0f}",
+            cell(row["tau"], row["tau_ci95"]),
+            cell(twice["factor"], twice["factor_ci95"]) if twice else "-",
+        ]
+        for kind, entry in kinds.items()
+        for row, twice in zip_longest(entry["points"], entry.get("doublings", []))
+    ]
+    fits = [
+        [
+            kind,
+            f"**{name}**" if name == entry["form"] else name,
+            cell(found["rate"], found["rate_ci95"]),
+            limit_cell(found),
+            f"{found['squares']:.2g}",
+        ]
+        for kind, entry in kinds.items()
+        for name, found in entry.get("fits", {}).items()
+    ]
+    arms = [
+        [
+            kind,
+            row["way"],
+            f"{row['answers']:,}",
+            f"{row['tokens']:,.0f}",
+            cell(row["tau"], row["tau_ci95"]),
+            cell(row["ratio"], row["ratio_ci95"]),
+            cell(row["worth"], row["worth_ci95"], ",.0f"),
+            cell(row["worth_ratio"], row["worth_ratio_ci95"]),
+        ]
+        for kind, entry in kinds.items()
+        for row in entry.get("arms", {}).values()
+    ]
+    return [
+        "# Answers against tau",
+        "",
+        f"Trainings on the first answers of {settings['pool']:,} to different prompts of the "
+        f"embedded target, {settings['passes']} passes each, {len(settings['seeds'])} seeds; "
+        f"chains of {settings['depth']} at temperature 0 on {settings['prompts']} prompts that no "
+        "training saw. Intervals: 95% bootstrap over prompts and seeds. A doubling is the factor "
+        "on tau - 1 from so many answers to twice as many, by the form of the curve that is "
+        f"printed bold below. Made by `{content['command']}`; all figures: data_efficiency.json.",
+        "",
+        *markdown_table(
+            ["kind", "answers", "steps", "training tokens", "tau", "a doubling"], points
+        ),
+        "",
+        "tau - 1 = scale x answers^rate (power), or the same below a limit (saturating):",
+        "",
+        *markdown_table(["kind", "form", "rate", "limit of tau", "squares left"], fits),
+        "",
+        "Other ways to spend the training tokens of the second size. The ratio of (tau - 1) is to "
+        "that size's own trainings; worth: the answers for which the curve has this tau, at most "
+        f"{settings['beyond']:g} times as many as were measured, and the same over the answers "
+        "whose passes have as many training tokens.",
+        "",
+        *markdown_table(
+            [
+                "kind",
+                "trained on",
+                "different answers",
+                "training tokens",
+                "tau",
+                "(tau - 1) ratio",
+                "worth, answers",
+                "over equal tokens",
+            ],
+            arms,
+        ),
+        "",
+    ]
+
+
+def limit_cell(found: Facts) -> str:
+    """The limit of tau of a fit; a dash for a form without one."""
+    if "limit_of_tau" not in found:
+        return "-"
+    return cell(found["limit_of_tau"], found["limit_of_tau_ci95"])
+
+
+main = command(
+    report,
+    kinds=some_of(KINDS),
+    arms=some_of(ARMS),
+    sizes={"nargs": "+", "type": int, "default": SIZES, "help": "numbers of answers"},
+    seeds={"nargs": "+", "type": int, "default": SEEDS},
+    pool=(0, "different prompts, of which sizes are the first; 0: 30000 or the largest size"),
+    **options_of_bench("data_efficiency"),
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

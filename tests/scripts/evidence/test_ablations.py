@@ -1,0 +1,72 @@
+"""The report on ablations, on the smallest target: its rows, what it keeps, what it trains again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
+from scripts.evidence import ablations, small_targets
+from scripts.evidence.ablations import RECIPE, SHARED, STUDIES
+from scripts.evidence.small_targets import PLACES
+from tests.scripts.evidence.places import micro_place
+
+
+def test_every_arm_composes() -> None:
+    for study, arms in STUDIES.items():
+        assert next(iter(arms)) == RECIPE
+        for arm, own in arms.items():
+            words = [*SHARED, *arms[RECIPE], *(own if arm != RECIPE else ())]
+            words = [word.format(last=1) for word in words]
+            assert load_settings(STAGES["train"], words).choices["head"] == study
+
+
+@pytest.mark.slow
+def test_the_report_on_the_smallest_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLACES, "embedded", micro_place(tmp_path))
+    monkeypatch.setattr(ablations, "DEPTH", 2)
+    arms = {RECIPE: ["head=eagle3", "optim.lr=1e-2"], "slow": ["optim.lr=1e-9"]}
+    monkeypatch.setitem(STUDIES, "eagle3", arms)
+    trained: list[str] = []
+    run = small_targets.run_on_target
+
+    def note(stage: str, *given: object, **more: object) -> None:
+        trained.append(stage)
+        run(stage, *given, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(small_targets, "run_on_target", note)
+    written: list[int] = []
+    save = small_targets.write_report
+
+    def count(stem: Path, content: dict[str, list[object]], lines: list[str]) -> None:
+        written.append(len(content["rows"]))
+        save(stem, content, lines)
+
+    monkeypatch.setattr(small_targets, "write_report", count)
+    out = tmp_path / "report"
+    words = ["--targets", "embedded", "--studies", "eagle3", "--seeds", "0", "--prompts", "1"]
+    words += ["--threads", "1", "--work", str(tmp_path / "work"), "--out", str(out)]
+    assert ablations.main(words) == 0
+    assert trained == ["train"] * 2
+    assert written == [1, 2]  # after every arm
+    content = json.loads(out.with_suffix(".json").read_text())
+    recipe, slow = content["rows"]
+    assert (recipe["arm"], slow["arm"]) == (RECIPE, "slow")
+    for figures in recipe["figures"].values():  # the recipe against itself
+        assert figures["ours"]["tau"] == figures["theirs"]["tau"] >= 1
+        assert figures["ratio"] == (1 if figures["ours"]["tau"] > 1 else 0)
+    assert slow["overrides"][-1] == "optim.lr=1e-9"
+    assert "--studies eagle3" in content["command"]
+    page = out.with_suffix(".md").read_text()
+    assert f"Made by `{content['command']}`" in page and "| embedded | eagle3 | slow |" in page
+    assert ablations.main(words) == 0
+    assert len(trained) == 2  # both were kept
+    monkeypatch.setitem(arms, "slow", ["optim.lr=1e-8"])
+    assert ablations.main(words) == 0
+    assert len(trained) == 3  # a changed recipe is trained
+    again = json.loads(out.with_suffix(".json").read_text())["rows"]
+    assert [row["arm"] for row in again] == [RECIPE, "slow"]
+    assert again[1]["overrides"][-1] == "optim.lr=1e-8"

@@ -1,0 +1,156 @@
+"""The report on answers and tau: known curves are told as they are, arms are placed on them, and the
+command runs on the smallest target, again from what is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference.measure.metrics import Totals
+from scripts.evidence import answer_sets, data_efficiency, small_targets
+from scripts.evidence.data_efficiency import ARMS, Found, Measured, markdown, summary
+from scripts.evidence.small_targets import PLACES
+from tests.scripts.evidence.places import micro_place
+
+SIZES = [1_000, 3_000, 10_000, 30_000]
+
+
+def drafters(tau: float, seeds: int = 3) -> list[Totals]:
+    """Drafters that have one tau on all prompts but for a factor of each prompt and seed."""
+    random = np.random.default_rng(1)
+    passes = random.integers(20, 60, 48).astype(float)
+    found = []
+    for factor in np.linspace(0.97, 1.03, seeds):
+        gain = (tau - 1) * factor * random.uniform(0.9, 1.1, len(passes))
+        nothing = np.zeros(len(passes))
+        names = [str(number) for number in range(len(passes))]
+        sums = (passes * (1 + gain), passes, nothing, nothing, np.zeros((len(passes), 1)))
+        found.append(Totals(names, ["one"] * len(names), *sums, seconds={}))
+    return found
+
+
+def trained(answers: int, tau: float, tokens: float) -> Measured:
+    return Measured(answers, tokens / 1000, tokens, drafters(tau))
+
+
+def growing(size: float) -> float:
+    """tau of a power law."""
+    return 1 + 0.1 * size**0.25
+
+
+def bounded(size: float) -> float:
+    """tau below 3.5."""
+    return 1 + 2.5 - 30 * size**-0.5
+
+
+def found_on(curve: Any, **arms: Measured) -> Found:
+    points = {size: trained(size, curve(size), 340.0 * size) for size in SIZES}
+    return Found(points, arms)
+
+
+def test_a_power_law_and_what_its_doublings_bring() -> None:
+    entry = summary("eagle3", found_on(growing), SIZES)
+    assert entry["form"] == "power"
+    rate, (low, high) = entry["fits"]["power"]["rate"], entry["fits"]["power"]["rate_ci95"]
+    assert rate == pytest.approx(0.25, abs=0.01)
+    assert low < rate < high
+    assert [one["answers"] for one in entry["doublings"]] == SIZES
+    for one in entry["doublings"]:
+        assert one["factor"] == pytest.approx(2**0.25, abs=0.01)
+        assert one["factor_ci95"][0] < one["factor"] < one["factor_ci95"][1]
+
+
+def test_a_curve_that_saturates_has_a_limit_and_smaller_doublings() -> None:
+    entry = summary("eagle3", found_on(bounded), SIZES)
+    assert entry["form"] == "saturating"
+    assert entry["fits"]["saturating"]["limit_of_tau"] == pytest.approx(3.5, abs=0.1)
+    factors = [one["factor"] for one in entry["doublings"]]
+    assert factors == sorted(factors, reverse=True)
+    assert factors[0] == pytest.approx((bounded(2_000) - 1) / (bounded(1_000) - 1), abs=0.02)
+
+
+@pytest.mark.parametrize("curve", [growing, bounded])
+def test_arms_are_placed_where_the_curve_has_their_tau(curve: Any) -> None:
+    arms = {
+        "flattest": trained(3_000, curve(6_000), 340.0 * 3_000),
+        "repeated": trained(1_000, curve(1_500), 340.0 * 3_000),
+        "rounds": trained(3_000, curve(3_000), 340.0 * 1_500),
+        "branches": trained(3_000, 9.0, 340.0 * 3_000),
+    }
+    entry = summary("eagle3", found_on(curve, **arms), SIZES)
+    found = entry["arms"]
+    assert found["flattest"]["worth"] == pytest.approx(6_000, rel=0.03)
+    assert found["flattest"]["worth_ratio"] == pytest.approx(2, rel=0.03)
+    low, high = found["flattest"]["worth_ratio_ci95"]
+    assert low < found["flattest"]["worth_ratio"] < high
+    assert found["repeated"]["worth_ratio"] == pytest.approx(0.5, rel=0.03)
+    assert found["repeated"]["ratio"] == pytest.approx(
+        (curve(1_500) - 1) / (curve(3_000) - 1), rel=0.02
+    )
+    assert found["rounds"]["as_many_tokens"] == pytest.approx(1_500)
+    assert found["rounds"]["worth_ratio"] == pytest.approx(2, rel=0.03)
+    assert found["branches"]["worth"] == 10 * SIZES[-1]
+    assert found["repeated"]["way"] == "1,000 answers, passed more often"
+
+
+def test_the_page_shows_a_kind_whatever_is_known_of_it() -> None:
+    settings = {"pool": 30_000, "passes": 2, "seeds": [0], "depth": 7, "prompts": 48, "beyond": 10}
+    content: dict[str, Any] = {"settings": settings, "command": "a command", "kinds": {}}
+    one = Found({1_000: trained(1_000, 1.5, 3.4e5)})
+    content["kinds"]["first"] = summary("eagle3", one, SIZES)
+    page = "\n".join(markdown(content))
+    assert "| first | 1,000 | 340 | 340,000 | 1.5" in page and page.count("| first |") == 1
+    arms = {"repeated": trained(1_000, growing(1_500), 1.02e6)}
+    content["kinds"]["first"] = summary("eagle3", found_on(growing, **arms), SIZES)
+    page = "\n".join(markdown(content))
+    assert page.count("| first |") == len(SIZES) + 2 + 1
+    assert "| first | **power** | 0.25 [" in page
+    assert "| first | 1,000 answers, passed more often | 1,000 | 1,020,000 |" in page
+    assert "Made by `a command`" in page
+
+
+@pytest.mark.slow
+def test_the_command_on_the_smallest_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PLACES, "embedded", micro_place(tmp_path))
+    monkeypatch.setattr(data_efficiency, "DEPTH", 2)
+    monkeypatch.setattr(data_efficiency, "BRANCHED_DEPTH", 2)
+    out = tmp_path / "report"
+    words = ["--kinds", "eagle3", "--sizes", "6", "12", "18", "--seeds", "0", "--pool", "20"]
+    words += ["--prompts", "1", "--threads", "1", "--work", str(tmp_path / "work")]
+    words += ["--out", str(out)]
+    assert data_efficiency.main(words) == 0
+    content = json.loads(out.with_suffix(".json").read_text())
+    assert "--sizes 6 12 18" in content["command"]
+    entry = content["kinds"]["eagle3"]
+    assert [row["answers"] for row in entry["points"]] == [6, 12, 18]
+    steps = [row["steps"] for row in entry["points"]]
+    assert steps == sorted(steps)
+    assert [*entry["arms"]] == [*ARMS]
+    for name, arm in entry["arms"].items():
+        if name != "rounds":  # whose rounds take whole steps each
+            assert arm["steps"] == steps[1]
+    assert entry["arms"]["repeated"]["answers"] == 6
+    assert entry["arms"]["flattest"]["answers"] == 12
+    assert entry["arms"]["variations"]["answers"] == 12
+    assert entry["arms"]["rounds"]["answers"] == 18
+    page = out.with_suffix(".md").read_text()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("done again")
+
+    for module, name in (
+        (small_targets, "run_on_target"),
+        (small_targets, "decode_totals"),
+        (answer_sets, "run_on_target"),
+        (data_efficiency, "run_on_target"),
+    ):
+        monkeypatch.setattr(module, name, refuse)
+    assert data_efficiency.main(words) == 0
+    assert out.with_suffix(".md").read_text() == page
+    assert data_efficiency.main([*words, "--sizes", "6", "21"]) == 2
