@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from heads.api.checkpoint import (
+    WEIGHTS_FILE,
     build_config,
     build_drafter,
     load_weights,
