@@ -113,7 +113,8 @@ class Updates:
             tensors[f"{_LAYER}{layer}{_UP}"] = up.detach().cpu().contiguous()
         content = peft_config(base, self.rank, self.alpha, sorted(self.layers), None)
         partial = folder / (ADAPTER_WEIGHTS + ".partial")
-        save_file(tensors, str(partial), {"format": "pt", "base_sha256": base_sha256})
+        # one entry alone: safetensors writes several in any order
+        save_file(tensors, str(partial), {"base_sha256": base_sha256})
         os.replace(partial, folder / ADAPTER_WEIGHTS)
         partial = folder / (ADAPTER_CONFIG + ".partial")
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -12,12 +12,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from heads.api.checkpoint import weights_file
 from heads.api.errors import UserError
 from inference.export.hub.config import DRAFTER
 from inference.export.hub.folder import Sources
 from inference.export.hub.push import push
 from inference.folders import EXPORT_FILE
-from inference.manifest import checkpoint_hash
+from inference.manifest import file_sha256
 from inference.report.model import read_report
 from scripts.config.schema import Settings
 from scripts.run.drafters import choose
@@ -44,7 +45,7 @@ def run(settings: Settings) -> None:
 
 def reports_of(checkpoint: Path, folders: list[Path]) -> list[Path]:
     """The reports that measured these very weights; all, for the refusal, when none did."""
-    digest = checkpoint_hash(checkpoint)
+    digest = file_sha256(weights_file(checkpoint))
     fitting = [
         folder
         for folder in folders
