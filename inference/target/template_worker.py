@@ -5,9 +5,9 @@ A template is code of whoever made the tokenizer. transformers' sandbox keeps it
 Python, but not from running for ever or from taking all memory. Here it can do either only up to a
 limit, and what it could reach is a process without secrets.
 
-Messages are a length of four bytes and JSON, in both directions. Request: template, messages,
-values, marks (whether the spans of `{% generation %}` are wanted). Answer: text and spans, or
-error.
+Messages are a length of four bytes and JSON, in both directions; a length of 0, once, says that the
+process is ready. Request: template, messages, values, marks (whether the spans of `{% generation
+%}` are wanted). Answer: text and spans, or error.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def main() -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers does without, at once
     render = importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template
     limit_memory()
+    answers.write(bytes(LENGTH))
+    answers.flush()
     while (request := receive(requests)) is not None:
         limit_time(seconds)
         answer = respond(render, request)

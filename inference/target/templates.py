@@ -11,12 +11,13 @@ import atexit
 import json
 import os
 import selectors
+import shlex
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,11 +101,13 @@ class Worker:
                 os.close(stream.fileno())
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process and wait until it is ready; raises `UserError` when it cannot be."""
         environment = {name: os.environ[name] for name in KEPT if name in os.environ} | OWN
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        program = [sys.executable, "-P", str(Path(template_worker.__file__)), str(SECONDS)]
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(template_worker.__file__)), str(SECONDS)],
+            self._process = process = subprocess.Popen(
+                program,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -116,7 +119,19 @@ class Worker:
                 f"the process for chat templates cannot be started ({error}). Free memory or "
                 "processes."
             ) from error
-        return self._process
+        try:
+            self._read(process, LENGTH, time.monotonic() + PATIENCE)
+        except BaseException as error:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1)  # its own status, not that of being stopped
+            self.stop()
+            if not isinstance(error, WorkerLostError):
+                raise
+            raise UserError(
+                "the process for chat templates ended as it started, with status "
+                f"{process.returncode}. What it says: `{shlex.join(program)} </dev/null`."
+            ) from error
+        return process
 
     def _read(self, process: subprocess.Popen[bytes], count: int, deadline: float) -> bytes:
         """The next `count` bytes; raises `WorkerLostError` at the end, or at the deadline."""

@@ -87,6 +87,20 @@ def test_a_template_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None
         worker.stop()
 
 
+def test_a_process_that_ends_as_it_starts_is_no_fault_of_the_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = templates.Worker()
+    monkeypatch.setattr(templates.sys, "executable", "/bin/false")
+    with pytest.raises(UserError, match="ended as it started, with status 1.*/bin/false -P"):
+        worker.render({})
+    monkeypatch.undo()
+    try:
+        assert worker.render({"template": "a", "messages": [], "values": {}, "marks": False})
+    finally:
+        worker.stop()
+
+
 def test_values_that_json_has_no_type_for_are_named() -> None:
     assert render("{{ value }} {{ more.a }}", value={1, 2}, more={"a": None}) == "<set> None"
 
