@@ -139,10 +139,10 @@ def test_text_and_acceptance_are_ours(
 ) -> None:
     found = rows[name, batch].to_dict()
     assert found["problems"] == []
-    assert found["identical"] + found["near_ties"] == found["sequences"] == 6
+    assert found["identical"] + found["near_ties"] == found["sequences"] == 12  # two of each domain
     assert found["tau_engine"] == pytest.approx(found["tau_ours"], rel=0.02)
     assert found["tau_ours"] > (1.5 if name in ("distilled", "medusa", "custom") else 1.0)
-    assert found["answers_with_equal_steps"] >= 5
+    assert found["answers_with_equal_steps"] >= 11
 
 
 def test_our_medusa_proposer_does_what_the_engines_own_does(
