@@ -33,7 +33,7 @@ from heads.nn.blocks import Attention, FusingLayer
 from heads.nn.drafting.state import Cached as State
 from heads.nn.feature.base import LayerConfig, layer_shape, layer_weights, unrolled_loss
 from heads.nn.feature.chain import Chain, ChainDrafter
-from heads.nn.feature.parallel import Anchors
+from heads.nn.feature.parallel import AnchoredRows
 from heads.nn.feature.taps import TapConfig, TapDrafter
 from heads.nn.rope import Rope
 
@@ -156,11 +156,12 @@ class Drafter(TapDrafter, ChainDrafter):
         config: Config = self.config
         steps, anchors = config.ttt_steps, None
         if config.num_anchors is not None and steps > 1:
-            anchors = Anchors.sampled(batch, steps, config.num_anchors)
+            anchors = AnchoredRows.sampled(batch, steps, config.num_anchors)
         weights = config.decay ** torch.arange(steps, device=batch.tokens.device)
         unrolled = self.chain.unroll(batch, steps, anchors=anchors)
-        widths, judge = (self.judged_columns, self.info.vocab_size), partial(self.judge, batch)
-        return unrolled_loss(batch, unrolled, widths[0], weights, judge, widths[1], anchors)
+        columns, taught = self.judged_columns, self.info.vocab_size
+        judge = partial(self.judge, batch)
+        return unrolled_loss(batch, unrolled, columns, weights, judge, taught, anchors)
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         self.set_columns()

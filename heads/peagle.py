@@ -39,7 +39,7 @@ from heads.nn.drafting.growth import fill
 from heads.nn.drafting.state import Cached as State
 from heads.nn.drafting.state import run_slots
 from heads.nn.feature.base import layer_shape, sum_by_state
-from heads.nn.feature.parallel import Anchors, anchored_attention
+from heads.nn.feature.parallel import AnchoredRows, anchored_attention
 from heads.nn.feature.taps import TapConfig, TapDrafter
 from heads.nn.rope import Rope, look_up
 
@@ -130,7 +130,7 @@ class Drafter(TapDrafter):
 
     # Training
 
-    def _parallel(self, batch: TrainBatch, anchors: Anchors) -> list[Tensor]:
+    def _parallel(self, batch: TrainBatch, anchors: AnchoredRows) -> list[Tensor]:
         """Normalised outputs of the true rows [B, T, H] and, by depth, mask rows [B, size, H]."""
         assert batch.taps is not None, "peagle needs the target's taps"
         rows, length = batch.tokens.shape
@@ -170,7 +170,7 @@ class Drafter(TapDrafter):
         Positions whose best target token cannot be drafted carry no loss and count as wrong.
         """
         config: Config = self.config
-        anchors = Anchors.dropped(batch, config.depths, config.keep, config.keep_at_least)
+        anchors = AnchoredRows.dropped(batch, config.depths, config.keep, config.keep_at_least)
         outputs = torch.cat([output.flatten(0, 1) for output in self._parallel(batch, anchors)])
         places, wanted = anchors.places(batch, config.depths)
         # of all depths, of the target
@@ -182,7 +182,7 @@ class Drafter(TapDrafter):
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V'] of depths 1..depth with no anchor dropped; see the contract."""
-        outputs = self._parallel(batch, Anchors.everywhere(batch, depth))
+        outputs = self._parallel(batch, AnchoredRows.everywhere(batch, depth))
         return [self.logits(output) for output in outputs]
 
     # Drafting

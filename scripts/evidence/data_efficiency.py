@@ -172,6 +172,7 @@ class Study(Bench):
         words += ["loop.round.checked_answers=0", f"run.seed={seed}", f"sampling.seed={seed}"]
 
         def run(out: Path) -> Facts:
+            """Run the loop, keep its last drafter in `out`, and return what it took."""
             place, validation = self.work / "rounds" / out.parent.name, self.place.validation
             here = ["data=embedded", f"data.path={self.sets.prompts_of(start)}"]
             here += [f"data.{key}={value}" for key, value in TOKEN_ROWS.items()]

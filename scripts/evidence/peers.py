@@ -167,6 +167,7 @@ def compare(contest: Contest, kind: str) -> tuple[list[Facts], Facts]:
 
 
 def table(rows: Sequence[Facts]) -> list[str]:
+    """The lines of the comparison's table, a row for each target, kind, rule and depth."""
     header = [
         "target",
         "kind",

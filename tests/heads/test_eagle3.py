@@ -19,7 +19,7 @@ from heads.api.tree import TokenTree
 from heads.eagle3 import Config, Drafter
 from heads.nn import attention
 from heads.nn.blocks import Attention
-from heads.nn.feature.parallel import Anchors
+from heads.nn.feature.parallel import AnchoredRows
 from inference.parity import check_parity
 from tests.heads.explicit import (
     DOCUMENTS,
@@ -164,7 +164,7 @@ def test_decoding_computes_what_training_did(target: MicroTarget, options: dict)
 
 
 def restricted_loss(
-    target: MicroTarget, drafter: Drafter, batch: TrainBatch, anchors: Anchors
+    target: MicroTarget, drafter: Drafter, batch: TrainBatch, anchors: AnchoredRows
 ) -> tuple[Tensor, list[float], list[float]]:
     """The loss of the full unrolling, its steps behind the first at `anchors` alone, each as often
     as it stands for; by step, the number of predictions and of right ones."""
@@ -220,7 +220,7 @@ def test_the_loss_behind_anchors_is_the_full_unrollings_restricted_to_them(
     batch.seeds = torch.tensor([5, 6])
     if weights:
         batch = weighed(batch)
-    anchors = Anchors.sampled(batch, 3, 4)
+    anchors = AnchoredRows.sampled(batch, 3, 4)
     assert 4 <= int(anchors.kept[0].sum()) <= 8
     expected, counts, right = restricted_loss(target, drafter, batch, anchors)
     output = drafter.loss(batch)

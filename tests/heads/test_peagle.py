@@ -11,7 +11,7 @@ from heads.api.checkpoint import new_drafter
 from heads.api.tree import DynamicShape, TokenTree
 from heads.nn import attention
 from heads.nn.blocks import FusingLayer
-from heads.nn.feature.parallel import Anchors
+from heads.nn.feature.parallel import AnchoredRows
 from heads.peagle import Config, Drafter
 from inference.parity import check_parity
 from tests.heads.explicit import (
@@ -85,7 +85,7 @@ def explicit_output(
 def test_one_pass_equals_plain_causal_sequences(target: MicroTarget, options: dict) -> None:
     drafter = make(target, **options)
     batch = packed_batch(target, drafter.needs, PACKED)
-    outputs = drafter._parallel(batch, Anchors.everywhere(batch, 3))
+    outputs = drafter._parallel(batch, AnchoredRows.everywhere(batch, 3))
     for row, first, document in ((0, 0, DOCUMENTS[0]), (0, 13, DOCUMENTS[1]), (1, 0, DOCUMENTS[2])):
         taps = batch.taps[row, first : first + len(document)]
         for depth, anchor in ((1, 0), (1, 5), (2, 0), (2, 6), (3, 3), (3, len(document) - 2)):
@@ -101,8 +101,8 @@ def test_loss_equals_the_sum_over_kept_anchors(
 ) -> None:
     drafter = make(target, keep=keep, keep_at_least=0.3, decay=0.9, **options)
     batch = packed_batch(target, drafter.needs, PACKED)
-    anchors = Anchors.dropped(batch, 4, keep, 0.3)
-    everywhere = drafter._parallel(batch, Anchors.everywhere(batch, 4))
+    anchors = AnchoredRows.dropped(batch, 4, keep, 0.3)
+    everywhere = drafter._parallel(batch, AnchoredRows.everywhere(batch, 4))
     ids = drafter.d2t + torch.arange(26) if drafter.reduced else torch.arange(41)
     expected, counts = torch.zeros((), dtype=torch.float64), []
     for depth in range(1, 5):
@@ -133,7 +133,7 @@ def test_loss_equals_the_sum_over_kept_anchors(
 def test_anchors_thin_out_with_depth_and_stay_nested(target: MicroTarget) -> None:
     batch = packed_batch(target, make(target).needs, [[list(range(1, 38)) * 3], [DOCUMENTS[0]]])
     batch.seeds = torch.tensor([5, 6])
-    anchors = Anchors.dropped(batch, 6, 0.7, 0.2)
+    anchors = AnchoredRows.dropped(batch, 6, 0.7, 0.2)
     useful = torch.zeros_like(batch.loss_mask)
     for depth in range(2, 7):
         useful |= batch.supervised(depth + 1)
@@ -148,10 +148,10 @@ def test_anchors_thin_out_with_depth_and_stay_nested(target: MicroTarget) -> Non
             assert len(here) == -(-round(share * count, 9) // 1)
             assert set(here.tolist()) <= kept[-1]
             kept.append(set(here.tolist()))
-    again = Anchors.dropped(batch, 6, 0.7, 0.2)
+    again = AnchoredRows.dropped(batch, 6, 0.7, 0.2)
     assert torch.equal(again.order, anchors.order)
     batch.seeds = torch.tensor([7, 8])
-    assert not torch.equal(Anchors.dropped(batch, 6, 0.7, 0.2).order, anchors.order)
+    assert not torch.equal(AnchoredRows.dropped(batch, 6, 0.7, 0.2).order, anchors.order)
 
 
 def test_attention_in_recomputed_chunks_changes_nothing(

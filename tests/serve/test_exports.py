@@ -44,7 +44,8 @@ CUSTOM = "inference.export.vllm_medusa.MedusaProposer"
 
 def exported(kind: str, target: TargetModel, requests: Sequence[Request], folder: Path) -> Path:
     """A fresh drafter that is a little off from where it began, exported for vLLM. Medusa begins
-    with no idea of what is further ahead, so it learns the answers.
+    with no idea of what is further ahead, and EAGLE-3 with a random fusion, so they learn the
+    answers.
     """
     config = get_kind(kind).config_class(**DRAFTERS[kind])
     drafter = new_drafter(kind, config, target.info, target.weights, seed=1)
@@ -56,7 +57,7 @@ def exported(kind: str, target: TargetModel, requests: Sequence[Request], folder
                 * parameter.std(correction=0)
                 * torch.randn(parameter.shape, generator=generator)
             )
-    if kind == "medusa":
+    if kind in ("medusa", "eagle3"):
         teach(drafter, target, requests)
     save_drafter(drafter, folder / "checkpoint", target.info)
     write(target, folder / "checkpoint", folder / "export", "vllm")

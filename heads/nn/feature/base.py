@@ -23,7 +23,7 @@ from heads.api.tree import DraftShape
 from heads.nn import init, losses
 from heads.nn.blocks import LayerShape
 from heads.nn.drafting.plan import PlanCache
-from heads.nn.feature.parallel import Anchors
+from heads.nn.feature.parallel import AnchoredRows
 
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(outputs [K, M, H] of the steps that predict from each state, flat states [M]) -> loss [K, M],
@@ -160,7 +160,7 @@ def unrolled_loss(
     weights: Tensor,
     judge: Judge,
     taught: int = 0,
-    anchors: Anchors | None = None,
+    anchors: AnchoredRows | None = None,
 ) -> LossOutput:
     """Weighted loss of unrolled steps: outputs [B, T, H] each, step k at row t predicting token
     t+k+1; weights [K]; columns: width of the logits that `judge` makes at every step; taught: width

@@ -32,7 +32,7 @@ from heads.nn.drafting.growth import grow
 from heads.nn.drafting.plan import Plan
 from heads.nn.drafting.state import Cached, run_slots
 from heads.nn.feature.base import FeatureDrafter
-from heads.nn.feature.parallel import Anchors, anchored_attention
+from heads.nn.feature.parallel import AnchoredRows, anchored_attention
 from heads.nn.rope import Rope, Rotation, look_up
 
 
@@ -74,7 +74,7 @@ class Chain:
         batch: TrainBatch,
         steps: int,
         feature: Tensor | None = None,
-        anchors: Anchors | None = None,
+        anchors: AnchoredRows | None = None,
     ) -> list[Tensor]:
         """What the LM head reads [B, T, H] at steps k = 1..`steps` to predict token t+k+1 at t.
 

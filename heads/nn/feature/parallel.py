@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 
 from heads.api.batch import TrainBatch
-from heads.nn import anchors, attention, losses
+from heads.nn import attention, losses
+from heads.nn.anchors import Anchors
 
 
 @dataclass(frozen=True)
-class Anchors:
-    """The anchors of mask rows: order [B, A] int64, positions in the row, those of deeper mask rows
-    first; sizes: how many of them mask rows 1, 2, ... have, descending; kept: per depth [B, size]
-    bool, False where a row of the batch has fewer. share [B, A] float: how many anchors each one
-    stands for in a sum; None: itself alone."""
+class AnchoredRows:
+    """Where rows stand behind anchors: order [B, A] int64, positions in the row, those of deeper mask
+    rows first; sizes: how many of them mask rows 1, 2, ... have, descending; kept: per depth [B,
+    size] bool, False where a row of the batch has fewer. share [B, A] float: how many anchors each
+    one stands for in a sum; None: itself alone."""
 
     order: Tensor
     sizes: tuple[int, ...]
@@ -38,7 +39,7 @@ class Anchors:
     share: Tensor | None = None
 
     @classmethod
-    def everywhere(cls, batch: TrainBatch, depths: int) -> Anchors:
+    def everywhere(cls, batch: TrainBatch, depths: int) -> AnchoredRows:
         """Every position at every depth, as drafting would have it."""
         rows, length = batch.tokens.shape
         order = torch.arange(length, device=batch.tokens.device).expand(rows, -1)
@@ -46,7 +47,7 @@ class Anchors:
         return cls(order, (length,) * (depths - 1), (kept,) * (depths - 1))
 
     @classmethod
-    def dropped(cls, batch: TrainBatch, depths: int, keep: float, floor: float) -> Anchors:
+    def dropped(cls, batch: TrainBatch, depths: int, keep: float, floor: float) -> AnchoredRows:
         """A random share max(keep^j, floor) of the useful anchors for mask row j.
 
         Useful is an anchor with a supervised token beyond its own prediction. The numbers are
@@ -68,12 +69,12 @@ class Anchors:
         return cls(order[:, : max(sizes, default=0)], tuple(sizes), tuple(kept))
 
     @classmethod
-    def sampled(cls, batch: TrainBatch, depths: int, most: int) -> Anchors:
+    def sampled(cls, batch: TrainBatch, depths: int, most: int) -> AnchoredRows:
         """Up to `most` of every row's useful anchors for all depths, drawn without repetition, in
         proportion to what the batch says of their roots. Asks the device once; for training only.
         """
         useful, weights = useful_anchors(batch, depths), batch.anchors
-        drawn = anchors.Anchors.sample(useful, most, batch.generators(), weights)
+        drawn = Anchors.sample(useful, most, batch.generators(), weights)
         share = drawn.scale
         if weights is not None:  # a share is without the weight, which the loss multiplies by
             roots = (drawn.last + 1).clamp(max=useful.shape[1] - 1)

@@ -92,7 +92,7 @@ def test_a_process_that_ends_as_it_starts_is_no_fault_of_the_template(
 ) -> None:
     worker = templates.Worker()
     monkeypatch.setattr(templates.sys, "executable", "/bin/false")
-    with pytest.raises(UserError, match="ended as it started, with status 1.*/bin/false -P"):
+    with pytest.raises(UserError, match=r"ended as it started, with status 1.*/bin/false -P"):
         worker.render({})
     monkeypatch.undo()
     try:
