@@ -28,10 +28,10 @@ from heads.nn.anchors import Anchors
 
 @dataclass(frozen=True)
 class AnchoredRows:
-    """Where rows stand behind anchors: order [B, A] int64, positions in the row, those of deeper mask
-    rows first; sizes: how many of them mask rows 1, 2, ... have, descending; kept: per depth [B,
-    size] bool, False where a row of the batch has fewer. share [B, A] float: how many anchors each
-    one stands for in a sum; None: itself alone."""
+    """Where rows stand behind anchors: order [B, A] int64, positions in the row, those of deeper
+    mask rows first; sizes: how many of them mask rows 1, 2, ... have, descending; kept: per depth
+    [B, size] bool, False where a row of the batch has fewer. share [B, A] float: how many anchors
+    each one stands for in a sum; None: itself alone."""
 
     order: Tensor
     sizes: tuple[int, ...]
