@@ -13,6 +13,7 @@ of its own, by which those that outlive a killed main process are noticed.
 from __future__ import annotations
 
 import atexit
+import glob
 import json
 import logging
 import os
@@ -32,7 +33,7 @@ from typing import Any
 from heads.api.config import build
 from heads.api.errors import UserError
 from heads.api.reading import read_object
-from inference.manifest import alive, machine, partial_of
+from inference.manifest import PARTIAL, alive, is_abandoned, machine, partial_of
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ def take(path: Path, own: Writer, silent: float = SILENT_SECONDS) -> Writer | No
         with _alone_here(path.parent):
             for _ in range(_TRIES):
                 if _give_name(mine, path):
+                    _remove_leftovers(path)
                     return None
                 os.utime(mine)
                 found = read(path, now=mine.stat().st_mtime)
@@ -167,6 +169,13 @@ def _give_name(mine: Path, path: Path) -> bool:
         except FileExistsError:
             return False
     return True
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what processes that were killed while they took `path` have left next to it."""
+    for leftover in path.parent.glob(f"{glob.escape(path.name)}.*{PARTIAL}"):
+        if is_abandoned(leftover):
+            leftover.unlink(missing_ok=True)
 
 
 def _put_away(path: Path, dead: Writer) -> None:

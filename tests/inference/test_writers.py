@@ -17,6 +17,7 @@ import pytest
 
 from heads.api.errors import UserError
 from inference import writers
+from inference.manifest import partial_of
 from inference.writers import SILENT_SECONDS, Writer, clear, hold, only_writer, releasing, turn
 from tests import forked
 from tests.waiting import until
@@ -259,6 +260,24 @@ def test_no_process_of_another_launch_joins(
     with pytest.raises(UserError, match="another process writes to"):
         hold(tmp_path)
     writers._give_all_up()
+
+
+def test_what_was_left_by_a_process_killed_while_it_took_a_folder_goes(
+    tmp_path: Path, holder: forked.Process
+) -> None:
+    """The file that it was about to give its name to; one of a living process stays."""
+    out = tmp_path / "run"
+    out.mkdir()
+    mine = partial_of(out / ".writer.json")
+    mine.touch()
+    left = mine.with_name(mine.name.replace(f".{os.getpid()}-", f".{holder.pid}-"))
+    left.touch()
+    with only_writer(out):
+        assert left.exists()
+    holder.kill()
+    holder.wait()
+    with only_writer(out):
+        assert not left.exists() and mine.exists()
 
 
 def test_a_process_that_outlives_its_launch_is_noticed(

@@ -4,6 +4,9 @@ are read."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from inference.manifest import read_manifest, write_manifest
+from inference.manifest import partial_of, read_manifest, write_manifest
 from train.data import packed_file
 from train.data.answers import PartWriter, StoredAnswer, merge_parts
 from train.data.pack import PackedData
@@ -168,6 +171,20 @@ def test_packed_rows_are_kept_beside_the_answers_and_rebuilt_when_damaged(
     assert rows_of(PackedData.from_manifest(tmp_path, INFO, 32)) == expected
     PackedData.from_manifest(tmp_path, INFO, 16)
     assert len(list((tmp_path / "packed").iterdir())) == 2, "another length has rows of its own"
+
+
+def test_what_a_killed_packing_left_goes_with_the_next(tmp_path):
+    generated(tmp_path, [document(10, 3, 1), document(20, 4, 2)])
+    folder = tmp_path / "packed" / "0123456789abcdef"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    living = partial_of(folder)
+    dead = living.with_name(living.name.replace(f".{os.getpid()}-", f".{ended.pid}-"))
+    for path in (living, dead):
+        path.mkdir(parents=True)
+        (path / "tokens.bin").write_bytes(b"half")
+    PackedData.from_manifest(tmp_path, INFO, 8)
+    assert living.is_dir() and not dead.exists()
 
 
 def test_a_folder_that_cannot_be_written_is_packed_elsewhere(tmp_path, monkeypatch, caplog):

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heads.api.reading import read_object
-from inference.folders import discard, put
+from inference.folders import discard, put, sweep
 from inference.manifest import file_entry, file_sha256, partial_of, write_json
 from inference.target.chat import Span
 from train.data.masks import Tokens, mask_of
@@ -189,6 +189,7 @@ def write_packed(folder: Path, documents: Iterable[Document], key: PackKey) -> N
     """Pack documents into `folder`, whole or not at all; of several processes the first wins."""
     extras = key.get("extras", [])
     folder.parent.mkdir(parents=True, exist_ok=True)
+    sweep(folder.parent)  # of processes that were killed while they packed
     building = partial_of(folder)
     building.mkdir()
     try:
