@@ -38,6 +38,7 @@ from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.reading import read_object
+from heads.api.system_errors import explained
 from heads.api.tensors import read_tensors
 from inference.folders import discard, is_temporary, put
 from inference.manifest import file_sha256, safe_path, write_json
@@ -148,7 +149,7 @@ class StateStore:
             paths = [partial / name for name in names]
             return {path.name: (path.stat().st_size, file_sha256(path)) for path in paths}, ""
         except (OSError, SafetensorError) as error:
-            return {}, f"process {rank}: {error}"
+            return {}, f"process {rank}: {explained(error)}"
 
     def _complete(self, partial: Path, final: Path, content: StateContent) -> str:
         """Write state.json and give the folder its name; returns what went wrong."""
@@ -162,7 +163,7 @@ class StateStore:
             for folder in self._folders()[: -self.keep]:
                 discard(folder)
         except OSError as error:
-            return f"process 0: {error}"
+            return f"process 0: {explained(error)}"
         return ""
 
     def _require_written(self, failures: list[str], partial: Path) -> None:
@@ -173,8 +174,8 @@ class StateStore:
             with suppress(OSError):
                 discard(partial)
         raise UserError(
-            f"the state cannot be written to '{self.directory}' ({'; '.join(found[:3])}). Earlier "
-            "states are kept; make room and run the same command again."
+            f"the state cannot be written to '{self.directory}' ({'; '.join(found[:3])}) Earlier "
+            "states are kept; the same command goes on from the last of them."
         )
 
     def newest(self) -> Snapshot | None:

@@ -311,7 +311,11 @@ WATCH = (
     "watch.reference={run}/watch/watch.json",
     "bench.prompts={data}/train.jsonl",  # a reference needs some answers
 )
-STORE = ("features.format=fp32", "features.shard_mib=0.02")
+STORE = (
+    "features.format=fp32",
+    "features.shard_mib=0.02",
+    "features.verify=true",  # else content is checked by who reads it
+)
 SUBJECTS: dict[str, Subject] = {
     subject.name: subject
     for subject in (

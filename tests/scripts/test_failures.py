@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
+from heads.api.system_errors import SPELT, WORDS
 from inference.manifest import write_bytes
 from scripts import cli
 from scripts.run import failures
@@ -65,10 +66,10 @@ def test_what_a_place_refuses_is_told_with_what_to_do(
     assert said.startswith(f"headstart: {words}") and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("number", failures.SPELT)
+@pytest.mark.parametrize("number", SPELT)
 def test_a_library_that_wraps_what_the_disk_refuses_is_understood(number: int) -> None:
     error = raised(RuntimeError(f"I/O error: {os.strerror(number)} (os error {number})"))
-    assert failures.WORDS[number][0] in str(failures.complaint(error))
+    assert WORDS[number][0] in str(failures.complaint(error))
 
 
 LIMITED = """

@@ -127,6 +127,12 @@ def test_a_drafter_fits_the_changed_target_again_and_the_cost_is_told(
     assert Path("outputs/refresh/refresh/refresh.json").stat().st_mtime_ns == written
     found = drafters.find("distilled", RunConfig(name="refresh"))
     assert found.checkpoint == new and found.stage_folder == new.parent
+    # Damaged meanwhile, it is not shown as if it were whole.
+    content_of_it = (new / "model.safetensors").read_bytes()
+    (new / "model.safetensors").write_bytes(content_of_it[:-40])
+    capsys.readouterr()
+    assert main(command(place)) == 2
+    assert "model.safetensors" in capsys.readouterr().err
 
 
 def test_what_the_target_changed_by_is_carried_over(place: Path, in_folder: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import train.state as state
 from heads.api.errors import UserError
@@ -196,7 +197,9 @@ def test_a_state_that_cannot_be_written_leaves_the_one_before(
         state, "save_random_state" if obstacle == "random_state" else "write_json", full
     )
     with pytest.raises(
-        UserError, match=r"cannot be written to .*No space left on device.* Earlier states are kept"
+        UserError,
+        match=r"cannot be written to .*the disk is full .*No space left on device.*Free some space.*"
+        r" Earlier states are kept",
     ):
         states.save(4, engine, {}, RUN)
     monkeypatch.undo()
@@ -204,6 +207,19 @@ def test_a_state_that_cannot_be_written_leaves_the_one_before(
     assert found is not None
     assert found.step == 2
     assert [path.name for path in states.directory.iterdir()] == ["step_00000002"]
+
+
+def test_a_limit_that_safetensors_meets_is_told_from_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, engine = store(tmp_path), trained()
+
+    def limited(*arguments: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: File too large (os error 27)")
+
+    monkeypatch.setattr(state, "_save_tensors", limited)
+    with pytest.raises(UserError, match=r"larger than the system allows .*ulimit -f"):
+        states.save(2, engine, {}, RUN)
 
 
 def test_no_file_is_a_pickle(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from train.data.config import DataConfig, SourceConfig
 from train.data.dedup.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
 from train.data.dedup.shingles import SIGNATURE, band_keys, normalise, signature, whole
 from train.data.held_out import Findings, HeldOutIndex, add_finding
+from train.data.parquet import readable
 from train.data.reserve import UNUSABLE, Fits, StoredRows, conversation_of, reserve
 from train.data.sources import Mixture, Row, RowContent, SkippedRow, content_hash
 from train.data.tables import local_files
@@ -256,11 +257,17 @@ def load_rows(folder: Path, numbers: Sequence[int]) -> list[Row]:
     found: list[Row] = []
     for first in sorted({number - number % BLOCK for number in numbers}):
         own = sorted(number for number in numbers if first <= number < first + BLOCK)
-        table = pq.read_table(folder / ROWS.format(first // BLOCK))
-        rows = table.take([number - first for number in own]).to_pylist()
+        rows = _block(folder, first).take([number - first for number in own]).to_pylist()
         read = [_row(number, row, KEPT) for number, row in zip(own, rows, strict=True)]
         found += [row for row in read if isinstance(row, Row)]
     return found
+
+
+def _block(folder: Path, first: int) -> pa.Table:
+    """The block of rows that begins with number `first`."""
+    path = folder / ROWS.format(first // BLOCK)
+    with readable(path, REMOVE):
+        return pq.read_table(path)
 
 
 def read_rows(
@@ -273,8 +280,7 @@ def read_rows(
         wanted = [index for index in block if index % world == rank and not done[index]]
         if not wanted:
             continue
-        table = pq.read_table(folder / ROWS.format(first // BLOCK))
-        rows = table.take([index - first for index in wanted]).to_pylist()
+        rows = _block(folder, first).take([index - first for index in wanted]).to_pylist()
         for index, row in zip(wanted, rows, strict=True):
             yield _row(index, row, int(verdict[index]))
 
@@ -353,7 +359,9 @@ def _cut(path: Path, size: int) -> None:
 def _fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(folder.glob("rows-*.parquet")):
-        for row in pq.read_table(path, columns=["id", "domain", "hash"]).to_pylist():
+        with readable(path, REMOVE):
+            rows = pq.read_table(path, columns=["id", "domain", "hash"]).to_pylist()
+        for row in rows:
             digest.update(_utf8(f"{row['id']}\0{row['domain']}\0{row['hash']}\n"))
     return digest.hexdigest()
 

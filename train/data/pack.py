@@ -37,6 +37,7 @@ from train.data import packed_file
 from train.data.answers import PACKED, SHARD_SCHEMA, Watch, ignore, read_answers
 from train.data.masks import require_supervised
 from train.data.packed_file import Document
+from train.data.parquet import readable
 
 logger = logging.getLogger(__name__)
 
@@ -203,8 +204,9 @@ def require_domains(shards: Sequence[Path], domains: Sequence[str]) -> None:
     """Raise `UserError` for a domain of which the shards hold no answer."""
     known: set[str] = set()
     for path in shards if domains else ():
-        if "domain" in pq.read_schema(path).names:
-            known |= set(pq.read_table(path, columns=["domain"]).column("domain").to_pylist())
+        with readable(path):
+            if "domain" in pq.read_schema(path).names:
+                known |= set(pq.read_table(path, columns=["domain"]).column("domain").to_pylist())
     for domain in domains:
         if domain not in known:
             raise UserError(
@@ -287,10 +289,14 @@ def _weights(
 
 def _batches(path: Path, extras: Sequence[str], domains: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """The rows of a shard, of some domains (empty: all), `BATCH_ROWS` and less at a time."""
-    try:
-        file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise UserError(f"'{path}' is not a shard of `headstart generate`: {error}") from error
+    with readable(path), pq.ParquetFile(path) as file:
+        yield from _columns(path, file, extras, domains)
+
+
+def _columns(
+    path: Path, file: pq.ParquetFile, extras: Sequence[str], domains: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
+    """`_batches` of an open shard."""
     schema = file.schema_arrow
     for name in ("tokens", "spans"):
         if name not in schema.names or schema.field(name).type != SHARD_SCHEMA.field(name).type:

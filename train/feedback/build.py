@@ -53,6 +53,7 @@ from train.data.answers import (
 )
 from train.data.masks import mask_of
 from train.data.pack import checked_shards
+from train.data.parquet import readable
 from train.feedback.config import FeedbackConfig
 from train.feedback.evidence import TokenEvidence, VerificationRecords, evidence_of
 from train.feedback.weights import Weighing, WeightTotals, replay_mask
@@ -142,12 +143,13 @@ class AnswerSource:
     def _answers(self) -> Iterator[AnswerRow]:
         assert self.answers is not None
         for entry in read_answers(self.answers)["shards"]:
-            file = pq.ParquetFile(verify_file(self.answers, entry))
-            known = [name for name in SHARD_SCHEMA.names if name in file.schema_arrow.names]
-            for batch in file.iter_batches(batch_size=SHARD_ROWS, columns=known):
-                for row in batch.to_pylist():
-                    whole = {name: row.get(name) for name in SHARD_SCHEMA.names}
-                    yield cast(AnswerRow, whole | {"parts": row.get("parts") or []})
+            path = verify_file(self.answers, entry)
+            with readable(path), pq.ParquetFile(path) as file:
+                known = [name for name in SHARD_SCHEMA.names if name in file.schema_arrow.names]
+                for batch in file.iter_batches(batch_size=SHARD_ROWS, columns=known):
+                    for row in batch.to_pylist():
+                        whole = {name: row.get(name) for name in SHARD_SCHEMA.names}
+                        yield cast(AnswerRow, whole | {"parts": row.get("parts") or []})
 
     def _sequences(self, info: TargetInfo) -> Iterator[AnswerRow]:
         assert self.records is not None

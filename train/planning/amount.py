@@ -11,6 +11,7 @@ import pyarrow.parquet as parquet
 from typing_extensions import TypedDict
 
 from heads.api.reading import read_object, require_fit
+from train.data.parquet import readable
 
 ASSUMED_ROWS = 100_000
 """Prompts of a dataset that is not on this machine and has no data.limit: an assumption."""
@@ -79,5 +80,6 @@ def rows_of(path: Path) -> int:
         with path.open("rb") as lines:
             return sum(bool(line.strip()) for line in lines)
     if path.suffix == ".parquet" and path.is_file():
-        return int(parquet.read_metadata(path).num_rows)
+        with readable(path, "Check the file."):
+            return int(parquet.read_metadata(path).num_rows)
     return 0

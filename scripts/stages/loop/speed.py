@@ -26,6 +26,7 @@ from inference.target.model import TargetModel
 from scripts.config.schema import Settings
 from scripts.stages.loop.facts import SPEED_FILE, HelpedGeneration
 from train.data.answers import read_answers
+from train.data.parquet import readable
 
 
 def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGeneration:
@@ -73,7 +74,9 @@ def sample(
     answers: list[list[int]] = []
     at = 0
     for shard in shards:
-        table = pq.read_table(generated / shard["file"], columns=["tokens", "spans", "seed"])
+        path = generated / shard["file"]
+        with readable(path):
+            table = pq.read_table(path, columns=["tokens", "spans", "seed"])
         own = [place - at for place in sorted(wanted) if at <= place < at + len(table)]
         for row in table.take(own).to_pylist():
             (begin, end), tokens = row["spans"][0], row["tokens"]

@@ -17,6 +17,7 @@ from typing import Any
 from heads.api.checkpoint import CONFIG_FILE, read_config, weights_file
 from heads.api.errors import UserError
 from inference.folders import RUN_FILE
+from inference.integrity import require_unchanged
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
@@ -44,13 +45,14 @@ def run(settings: Settings) -> None:
         )
     files = [old.folder / CONFIG_FILE, weights_file(old.folder)]
     folder = open_folder(settings, settings.run.directory / "refresh", files)
-    if not folder.complete:
+    if not folder.skip():
         prepare_process(settings.run)
         record = refresh(settings, old, out, folder.path / SECONDS_FILE, folder.session)
         if is_main_process():
             record.write(folder.path)
         folder.finish()
     if is_main_process():
+        require_unchanged(out / "best")
         say(RefreshRecord.read(folder.path).summary())
 
 

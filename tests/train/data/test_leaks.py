@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from heads.api.errors import UserError
 from inference.manifest import file_entry, write_manifest
 from inference.measure.prompts import Prompt
 from inference.target.chat import render_conversation
@@ -84,6 +85,16 @@ def test_token_prompts_and_several_folders_are_compared(tmp_path, tokenizer):
     prompts = [Prompt("t", "x", tokens=tuple(tokens[:start])), Prompt("u", "x", tokens=(5, 6, 7))]
     found = find_leaks(prompts, folders, tokenizer)
     assert (found.rows, found.all) == (2, {"t"})
+
+
+@pytest.mark.parametrize("share", [0.3, 0.98])
+def test_a_cut_shard_is_named(tmp_path, tokenizer, share):
+    folder = trained(tmp_path / "a", tokenizer, ask(text(1), "Yes."))
+    (shard,) = (folder / "shards").iterdir()
+    content = shard.read_bytes()
+    shard.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(UserError, match=r"shard-00000.parquet' is damaged .*generate` again"):
+        find_leaks([Prompt("p", "x", messages=ask(text(1)))], [folder], tokenizer)
 
 
 def test_plain_text_that_was_learned_as_a_whole_is_found(tmp_path, tokenizer):

@@ -22,6 +22,7 @@ from inference.target.chat import closing_ids
 from train.data.answers import read_answers
 from train.data.dedup.overlap import SAMPLE, Asked, PromptIndex, joined
 from train.data.dedup.shingles import Bytes, normalise, whole
+from train.data.parquet import readable
 
 NEAR_SHARE = 0.8
 """Share of a prompt's own text that makes a row a near repeat; as `data.near_share`."""
@@ -66,7 +67,7 @@ def find_leaks(prompts: Sequence[Prompt], folders: Sequence[Path], tokenizer: An
 
 def rows_of(path: Path) -> Iterator[tuple[list[int], list[list[int]], list[int]]]:
     """Tokens, answer spans and beginnings of later documents of a shard's rows."""
-    with pq.ParquetFile(path) as file:
+    with readable(path), pq.ParquetFile(path) as file:
         names = [name for name in ("tokens", "spans", "parts") if name in file.schema_arrow.names]
         for batch in file.iter_batches(ROWS, columns=names):
             for row in batch.to_pylist():
