@@ -116,6 +116,151 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
 """Families that are held against their own forward pass and greedy loop in test_families.py
 only."""
 ALL_FAMILIES = FAMILIES | MORE_FAMILIES
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+KIMI = {
+    **DELTA,
+    **LATENT,
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "v_head_dim": 8,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "num_local_experts": 4,
+    "topk_group": 1,
+    **EXPERTS,
+}
+SSD = {
+    "num_hidden_layers": 4,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+SCAN = {"mamba_d_state": 6, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4}
+CONVOLUTIONS = {
+    "num_hidden_layers": 4,
+    "conv_L_cache": 3,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "tie_word_embeddings": True,
+}
+WITHOUT_ATTENTION = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "state_size": 6,
+    "num_hidden_layers": 3,
+    "conv_kernel": 4,
+    "expand": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        **DELTA,
+        **EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+    },
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {
+        **DELTA,
+        **EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+    },
+    "olmo_hybrid": {**DELTA, "head_dim": None, "linear_num_value_heads": 2},
+    "kimi_linear": {**KIMI, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "bailing_hybrid": {**KIMI, "n_group": 1},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "mamba", "attention"],
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "ssm_state_size": 6,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "conv_kernel": 4,
+        "chunk_size": 8,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 16,
+        "time_step_min": 1e-4,
+        **EXPERTS,
+    },
+    "falcon_h1": {**SSD, "mamba_d_ssm": 64, "head_dim": 8},
+    "granitemoehybrid": {
+        **SSD,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 32,
+        "layer_types": ["mamba", "mamba", "full_attention", "mamba"],
+        "position_embedding_type": "rope",
+    },
+    "bamba": {**SSD, "attn_layer_indices": [2]},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "mamba_d_state": 6,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_ngroups": 2,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8,
+        "chunk_size": 8,
+        "time_step_min": 1e-4,
+        "num_mem_blocks": 1,
+        "adapter_rank": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    },
+    "jamba": {
+        **SCAN,
+        "num_hidden_layers": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
+    "zamba": {
+        **SCAN,
+        "n_mamba_heads": 2,
+        "num_key_value_heads": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_hidden_layers": 5,
+        "layer_types": ["mamba", "hybrid", "mamba", "hybrid", "mamba"],
+    },
+    "mamba2": {
+        **WITHOUT_ATTENTION,
+        "n_groups": 2,
+        "num_heads": 8,
+        "head_dim": 8,
+        "chunk_size": 8,
+    },
+    "mamba": {**WITHOUT_ATTENTION, "time_step_rank": 4},
+    "falcon_mamba": {**WITHOUT_ATTENTION, "time_step_rank": 4},
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": {
+        **CONVOLUTIONS,
+        **EXPERTS,
+        "num_experts": 4,
+        "num_dense_layers": 1,
+    },
+    "lfm3": {**CONVOLUTIONS, "conv_L_cache": 5, "head_dim": 8},
+}
+"""Families with recurrent layers: test_recurrent.py."""
 LONGROPE = {
     "max_position_embeddings": 256,
     "original_max_position_embeddings": 24,
@@ -140,9 +285,15 @@ class TokenIds:
         return {str(number): number for number in range(VOCAB)}
 
 
-def random_model(family: str = "llama", seed: int = 3, **changes: Any) -> Any:
-    """A random causal LM of a family, float64, with weights wide enough for varied greedy text."""
-    given = {**SMALL, **ALL_FAMILIES[family], **changes}
+def random_model(
+    family: str = "llama", seed: int = 3, recurrent: bool = False, **changes: Any
+) -> Any:
+    """A random causal LM of a family, float64, with weights wide enough for varied greedy text.
+
+    recurrent: with the settings of `RECURRENT_FAMILIES`.
+    """
+    own = RECURRENT_FAMILIES[family] if recurrent else ALL_FAMILIES[family]
+    given = {**({} if "state_size" in own else SMALL), **own, **changes}
     settings = {k: v for k, v in given.items() if v is not None}
     if "n_embd" in settings:
         settings = {
@@ -157,8 +308,8 @@ def random_model(family: str = "llama", seed: int = 3, **changes: Any) -> Any:
         config, attn_implementation="eager", experts_implementation="eager"
     )
     model = model.double().eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and not name.endswith("A_log"):
             parameter.data.normal_(0, 0.25)
     return model.requires_grad_(False)
 
@@ -168,11 +319,12 @@ def random_target(
     seed: int = 3,
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
+    recurrent: bool = False,
     **changes: Any,
 ) -> TargetModel:
     """A random target of a family, ready to decode: the same weights as `random_model` with the
     same arguments."""
-    model = prepare(random_model(family, seed, **changes).to(device=device, dtype=dtype))
+    model = prepare(random_model(family, seed, recurrent, **changes).to(device=device, dtype=dtype))
     switch_attention(model)
     tokenizer = TokenIds()
     return TargetModel(
@@ -181,16 +333,19 @@ def random_target(
 
 
 def plain_texts(
-    requests: Iterable[Request], family: str = "llama", **settings: Any
+    requests: Iterable[Request], family: str = "llama", recurrent: bool = False, **settings: Any
 ) -> dict[int, list[int]]:
     """What a random target of a family writes without a drafter, request by request: what every
     lossless way of decoding must write. Each is computed once."""
-    return dict(_plain_texts(tuple(requests), family, tuple(settings.items())))
+    return dict(_plain_texts(tuple(requests), family, recurrent, tuple(settings.items())))
 
 
 @cache
-def _plain_texts(requests: tuple[Request, ...], family: str, settings: Any) -> Any:
-    engine = Engine(random_target(family), None, DecodeConfig(**dict(settings)))
+def _plain_texts(
+    requests: tuple[Request, ...], family: str, recurrent: bool, settings: Any
+) -> Any:
+    target = random_target(family, recurrent=recurrent)
+    engine = Engine(target, None, DecodeConfig(**dict(settings)))
     return {done.request.index: done.tokens for done in engine.run(requests)}
 
 

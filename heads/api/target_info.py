@@ -36,6 +36,7 @@ class TargetInfo:
     hidden_size: int
     num_layers: int
     num_attention_heads: int
+    """Of a model without attention: those that its drafters get."""
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int

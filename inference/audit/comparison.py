@@ -191,21 +191,28 @@ class _Replay:
     @torch.no_grad()
     def single_steps(self) -> Iterator[Tensor]:
         """Logits [V] before every token of the answer, as plain decoding computes them."""
-        length = torch.tensor([self.prompt], device=self.target.device)
-        row = torch.zeros(1, dtype=torch.int64, device=self.target.device)
-        prompt = self.text[:, : self.prompt]
-        logits, _ = self.target.prefill(self.cache, row, prompt, length, FeatureSpec())
-        yield logits[0]
+        yield self._read(self.prompt)
         for place in range(1, len(self.answer)):
-            yield self._verify(place, 1)
+            yield self._verify(place, 1, commit=True)
 
-    def _verify(self, place: int, width: int) -> Tensor:
+    def _read(self, count: int) -> Tensor:
+        """Logits [V] behind the first `count` tokens of the text, from a fresh prefill of them."""
+        length = torch.tensor([count], device=self.target.device)
+        row = torch.zeros(1, dtype=torch.int64, device=self.target.device)
+        text = self.text[:, :count]
+        logits, _ = self.target.prefill(self.cache, row, text, length, FeatureSpec())
+        return logits[0]
+
+    def _verify(self, place: int, width: int, commit: bool = False) -> Tensor:
         """Logits [V] before answer token `place`, from a pass over the `width` tokens before it."""
         device, before = self.target.device, self.prompt + place - width
         tokens = self.text[:, before : before + width]
         lengths = torch.tensor([before], device=device)
         tree = TokenTree.chain(width - 1, device)
         logits, _, _ = self.target.verify(self.cache, tokens, tree, lengths, before, FeatureSpec())
+        if commit:
+            path, whole = torch.arange(width, device=device)[None], torch.full_like(lengths, width)
+            self.cache.commit(tree, lengths, path, whole - 1, whole)
         return logits[0, -1]
 
     def _at_once(self, place: int) -> Tensor:
@@ -241,7 +248,10 @@ class _Replay:
         found = self.answer[place]
         routes = [self._at_once(place)]
         if place > 1:
-            routes.append(self._verify(place, min(width, place)))
+            width = min(width, place)
+            if self.target.recurrent:  # a state that has moved on does not come back
+                self._read(self.prompt + place - width)
+            routes.append(self._verify(place, width))
         scores = self.scores(logits, place)
         margin = float(scores[expected] - scores[found])
         gap = max(float((route.double() - logits.double()).abs().max()) for route in routes)

@@ -290,7 +290,9 @@ class Engine:
         like, info, dtype = target.weights.embedding, target.info, target.dtype
         state = drafter_state_bytes(self.drafter, self.tree, rows, capacity, info, like)
         kernel = choose(TREE_ATTENTION, target.device, dtype).implementation == "triton"
-        plan = plan_memory(info, dtype, rows, capacity, nodes, state, widest, kernel)
+        plan = plan_memory(
+            *(info, dtype, target.cache_sizes()), rows, capacity, nodes, state, widest, kernel
+        )
         plan.require(free, target.device)
 
     def _capacity(self, requests: list[Request]) -> int:

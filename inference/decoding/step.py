@@ -161,8 +161,9 @@ class Decoder:
             self.limits.observe(proposal, result.accepted, result.rejected, rows.active)
         if self.details:
             result.details = pass_details(proposal, logits, verdict, result.accepted)
-        if not proposal.tree.is_chain:
-            cache.compact(rows.lengths, verdict.path, verdict.accepted)
+        cache.commit(
+            proposal.tree, rows.lengths, verdict.path, verdict.accepted, result.committed
+        )
         self.clock.mark("other")
         if self.drafter is not None:
             accepted = self._seen(proposal, result, verdict.path, rows, seen)

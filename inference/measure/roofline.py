@@ -71,36 +71,40 @@ def probe_bandwidth(
 @dataclass(frozen=True)
 class TargetBytes:
     """Bytes of a target: `weights` that every step reads, `experts` that it reads in part (a token
-    reaches the share `reached` of them), `kv_per_token` of cached text."""
+    reaches the share `reached` of them), `kv_per_token` of cached text, `states` of recurrent
+    layers."""
 
     weights: int
     experts: int
     kv_per_token: int
+    states: int
     reached: float
 
     @classmethod
     def of(cls, target: TargetModel) -> TargetBytes:
         """Count a loaded target."""
-        info, embedding, head = target.info, target.weights.embedding, target.weights.lm_head
+        embedding, head = target.weights.embedding, target.weights.lm_head
         named = dict(target.model.named_parameters())
         experts = sum(value.nbytes for name, value in named.items() if ".experts." in name)
         lookup = 0 if embedding.data_ptr() == head.data_ptr() else embedding.nbytes
         config = target.model.config.get_text_config()
         active = getattr(config, "num_experts_per_tok", 0) or 0
         total = getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0) or 0
-        width = info.num_key_value_heads * info.head_dim * target.dtype.itemsize
+        sizes = target.cache_sizes()
         return cls(
             weights=sum(value.nbytes for value in named.values()) - lookup - experts,
             experts=experts,
-            kv_per_token=2 * info.num_layers * width,
+            kv_per_token=sizes.slot,
+            states=sizes.row,
             reached=divide(active, total),
         )
 
     def step(self, nodes: int, length: float) -> int:
         """Bytes that verifying `nodes` nodes behind `length` cached tokens must read at least
-        (experts: at most)."""
+        (experts: at most). States are read by the verification and by its commit, which writes
+        them."""
         experts = self.experts * min(1.0, nodes * self.reached)
-        return round(self.weights + experts + self.kv_per_token * length)
+        return round(self.weights + experts + self.kv_per_token * length + 3 * self.states)
 
 
 def drafter_bytes(target: TargetModel, arm: Arm, text: Sequence[int]) -> int:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from heads.api.tree import TokenTree
 from inference.kernels.reference.commit import COMPACT
 
 
@@ -40,10 +41,25 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def bytes(self) -> int:
+        """Of one slot."""
+        return self.heads * (self.key_size + self.value_size) * self.dtype.itemsize
+
     @classmethod
     def of(cls, keys: Tensor, values: Tensor) -> LayerShape:
         """The shape behind fresh keys [R, h, T, C] and values [R, h, T, E]."""
         return cls(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """Bytes of a target's cache: per slot of a row (keys and values), per row (recurrent states),
+    and per node of a row while a verification runs (what it would add to the states)."""
+
+    slot: int
+    row: int
+    node: int
 
 
 @dataclass
@@ -208,6 +224,12 @@ class KVCache(Cache):
     def first_rows(self, count: int) -> KVCache:
         """The first `count` rows as a cache in this one's buffers, once layers have seen keys."""
         part = KVCache(len(self.layers), count, self.capacity)
+        self._share_rows(part)
+        return part
+
+    def _share_rows(self, part: KVCache) -> None:
+        """Let `part`, a fresh cache of fewer rows, use this one's keys and values."""
+        count = part.rows
         part.storages.all = [
             Storage(whole.keys[:, :count], whole.values[:, :count]) for whole in self.storages.all
         ]
@@ -216,13 +238,23 @@ class KVCache(Cache):
             if whole.is_initialized:
                 layer.keys, layer.values = whole.keys[:count], whole.values[:count]
                 layer.is_initialized = True
-        return part
 
     def move_row(self, source: int, target: int) -> None:
         """Copy one row's keys and values over another row's."""
         for storage in self.storages.all:
             storage.keys[:, target] = storage.keys[:, source]
             storage.values[:, target] = storage.values[:, source]
+
+    def commit(
+        self, tree: TokenTree, lengths: Tensor, path: Tensor, accepted: Tensor, committed: Tensor
+    ) -> None:
+        """Keep the first `committed` [B] nodes of `path` [B, D+1] of the last verification.
+
+        lengths [B] before it; accepted [B]: entries of the path behind the root that are moved,
+        at least `committed` - 1; all int64. Rows that commit nothing stay as they are.
+        """
+        if not tree.is_chain:
+            self.compact(lengths, path, accepted)
 
     def compact(self, lengths: Tensor, path: Tensor, accepted: Tensor | None = None) -> None:
         """Move the accepted nodes down: slot lengths+path[d] -> slot lengths+d in every layer.

@@ -6,6 +6,7 @@ What cannot be a target is refused by its config, before weights are read.
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -36,7 +37,8 @@ DTYPES = {
 }
 AUTO = "auto"
 _RECURRENT = (
-    "it keeps a recurrent state, which cannot be taken back when drafted tokens are refused"
+    "its recurrent layers are code of their own, whose states cannot be taken back when drafted "
+    "tokens are refused"
 )
 _ALIBI = (
     "its attention adds ALiBi biases in code of its own, which transformers does not let us replace"
@@ -51,10 +53,8 @@ _BIASED = (
 _ENCODER = "it is an encoder-decoder model, and targets are decoder-only"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        "mamba mamba2 falcon_mamba jamba rwkv recurrent_gemma zamba zamba2 bamba qwen3_next "
-        "qwen3_5_text qwen3_5_moe_text falcon_h1 nemotron_h olmo_hybrid kimi_linear "
-        "bailing_hybrid minimax xlstm zaya inkling_text inkling2_text lfm2_moe lfm3 "
-        "qwen4_exp_text".split(),
+        "rwkv recurrent_gemma minimax xlstm zaya inkling_text inkling2_text qwen4_exp_text "
+        "glm5_next_text".split(),
         _RECURRENT,
     ),
     **dict.fromkeys("bloom mpt".split(), _ALIBI),
@@ -69,6 +69,12 @@ REFUSED: dict[str, str] = {
     "doge": _BIASED,
 }
 """Families that cannot be targets, by model_type, and why; see `_objection` too."""
+RECURRENT = frozenset(
+    "qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid kimi_linear bailing_hybrid nemotron_h "
+    "falcon_h1 granitemoehybrid bamba zamba zamba2 jamba mamba mamba2 falcon_mamba lfm2 lfm2_moe "
+    "lfm3".split()
+)
+"""Families whose recurrent layers verify trees of drafts (`inference.target.recurrent`)."""
 _LAYERS: dict[str, str] = {
     **dict.fromkeys(
         "linear_attention mamba conv recurrent hybrid hybrid_sliding".split(), _RECURRENT
@@ -251,6 +257,8 @@ def _objection(config: Any) -> str | None:
         return _ALIBI
     if config.model_type in REFUSED:
         return REFUSED[config.model_type]
+    if config.model_type in RECURRENT:
+        return None
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     return next((_LAYERS[kind] for kind in kinds if kind in _LAYERS), None)
 
@@ -309,8 +317,21 @@ def _is_absent(error: BaseException | None) -> bool:
     return True
 
 
+def cache_argument(decoder: Any) -> str:
+    """What a decoder's forward method calls its cache."""
+    names = inspect.signature(decoder.forward).parameters
+    return "past_key_values" if "past_key_values" in names else "cache_params"
+
+
+def has_attention(config: Any) -> bool:
+    """Whether a text config's model has layers with attention."""
+    return _first(config, "num_attention_heads") is not None
+
+
 def switch_attention(model: Any) -> None:
     """Make every layer call our attention; raises `UserError` where that is impossible."""
+    if not has_attention(model.config.get_text_config()):
+        return
     try:
         model.set_attn_implementation(attention.NAME)
     except (ValueError, NotImplementedError, AttributeError) as error:
@@ -400,12 +421,8 @@ def head_function(
 def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
     """The facts of a loaded target; settles attribute names that families spell differently."""
     text = model.config.get_text_config()
-    hidden, heads = _first(text, "hidden_size"), _first(text, "num_attention_heads")
-    if hidden is None or heads is None:
-        raise UserError(
-            f"a {text.model_type} model cannot be a target: it has no attention heads to verify "
-            "drafts with."
-        )
+    hidden = _first(text, "hidden_size")
+    heads = _first(text, "num_attention_heads", default=max(1, hidden // 64))
     rope = next((part for part in rope_parts(text) if "rope_theta" in part), {})
     return TargetInfo(
         id=config.path,

@@ -1,7 +1,7 @@
 """Whether a batch fits, worked out before anything is allocated.
 
-What a batch takes: the target's cache (2 x layers x heads x head size for every row and slot), the
-drafter's state, and the room that one forward pass needs. The drafter's state is what
+What a batch takes: the target's cache (keys and values for every row and slot, recurrent states for
+every row), the drafter's state, and the room that one forward pass needs. The drafter's state is what
 `Drafter.start` allocates; it is estimated by starting it for one row of few slots, and scaling.
 
 Legend: B rows, S slots.
@@ -21,6 +21,7 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape
 from inference.kernels.reference.attention import workspace_bytes
+from inference.target.kv_cache import CacheSizes
 
 GIB = 1 << 30
 PROBED_SLOTS = (64, 192)
@@ -63,6 +64,7 @@ class MemoryPlan:
 def plan_memory(
     info: TargetInfo,
     dtype: torch.dtype,
+    sizes: CacheSizes,
     rows: int,
     slots: int,
     nodes: int,
@@ -72,16 +74,16 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan for B rows of S slots.
 
-    drafter_state: bytes of the drafter's state for the whole batch; widest: most tokens of one
+    sizes: of the target's cache; drafter_state: bytes of the drafter's state for the whole batch; widest: most tokens of one
     prefill pass of one row; kernel: whether the tree attention kernel runs, which takes scratch
     memory. Activations are bounded by the widest pass: hidden states, MLP and attention of one
     layer, and logits of all nodes.
     """
     size = torch.finfo(dtype).bits // 8
-    cache = 2 * info.num_layers * info.num_key_value_heads * info.head_dim * size * rows * slots
+    cache = rows * (slots * sizes.slot + sizes.row)
     tokens = rows * max(widest, nodes)
     activations = tokens * (4 * info.hidden_size + 3 * info.intermediate_size) * size
-    activations += rows * nodes * info.vocab_size * (size + 4)
+    activations += rows * nodes * (info.vocab_size * (size + 4) + sizes.node)
     if kernel:
         activations += workspace_bytes(rows, info.num_attention_heads, nodes, info.head_dim, slots)
     return MemoryPlan(rows, slots, cache, drafter_state, activations)

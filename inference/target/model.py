@@ -25,12 +25,13 @@ from inference.kernels.packed_linear import pack_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target import loading
 from inference.target.attention import AttentionPlan, attention_plan
-from inference.target.kv_cache import KVCache, LayerShape
+from inference.target.kv_cache import CacheSizes, KVCache, LayerShape
+from inference.target.padding import of_like_length
+from inference.target.recurrent.cache import RecurrentCache
+from inference.target.recurrent.install import install
+from inference.target.recurrent.passes import PackedPass, Pass, PromptPass, TreePass, running
+from inference.target.recurrent.states import Key, StateShape
 from inference.target.taps import Seen, Taps, find_decoder, find_layers
-
-PADDING = 512
-"""Most padded positions of prompts that are read together. They take as long as tokens do; another
-pass takes another look at the weights."""
 
 
 class TargetModel:
@@ -49,6 +50,9 @@ class TargetModel:
         self.decoder.warn_if_padding_and_no_attention_mask = lambda *args, **kwargs: None
         # of the layers, once a cache has seen their keys
         self._cache_shapes: tuple[LayerShape | None, ...] | None = None
+        self._state_shapes: dict[Key, StateShape] = {}
+        self.recurrent = install(model) > 0
+        self._cache_name = loading.cache_argument(self.decoder)
         pack_linears(model)
 
     @classmethod
@@ -74,15 +78,16 @@ class TargetModel:
         plan: AttentionPlan,
         cache: KVCache | None,
         taps: tuple[int, ...],
+        now: Pass | None,
     ) -> Seen:
         self.taps.want(taps)
-        with attention_plan(plan):
+        with attention_plan(plan), running(now):
             out = self.decoder(
                 input_ids=tokens,
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=cache is not None,
                 return_dict=True,
+                **{self._cache_name: cache},
             )
         return self.taps.read(out.last_hidden_state)
 
@@ -107,12 +112,29 @@ class TargetModel:
             causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
             allowed = (segments[:, :, None] == segments[:, None, :]) & causal
             plan = AttentionPlan(allowed, False, positions, positions)
-        seen = self._run(tokens, positions, plan, None, needs.taps)
+        now = PackedPass.of(segments) if self.recurrent else None
+        seen = self._run(tokens, positions, plan, None, needs.taps, now)
         return seen.taps, (seen.last_hidden if needs.last_hidden or needs.logits else None)
+
+    def cache_sizes(self) -> CacheSizes:
+        """What a cache takes; reads one token if none was read before."""
+        if self._cache_shapes is None:
+            token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            self.prefill(self.new_cache(1, 1), token[0], token, token[0] + 1, FeatureSpec())
+        assert self._cache_shapes is not None
+        states = self._state_shapes.values()
+        return CacheSizes(
+            slot=sum(shape.bytes for shape in self._cache_shapes if shape is not None),
+            row=sum(shape.bytes for shape in states),
+            node=sum(shape.node_bytes for shape in states),
+        )
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` sequences of at most `capacity` slots."""
-        return KVCache(self.info.num_layers, rows, capacity, self._cache_shapes)
+        layers, shapes = self.info.num_layers, self._cache_shapes
+        if self.recurrent:
+            return RecurrentCache(layers, rows, capacity, shapes, self._state_shapes)
+        return KVCache(layers, rows, capacity, shapes)
 
     @torch.no_grad()
     def prefill(
@@ -172,9 +194,15 @@ class TargetModel:
             positions = keys[:, offset:]
             cache.writer.offset = offset
             plan = AttentionPlan(None, True, positions, keys)
-            parts.append(self._run(part, positions, plan, cache, needs.taps))
+            now = None
+            if isinstance(cache, RecurrentCache):
+                valid = positions < lengths[:, None]
+                now = PromptPass(cache.states, rows, valid, fresh=offset == 0)
+            parts.append(self._run(part, positions, plan, cache, needs.taps, now))
         cache.writer.offset = 0
         self._cache_shapes = cache.shapes()
+        if isinstance(cache, RecurrentCache):
+            self._state_shapes = cache.states.shapes()
         taps = [part.taps for part in parts if part.taps is not None]
         hidden = torch.cat([part.last_hidden for part in parts], 1)
         seen = Seen(torch.cat(taps, 1) if taps else None, hidden)
@@ -211,7 +239,8 @@ class TargetModel:
             writer.slots = lengths[:, None] + torch.arange(nodes, device=tokens.device)
             writer.row_index = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
             plan = self._device_plan(tree, positions, lengths, writer.bound)
-        seen = self._run(tokens, positions, plan, cache, needs.taps)
+        now = TreePass(cache.states, tree) if isinstance(cache, RecurrentCache) else None
+        seen = self._run(tokens, positions, plan, cache, needs.taps, now)
         return self.weights.logits(seen.last_hidden), positions, seen
 
     def _device_plan(
@@ -227,29 +256,42 @@ class TargetModel:
 
     def _check_against(self, tokens: Tensor, expected: Tensor) -> None:
         """Compare prefill and verification with the model's own logits [1, T, V]."""
-        size, needs = tokens.shape[1], FeatureSpec()
-        half, cache = size // 2, self.new_cache(1, size + 1)
-        row, lengths = torch.tensor([[0], [half]], device=tokens.device)
+        half = tokens.shape[1] // 2
         try:
-            first, _ = self.prefill(cache, row, tokens[:, :half], lengths, needs)
-            chain = TokenTree.chain(size - half - 1, tokens.device)
-            rest, _, _ = self.verify(cache, tokens[:, half:], chain, lengths, half, needs)
+            found = self._logits_of_steps(tokens, half)
         except (TypeError, AttributeError, RuntimeError, IndexError, KeyError) as error:
             raise UserError(
                 f"'{self.info.id}' ({self.info.model_type}) cannot be a target: its forward pass "
                 f"does not take our cache and attention ({type(error).__name__}: {error}). Models "
                 "with standard softmax attention are supported."
             ) from error
-        found = torch.cat([first[:, None], rest], 1).float()
         wanted = expected[:, half - 1 :].float()
         gap, largest = (float(part.abs().max()) for part in (found - wanted, wanted))
         share = 0.05 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3
         if not gap <= share * max(largest, 1.0):
             raise UserError(
                 f"'{self.info.id}' ({self.info.model_type}) cannot be a target: verified logits "
-                f"differ from its own by {gap:.3g} (recurrent states, ALiBi or other non-standard "
-                "attention). Use a model with standard softmax attention."
+                f"differ from its own by {gap:.3g} (ALiBi or other non-standard attention). Use a "
+                "model with standard softmax attention."
             )
+
+    def _logits_of_steps(self, tokens: Tensor, half: int) -> Tensor:
+        """Logits [1, T-half+1, V] in float32 at the tokens [1, T] from the `half`-th on, read as a
+        prompt, a tree and a chain. Refused branches of the tree hold other tokens: what is left of
+        one, in a cache or a state, shows in the chain."""
+        size, needs, device = tokens.shape[1], FeatureSpec(), tokens.device
+        cache, row = self.new_cache(1, size + 4), torch.tensor([0], device=device)
+        first, _ = self.prefill(cache, row, tokens[:, :half], row + half, needs)
+        parents, right = torch.tensor([[0, 0, 0, 1, 2]], device=device), [0, 2, 4]
+        tree, path = TokenTree.from_parents(parents, 2), torch.tensor([right], device=device)
+        wrong = tokens[:, : tree.num_nodes].clone()
+        wrong[:, right] = tokens[:, half : half + 3]
+        branches, _, _ = self.verify(cache, wrong, tree, row + half, half, needs)
+        cache.commit(tree, row + half, path, row + 2, row + 3)
+        rest, after = tokens[:, half + 3 :], half + 3
+        chain = TokenTree.chain(rest.shape[1] - 1, device)
+        last, _, _ = self.verify(cache, rest, chain, row + after, after, needs)
+        return torch.cat([first[:, None], branches[:, right], last], 1).float()
 
 
 def _single_row_plan(tree: TokenTree, positions: Tensor, length: int) -> AttentionPlan:
@@ -282,17 +324,3 @@ def _own_logits(model: Any) -> tuple[Tensor, Tensor]:
     tokens = (torch.arange(1, 9, device=model.device) * 37 % vocab)[None]
     with torch.no_grad():
         return tokens, model(input_ids=tokens, use_cache=False).logits
-
-
-def of_like_length(lengths: list[int]) -> list[list[int]]:
-    """Places in `lengths` [R] in groups, each to be padded to its longest: from the longest on, a
-    group ends where it would hold more than `PADDING` padded positions."""
-    groups: list[list[int]] = []
-    padding = 0
-    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        padding += lengths[groups[-1][0]] - lengths[place] if groups else 0
-        if not groups or padding > PADDING:
-            groups.append([])
-            padding = 0
-        groups[-1].append(place)
-    return groups

@@ -90,7 +90,9 @@ def memory_bytes(
     state = drafter_state_bytes(engine.drafter, engine.tree, rows, slots, info, embedding)
     kernel = choose(TREE_ATTENTION, target.device, target.dtype).implementation == "triton"
     chunk = min(decode.prefill_chunk, context)
-    plan = plan_memory(info, target.dtype, rows, slots, nodes, state, chunk, kernel)
+    plan = plan_memory(
+        *(info, target.dtype, target.cache_sizes()), rows, slots, nodes, state, chunk, kernel
+    )
     return {
         "cache": plan.cache,
         "state": plan.drafter,

@@ -28,6 +28,7 @@ from inference.decoding.execution.compiled import CompiledStep
 from inference.decoding.step import Decoder, Rows
 from inference.target.kv_cache import KVCache
 from inference.target.model import TargetModel
+from inference.target.recurrent.install import is_mixer
 
 WARM_UP_STEPS = 3
 SPLIT_STEPS = 8
@@ -140,7 +141,9 @@ def compile_layers(target: TargetModel) -> None:
     pass: what is compiled is all that stands before and behind it.
     """
     for layer in target.taps.layers:
-        if "forward" not in layer.__dict__:
+        # recurrent layers follow the running pass, as attention follows its plan
+        recurrent = any(is_mixer(module) for module in layer.modules())
+        if "forward" not in layer.__dict__ and not recurrent:
             layer.forward = _compiled_for_verification(layer.forward)
 
 

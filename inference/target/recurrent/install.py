@@ -1,0 +1,81 @@
+"""Gives a model's recurrent layers functions that know trees.
+
+In transformers all mixing along the sequence in such a layer is done by functions of fixed names
+that its forward method finds among its module's globals. Each layer gets a copy of that method with
+other globals, in which those names mean ours; projections, gates, norms and experts stay the
+family's own, and so does every other model of the process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from inference.target.recurrent.convolution import convolution
+from inference.target.recurrent.delta_rule import delta_rule
+from inference.target.recurrent.mamba1 import mamba1
+from inference.target.recurrent.mamba2 import mamba2
+
+Globals = dict[str, Any]
+
+
+def _plain(
+    name: str, make: Callable[[Callable[..., Any], int], Callable[..., Any]]
+) -> Callable[[Globals, int], Callable[..., Any]]:
+    return lambda names, mixer: make(names[name], mixer)
+
+
+def _delta(name: str) -> Callable[[Globals, int], Callable[..., Any]]:
+    return lambda names, mixer: delta_rule(names[name], mixer, names["l2norm"])
+
+
+REPLACED: dict[str, Callable[[Globals, int], Callable[..., Any]]] = {
+    "causal_conv1d_fn": _plain("causal_conv1d_fn", convolution),
+    "torch_chunk_gated_delta_rule": _delta("torch_chunk_gated_delta_rule"),
+    "chunk_kimi_delta_attention": _delta("chunk_kimi_delta_attention"),
+    "mamba2_chunk_scan": _plain("mamba2_chunk_scan", mamba2),
+    "mamba_selective_scan": _plain("mamba_selective_scan", mamba1),
+}
+"""Names in the library's modules, and what makes ours from a module's globals."""
+_MARK = "headstart_mixer"
+
+
+def install(model: nn.Module) -> int:
+    """Replace the functions of every recurrent layer of `model`; returns how many layers that are.
+    A second call changes nothing."""
+    found = 0
+    for module in model.modules():
+        if hasattr(module, _MARK):
+            found += 1
+            continue
+        forward = inspect.unwrap(type(module).forward)
+        code = getattr(forward, "__code__", None)
+        used = [name for name in REPLACED if code is not None and name in code.co_names]
+        names = getattr(forward, "__globals__", {})
+        used = [name for name in used if name in names]
+        if used:
+            ours = {name: REPLACED[name](names, found) for name in used}
+            module.forward = _with_globals(forward, {**names, **ours}, module)
+            setattr(module, _MARK, found)
+            found += 1
+    return found
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether `install` has replaced functions of this module."""
+    return hasattr(module, _MARK)
+
+
+def _with_globals(
+    forward: types.FunctionType, names: Globals, module: nn.Module
+) -> types.MethodType:
+    """The method `forward` of `module`, with other globals."""
+    own = types.FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return types.MethodType(own, module)

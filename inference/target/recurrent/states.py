@@ -1,0 +1,224 @@
+"""What recurrent layers keep of a row: the committed states of a cache, and what a verification
+would add to them.
+
+A verification changes no state. It leaves the inputs of its nodes, and `commit` folds those of the
+accepted path into the states: refused drafts never were in them, and there is one state per row,
+none per node. There are three kinds of states.
+
+* WINDOW [C, M]: the last M inputs of a convolution.
+* RANK_ONE [h, k, v]: a matrix S per head to which every token adds one of rank one. With g_j <= 0
+  the log decay of node j and G_i its sum along the path from the root to node i, the state behind
+  node i is
+
+      S_i = e^{G_i} S + sum over the path's nodes j of e^{G_i - G_j} a_j b_j^T
+
+  (gated delta rule, 2412.06464; with a decay per key channel, Kimi delta attention, 2510.26692;
+  Mamba-2, 2405.21060). All exponents are <= 0.
+* BY_NODE [C, s]: so few numbers that a verification keeps the state behind every node (Mamba-1,
+  2312.00752).
+
+As with keys (`inference.target.kv_cache`), shapes are seen from the first pass alone, and states of
+one shape lie in one buffer, so that a commit is one operation for all of them.
+
+Legend: L layers of a buffer, B rows, N nodes, D the tree's deepest level, C channels, M entries of
+a window, h heads, k and v key and value size, s state size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from heads.api.tree import TokenTree
+
+Key = tuple[int, str, int]
+"""Mixer, kind, number of the call within a pass."""
+
+
+class Kind(StrEnum):
+    """See the module."""
+
+    WINDOW = "window"
+    RANK_ONE = "rank one"
+    BY_NODE = "by node"
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """One state of a row: its kind, its sizes behind the row, where it lies."""
+
+    kind: Kind
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes(self) -> int:
+        """Of one row."""
+        return torch.Size(self.sizes).numel() * self.dtype.itemsize
+
+    @property
+    def node_bytes(self) -> int:
+        """What a verification keeps of one node of a row; with one decay per head (a decay per
+        channel takes k - 1 numbers more)."""
+        if self.kind == Kind.BY_NODE:
+            return self.bytes
+        if self.kind == Kind.WINDOW:
+            return self.sizes[0] * self.dtype.itemsize
+        heads, key_size, value_size = self.sizes
+        return heads * (1 + key_size + value_size) * self.dtype.itemsize
+
+
+@dataclass
+class _Group:
+    """States [L, B, ...] of one shape, and whose they are."""
+
+    shape: StateShape
+    states: Tensor
+    keys: list[Key]
+
+
+class RecurrentStates:
+    """All states of one cache of B rows.
+
+    expected: `shapes()` of an earlier cache of the same model; empty if there was none.
+    """
+
+    def __init__(self, rows: int, expected: Mapping[Key, StateShape] | None = None) -> None:
+        self.rows, self._expected = rows, dict(expected or {})
+        self._groups: list[_Group] = []
+        self._places: dict[Key, tuple[_Group, int]] = {}
+        self._added: dict[Key, tuple[Tensor, ...]] = {}
+
+    def state(self, key: Key, shape: StateShape) -> Tensor:
+        """The committed state [B, ...] of a key; zeros when it is first asked for."""
+        if key not in self._places:
+            self._place(key, shape)
+        group, place = self._places[key]
+        return group.states[place]
+
+    def _place(self, key: Key, shape: StateShape) -> None:
+        if self._expected.get(key) == shape:
+            keys = [known for known, other in self._expected.items() if other == shape]
+        else:
+            keys = [key]
+        zeros = torch.zeros(
+            len(keys), self.rows, *shape.sizes, dtype=shape.dtype, device=shape.device
+        )
+        group = _Group(shape, zeros, keys)
+        self._groups.append(group)
+        self._places |= {known: (group, place) for place, known in enumerate(keys)}
+
+    def shapes(self) -> dict[Key, StateShape]:
+        """Of all states, for the next cache."""
+        return {key: group.shape for key, (group, _) in self._places.items()}
+
+    def add(self, key: Key, *inputs: Tensor) -> None:
+        """Remember what a verification would add to a state.
+
+        WINDOW: the committed window with the nodes' inputs behind it [B, C, M+N]. RANK_ONE: decays
+        G [B, h, N, k|1], a [B, h, N, k], b [B, h, N, v]. BY_NODE: states [B, N, C, s].
+        """
+        self._added[key] = inputs
+
+    def commit(self, tree: TokenTree, path: Tensor, count: Tensor) -> None:
+        """Take over the first count [B] nodes of path [B, D+1] of the last verification; rows that
+        commit none stay as they are."""
+        last = path.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+        end = _End.of(tree, last)
+        for group in self._groups:
+            added = (self._added[key] for key in group.keys)
+            inputs = [torch.stack(parts) for parts in zip(*added, strict=True)]
+            after = _AFTER[group.shape.kind](group.states, end, *inputs)
+            moves = (count > 0).view(1, -1, *[1] * len(group.shape.sizes))
+            group.states.copy_(torch.where(moves, after, group.states))
+        self._added.clear()
+
+    def first_rows(self, count: int) -> RecurrentStates:
+        """The first `count` rows, in the same buffers."""
+        part = RecurrentStates(count, self._expected)
+        for group in self._groups:
+            own = _Group(group.shape, group.states[:, :count], group.keys)
+            part._groups.append(own)
+            part._places |= {key: (own, place) for place, key in enumerate(group.keys)}
+        return part
+
+    def move_row(self, source: int, target: int) -> None:
+        """Copy one row's states over another row's."""
+        for group in self._groups:
+            group.states[:, target] = group.states[:, source]
+
+    def bytes(self) -> int:
+        """Bytes held by all buffers."""
+        return sum(group.states.nbytes for group in self._groups)
+
+
+@dataclass
+class _End:
+    """Where each row's accepted path ends: node [B] int64, whether it holds a node [B, N] bool."""
+
+    node: Tensor
+    path: Tensor
+    tree: TokenTree
+
+    @classmethod
+    def of(cls, tree: TokenTree, node: Tensor) -> _End:
+        row = torch.arange(node.shape[0], device=node.device)
+        ancestors = tree.ancestors.expand(node.shape[0], -1, -1)
+        return cls(node, ancestors[row, node], tree)
+
+    def pick(self, values: Tensor, dim: int) -> Tensor:
+        """The end's entry of values [L, B, ...], whose nodes lie along `dim`, which goes."""
+        shape = [1] * values.dim()
+        shape[1] = -1
+        sizes = list(values.shape)
+        sizes[dim] = 1
+        return values.gather(dim, self.node.view(shape).expand(sizes)).squeeze(dim)
+
+
+def _window_after(states: Tensor, end: _End, inputs: Tensor) -> Tensor:
+    """inputs [L, B, C, M+N] -> windows [L, B, C, M] that end with the path's last input."""
+    back = inputs_along_paths(end.tree, states.shape[-1] + 1)[:, :, 1:]
+    row = torch.arange(end.node.shape[0], device=end.node.device)
+    wanted = back.expand(len(row), -1, -1)[row, end.node]
+    return inputs.gather(3, wanted[None, :, None].expand(*states.shape))
+
+
+def _rank_one_after(
+    states: Tensor, end: _End, decay: Tensor, left: Tensor, right: Tensor
+) -> Tensor:
+    """The sum in the module's text, for the path's last node: [L, B, h, k, v]."""
+    total = end.pick(decay, 3)
+    share = total[:, :, :, None] - decay
+    share = share.masked_fill(~end.path[None, :, None, :, None], float("-inf")).exp()
+    return states * total.exp()[..., None] + (left * share).transpose(-1, -2) @ right
+
+
+def _node_state(states: Tensor, end: _End, nodes: Tensor) -> Tensor:
+    """nodes [L, B, N, C, s] -> [L, B, C, s]."""
+    return end.pick(nodes, 2)
+
+
+_AFTER = {Kind.WINDOW: _window_after, Kind.RANK_ONE: _rank_one_after, Kind.BY_NODE: _node_state}
+
+
+def inputs_along_paths(tree: TokenTree, width: int) -> Tensor:
+    """Where the inputs of a convolution of width K stand for each node, [1|B, N, K] int64: the node
+    itself last, before it what is 1 .. K-1 steps back along its path, as places in the row's last
+    K-1 committed inputs with the nodes' inputs behind them."""
+    device, root = tree.parents.device, width - 1
+    nodes = torch.arange(tree.num_nodes, device=device)
+    if tree.is_chain:
+        return (nodes[:, None] + torch.arange(width, device=device))[None]
+    place = (root + nodes).expand_as(tree.parents)
+    found = [place]
+    for _ in range(width - 1):
+        above = root + tree.parents.gather(1, (place - root).clamp(min=0))
+        # behind the root come the committed inputs, the latest first
+        place = torch.where(place > root, above, place - 1)
+        found.insert(0, place)
+    return torch.stack(found, -1)
