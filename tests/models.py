@@ -168,12 +168,7 @@ WITHOUT_ATTENTION = {
     "eos_token_id": 2,
 }
 RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_next": {
-        **DELTA,
-        **EXPERTS,
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 16,
-    },
+    "qwen3_next": {**DELTA, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {
         **DELTA,
@@ -242,22 +237,11 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
         "layer_types": ["mamba", "hybrid", "mamba", "hybrid", "mamba"],
     },
-    "mamba2": {
-        **WITHOUT_ATTENTION,
-        "n_groups": 2,
-        "num_heads": 8,
-        "head_dim": 8,
-        "chunk_size": 8,
-    },
+    "mamba2": {**WITHOUT_ATTENTION, "n_groups": 2, "num_heads": 8, "head_dim": 8, "chunk_size": 8},
     "mamba": {**WITHOUT_ATTENTION, "time_step_rank": 4},
     "falcon_mamba": {**WITHOUT_ATTENTION, "time_step_rank": 4},
     "lfm2": CONVOLUTIONS,
-    "lfm2_moe": {
-        **CONVOLUTIONS,
-        **EXPERTS,
-        "num_experts": 4,
-        "num_dense_layers": 1,
-    },
+    "lfm2_moe": {**CONVOLUTIONS, **EXPERTS, "num_experts": 4, "num_dense_layers": 1},
     "lfm3": {**CONVOLUTIONS, "conv_L_cache": 5, "head_dim": 8},
 }
 """Families with recurrent layers: test_recurrent.py."""
@@ -341,9 +325,7 @@ def plain_texts(
 
 
 @cache
-def _plain_texts(
-    requests: tuple[Request, ...], family: str, recurrent: bool, settings: Any
-) -> Any:
+def _plain_texts(requests: tuple[Request, ...], family: str, recurrent: bool, settings: Any) -> Any:
     target = random_target(family, recurrent=recurrent)
     engine = Engine(target, None, DecodeConfig(**dict(settings)))
     return {done.request.index: done.tokens for done in engine.run(requests)}

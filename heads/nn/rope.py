@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from heads.api.errors import UserError
 from heads.api.target_info import Rotary
 
 Rotation = tuple[Tensor, Tensor]
@@ -29,12 +30,15 @@ class Rope:
     def follow(self, rotary: Rotary | None) -> None:
         """Rotate as the target does, scaled frequencies included; None: by the base alone.
 
-        Raises `ValueError` for frequencies of another head size.
+        Raises `UserError` for frequencies of another head size.
         """
         if rotary is not None and rotary.inverse_frequencies.shape != (self.head_dim // 2,):
-            raise ValueError(
-                f"{rotary.inverse_frequencies.numel()} rotary frequencies do not fit heads of "
-                f"size {self.head_dim}."
+            rotated = 2 * rotary.inverse_frequencies.numel()
+            raise UserError(
+                f"the target rotates {rotated} numbers of each head, which do not fit heads of "
+                f"size {self.head_dim}: a drafter made of the target's layers rotates whole heads. "
+                "Leave head.from_target_layers out, or choose another kind with head=, for "
+                "instance eagle3."
             )
         self._given = rotary
         self._table = torch.empty(0, 2, self.head_dim)

@@ -161,9 +161,7 @@ class Decoder:
             self.limits.observe(proposal, result.accepted, result.rejected, rows.active)
         if self.details:
             result.details = pass_details(proposal, logits, verdict, result.accepted)
-        cache.commit(
-            proposal.tree, rows.lengths, verdict.path, verdict.accepted, result.committed
-        )
+        cache.commit(proposal.tree, rows.lengths, verdict.path, verdict.accepted, result.committed)
         self.clock.mark("other")
         if self.drafter is not None:
             accepted = self._seen(proposal, result, verdict.path, rows, seen)

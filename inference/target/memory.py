@@ -1,8 +1,9 @@
 """Whether a batch fits, worked out before anything is allocated.
 
-What a batch takes: the target's cache (keys and values for every row and slot, recurrent states for
-every row), the drafter's state, and the room that one forward pass needs. The drafter's state is what
-`Drafter.start` allocates; it is estimated by starting it for one row of few slots, and scaling.
+What a batch takes: the target's cache (keys and values for every row and slot, recurrent states
+for every row), the drafter's state, and the room that one forward pass needs. The drafter's state
+is what `Drafter.start` allocates; it is estimated by starting it for one row of few slots, and
+scaling.
 
 Legend: B rows, S slots.
 """
@@ -74,10 +75,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan for B rows of S slots.
 
-    sizes: of the target's cache; drafter_state: bytes of the drafter's state for the whole batch; widest: most tokens of one
-    prefill pass of one row; kernel: whether the tree attention kernel runs, which takes scratch
-    memory. Activations are bounded by the widest pass: hidden states, MLP and attention of one
-    layer, and logits of all nodes.
+    sizes: of the target's cache; drafter_state: bytes of the drafter's state for the whole batch;
+    widest: most tokens of one prefill pass of one row; kernel: whether the tree attention kernel
+    runs, which takes scratch memory. Activations are bounded by the widest pass: hidden states,
+    MLP and attention of one layer, logits of all nodes, and what they would add to states.
     """
     size = torch.finfo(dtype).bits // 8
     cache = rows * (slots * sizes.slot + sizes.row)

@@ -89,7 +89,8 @@ class TargetModel:
                 return_dict=True,
                 **{self._cache_name: cache},
             )
-        return self.taps.read(out.last_hidden_state)
+        # some families keep the residual stream in float32 (Mamba)
+        return self.taps.read(out.last_hidden_state.to(self.dtype))
 
     def features(
         self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec

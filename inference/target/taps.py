@@ -93,7 +93,8 @@ class Taps:
     def read(self, last_hidden: Tensor) -> Seen:
         """What the last forward pass left. last_hidden: its normed last state [B, T, H]."""
         hooked, wanted = self._hooked, self._wanted
-        stacked = torch.stack([self._caught[tap] for tap in hooked], dim=2) if hooked else None
+        caught = [self._caught[tap].to(last_hidden.dtype) for tap in hooked]
+        stacked = torch.stack(caught, dim=2) if hooked else None
         self._caught = {}
         places = None if wanted == hooked else tuple(hooked.index(tap) for tap in wanted)
         seen = Seen(stacked, last_hidden, places)

@@ -269,5 +269,5 @@ def test_rotations_follow_scaled_frequencies(scaling: dict[str, Any]) -> None:
         assert not torch.allclose(plain, rope.table(512, positions.device, torch.float64))
     rope.follow(None)
     torch.testing.assert_close(rope.table(512, positions.device, torch.float64), plain)
-    with pytest.raises(ValueError, match="do not fit heads of size 8"):
+    with pytest.raises(UserError, match="do not fit heads of size 8"):
         rope.follow(Rotary(torch.ones(3)))

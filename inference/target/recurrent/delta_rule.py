@@ -37,9 +37,7 @@ triangular solver, whose time does not depend on the depth."""
 
 
 def delta_rule(
-    library: Callable[..., tuple[Tensor, Tensor | None]],
-    mixer: int,
-    l2norm: Callable[..., Tensor],
+    library: Callable[..., tuple[Tensor, Tensor | None]], mixer: int, l2norm: Callable[..., Tensor]
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """What mixer number `mixer` calls in place of `library`, its rule for many tokens.
 

@@ -26,7 +26,7 @@ a window, h heads, k and v key and value size, s state size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -203,7 +203,11 @@ def _node_state(states: Tensor, end: _End, nodes: Tensor) -> Tensor:
     return end.pick(nodes, 2)
 
 
-_AFTER = {Kind.WINDOW: _window_after, Kind.RANK_ONE: _rank_one_after, Kind.BY_NODE: _node_state}
+_AFTER: dict[Kind, Callable[..., Tensor]] = {
+    Kind.WINDOW: _window_after,
+    Kind.RANK_ONE: _rank_one_after,
+    Kind.BY_NODE: _node_state,
+}
 
 
 def inputs_along_paths(tree: TokenTree, width: int) -> Tensor:

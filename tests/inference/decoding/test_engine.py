@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import inference.decoding.engine as engine_module
-import inference.target.model as model_module
+import inference.target.padding as padding_module
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -208,7 +208,7 @@ def test_prompts_of_different_lengths_are_read_apart(
     for kind in ("eagle3", "distilled"):
         found = []
         for allowed in (10_000, padding):
-            monkeypatch.setattr(model_module, "PADDING", allowed)
+            monkeypatch.setattr(padding_module, "PADDING", allowed)
             drafter = drafter_of(kind, target)
             done = decode(target, drafter, DecodeConfig(batch_size=5), items)
             found.append({index: done[index] for index in sorted(done)})
@@ -222,9 +222,9 @@ def test_prompts_of_different_lengths_are_read_apart(
 def test_groups_hold_every_prompt_once_and_little_padding(
     monkeypatch: pytest.MonkeyPatch, padding: int
 ) -> None:
-    monkeypatch.setattr(model_module, "PADDING", padding)
+    monkeypatch.setattr(padding_module, "PADDING", padding)
     lengths = torch.randint(1, 60, (50,), generator=torch.Generator().manual_seed(2)).tolist()
-    groups = model_module.of_like_length(lengths)
+    groups = padding_module.of_like_length(lengths)
     assert sorted(place for group in groups for place in group) == list(range(50))
     sizes = [[lengths[place] for place in group] for group in groups]
     assert sum(sizes, []) == sorted(lengths, reverse=True)  # noqa: RUF017

@@ -17,6 +17,7 @@ import inference.target.quantization as quantization
 from heads.api.errors import UserError
 from inference.kernels.packed_linear import supported
 from inference.target.loading import (
+    RECURRENT,
     REFUSED,
     TargetConfig,
     checked_config,
@@ -29,7 +30,14 @@ from inference.target.loading import (
 from inference.target.model import TargetModel
 from inference.target.quantization import NAMES, dense_weight, quantization_settings
 from tests.inference.tokenizers import tiny_tokenizer
-from tests.models import ALL_FAMILIES, SMALL, VOCAB, random_model, save_random_target
+from tests.models import (
+    ALL_FAMILIES,
+    RECURRENT_FAMILIES,
+    SMALL,
+    VOCAB,
+    random_model,
+    save_random_target,
+)
 from train.generate.target_facts import TargetFacts
 from train.target.parts import load_parts
 
@@ -56,13 +64,12 @@ def test_refused_families_exist_and_are_refused_by_name(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("mamba2", {}, "recurrent state"),
-        ("qwen3_next", {}, "recurrent state"),
-        ("granitemoehybrid", {}, "recurrent state"),
+        ("recurrent_gemma", {}, "recurrent layers are code of their own"),
+        ("zaya", {}, "recurrent layers are code of their own"),
         (
-            "lfm2",
-            {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-            "recurrent state",
+            "llama",
+            {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+            "recurrent layers are code of their own",
         ),
         ("falcon", {"alibi": True}, "ALiBi"),
         ("falcon", {"alibi": False}, "code of its own"),
@@ -80,21 +87,26 @@ def test_families_that_work_are_not_refused(family: str) -> None:
     require_supported("some/model", random_model(family).config)
 
 
-@pytest.mark.parametrize("family", ["mamba", "bamba", "bloom", "jamba"])
+@pytest.mark.parametrize("family", ["recurrent_gemma", "zaya", "bloom"])
 def test_no_weights_are_needed_to_refuse(tmp_path: Path, family: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     with pytest.raises(UserError, match=f"{family}.*cannot be a target"):
         load_model(TargetConfig(path=str(tmp_path), device="cpu"))
 
 
-def test_every_stateful_family_of_transformers_is_refused() -> None:
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_families_with_recurrent_layers_that_work_are_not_refused(family: str) -> None:
+    require_supported("some/model", random_model(family, recurrent=True).config)
+
+
+def test_every_other_stateful_family_of_transformers_is_refused() -> None:
     """The table is held against the library: a family that a new version adds shows here."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     slipped = []
     for config_class, model_class in MODEL_FOR_CAUSAL_LM_MAPPING.items():
         one = model_class[0] if isinstance(model_class, tuple) else model_class
-        if getattr(one, "_is_stateful", False):
+        if getattr(one, "_is_stateful", False) and config_class.model_type not in RECURRENT:
             try:
                 require_supported(config_class.model_type, config_class())
             except UserError:

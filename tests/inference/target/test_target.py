@@ -133,7 +133,6 @@ def test_other_weights_are_another_revision(tmp_path: Path, tokenizer: Any) -> N
                 "attention_types": [[["global"], 2]],
             },
         ),
-        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
         (
             "falcon",
             {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},

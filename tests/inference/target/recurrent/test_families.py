@@ -298,4 +298,3 @@ def test_states_lie_where_they_lay_after_a_commit() -> None:
     places = [state.data_ptr() for state in states_of(rows.cache)]
     rows.verify(chain(rows.generator), (2, 1, 0))
     assert places == [state.data_ptr() for state in states_of(rows.cache)]
-
