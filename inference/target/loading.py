@@ -221,6 +221,11 @@ def _from_pretrained(config: TargetConfig, options: dict[str, Any]) -> tuple[Any
 def _split(config: TargetConfig, described: Any, ranks: parallel.Ranks) -> dict[str, Any]:
     """How to load for tensor parallelism; refuses families that transformers has no plan for."""
     text = described.get_text_config()
+    if text.model_type in RECURRENT:
+        raise UserError(
+            f"a {text.model_type} target cannot be split: its recurrent layers keep whole states. "
+            "Set target.tensor_parallel=false."
+        )
     parallel.require_divisible(text, ranks.size)
     if not getattr(text, "base_model_tp_plan", None):
         raise UserError(
@@ -239,7 +244,14 @@ def prepare(model: Any, long_context: bool = False) -> Any:
 
 def require_supported(name: str, config: Any) -> None:
     """Raise `UserError` when a model of this transformers config cannot be a target."""
-    for part in (config, config.get_text_config()):
+    try:
+        text = config.get_text_config()
+    except ValueError as error:  # several, none of which is the one
+        raise UserError(
+            f"'{name}' ({config.model_type}) cannot be a target: it holds several text models. "
+            "Use a decoder-only model."
+        ) from error
+    for part in (config, text):
         objection = _objection(part)
         if objection is not None:
             raise UserError(

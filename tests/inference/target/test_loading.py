@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from inference.target.loading import (
 )
 from inference.target.model import TargetModel
 from inference.target.quantization import NAMES, dense_weight, quantization_settings
+from scripts.tools.common import ROOT
+from tests.inference.target.list_families import PAGE, SECTION, TESTED, UNTESTED, families, table
 from tests.inference.tokenizers import tiny_tokenizer
 from tests.models import (
     ALL_FAMILIES,
@@ -113,6 +116,14 @@ def test_every_other_stateful_family_of_transformers_is_refused() -> None:
                 continue
             slipped.append(config_class.model_type)
     assert not slipped
+
+
+def test_the_page_lists_every_family_of_transformers() -> None:
+    states = families()
+    assert {TESTED, UNTESTED} < set(states.values()) and set(REFUSED) & set(states)
+    assert not [name for name in RECURRENT if states.get(name, TESTED) != TESTED]
+    if version("transformers") in (ROOT / "constraints.txt").read_text(encoding="utf-8"):
+        assert SECTION.write(PAGE, table(), check=True) == 0, "run list_families"
 
 
 # Quantisation
