@@ -50,16 +50,22 @@ def check(
     return audit(target, [request()], [plain], [answer], sampling or SamplingSettings())
 
 
-@pytest.fixture(scope="module")
-def target() -> TargetModel:
-    return endless_target()
+FAMILIES: dict[str, dict[str, Any]] = {
+    "attention": {},
+    "recurrent": {"family": "qwen3_5_text", "recurrent": True},
+}
 
 
-@pytest.fixture(scope="module")
-def tied() -> TargetModel:
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request: pytest.FixtureRequest) -> TargetModel:
+    return endless_target(**FAMILIES[request.param])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def tied(request: pytest.FixtureRequest) -> TargetModel:
     """A float32 target whose LM head gives every token and its neighbour (2k, 2k+1) the same
     logit."""
-    model = random_model().float()
+    model = random_model(**FAMILIES[request.param]).float()
     head = model.get_output_embeddings().weight.data
     head[1::2] = head[: VOCAB - 1 : 2]
     switch_attention(model)
@@ -218,9 +224,10 @@ def step_by_step(
     return text[0, len(PROMPT) :].tolist()
 
 
-def test_scores_are_those_after_the_processors(target: TargetModel) -> None:
+def test_scores_are_those_after_the_processors() -> None:
     """The replay of a right answer must agree with it at every place, and one planted error must
     stand alone."""
+    target = endless_target()
     right = step_by_step(target, PENALTY)
     assert right != plain_answer(target, request()) and right != step_by_step(
         target, PENALTY, forget=True
