@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.chaos.ground import Ended, UnsurvivedError, rank_of
 from tests.chaos.rows import Areas, Row
-from tests.chaos.stages import SUBJECTS, Site, Subject, brief
+from tests.chaos.stages import SUBJECTS, Site, Subject
 
 PART = "interruptions"
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -63,9 +63,15 @@ def interrupted(site: Site, subject: Subject, name: str, order: random.Random) -
         hits += 1
         # a process that has only just begun is Python's
         if "Traceback" in ended.words and "/scripts/" in ended.words:
-            return hits, f"{number.name} after {delay:.2f} s: {brief(ended)}"
+            return hits, f"{number.name} after {delay:.2f} s: {around(ended.words, '/scripts/')}"
     wrong = site.finished(subject, run, site.start(subject, run))
     return hits, f"{hits} times, the last by {number.name}: {wrong}" if wrong else ""
+
+
+def around(words: str, found: str) -> str:
+    """What stands before and behind the first `found` in what a stage said."""
+    place = words.index(found)
+    return " ".join(words[max(0, place - 600) : place + 800].split())
 
 
 def interrupt(
