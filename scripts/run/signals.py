@@ -25,6 +25,8 @@ from typing import Any
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 GRACE_SECONDS = 5.0
 """Time for the main thread to leave by itself."""
+AGAIN_SECONDS = 0.05
+"""After which a signal that came while an object was finalised is sent again."""
 
 Handler = Callable[[int, FrameType | None], None]
 
@@ -69,6 +71,11 @@ def handler_of(owner: int) -> Handler:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        if in_finaliser(frame):  # Python drops what is raised there; come back when it has ended
+            again = threading.Timer(AGAIN_SECONDS, os.kill, (owner, number))
+            again.daemon = True
+            again.start()
+            return
         for other in SIGNALS:
             signal.signal(other, signal.SIG_IGN)
         if os.environ.get("RANK", "0") in ("", "0"):
@@ -80,6 +87,15 @@ def handler_of(owner: int) -> Handler:
         raise SystemExit(0)
 
     return leave
+
+
+def in_finaliser(frame: FrameType | None) -> bool:
+    """Whether an object's `__del__` is running at `frame`."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def watch(hears: int, leave: Handler) -> None:

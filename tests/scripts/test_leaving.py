@@ -152,6 +152,31 @@ def test_handlers_are_put_back_and_children_die_of_their_own_signals() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
+FINALISED = """
+import os, signal, time
+from scripts.run.signals import leave_in_order
+
+class Engine:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000):
+            pass
+
+with leave_in_order():
+    engine = Engine()
+    del engine
+    time.sleep(4)
+    print("went on")
+"""
+
+
+def test_a_signal_while_an_object_is_finalised_is_not_lost() -> None:
+    """Python would drop an exception there, and show it."""
+    ended = forked.run("-c", FINALISED, timeout=60)
+    assert ended.returncode == 0 and "went on" not in ended.stdout
+    assert "Traceback" not in ended.stderr and "nothing is lost" in ended.stderr
+
+
 def test_a_stage_can_be_asked_whether_it_is_complete(
     in_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
