@@ -79,8 +79,9 @@ def test_a_recorded_step_decodes_other_prompts(family: str, shape: str) -> None:
     assert found == plain_texts(items, family, recurrent=True, temperature=1.0)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("shape", ALL_SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "temperature"), [("chain", 0.0), ("tree", 1.0), ("dynamic", 1.0)]
+)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_kind_drafts_for_a_hybrid_target(name: str, shape: str, temperature: float) -> None:
     """Or says that it needs layers of another sort."""
