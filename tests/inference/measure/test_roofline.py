@@ -82,8 +82,13 @@ def test_a_tied_head_is_read_though_it_is_the_embedding() -> None:
 
 
 def test_experts_are_read_in_part() -> None:
-    size = TargetBytes(weights=1000, experts=800, kv_per_token=0, reached=0.25)
+    size = TargetBytes(weights=1000, experts=800, kv_per_token=0, states=0, reached=0.25)
     assert [size.step(n, 0) for n in (1, 2, 4, 8)] == [1200, 1400, 1800, 1800]
+
+
+def test_states_are_read_twice_and_written_once_whatever_the_length() -> None:
+    size = TargetBytes(weights=1000, experts=0, kv_per_token=2, states=50, reached=0.0)
+    assert (size.step(1, 0), size.step(8, 100)) == (1150, 1350)
 
 
 def test_drafter_bytes_follow_from_the_passes(target: TargetModel) -> None:
