@@ -84,7 +84,7 @@ _LAYERS: dict[str, str] = {
         _SPARSE,
     ),
 }
-"""Types of layers that cannot be part of a target."""
+"""Types of layers that cannot be part of a target, but for those of the families in `RECURRENT`."""
 
 
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner")
@@ -273,6 +273,13 @@ def _objection(config: Any) -> str | None:
         return None
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     return next((_LAYERS[kind] for kind in kinds if kind in _LAYERS), None)
+
+
+def is_recurrent(config: Any) -> bool:
+    """Whether a text config's model has recurrent layers that verify trees of drafts."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    known = kinds is None or any(kind in _LAYERS for kind in kinds)
+    return config.model_type in RECURRENT and known
 
 
 def usable_positions(config: Any) -> tuple[int, str]:

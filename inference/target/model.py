@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from heads.api.errors import UserError
@@ -66,6 +67,12 @@ class TargetModel:
         reference = _own_logits(model)
         loading.switch_attention(model)
         target = cls(model, tokenizer, loading.describe(model, tokenizer, config))
+        if loading.is_recurrent(model.config.get_text_config()) and not target.recurrent:
+            raise UserError(
+                f"'{config.path}' ({target.info.model_type}) cannot be a target with transformers "
+                f"{transformers.__version__}: its recurrent layers do not call the functions that "
+                "verify trees of drafts. Install transformers 5.23."
+            )
         target._check_against(*reference)
         return target
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import inference.target.model as model_module
 import inference.target.recurrent.states as states_module
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -173,6 +174,15 @@ def test_a_hybrid_target_loads_and_a_wrong_roll_back_is_refused(
     refused = staticmethod(lambda tree, node: of(tree, torch.full_like(node, 3)))
     monkeypatch.setattr(states_module._End, "of", refused)
     with pytest.raises(UserError, match="verified logits differ"):
+        TargetModel.load(TargetConfig(path=str(folder), device="cpu"))
+
+
+def test_a_library_whose_layers_work_otherwise_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_random_target(tmp_path / "lfm", tiny_tokenizer("chatml"), "lfm2", recurrent=True)
+    monkeypatch.setattr(model_module, "install", lambda model: 0)
+    with pytest.raises(UserError, match=r"with transformers \d.*recurrent layers do not call"):
         TargetModel.load(TargetConfig(path=str(folder), device="cpu"))
 
 
