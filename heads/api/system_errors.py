@@ -63,7 +63,7 @@ SPELT = (*FULL, errno.EROFS, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENAMETO
 def explained(error: BaseException) -> str:
     """What is wrong and what to do, for an error of the system; else the error's first line."""
     number = system_error(error)
-    return first_line(error) if number is None else describe(error, number)
+    return f"{first_line(error)}." if number is None else describe(error, number)
 
 
 def system_error(error: BaseException) -> int | None:

@@ -264,7 +264,7 @@ def test_a_disk_that_is_full_all_the_same_leaves_what_is_whole(
     made = job(micro, tmp_path / "store", EAGLE3, MEDUSA)
     with pytest.raises(
         UserError,
-        match=r"cannot be written: .*No space left.*make room, then run the same command again",
+        match=r"cannot be written: .*No space left.*Free some space.*the same command continues",
     ):
         write(made)
     assert len(list((tmp_path / "store" / "shards").iterdir())) == 2

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from heads.api.errors import UserError
+from heads.api.system_errors import explained
 from inference.manifest import STALE_SECONDS
 from inference.writers import Writer, drop, read, take
 
@@ -67,6 +68,6 @@ class Claims:
 
 def disk_error(folder: Path, error: Exception) -> UserError:
     return UserError(
-        f"the feature store in '{folder}' cannot be written: {error}. What was written is kept: "
-        "make room, then run the same command again; it continues."
+        f"the feature store in '{folder}' cannot be written: {explained(error)} What was "
+        "written is kept, and the same command continues."
     )
