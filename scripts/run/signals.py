@@ -67,6 +67,7 @@ def handler_of(owner: int) -> Handler:
     """What process `owner` does on a signal; children forked from it die of theirs."""
 
     def leave(number: int, frame: FrameType | None) -> None:
+        """Raise `SystemExit` with status 0, after a line by the main process."""
         if os.getpid() != owner:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
