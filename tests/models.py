@@ -244,7 +244,49 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {**CONVOLUTIONS, **EXPERTS, "num_experts": 4, "num_dense_layers": 1},
     "lfm3": {**CONVOLUTIONS, "conv_L_cache": 5, "head_dim": 8},
 }
-"""Families with recurrent layers: test_recurrent.py."""
+"""Families with recurrent layers: tests/inference/target/recurrent."""
+DSA = {
+    **LATENT,
+    **EXPERTS,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "index_topk": 6,
+    "index_head_dim": 8,
+    "index_n_heads": 4,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}
+SHARED = {**DSA, "indexer_types": ["full", "shared", "full", "shared"]}
+INDEXED_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v32": DSA,
+    "glm_moe_dsa": SHARED,
+    "axk2": DSA,
+    "hy_v4": SHARED,
+    "dots3_note_text": {
+        **DSA,
+        "head_dim": 16,
+        "n_shared_experts": 1,
+        "sliding_window": 9,
+        "layer_types": ["indexed_attention", "sliding_attention"] * 2,
+        **{
+            f"swa_{name}": size
+            for name, size in {
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "q_lora_rank": 8,
+                "kv_lora_rank": 12,
+                "head_dim": 16,
+                "qk_nope_head_dim": 8,
+                "v_head_dim": 8,
+            }.items()
+        },
+    },
+}
+"""Families whose attention chooses keys by an indexer, fewer than the tests' prompts have; with few
+heads, so that scores tie at 0: test_indexed.py."""
 LONGROPE = {
     "max_position_embeddings": 256,
     "original_max_position_embeddings": 24,
@@ -276,7 +318,7 @@ def random_model(
 
     recurrent: with the settings of `RECURRENT_FAMILIES`.
     """
-    own = RECURRENT_FAMILIES[family] if recurrent else ALL_FAMILIES[family]
+    own = RECURRENT_FAMILIES[family] if recurrent else (ALL_FAMILIES | INDEXED_FAMILIES)[family]
     given = {**({} if "state_size" in own else SMALL), **own, **changes}
     settings = {k: v for k, v in given.items() if v is not None}
     if "n_embd" in settings:

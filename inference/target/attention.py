@@ -5,7 +5,7 @@ build no dense mask of their own; what may be attended to comes from the `Attent
 running forward pass. Where the tree attention kernel runs, the plan hands it the tree's bits;
 elsewhere it spells a mask out. Sliding windows are tested by position, not by slot, because tree
 nodes of one depth share a position. Soft-capping (Gemma 2) and attention sinks (GPT-OSS) take the
-plain path.
+plain path. Layers with an indexer say which keys each query may see besides (`indexed.py`).
 
 Legend: B rows, N queries, S keys, D head size, h key/value heads, G query heads per key/value head.
 """
@@ -45,14 +45,22 @@ class AttentionPlan:
     nodes: tuple[Tensor, Tensor, Tensor] | None = None
     _bias: dict[Any, Tensor | None] = field(default_factory=dict)
 
-    def bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask [B|1, 1, G*N, S] for packed queries, made once; None when not needed."""
+    def bias(
+        self, window: int | None, groups: int, dtype: torch.dtype, chosen: Tensor | None = None
+    ) -> Tensor | None:
+        """Additive mask [B|1, 1, G*N, S] for packed queries; None when not needed. It is made once,
+        but for layers that narrow it by keys of their own: `chosen` [B, N, S] bool."""
         key = (window, groups, dtype)
-        if key not in self._bias:
-            allowed = self.allowed_within(window)
-            bias = None if allowed is None else additive(allowed, dtype)
-            self._bias[key] = None if bias is None else bias[:, None].repeat(1, 1, groups, 1)
-        return self._bias[key]
+        if chosen is None and key in self._bias:
+            return self._bias[key]
+        allowed = self.allowed_within(window)
+        if chosen is not None:
+            allowed = chosen if allowed is None else allowed & chosen
+        bias = None if allowed is None else additive(allowed, dtype)
+        bias = None if bias is None else bias[:, None].repeat(1, 1, groups, 1)
+        if chosen is None:
+            self._bias[key] = bias
+        return bias
 
     def allowed_within(self, window: int | None) -> Tensor | None:
         """`allowed` with causality and the window made explicit where they matter."""
@@ -89,14 +97,23 @@ def planned_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query [B, h*G, N, D], key, value [B, h, S, D] -> [B, N, h*G, D]."""
-    # a model that adds scores of its own: the plan does not know them
-    if attention_mask is not None:
+    """As transformers calls it: query [B, h*G, N, D], key, value [B, h, S, D] -> [B, N, h*G, D].
+
+    indices [B, N, K] int32: the keys that an indexer lets each query see; as many as there are
+    keys, or None, are all.
+    """
+    # a model that adds scores of its own: the plan does not know them (an indexer's is the plan's)
+    if attention_mask is not None and indices is None:
         raise RuntimeError("the model gives its attention a mask of its own")
     plan = _PLAN.get()
     batch, heads, nodes, size = query.shape
+    chosen = None
+    if indices is not None and indices.shape[-1] < key.shape[2]:
+        chosen = torch.zeros(batch, nodes, key.shape[2], dtype=torch.bool, device=key.device)
+        chosen = chosen.scatter(-1, indices.long(), True)
     if plan.nodes is not None:
         scale = size**-0.5 if scaling is None else scaling
         limits = {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
@@ -104,10 +121,10 @@ def planned_attention(
     key_heads = key.shape[1]
     groups = heads // key_heads
     if softcap is not None or s_aux is not None:
-        shaping = (scaling, sliding_window, softcap, s_aux)
-        return _plain_attention(plan, query, key, value, *shaping), None
+        bias = plan.bias(sliding_window, groups, query.dtype, chosen)
+        return _plain_attention(query, key, value, bias, scaling, softcap, s_aux), None
     # a later chunk of a prompt has more keys than queries: its causality is not a square
-    plain = nodes == key.shape[2] and plan.causal and plan.allowed is None
+    plain = nodes == key.shape[2] and plan.causal and plan.allowed is None and chosen is None
     if plain and (sliding_window is None or key.shape[2] <= sliding_window):
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -115,18 +132,17 @@ def planned_attention(
         return out.transpose(1, 2).contiguous(), None
     # queries of one group are stacked as extra rows, so that no key or value is copied
     packed = query.reshape(batch, key_heads, groups * nodes, size)
-    bias = plan.bias(sliding_window, groups, query.dtype)
+    bias = plan.bias(sliding_window, groups, query.dtype, chosen)
     out = scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scaling)
     return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
 def _plain_attention(
-    plan: AttentionPlan,
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    bias: Tensor | None,
     scaling: float | None,
-    window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
@@ -137,7 +153,6 @@ def _plain_attention(
     scores = packed @ key.transpose(-1, -2) * (size**-0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    bias = plan.bias(window, groups, scores.dtype)
     if bias is not None:
         scores = scores + bias
     if sinks is None:

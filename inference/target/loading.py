@@ -45,7 +45,7 @@ _ALIBI = (
 )
 _OWN_CODE = "its attention is code of its own, which transformers does not let us replace"
 _SPARSE = (
-    "its attention chooses keys by an index of its own, which our cache and masks do not follow"
+    "its attention chooses keys by a compressed index, which our cache and masks do not follow"
 )
 _BIASED = (
     "it adds learned biases to the attention scores as a mask, which our attention does not take"
@@ -63,9 +63,7 @@ REFUSED: dict[str, str] = {
         "reformer rembert roformer megatron-bert xlm xlnet prophetnet trocr".split(),
         _OWN_CODE,
     ),
-    **dict.fromkeys(
-        "deepseek_v32 deepseek_v4 glm_moe_dsa axk2 hy_v4 dots3_note_text".split(), _SPARSE
-    ),
+    "deepseek_v4": _SPARSE,
     "doge": _BIASED,
 }
 """Families that cannot be targets, by model_type, and why; see `_objection` too."""
@@ -75,6 +73,8 @@ RECURRENT = frozenset(
     "lfm3".split()
 )
 """Families whose recurrent layers verify trees of drafts (`inference.target.recurrent`)."""
+INDEXED = frozenset("deepseek_v32 glm_moe_dsa axk2 hy_v4 dots3_note_text".split())
+"""Families whose attention chooses keys by an indexer (`inference.target.indexed`)."""
 _LAYERS: dict[str, str] = {
     **dict.fromkeys(
         "linear_attention mamba conv recurrent hybrid hybrid_sliding".split(), _RECURRENT
@@ -84,7 +84,8 @@ _LAYERS: dict[str, str] = {
         _SPARSE,
     ),
 }
-"""Types of layers that cannot be part of a target, but for those of the families in `RECURRENT`."""
+"""Types of layers that cannot be part of a target, but for those of the families in `RECURRENT` and
+`INDEXED`."""
 
 
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner")
@@ -269,7 +270,7 @@ def _objection(config: Any) -> str | None:
         return _ALIBI
     if config.model_type in REFUSED:
         return REFUSED[config.model_type]
-    if config.model_type in RECURRENT:
+    if config.model_type in RECURRENT | INDEXED:
         return None
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     return next((_LAYERS[kind] for kind in kinds if kind in _LAYERS), None)
@@ -280,6 +281,11 @@ def is_recurrent(config: Any) -> bool:
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     known = kinds is None or any(kind in _LAYERS for kind in kinds)
     return config.model_type in RECURRENT and known
+
+
+def is_indexed(config: Any) -> bool:
+    """Whether a text config's model has layers that choose keys by an indexer."""
+    return config.model_type in INDEXED
 
 
 def usable_positions(config: Any) -> tuple[int, str]:

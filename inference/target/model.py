@@ -26,6 +26,7 @@ from inference.kernels.packed_linear import pack_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target import loading
 from inference.target.attention import AttentionPlan, attention_plan
+from inference.target.indexed import IndexedCache, masks
 from inference.target.kv_cache import CacheSizes, KVCache, LayerShape
 from inference.target.padding import of_like_length
 from inference.target.recurrent.cache import RecurrentCache
@@ -53,6 +54,7 @@ class TargetModel:
         self._cache_shapes: tuple[LayerShape | None, ...] | None = None
         self._state_shapes: dict[Key, StateShape] = {}
         self.recurrent = install(model) > 0
+        self.indexed = loading.is_indexed(model.config.get_text_config())
         self._cache_name = loading.cache_argument(self.decoder)
         pack_linears(model)
 
@@ -88,13 +90,16 @@ class TargetModel:
         now: Pass | None,
     ) -> Seen:
         self.taps.want(taps)
+        more: dict[str, Any] = {self._cache_name: cache}
+        if self.indexed:
+            more["attention_mask"] = masks(plan)
         with attention_plan(plan), running(now):
             out = self.decoder(
                 input_ids=tokens,
                 position_ids=positions,
                 use_cache=cache is not None,
                 return_dict=True,
-                **{self._cache_name: cache},
+                **more,
             )
         # some families keep the residual stream in float32 (Mamba)
         return self.taps.read(out.last_hidden_state.to(self.dtype))
@@ -142,6 +147,8 @@ class TargetModel:
         layers, shapes = self.info.num_layers, self._cache_shapes
         if self.recurrent:
             return RecurrentCache(layers, rows, capacity, shapes, self._state_shapes)
+        if self.indexed:
+            return IndexedCache(layers, rows, capacity, shapes)
         return KVCache(layers, rows, capacity, shapes)
 
     @torch.no_grad()
@@ -254,8 +261,12 @@ class TargetModel:
     def _device_plan(
         self, tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int
     ) -> AttentionPlan:
-        """What nodes may see, from lengths on the device: bits for the kernel, or a mask."""
-        if choose(TREE_ATTENTION, self.device, self.dtype).implementation != "reference":
+        """What nodes may see, from lengths on the device: bits for the kernel, or a mask, which an
+        indexer needs."""
+        if (
+            not self.indexed
+            and choose(TREE_ATTENTION, self.device, self.dtype).implementation != "reference"
+        ):
             nodes = lengths, tree.words(), tree.depth
             return AttentionPlan(None, False, positions, positions, nodes)
         return _ragged_plan(tree, positions, lengths, bound)

@@ -93,6 +93,12 @@ class Taps:
     def read(self, last_hidden: Tensor) -> Seen:
         """What the last forward pass left. last_hidden: its normed last state [B, T, H]."""
         hooked, wanted = self._hooked, self._wanted
+        if any(caught.ndim > last_hidden.ndim for caught in self._caught.values()):
+            raise UserError(
+                "this target keeps several residual streams between its layers (hyper-connections),"
+                " so it has no state after a layer that a drafter can read. Use a kind that reads "
+                "the last hidden state alone, such as head=medusa or head=eagle."
+            )
         caught = [self._caught[tap].to(last_hidden.dtype) for tap in hooked]
         stacked = torch.stack(caught, dim=2) if hooked else None
         self._caught = {}

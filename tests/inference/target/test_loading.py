@@ -35,6 +35,7 @@ from tests.inference.target.list_families import PAGE, SECTION, TESTED, UNTESTED
 from tests.inference.tokenizers import tiny_tokenizer
 from tests.models import (
     ALL_FAMILIES,
+    INDEXED_FAMILIES,
     RECURRENT_FAMILIES,
     SMALL,
     VOCAB,
@@ -78,7 +79,7 @@ def test_refused_families_exist_and_are_refused_by_name(family: str) -> None:
         ("falcon", {"alibi": False}, "code of its own"),
         ("bloom", {}, "ALiBi"),
         ("t5", {}, "encoder-decoder"),
-        ("deepseek_v32", {}, "chooses keys"),
+        ("deepseek_v4", {}, "chooses keys"),
     ],
 )
 def test_the_sentence_says_why(family: str, settings: dict[str, Any], reason: str) -> None:
@@ -95,6 +96,11 @@ def test_no_weights_are_needed_to_refuse(tmp_path: Path, family: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     with pytest.raises(UserError, match=f"{family}.*cannot be a target"):
         load_model(TargetConfig(path=str(tmp_path), device="cpu"))
+
+
+@pytest.mark.parametrize("family", INDEXED_FAMILIES)
+def test_families_with_an_indexer_that_work_are_not_refused(family: str) -> None:
+    require_supported("some/model", random_model(family).config)
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
