@@ -16,6 +16,11 @@ from scripts.assets.prepared import BOS_ID, END_ID, PAD_ID, load_manifest
 from scripts.assets.training import build_model, note
 
 MAX_WEIGHT_BYTES = 32_000_000
+FAMILIES = {
+    "llama": "A Llama",
+    "qwen3_5_text": "A hybrid of gated delta rules and attention in the shape of Qwen3.5",
+}
+"""How the card calls a model of each type."""
 
 
 def export(data: Path, run: Path, out: Path, with_card: bool = True) -> None:
@@ -121,6 +126,7 @@ def render_card(
     ]
     figures = {
         "folder": folder,
+        "family": FAMILIES[config["model_type"]],
         "parameters": parameters,
         "layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],

@@ -49,6 +49,8 @@ from scripts.assets.training import (
     Trainer,
     TrainSettings,
     build_model,
+    fitting,
+    hybrid_config,
     llama_config,
     note,
     resized,
@@ -89,6 +91,22 @@ CONFIG = llama_config(
     mlp_bias=False,
 )
 """12.86 million parameters: thin layers, so that one layer costs a twentieth of a pass."""
+HYBRID = hybrid_config(
+    vocab_size=TOKENIZER.size,
+    hidden_size=256,
+    num_hidden_layers=12,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    intermediate_size=512,
+    linear_num_key_heads=4,
+    linear_num_value_heads=4,
+    linear_key_head_dim=32,
+    linear_value_head_dim=64,
+    linear_conv_kernel_dim=4,
+)
+"""8.9 million parameters, nine of twelve layers with a recurrent state."""
+CONFIGS = {"llama": CONFIG, "hybrid": HYBRID}
 ANSWER_TOKENS, MAX_QUESTION_TOKENS = range(20, 401), 230
 HELDOUT_BYTES = 3_000_000
 HELDOUT_PAIRS_PER_DOMAIN = 700
@@ -310,10 +328,11 @@ def train(given: argparse.Namespace) -> None:
     values["micro_tokens"] = given.micro_tokens or min(batch, 131_072 if fast else 8_192)
     values["bf16"] = fast if given.bf16 is None else given.bf16
     # A folder elsewhere on this machine is named by its last part only.
-    config = {**CONFIG, "num_hidden_layers": given.layers or CONFIG["num_hidden_layers"]}
-    start = given.start and resized(
-        load_file(given.start / "model.safetensors"), config["num_hidden_layers"]
-    )
+    config = dict(CONFIGS[given.family])
+    config["num_hidden_layers"] = layers = given.layers or config["num_hidden_layers"]
+    start = given.start and resized(load_file(given.start / "model.safetensors"), layers)
+    if start and _family_of(given.start) != config["model_type"]:
+        start = fitting(start, config)
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     seconds = (given.log_every, given.eval_every, given.save_every, given.call_seconds)
     trainer = Trainer(
@@ -332,6 +351,11 @@ def train(given: argparse.Namespace) -> None:
     )
     ended = trainer.run()
     note("training is finished" if ended else "not finished: run the same command again to go on")
+
+
+def _family_of(folder: Path) -> str:
+    """Return the model type of the target in a folder."""
+    return str(json.loads((folder / "config.json").read_text())["model_type"])
 
 
 def _training_of(folder: Path) -> dict[str, Any]:
@@ -388,7 +412,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, help="steps of the whole run, instead of --seconds")
     add("--call-seconds", type=float, help="save and leave after so long; run again to go on")
     add("--start", type=Path, metavar="FOLDER", help="a target whose weights it starts from")
-    add("--layers", type=int, help=f"default: {CONFIG['num_hidden_layers']}")
+    add("--family", choices=CONFIGS, default="llama", help="which shape it has")
+    counts = ", ".join(f"{name} {some['num_hidden_layers']}" for name, some in CONFIGS.items())
+    add("--layers", type=int, help=f"default: {counts}")
     add("--schedule", choices=("cosine", "wsd"), default=TrainSettings.schedule)
     add("--batch-tokens", type=int, help="of one step (default: 131072 on cuda, 16384 on cpu)")
     add("--micro-tokens", type=int, help="of one forward pass (default on cpu: 8192)")

@@ -28,6 +28,8 @@ from scripts.assets.prepared import BOS_ID, END_ID, MAX_LENGTH, PAD_ID
 from train.stopping import StopRequest
 
 START = time.monotonic()
+INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight", "out_proj.weight")
+"""Ends of the names of projections into the residual stream."""
 
 
 def note(message: str) -> None:
@@ -40,11 +42,20 @@ def llama_config(**sizes: Any) -> dict[str, Any]:
     sizes: keys of the configuration, which replace the values here. The rotary settings stand in
     both spellings that transformers has used.
     """
+    return _config("LlamaForCausalLM", "llama", {"rope_theta": 10_000.0, **sizes})
+
+
+def hybrid_config(**sizes: Any) -> dict[str, Any]:
+    """Return the same for a Qwen3.5 without vision: every fourth layer is attention, the others are
+    gated delta rules (Yang et al., 2412.06464)."""
+    return _config("Qwen3_5ForCausalLM", "qwen3_5_text", sizes)
+
+
+def _config(architecture: str, model_type: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
     content = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": model_type,
         "max_position_embeddings": MAX_LENGTH,
-        "rope_theta": 10_000.0,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -59,7 +70,7 @@ def llama_config(**sizes: Any) -> dict[str, Any]:
         "dtype": "bfloat16",
         **sizes,
     }
-    rope = {"rope_type": "default", "rope_theta": content["rope_theta"]}
+    rope = {"rope_type": "default", "rope_theta": content.get("rope_theta", 10_000.0)}
     return {**content, "rope_parameters": rope}
 
 
@@ -72,7 +83,7 @@ def build_model(config: Mapping[str, Any]) -> Any:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(INTO_RESIDUAL):
                 parameter.mul_(1.0 / math.sqrt(2 * config["num_hidden_layers"]))
     return model
 
@@ -96,10 +107,23 @@ def resized(weights: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
         prefix = f"model.layers.{source}."
         for name, tensor in weights.items():
             if name.startswith(prefix):
-                zero = copied and name.endswith(("o_proj.weight", "down_proj.weight"))
+                zero = copied and name.endswith(INTO_RESIDUAL)
                 own = torch.zeros_like(tensor) if zero else tensor.clone()
                 grown[f"model.layers.{index}.{name.removeprefix(prefix)}"] = own
     return grown
+
+
+def fitting(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return those of a Llama's weights that a model of another family takes: the tensors that have
+    the same names and shapes there (embeddings, MLPs, some of the attention's). A Qwen3.5 stores
+    the weights of its norms less one."""
+    less = 1.0 if config["model_type"] == "qwen3_5_text" else 0.0
+    shapes = {name: tensor.shape for name, tensor in build_model(config).named_parameters()}
+    return {
+        name: tensor - less if name.endswith("norm.weight") else tensor
+        for name, tensor in weights.items()
+        if tensor.shape == shapes.get(name)
+    }
 
 
 @dataclasses.dataclass(frozen=True)
