@@ -19,41 +19,36 @@ Legend: B rows, T positions, M selected states, D depths, H hidden, V vocabulary
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from heads.api.batch import LossOutput, TrainBatch
+from heads.api.batch import TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.config import Depth, Fraction, config
+from heads.api.config import Depth, config
 from heads.api.drafter import TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
-from heads.nn import losses
 from heads.nn.blocks import Attend, Attention, DecoderLayer, LayerShape, RMSNorm, initialise_blocks
 from heads.nn.feature import base
-from heads.nn.feature.chain import Chain, ChainDrafter
+from heads.nn.feature.chain import Chain
+from heads.nn.feature.depths import DepthConfig, DepthDrafter
 from heads.nn.feature.modules import Module, ModuleChain
 from heads.nn.rope import Rope, Rotation
 
 
 @config("head")
 @dataclass(frozen=True)
-class Config(base.LayerConfig):
+class Config(base.LayerConfig, DepthConfig):
     """Configuration of multi-token prediction. Sizes of 0 are taken from the target."""
 
     shared: bool = False
     """One block for all depths (FastMTP) instead of one per depth (DeepSeek-V3)."""
     depths: Depth = 4
     """Depths that are trained (>= 1). Own blocks draft no deeper; a shared one can."""
-    beta: Fraction = 1.0
-    """Depth k weighs beta^(k-1), normalised to sum to one (0 < beta <= 1)."""
-    soft_labels: bool = True
-    """Train on the target's distribution instead of the token it said."""
 
 
 class MtpBlock(nn.Module):
@@ -86,7 +81,7 @@ class MtpBlock(nn.Module):
         return cast(Tensor, self.norm(self.layer(self.join(embedded, state), rotation, attend)))
 
 
-class Drafter(ChainDrafter):
+class Drafter(DepthDrafter):
     """Multi-token prediction with own blocks or with a shared one."""
 
     kind: ClassVar[str] = "mtp"
@@ -149,31 +144,6 @@ class Drafter(ChainDrafter):
         return normed, normed
 
     # Training
-
-    def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over depths k of their share times the cross entropy of supervised tokens t+k+1."""
-        config: Config = self.config
-        depths = torch.arange(config.depths, device=batch.tokens.device, dtype=torch.float32)
-        weights = config.beta**depths
-        weights, judge = weights / weights.sum(), partial(self._judge, batch)
-        unrolled = self.chain.unroll(batch, config.depths)
-        return base.unrolled_loss(batch, unrolled, self.info.vocab_size, weights, judge)
-
-    def _judge(
-        self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Cross entropy and correctness [D, M] of outputs [D, M, H] at states [M]; see `Judge`."""
-        logits = self.logits(outputs)  # [D, M, V]
-        if self.config.soft_labels:
-            wanted = base.teacher_logits(batch, states_at)
-            best = wanted.argmax(-1)
-            values = losses.soft_cross_entropy(logits, base.probabilities_of(wanted))
-        else:
-            best = base.next_tokens(batch, states_at)
-            values = losses.cross_entropy(logits.flatten(0, 1), best.repeat(logits.shape[0]))
-            values = values.view(logits.shape[:2])
-        counts = torch.ones_like(states_at, dtype=torch.bool)
-        return values, counts, losses.best_column(logits) == best
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V] of depths 1..depth; see the contract."""

@@ -1,7 +1,8 @@
 """Attention of drafters: packed sequences in training, a preallocated cache in decoding.
 
 Legend: B rows, T positions, Q queries, S cache slots, N nodes, P nodes run at one tree level, R
-nodes run at all levels, h query heads, g key/value heads, D head size.
+nodes run at all levels, h query heads, g key/value heads, D head size (of values, where they differ
+from keys, in what attention returns).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def cache_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
     out = F.scaled_dot_product_attention(
         grouped, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask[:, None]
     )
-    out = out.view(batch, kv_heads, groups, queries, size).permute(0, 3, 1, 2, 4)
+    out = out.view(batch, kv_heads, groups, queries, value.shape[-1]).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, queries, -1)
 
 
@@ -200,7 +201,7 @@ def chained_rows(
 ) -> Tensor:
     """The last Q rows of a sequence of E: grouped [B, Q, g, G, D], own [B, Q, g, G, k], own_values
     [B, Q, g, k, D], key and value [B, E, g, D], mask [B, 1, Q, E] -> [B, Q, h, D]."""
-    batch, queries, kv_heads, groups, size = grouped.shape
+    batch, queries, kv_heads, groups, _ = grouped.shape
     end = key.shape[1]
     # [B, g, Q * G, D] @ [B, g, D, E]: the heads of a group share one matrix product.
     scores = grouped.transpose(1, 2).flatten(2, 3) @ key.permute(0, 2, 3, 1)
@@ -216,5 +217,5 @@ def chained_rows(
     )
     context = weights[..., :end].flatten(2, 3) @ value.transpose(1, 2)  # [B, g, Q * G, D]
     chain = weights[..., end:] @ own_values.transpose(1, 2)  # [B, g, Q, G, D]
-    out = context.view(batch, kv_heads, queries, groups, size) + chain
+    out = context.view(batch, kv_heads, queries, groups, value.shape[-1]) + chain
     return out.transpose(1, 2).flatten(2, 3)

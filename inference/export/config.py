@@ -10,7 +10,9 @@ from heads.api.config import Layers, OptionalToken, config
 Engine = Literal["vllm", "sglang", "speculators", "transformers"]
 """Export targets. speculators: vLLM's library of drafters, whose folders vLLM serves directly."""
 ENGINES: tuple[str, ...] = get_args(Engine)
-Readable = Literal["speculators", "mtp", "eagle3", "dflash", "eagle", "medusa", "adapter", "causal"]
+Readable = Literal[
+    "speculators", "native_mtp", "mtp", "eagle3", "dflash", "eagle", "medusa", "adapter", "causal"
+]
 """Layouts that are imported, in the order in which `inference.export.importing` tries them."""
 READABLE: tuple[str, ...] = get_args(Readable)
 
@@ -39,6 +41,10 @@ class ExportConfig:
     mask_token_id: OptionalToken = -1
     """Token that stands for "not known yet" in drafters that learned a vector for it; -1: one that
     the tokenizer does not use."""
+    stitch: bool = False
+    """Of a target's own MTP block (native_mtp): write the whole target with this block in the place
+    of its own. Weight files without parts of the block are linked, not copied, where that is
+    possible."""
     overwrite: bool = False
     """Replace the folder if it exists and an export wrote it."""
 
@@ -49,11 +55,12 @@ class ImportConfig:
     """Which folder is imported, and where to."""
 
     source: str = ""
-    """The folder that another trainer, or `headstart export`, wrote."""
+    """The folder that another trainer, or `headstart export`, wrote; a target's own, for its MTP
+    block."""
     layout: Literal["auto", Readable] = "auto"
-    """auto, speculators, mtp, eagle3 (P-EAGLE too), dflash (and DFlash 2, DSpark, Domino), eagle,
-    medusa, adapter (a LoRA of the target: Uno) or causal (language models).
-    """
+    """auto, speculators, native_mtp (the MTP block in a target's own checkpoint), mtp, eagle3
+    (P-EAGLE too), dflash (and DFlash 2, DSpark, Domino), eagle, medusa, adapter (a LoRA of the
+    target: Uno) or causal (language models)."""
     out: str = ""
     """The checkpoint folder to write; empty: <run>/train/<run.drafter, or the source's name>/best,
     where measuring finds it."""

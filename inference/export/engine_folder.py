@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,9 +21,11 @@ from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from inference.decoding.decode_file import DECODE_FILE, draft_length
 from inference.export.config import ExportConfig
+from inference.export.layouts import native
 from inference.export.layouts.base import Checkpoint, Target, Written, read_checkpoint
 from inference.export.layouts.folder import CONFIG, ExportNotes, Json
 from inference.export.layouts.registry import find_route
+from inference.export.stitching import stitch
 from inference.folders import EXPORT_FILE, replace_folder
 from inference.integrity import require_unchanged
 from inference.manifest import file_sha256
@@ -53,6 +56,12 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
     replaced."""
     layout, written = write_layout(config, checkpoint, target)
     refuse_existing(config, out)
+    if config.stitch and checkpoint.kind != native.KIND:
+        raise UserError(
+            f"export.stitch puts a target's own MTP block into the target; '{checkpoint.folder}' "
+            f"is of kind {checkpoint.kind}. Leave it out: engines load this drafter beside the "
+            "target."
+        )
     require_plain_path(written.speculative, config.engine, out)
     tensors = {name: value.contiguous() for name, value in written.tensors.items()}
     floats = {name: value for name, value in tensors.items() if value.is_floating_point()}
@@ -79,7 +88,7 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
         target=checkpoint.info.to_dict(),
         speculative_config=speculative,
         hf_overrides=target_overrides(engine, speculative),
-        serve=serve(engine, path, out, speculative),
+        serve=serve(engine, str(out) if config.stitch else path, out, speculative),
         serve_as_custom_class=custom_class(path, out, speculative),
         kept=written.kept,
         notes=written.notes,
@@ -87,7 +96,11 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
     with replace_folder(
         out, STAGE, "export.overwrite" if config.overwrite else "export.out"
     ) as fresh:
-        save_file(tensors, fresh / written.weights, {"format": "pt"})
+        if config.stitch:
+            of_block = partial(native.is_of_block, config=written.config)
+            stitch(native.target_folder(target), tensors, of_block, fresh)
+        else:
+            save_file(tensors, fresh / written.weights, {"format": "pt"})
         for name, content in written.files.items():
             (fresh / name).write_bytes(content)
         if written.tokenizer:
@@ -174,7 +187,8 @@ def serve(engine: str, target: str, out: Path, speculative: Json) -> str:
     if engine in ("vllm", "speculators"):
         overrides = target_overrides(engine, speculative)
         tail = f" --hf-overrides '{json.dumps(overrides)}'" if overrides else ""
-        settings = json.dumps({**speculative, "model": str(out)})
+        own = {} if target == str(out) else {"model": str(out)}  # stitched: the target's own block
+        settings = json.dumps({**speculative, **own})
         return f"vllm serve {target} --speculative-config '{settings}'{tail}"
     if engine == "sglang" and speculative["method"] == "uno":
         return (

@@ -7,6 +7,7 @@ back the checkpoint it was made of.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,10 +28,11 @@ from inference.export.layouts import (
     eagle3,
     medusa,
     mtp,
+    native,
     speculators,
 )
 from inference.export.layouts.base import Imported
-from inference.export.layouts.folder import Folder, Json, Receiver
+from inference.export.layouts.folder import CONFIG, Folder, Json, Receiver, read_json
 from inference.folders import replace_folder
 from inference.manifest import file_entry, write_manifest
 from inference.staleness.reference import WATCH_FILE
@@ -39,9 +41,20 @@ from inference.target.model import TargetModel
 STAGE = "import"
 LATER_FILES = (DECODE_FILE, WATCH_FILE)
 """Files of other stages next to a checkpoint about these very weights; they go with them."""
-MODULES = (speculators, mtp, eagle3, dflash, eagle, medusa, adapter, causal)
+MODULES = (speculators, native, mtp, eagle3, dflash, eagle, medusa, adapter, causal)
 READERS = dict(zip(READABLE, MODULES, strict=True))
 """The modules' `matches` recognises a folder, `read` reads it. In the order of trying."""
+
+
+def read_folder(path: Path, layout: str = "auto") -> Folder:
+    """`Folder.read`; of a target's own folder its MTP block alone, where it has one."""
+    if layout in ("auto", native.KIND) and (path / CONFIG).is_file():
+        config = read_json(path / CONFIG)
+        if native.form_of(config) is not None:
+            folder = Folder.read(path, partial(native.is_of_block, config=config))
+            if folder.tensors or layout == native.KIND:
+                return folder
+    return Folder.read(path)
 
 
 def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = "auto") -> Imported:

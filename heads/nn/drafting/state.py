@@ -44,9 +44,9 @@ class Rooted:
 class Cached(Rooted):
     """A state with the drafter's own key/value cache.
 
-    keys, values: per layer [B, S, g, D]; behind the committed positions is room for drafts, which
-    are written before they are read. output [B, ...]: what the last commit computed, from which
-    drafting goes on.
+    keys, values: per layer [B, S, g, D] (values may be of another size); behind the committed
+    positions is room for drafts, which are written before they are read. output [B, ...]: what the
+    last commit computed, from which drafting goes on.
     """
 
     output: Tensor
@@ -56,10 +56,17 @@ class Cached(Rooted):
 
     @classmethod
     def empty(
-        cls, seen: TargetStates, plan: Plan, output: Tensor, caches: Sequence[Tensor]
+        cls,
+        seen: TargetStates,
+        plan: Plan,
+        output: Tensor,
+        caches: Sequence[Tensor],
+        values: Sequence[Tensor] | None = None,
     ) -> Cached:
-        """Before any run. output: zeros; caches: zeros [B, S, g, D] per layer."""
-        root, values = torch.zeros_like(seen.tokens[:, 0]), [torch.zeros_like(k) for k in caches]
+        """Before any run. output: zeros; caches: zeros [B, S, g, D] per layer, for its keys;
+        values: the same for its values, where these are of another size."""
+        root = torch.zeros_like(seen.tokens[:, 0])
+        values = [torch.zeros_like(k) for k in caches] if values is None else list(values)
         return cls(root, torch.zeros_like(root), plan, output, list(caches), values)
 
     @property
@@ -73,7 +80,8 @@ class Cached(Rooted):
         self.values[layer][rows, slots] = value
 
     def attend(self, layer: int, query: Tensor, mask: Tensor) -> Tensor:
-        """Attention over a layer's cache: query [B, Q, h, D], mask [B, Q, S] -> [B, Q, h * D]."""
+        """Attention over a layer's cache: query [B, Q, h, D], mask [B, Q, S] -> [B, Q, h * D],
+        D the size of a value."""
         return cache_attention(query, self.keys[layer], self.values[layer], mask)
 
 

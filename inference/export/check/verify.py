@@ -21,8 +21,8 @@ from heads.api.target_info import TargetInfo
 from heads.nn import vocab
 from inference.export.check.config import VerifyConfig
 from inference.export.engine_folder import require_plain_path
-from inference.export.importing import recognise
-from inference.export.layouts import base, dflash, eagle3
+from inference.export.importing import read_folder, recognise
+from inference.export.layouts import base, dflash, eagle3, native
 from inference.export.layouts.base import IDS, Layout, Shapes, TensorRow
 from inference.export.layouts.folder import Folder, Json
 from inference.export.layouts.llama import read_rope
@@ -50,7 +50,7 @@ def verify(config: VerifyConfig, given: TargetConfig, target: TargetModel | None
     """Check the folder of `config` against a target. target: that of `given`, if it is loaded.
     Raises `UserError` for a folder that is not a drafter's."""
     plain_files(Path(config.dir))  # a link may lead out of it
-    folder = Folder.read(Path(config.dir))
+    folder = read_folder(Path(config.dir))
     target = TargetModel.load(given) if target is None else target
     name = folder.export.layout or find_layout(folder)
     layout = LAYOUTS.get(name.removeprefix(WRAPPED))
@@ -72,7 +72,7 @@ def find_layout(folder: Folder) -> str:
     if name == "dflash":
         marks = (found for tensor, found in dflash.MARKS.items() if tensor in folder.tensors)
         return next(marks, name)
-    return "mtp-mimo" if name == "mtp" else name
+    return {"mtp": "mtp-mimo", native.KIND: native.LAYOUT.name}.get(name, name)
 
 
 def find_rope(folder: Folder, layout: Layout, source: Path | None, given: TargetConfig) -> Json:

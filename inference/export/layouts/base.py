@@ -174,14 +174,19 @@ def same_names(shapes: Shapes) -> list[TensorRow]:
     return [TensorRow(name, name, shape) for name, shape in shapes.items()]
 
 
+def meta_state(kind: str, values: Json, info: TargetInfo) -> dict[str, Tensor]:
+    """The tensors of a drafter of ours, without their values."""
+    with torch.device("meta"):
+        drafter = get_kind(kind).drafter_class(build_config(kind, values), info)
+    assert isinstance(drafter, TrainableDrafter), "layouts are of kinds with weights"
+    return dict(drafter.state_dict())
+
+
 def own_rows(
     kind: str, values: Json, info: TargetInfo, left: Iterable[str] = ()
 ) -> list[TensorRow]:
     """The tensors of a drafter of ours but `left`, for layouts that have them under our names."""
-    with torch.device("meta"):
-        drafter = get_kind(kind).drafter_class(build_config(kind, values), info)
-    assert isinstance(drafter, TrainableDrafter), "layouts are of kinds with weights"
-    shapes = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
+    shapes = {name: tuple(value.shape) for name, value in meta_state(kind, values, info).items()}
     return same_names({name: shape for name, shape in shapes.items() if name not in left})
 
 

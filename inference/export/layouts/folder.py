@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -93,8 +93,11 @@ class Folder:
     export: ExportNotes
 
     @classmethod
-    def read(cls, path: Path) -> Folder:
-        """Raises `UserError` if the folder lacks config.json or weights, or one is broken."""
+    def read(cls, path: Path, only: Callable[[str], bool] | None = None) -> Folder:
+        """Raises `UserError` if the folder lacks config.json or weights, or one is broken.
+
+        only: which tensors are read, by name, of safetensors files; None: all.
+        """
         if not path.is_dir():
             raise UserError(
                 f"'{path}' is not a folder. Fetch the drafter first "
@@ -113,7 +116,8 @@ class Folder:
                 f"'{path}' is an adapter in peft's layout, which holds a drafter's updates alone. "
                 "Merge it with its base: `headstart export` with export.merge=true."
             )
-        return cls(path, config, read_tensors(path), notes)
+        found = read_tensors(path) if only is None else read_some(path, only)
+        return cls(path, config, found, notes)
 
     @cached_property
     def architecture(self) -> str:
@@ -156,6 +160,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if not found:
             kinds = ", ".join(PICKLES)
             raise UserError(f"'{path}' holds no weights: neither *.safetensors nor {kinds}.")
+    return found
+
+
+def read_some(path: Path, only: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors of a folder's safetensors files whose names `only` takes; no other is read."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with tensors.open_tensors(file, "It is cut off or damaged; fetch it again.") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys() if only(name)}  # noqa: SIM118
     return found
 
 

@@ -19,12 +19,13 @@ from inference.export.layouts import (
     eagle3,
     medusa,
     mtp,
+    native,
     speculators,
 )
 from inference.export.layouts.base import Layout, Writer
 
 _ALL = (
-    *(eagle.LAYOUT, mtp.LAYOUT, medusa.LAYOUT, causal.LAYOUT, adapter.LAYOUT),
+    *(eagle.LAYOUT, mtp.LAYOUT, native.LAYOUT, medusa.LAYOUT, causal.LAYOUT, adapter.LAYOUT),
     *eagle3.LAYOUTS,
     *dflash.LAYOUTS,
 )
@@ -66,6 +67,7 @@ def _block(name: str, **others: Route | str) -> Ways:
 _EAGLE = Route("eagle", eagle.write)
 _EAGLE3 = Route("eagle3", eagle3.write)
 _MIMO = Route("mtp-mimo", mtp.write)
+_NATIVE = Route("mtp-native", native.write)
 _CAUSAL = Route("causal", causal.write)
 _ALONE = "the library has no stand-alone drafters; vLLM serves the folder for vllm"
 _DOMINO = "it has no Domino; SGLang has"
@@ -99,6 +101,12 @@ ROUTES: dict[str, Ways] = {
         _MIMO,
         "its MTP layers have norms on query and key heads, ours have none",
         "it builds MTP blocks from the target's own layer class, for families that come with them",
+    ),
+    "native_mtp": _ways(
+        _NATIVE,
+        _NATIVE,
+        "vLLM serves the folder for vllm, and a checkpoint with the block in it (export.stitch)",
+        "it takes the block out of the target's checkpoint: export for vllm with export.stitch",
     ),
     "dflash": _block("dflash", transformers=_ASSISTANT),
     "dflash2": _block("dflash2"),

@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from heads.api.errors import UserError
-from inference.export.importing import import_folder
-from inference.export.layouts.folder import Folder
+from inference.export.importing import import_folder, read_folder
 from inference.folders import require_folder_name
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings
@@ -33,7 +32,7 @@ def run(settings: Settings) -> None:
             "import.overwrite=true."
         )
     prepare_process(settings.run)
-    folder = Folder.read(source)
+    folder = read_folder(source, config.layout)
     target = TargetModel.load(settings.target)
     found = import_folder(folder, target, out, config.layout)
     parameters = sum(value.numel() for value in found.tensors.values())

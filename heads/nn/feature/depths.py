@@ -1,0 +1,63 @@
+"""The loss of multi-token prediction: the depths of an unrolled chain, weighed.
+
+The sum over depths k of beta^(k-1), normalised to sum to one, times the cross entropy of token
+t+k+1; beta = 1 is DeepSeek-V3's 1/D (2412.19437), beta = 0.6 is FastMTP's (2509.18362).
+
+Legend: B rows, M selected states, D depths, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.config import Depth, Fraction, config
+from heads.nn import losses
+from heads.nn.feature import base
+from heads.nn.feature.chain import ChainDrafter
+
+
+@config("head")
+@dataclass(frozen=True)
+class DepthConfig:
+    """Which depths are trained, and how they are weighed."""
+
+    depths: Depth = 4
+    """Depths that are trained (>= 1)."""
+    beta: Fraction = 1.0
+    """Depth k weighs beta^(k-1), normalised to sum to one (0 < beta <= 1)."""
+    soft_labels: bool = True
+    """Train on the target's distribution instead of the token it said."""
+
+
+class DepthDrafter(ChainDrafter):
+    """Base of the kinds that are trained so; their configuration: `DepthConfig`."""
+
+    def loss(self, batch: TrainBatch) -> LossOutput:
+        """Sum over depths k of their share times the cross entropy of supervised tokens t+k+1."""
+        config: DepthConfig = self.config
+        depths = torch.arange(config.depths, device=batch.tokens.device, dtype=torch.float32)
+        weights = config.beta**depths
+        weights, judge = weights / weights.sum(), partial(self._judge, batch)
+        unrolled = self.chain.unroll(batch, config.depths)
+        return base.unrolled_loss(batch, unrolled, self.info.vocab_size, weights, judge)
+
+    def _judge(
+        self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Cross entropy and correctness [D, M] of outputs [D, M, H] at states [M]; see `Judge`."""
+        logits = self.logits(outputs)  # [D, M, V]
+        if self.config.soft_labels:
+            wanted = base.teacher_logits(batch, states_at)
+            best = wanted.argmax(-1)
+            values = losses.soft_cross_entropy(logits, base.probabilities_of(wanted))
+        else:
+            best = base.next_tokens(batch, states_at)
+            values = losses.cross_entropy(logits.flatten(0, 1), best.repeat(logits.shape[0]))
+            values = values.view(logits.shape[:2])
+        counts = torch.ones_like(states_at, dtype=torch.bool)
+        return values, counts, losses.best_column(logits) == best

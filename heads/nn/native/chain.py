@@ -1,0 +1,134 @@
+"""`heads.nn.feature.chain` for a layer that is run as a whole and hands out its queries, keys and
+values: committed rows run all of the layer, not its keys and values alone.
+
+Legend: B rows, T positions, K steps, H hidden, S cache slots, W width of a committed run, P nodes
+run at one level, h query heads, g key/value heads, D and E numbers per key and value.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from heads.api.batch import TrainBatch
+from heads.api.drafter import Noise, Proposal, TargetStates
+from heads.nn.attention import CachePlace, Memory, additive, chained_attention, packed_mask
+from heads.nn.blocks import Attend
+from heads.nn.checkpointing import network_part
+from heads.nn.drafting.growth import grow
+from heads.nn.drafting.plan import Plan
+from heads.nn.drafting.state import Cached, run_slots
+from heads.nn.rope import Rope, Rotation, look_up
+
+
+class WholeLayer(Protocol):
+    """What a kind gives to `LayerChain`."""
+
+    def features(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
+        """The target's states -> features [B, T, H]."""
+        ...
+
+    def run(self, tokens: Tensor, feature: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """Tokens [B, T], features [B, T, H] -> outputs [B, T, H], for the LM head and the next
+        step."""
+        ...
+
+    def new_caches(self, rows: int, slots: int) -> tuple[Tensor, Tensor]:
+        """Zeros [rows, slots, g, D] for keys and [rows, slots, g, E] for values."""
+        ...
+
+    def logits(self, emitted: Tensor) -> Tensor:
+        """Outputs [..., H] -> logits [..., V]."""
+        ...
+
+
+class LayerChain:
+    """Training and drafting of one recursed layer."""
+
+    def __init__(self, network: WholeLayer, rope: Rope) -> None:
+        self.network, self.rope = network, rope
+
+    def unroll(self, batch: TrainBatch, steps: int) -> list[Tensor]:
+        """Outputs [B, T, H] of steps k = 1..`steps`, which predict token t+k+1 at t."""
+        mask = packed_mask(batch.segments)
+        feature = self.network.features(batch.taps, batch.last_hidden)
+        keys: tuple[Tensor, ...] = ()
+        values: tuple[Tensor, ...] = ()
+        outputs = []
+        for step in range(steps):
+            # The last rows have no token this far ahead; whatever they read is neither
+            # supervised nor attended to.
+            tokens, positions = batch.tokens.roll(-(step + 1), 1), batch.positions + step
+            rotation = self.rope.at(positions, feature.dtype)
+            feature, *own = self._unrolled(tokens, rotation, feature, keys, values, mask)
+            keys, values = (*keys, own[0]), (*values, own[1])
+            outputs.append(feature)
+        return outputs
+
+    @network_part
+    def _unrolled(
+        self,
+        tokens: Tensor,
+        rotation: Rotation,
+        feature: Tensor,
+        keys: tuple[Tensor, ...],
+        values: tuple[Tensor, ...],
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One step behind `keys` and `values` -> its output, key and value."""
+        own: list[Tensor] = []
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            own.extend((key, value))
+            return chained_attention(query, [*keys, key], [*values, value], mask)
+
+        output = self.network.run(tokens, feature, rotation, attend)
+        return output, own[0], own[1]
+
+    def start(self, seen: TargetStates, plan: Plan, capacity: int) -> Cached:
+        batch, width = seen.tokens.shape
+        keys, values = self.network.new_caches(batch, max(capacity, width) + plan.room + 1)
+        hidden = self.network.features(seen.taps, seen.last_hidden).shape[-1]
+        output = keys.new_zeros(batch, 1, hidden)
+        return self.commit(Cached.empty(seen, plan, output, [keys], [values]), seen)
+
+    def commit(self, state: Cached, accepted: TargetStates) -> Cached:
+        """Run a committed run. Padded entries are written behind it, and overwritten before
+        anything sees them."""
+        rows, last = state.advance(accepted)
+        slots = run_slots(accepted)
+        seen = torch.arange(state.slots, device=slots.device) <= slots[..., None]  # [B, W, S]
+        features = self.network.features(accepted.taps, accepted.last_hidden)
+        rotation = look_up(self._table(state), slots)
+        place = CachePlace(slots, rotation, additive(seen, features.dtype))
+        output = self._run(state, place, rows, accepted.next_tokens, features)
+        state.output.copy_(output[rows, last])
+        return state
+
+    def propose(self, state: Cached, noise: Noise, columns: Tensor | None = None) -> Proposal:
+        """Grow the draft level by level from the last committed row's output; see the protocol."""
+        rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
+        memory = Memory(state.root_position, self._table(state), state.slots)
+
+        def step(place: CachePlace, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+            output = self._run(state, place, rows, tokens, feature)
+            return self.network.logits(output), output
+
+        first = self.network.logits(state.output)
+        return grow(state, first, state.output, step, noise, columns, memory)
+
+    def _run(
+        self, state: Cached, place: CachePlace, rows: Tensor, tokens: Tensor, feature: Tensor
+    ) -> Tensor:
+        """The layer over its cache at `place` -> outputs [B, P, H]."""
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            state.store(0, rows, place.slots, key, value)
+            return state.attend(0, query, place.mask)
+
+        return self.network.run(tokens, feature, place.rotation, attend)
+
+    def _table(self, state: Cached) -> Tensor:
+        return self.rope.table(state.slots, state.keys[0].device, state.keys[0].dtype)

@@ -1,0 +1,221 @@
+"""One decoder layer of a model family, built by transformers' own class.
+
+What a family's layers differ in (gates, norms on query and key heads, partial rotations, latent
+keys, experts) stays in the library's code. The layer is that of a model of one layer, whose
+settings are the target's; it hands its queries, keys and values to whatever the running drafter
+attends with.
+
+Legend: B rows, T positions, H hidden, h query heads, g key/value heads, D and E numbers per key and
+value, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo
+from heads.nn.blocks import Attend
+from heads.nn.rope import Rope, Rotation
+
+ATTENTION = "headstart_drafter"
+"""The attention function that such layers call, by its name with transformers."""
+ONE_LAYER = {
+    "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
+    "first_k_dense_replace": 0,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "num_nextn_predict_layers": 0,
+    "mtp_num_hidden_layers": 0,
+    "num_mtp_layers": 0,
+}
+"""What is changed in a family's settings, where it has them: one layer, of the sort that stands
+last in a model."""
+SMALL_VOCABULARY = {
+    "vocab_size": 8,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_ATTEND: ContextVar[Attend] = ContextVar("headstart_drafter_attention")
+
+
+@contextmanager
+def attending(attend: Attend) -> Iterator[None]:
+    """Let layers hand their queries, keys and values to `attend`."""
+    token = _ATTEND.set(attend)
+    try:
+        yield
+    finally:
+        _ATTEND.reset(token)
+
+
+def hand_over(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: query [B, h, T, D], key [B, g, T, D], value [B, g, T, E] ->
+    [B, T, h, E]. Raises `UserError` for scores of a shape that drafters do not have."""
+    odd = [name for name in ("sliding_window", "softcap", "s_aux") if kwargs.get(name) is not None]
+    if odd:
+        raise UserError(
+            f"the target's layers have {', '.join(odd)} in their attention, which a block of its "
+            "family cannot have here. Choose another kind with head=, for instance eagle3."
+        )
+    if scaling is not None:  # `Attend` divides by the root of D itself
+        query = query * (scaling * query.shape[-1] ** 0.5)
+    attended = _ATTEND.get()(*(part.transpose(1, 2) for part in (query, key, value)))
+    return attended.unflatten(-1, (query.shape[1], -1)), None
+
+
+@dataclass(frozen=True)
+class Family:
+    """Parts of a model of one layer. layer: a transformers decoder layer; norm: the final one, as a
+    pattern of the family's norms; rope: rotations as its layers take them."""
+
+    layer: nn.Module
+    norm: nn.Module
+    rope: FamilyRope
+
+    @classmethod
+    def build(cls, settings: Mapping[str, Any], seed: int | None = None) -> Family:
+        """The parts for a model's settings; raises `UserError` where there are none.
+
+        seed: draws weights as the family does; None: the parts have no values, and are on the
+        device that torch makes tensors on.
+        """
+        where = torch.get_default_device()
+        if seed is not None:
+            with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return cls._of(_model(settings))
+        with torch.device("meta"):
+            found = cls._of(_model(settings))
+        for part in (found.layer, found.norm):
+            _require_plain(part)
+            part.to_empty(device=where)
+        return found
+
+    @classmethod
+    def _of(cls, model: Any) -> Family:
+        decoder = model.get_decoder()
+        if not hasattr(decoder, "rotary_emb"):
+            raise UserError(
+                f"layers of a {model.config.model_type} model have no rotary positions of one "
+                "sort, and MTP blocks are built of layers that have. Choose another kind with "
+                "head=, for instance head=fastmtp."
+            )
+        with torch.device("cpu"):
+            rotary = type(decoder.rotary_emb)(model.config)
+        return cls(decoder.layers[0], decoder.norm, FamilyRope(rotary))
+
+
+def _model(settings: Mapping[str, Any]) -> Any:
+    # heavy, and only drafters of this sort need it
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    AttentionInterface.register(ATTENTION, hand_over)
+    values = {key: value for key, value in settings.items() if key != "model_type"}
+    try:
+        config = AutoConfig.for_model(settings["model_type"], **values | SMALL_VOCABULARY)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"head.layer does not describe a layer of a family that transformers has: {error}. It "
+            "holds the settings of the target's config.json; leave it out to take them from there."
+        ) from error
+
+
+def _require_plain(part: nn.Module) -> None:
+    """Raise `UserError` for a layer with buffers that no checkpoint holds."""
+    kept = part.state_dict()
+    lost = [name for name, _ in part.named_buffers() if name not in kept]
+    if lost:
+        raise UserError(
+            f"layers of the target's family compute with {lost[:3]}, which no checkpoint holds. "
+            "Choose another kind with head=, for instance eagle3."
+        )
+
+
+def sizes_of(info: TargetInfo) -> dict[str, Any]:
+    """What a target's facts say of the layer: sizes and the base of its rotations."""
+    names = (
+        "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
+        "rms_norm_eps max_position_embeddings"
+    )
+    rope = {"rope_type": "default", "rope_theta": info.rope_theta}
+    sizes = {name: getattr(info, name) for name in names.split()}
+    return {**sizes, "num_hidden_layers": 1, "rope_parameters": rope}
+
+
+def layer_settings(path: str) -> dict[str, Any]:
+    """The settings of a one-layer model of the family of a target, from its folder or Hub id;
+    raises `UserError` where there is no readable config.json."""
+    # as above
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path).get_text_config()
+    except Exception as error:  # of a damaged file anything may come out
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(
+            f"the settings of the target's layers cannot be read from '{path}': {first[0][:200]}. "
+            "Give them as head.layer={model_type: ..., ...}."
+        ) from error
+    return one_layer(config)
+
+
+def one_layer(config: Any) -> dict[str, Any]:
+    """The same from a transformers config."""
+    values = {key: value for key, value in config.to_diff_dict().items() if _is_setting(key)}
+    values["model_type"] = config.model_type
+    for name, value in ONE_LAYER.items():
+        if hasattr(config, name):
+            values[name] = value
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds:  # the sort of the last layer
+        values["mlp_layer_types"] = [kinds[-1]]
+    return values
+
+
+def _is_setting(key: str) -> bool:
+    """Whether a key of config.json says what a layer is."""
+    about = "architectures dtype torch_dtype transformers_version use_cache quantization_config"
+    return not key.startswith("_") and key not in about.split()
+
+
+class FamilyRope(Rope):
+    """Rotations of a family's own rotary module, as cos and sin of the numbers it rotates."""
+
+    def __init__(self, rotary: Any) -> None:
+        super().__init__(0, 1.0)
+        self._rotary = rotary
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """[B, T] or [S] -> [.., 2, D]."""
+        self._rotary.to(positions.device)
+        flat = positions if positions.ndim == 2 else positions[None]
+        like = torch.zeros(1, dtype=torch.float32, device=positions.device)
+        cosine, sine = self._rotary(like, flat)
+        found = torch.stack([cosine, sine], -2)
+        return found if positions.ndim == 2 else found[0]
+
+    @staticmethod
+    def embeddings(rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """A rotation [B, T, 1, D] as transformers' layers take it: cos and sin [B, T, D]."""
+        cosine, sine = rotation
+        return cosine[:, :, 0], sine[:, :, 0]

@@ -1,0 +1,67 @@
+"""A target's checkpoint with another MTP block in it: what engines load as one model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from heads.api.errors import UserError
+from heads.api.tensors import open_tensors, tensor_shapes
+from inference.export.layouts.folder import CONFIG
+
+INDEX = "model.safetensors.index.json"
+BLOCK = "mtp.safetensors"
+"""The file that the block is written to."""
+BESIDE = (".json", ".jinja", ".model", ".txt", ".md")
+"""Endings of what a model's folder holds beside its weights."""
+PT = {"format": "pt"}
+
+
+def stitch(
+    target: Path, block: dict[str, Tensor], is_of_block: Callable[[str], bool], out: Path
+) -> None:
+    """Write into the folder `out` what the folder `target` holds, but for config.json, with `block`
+    in the place of the tensors that are of its own block. Raises `UserError` for a target whose
+    weights are not in safetensors files.
+    """
+    shards = sorted(target.glob("*.safetensors"))
+    if not shards:
+        raise UserError(
+            f"'{target}' has no *.safetensors files to put the block into. Save the target with "
+            "safetensors first."
+        )
+    where: dict[str, str] = {}
+    total = sum(value.nbytes for value in block.values())
+    for shard in shards:
+        names = tensor_shapes(shard).keys()
+        kept = [name for name in names if not is_of_block(name)]
+        if len(kept) == len(names):
+            _link(shard, out / shard.name)
+        elif kept:
+            with open_tensors(shard) as file:
+                save_file({name: file.get_tensor(name) for name in kept}, out / shard.name, PT)
+        if kept:
+            where |= dict.fromkeys(kept, shard.name)
+            total += (out / shard.name).stat().st_size
+    save_file(block, out / BLOCK, PT)
+    where |= dict.fromkeys(block, BLOCK)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for path in sorted(target.iterdir()):
+        other = path.name not in (CONFIG, INDEX) and path.suffix in BESIDE
+        if path.is_file() and other:
+            shutil.copyfile(path, out / path.name)
+
+
+def _link(source: Path, place: Path) -> None:
+    """One more name of a file, or a copy of it where the file system has no such names."""
+    try:
+        os.link(source.resolve(), place)
+    except OSError:
+        shutil.copyfile(source, place)
