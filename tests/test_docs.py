@@ -26,7 +26,13 @@ from scripts.tools.docs_site import (
 )
 from tests.newcomer.pages import DOCS, PAGES, README, ROOT, commands, page_name
 
-SIZES = {"Qwen/Qwen3-8B": "qwen3-8b", "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b"}
+SIZES = {
+    "Qwen/Qwen3-8B": "qwen3-8b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3-next-80b",
+    "zai-org/GLM-4.5-Air": "glm-4.5-air",
+    "deepseek-ai/DeepSeek-V3.2": "deepseek-v3.2",
+}
 """Target on the Hub -> the folder of assets/configs with its config.json. Nothing is downloaded
 here, so that trainings for other targets are composed and not planned."""
 GIB = 2**30

@@ -133,7 +133,9 @@ class TargetModel:
         """What a cache takes; reads one token if none was read before."""
         if self._cache_shapes is None:
             token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-            self.prefill(self.new_cache(1, 1), token[0], token, token[0] + 1, FeatureSpec())
+            rows, lengths = token[0], token[0] + 1
+            with torch.no_grad():
+                self._prefill_together(self.new_cache(1, 1), rows, token, lengths, FeatureSpec(), 0)
         assert self._cache_shapes is not None
         states = self._state_shapes.values()
         return CacheSizes(

@@ -49,12 +49,14 @@ RUNTIME_BYTES = 2 * GIGA
 
 
 class PlannedTargetFacts(TypedDict):
-    """The target: parameters, those of its layers that a token uses, bytes of its weights."""
+    """The target: parameters, those of its layers that a token uses, bytes of its weights, and of
+    its cache: per token of a row, per row, and per drafted token while a verification runs."""
 
     path: str
     parameters: int
     active: int
     bytes: int
+    cache: dict[str, int]
 
 
 class DrafterFacts(TypedDict):
@@ -369,6 +371,7 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
             "path": job.target.path,
             "parameters": target.info.parameters,
             "active": target.active,
+            "cache": asdict(target.cache),
             "bytes": target.weight_bytes,
         },
         "drafter": {"kind": job.kind, "trained_weights": weights},

@@ -21,6 +21,10 @@ def plan_table(content: Plan) -> Table:
         f"{target['path']}: {target['parameters']:,} weights, {target['active']:,} of the layers "
         "per token",
     )
+    cache = target["cache"]
+    states = f", {gib(cache['row'])} of states per row, {gib(cache['node'])} per drafted token"
+    kept = f"{cache['slot'] / 1024:.1f} KiB per token{states if cache['row'] else ''}"
+    found.add_row("  its cache in decoding", kept)
     found.add_row("drafter", f"{drafter['kind']}: {drafter['trained_weights']:,} trained weights")
     beside = content["target_process_bytes"]
     who = "trainer" if beside else "process"

@@ -18,7 +18,16 @@ from transformers import AutoModelForCausalLM
 
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
-from inference.target.loading import DTYPES, TargetConfig, checked_config, describe, shared_weights
+from inference.target.kv_cache import CacheSizes
+from inference.target.loading import (
+    DTYPES,
+    TargetConfig,
+    checked_config,
+    describe,
+    shared_weights,
+    switch_attention,
+)
+from inference.target.model import TargetModel
 from inference.target.taps import find_decoder, find_layers
 from train.features.store.codec import states_of
 
@@ -27,6 +36,7 @@ class _NoTokenizer:
     """Stands where a tokenizer would: a plan needs none."""
 
     special_tokens_map: dict[str, str] = {}  # noqa: RUF012
+    eos_token_id = None
 
     def get_vocab(self) -> dict[str, int]:
         return {}
@@ -47,6 +57,7 @@ class PlannedTarget:
     largest_layer: int
     active: int
     experts: tuple[int, int]
+    cache: CacheSizes
 
     def flops(self, rows: int, length: int) -> int:
         """Of one pass over [B, T]: 2 per active weight and position, attention over whole rows."""
@@ -83,6 +94,9 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
     layers = find_layers(find_decoder(model), info.num_layers)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     text = described.get_text_config()
+    with mode:  # one token through the real passes shows what they store
+        switch_attention(model)
+        cache = TargetModel(model, _NoTokenizer(), info).cache_sizes()
     return PlannedTarget(
         info=info,
         weights=shared_weights(model),
@@ -93,6 +107,7 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
         largest_layer=max(sizes),
         active=sum(active_weights(layer, text) for layer in layers),
         experts=_experts(text),
+        cache=cache,
     )
 
 
