@@ -114,6 +114,20 @@ def test_training_reaches_every_weight(family: str) -> None:
     assert not [name for name in unreached if "e_score_correction_bias" not in name]
 
 
+@pytest.mark.parametrize("family", sorted(EXPERTS))
+def test_experts_under_autocast_are_those_of_bfloat16_weights(family: str) -> None:
+    target, drafter = make(family)
+    batch = packed_batch(target, drafter.needs, [[DOCUMENTS[0]]])
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = drafter.train().loss(batch).loss_sum
+    loss.backward()
+    weights = [p for name, p in drafter.named_parameters() if ".experts." in name]
+    assert weights and all(bool(p.grad.isfinite().all()) for p in weights)
+    with torch.no_grad():
+        exact = drafter.loss(batch).loss_sum
+    torch.testing.assert_close(loss.float(), exact, rtol=0.03, atol=0.0)
+
+
 def drafter_of_targets_family(target: TargetModel, **options: Any) -> Drafter:
     # without experts, whose grouped product takes no float64
     layer = one_layer(target.model.config) | {"first_k_dense_replace": 1}

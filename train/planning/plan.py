@@ -351,7 +351,7 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
         )
     tokens, supervised = amount.tokens, amount.supervised
     shape, settings = (train.micro_batch, train.sequence_length), (job.target, job.engine)
-    counted = count_step(job.kind, job.head, *settings, *shape, round(supervised, 2))
+    counted = count_step(job.kind, ByText(job.head), *settings, *shape, round(supervised, 2))
     target, needs, weights, _, dry = counted
     held = with_total(memory(job, counted, trainers))
     beside = None
@@ -419,10 +419,23 @@ def with_total(parts: dict[str, Number]) -> dict[str, Number]:
     return {**parts, "total": sum(parts.values())}
 
 
+class ByText:
+    """Settings that are compared by their text: some hold mappings, which have no hash."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings, self.text = settings, repr(settings)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByText) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
 @lru_cache(maxsize=32)
 def count_step(
     kind: str,
-    head: Any,
+    head: ByText,
     target: TargetConfig,
     engine: EngineConfig,
     rows: int,
@@ -431,9 +444,9 @@ def count_step(
 ) -> Counted:
     """Kept: plans for several sizes share them."""
     described = plan_target(target)
-    drafter = plan_drafter(kind, head, described)
+    drafter = plan_drafter(kind, head.settings, described)
     weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    parts = held_in_parts(kind, head, described)
+    parts = held_in_parts(kind, head.settings, described)
     step = dry_step(drafter, described, engine, rows, length, supervised)
     return Counted(described, drafter.needs, weights, parts, step)
 

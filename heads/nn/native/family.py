@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn.blocks import Attend
+from heads.nn.native import experts
 from heads.nn.rope import Rope, Rotation
 
 ATTENTION = "headstart_drafter"
@@ -107,7 +108,7 @@ class Family:
             found = cls._of(_model(settings))
         for part in (found.layer, found.norm):
             _require_plain(part)
-            part.to_empty(device=where)
+            _allocate(part, where)
         return found
 
     @classmethod
@@ -129,15 +130,30 @@ def _model(settings: Mapping[str, Any]) -> Any:
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION, hand_over)
+    experts.register()
     values = {key: value for key, value in settings.items() if key != "model_type"}
     try:
         config = AutoConfig.for_model(settings["model_type"], **values | SMALL_VOCABULARY)
-        return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation=ATTENTION, experts_implementation=experts.EXPERTS
+        )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"head.layer does not describe a layer of a family that transformers has: {error}. It "
             "holds the settings of the target's config.json; leave it out to take them from there."
         ) from error
+
+
+def _allocate(part: nn.Module, device: torch.device) -> None:
+    """Give the tensors of a part memory on a device, without values. (`nn.Module.to_empty` does not
+    work for the fake tensors of a plan.)"""
+    for module in part.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                    own = isinstance(tensor, nn.Parameter)
+                    table[name] = nn.Parameter(made, tensor.requires_grad) if own else made
 
 
 def _require_plain(part: nn.Module) -> None:
