@@ -5,7 +5,9 @@ build no dense mask of their own; what may be attended to comes from the `Attent
 running forward pass. Where the tree attention kernel runs, the plan hands it the tree's bits;
 elsewhere it spells a mask out. Sliding windows are tested by position, not by slot, because tree
 nodes of one depth share a position. Soft-capping (Gemma 2) and attention sinks (GPT-OSS) take the
-plain path. Layers with an indexer say which keys each query may see besides (`indexed.py`).
+plain path. Layers with an indexer say which keys each query may see besides (`indexed.py`); those
+that attend in chunks, or scale queries by their position (Llama 4), are marked before
+(`mark_layers`), since neither is among what they hand over.
 
 Legend: B rows, N queries, S keys, D head size, h key/value heads, G query heads per key/value head.
 """
@@ -46,14 +48,19 @@ class AttentionPlan:
     _bias: dict[Any, Tensor | None] = field(default_factory=dict)
 
     def bias(
-        self, window: int | None, groups: int, dtype: torch.dtype, chosen: Tensor | None = None
+        self,
+        window: int | None,
+        groups: int,
+        dtype: torch.dtype,
+        chosen: Tensor | None = None,
+        chunk: int | None = None,
     ) -> Tensor | None:
         """Additive mask [B|1, 1, G*N, S] for packed queries; None when not needed. It is made once,
         but for layers that narrow it by keys of their own: `chosen` [B, N, S] bool."""
-        key = (window, groups, dtype)
+        key = (window, chunk, groups, dtype)
         if chosen is None and key in self._bias:
             return self._bias[key]
-        allowed = self.allowed_within(window)
+        allowed = self.allowed_within(window, chunk)
         if chosen is not None:
             allowed = chosen if allowed is None else allowed & chosen
         bias = None if allowed is None else additive(allowed, dtype)
@@ -62,14 +69,16 @@ class AttentionPlan:
             self._bias[key] = bias
         return bias
 
-    def allowed_within(self, window: int | None) -> Tensor | None:
-        """`allowed` with causality and the window made explicit where they matter."""
+    def allowed_within(self, window: int | None, chunk: int | None = None) -> Tensor | None:
+        """`allowed` with causality, the window and the chunk made explicit where they matter."""
         queries, keys = self.query_positions[:, :, None], self.key_positions[:, None, :]
         allowed = self.allowed
-        if allowed is None and (self.causal or window is not None):
+        if allowed is None and (self.causal or window is not None or chunk is not None):
             allowed = keys <= queries
         if window is not None and allowed is not None:
             allowed = allowed & (keys > queries - window)
+        if chunk is not None and allowed is not None:
+            allowed = allowed & (keys // chunk == queries // chunk)
         return allowed
 
 
@@ -84,6 +93,50 @@ def attention_plan(plan: AttentionPlan) -> Any:
         yield
     finally:
         _PLAN.reset(token)
+
+
+@dataclass(frozen=True)
+class LayerMarks:
+    """What an attention layer does beyond what it hands over. chunk: it sees keys of its own chunk
+    of so many positions; tuning: floor_scale and attn_scale, by which queries grow with their
+    position (2501.19399): 1 + attn_scale * log(1 + floor((position + 1) / floor_scale))."""
+
+    chunk: int | None = None
+    tuning: tuple[float, float] | None = None
+
+    def scaled(self, query: Tensor, positions: Tensor) -> Tensor:
+        """Queries [B, h, N, D] at positions [B|1, N]."""
+        if self.tuning is None:
+            return query
+        floor, scale = self.tuning
+        factor = torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
+        return (query * factor[:, None, :, None]).to(query.dtype)
+
+
+NO_MARKS = LayerMarks()
+MARKS = "headstart_marks"
+
+
+def mark_layers(model: Any, config: Any) -> bool:
+    """Mark the layers of a text model that attend in chunks or tune their queries; the latter no
+    longer do that themselves, since they count positions from the beginning of a pass. Returns
+    whether any attend in chunks."""
+    kinds, chunked = getattr(config, "layer_types", None) or (), False
+    for module in model.modules():
+        number = getattr(module, "layer_idx", None)
+        if number is None or not hasattr(module, "attn_temperature_tuning"):
+            continue
+        if hasattr(module, MARKS):  # a second target of the same model
+            chunked = chunked or getattr(module, MARKS).chunk is not None
+            continue
+        chunk = config.attention_chunk_size if kinds[number] == "chunked_attention" else None
+        tuning = None
+        if module.attn_temperature_tuning and not module.use_rope:
+            tuning = float(module.floor_scale), float(module.attn_scale)
+            module.attn_temperature_tuning = False
+        setattr(module, MARKS, LayerMarks(chunk, tuning))
+        chunked = chunked or chunk is not None
+    return chunked
 
 
 def planned_attention(
@@ -110,6 +163,9 @@ def planned_attention(
         raise RuntimeError("the model gives its attention a mask of its own")
     plan = _PLAN.get()
     batch, heads, nodes, size = query.shape
+    marks: LayerMarks = getattr(module, MARKS, NO_MARKS)
+    query = marks.scaled(query, plan.query_positions)
+    chunk = marks.chunk if marks.chunk is not None and key.shape[2] > marks.chunk else None
     chosen = None
     if indices is not None and indices.shape[-1] < key.shape[2]:
         chosen = torch.zeros(batch, nodes, key.shape[2], dtype=torch.bool, device=key.device)
@@ -121,10 +177,11 @@ def planned_attention(
     key_heads = key.shape[1]
     groups = heads // key_heads
     if softcap is not None or s_aux is not None:
-        bias = plan.bias(sliding_window, groups, query.dtype, chosen)
+        bias = plan.bias(sliding_window, groups, query.dtype, chosen, chunk)
         return _plain_attention(query, key, value, bias, scaling, softcap, s_aux), None
     # a later chunk of a prompt has more keys than queries: its causality is not a square
-    plain = nodes == key.shape[2] and plan.causal and plan.allowed is None and chosen is None
+    plain = nodes == key.shape[2] and plan.causal and plan.allowed is None
+    plain = plain and chosen is None and chunk is None
     if plain and (sliding_window is None or key.shape[2] <= sliding_window):
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -132,7 +189,7 @@ def planned_attention(
         return out.transpose(1, 2).contiguous(), None
     # queries of one group are stacked as extra rows, so that no key or value is copied
     packed = query.reshape(batch, key_heads, groups * nodes, size)
-    bias = plan.bias(sliding_window, groups, query.dtype, chosen)
+    bias = plan.bias(sliding_window, groups, query.dtype, chosen, chunk)
     out = scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scaling)
     return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
 

@@ -299,10 +299,6 @@ def usable_positions(config: Any) -> tuple[int, str]:
             "Its short rotary frequencies end there; target.long_context=true uses the long ones."
         )
         return trained, hint
-    chunk, kinds = (getattr(config, name, None) for name in ("attention_chunk_size", "layer_types"))
-    if chunk and "chunked_attention" in (kinds or ()) and chunk < limit:
-        hint = "Its layers attend in chunks of that length, and only the first is supported."
-        return int(chunk), hint
     return limit, ""
 
 

@@ -25,7 +25,7 @@ from inference.kernels.dispatch import choose
 from inference.kernels.packed_linear import pack_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target import loading
-from inference.target.attention import AttentionPlan, attention_plan
+from inference.target.attention import AttentionPlan, attention_plan, mark_layers
 from inference.target.indexed import IndexedCache, masks
 from inference.target.kv_cache import CacheSizes, KVCache, LayerShape
 from inference.target.padding import of_like_length
@@ -54,7 +54,9 @@ class TargetModel:
         self._cache_shapes: tuple[LayerShape | None, ...] | None = None
         self._state_shapes: dict[Key, StateShape] = {}
         self.recurrent = install(model) > 0
-        self.indexed = loading.is_indexed(model.config.get_text_config())
+        config = model.config.get_text_config()
+        self.indexed = loading.is_indexed(config)
+        self._masked = mark_layers(model, config) or self.indexed
         self._cache_name = loading.cache_argument(self.decoder)
         pack_linears(model)
 
@@ -263,12 +265,10 @@ class TargetModel:
     def _device_plan(
         self, tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int
     ) -> AttentionPlan:
-        """What nodes may see, from lengths on the device: bits for the kernel, or a mask, which an
-        indexer needs."""
-        if (
-            not self.indexed
-            and choose(TREE_ATTENTION, self.device, self.dtype).implementation != "reference"
-        ):
+        """What nodes may see, from lengths on the device: bits for the kernel, or a mask, which
+        indexers and chunks need."""
+        kernel = choose(TREE_ATTENTION, self.device, self.dtype).implementation != "reference"
+        if kernel and not self._masked:
             nodes = lengths, tree.words(), tree.depth
             return AttentionPlan(None, False, positions, positions, nodes)
         return _ragged_plan(tree, positions, lengths, bound)

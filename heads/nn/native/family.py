@@ -148,7 +148,8 @@ def _allocate(part: nn.Module, device: torch.device) -> None:
     """Give the tensors of a part memory on a device, without values. (`nn.Module.to_empty` does not
     work for the fake tensors of a plan.)"""
     for module in part.modules():
-        for table in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
             for name, tensor in table.items():
                 if tensor is not None:
                     made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

@@ -198,7 +198,30 @@ def test_dynamic_scaling_does_not_depend_on_what_else_was_read() -> None:
     assert torch.equal(model(input_ids=short, use_cache=False).logits, before)
 
 
-def test_chunked_attention_is_limited_to_its_first_chunk() -> None:
-    target = random_target("llama4_text", attention_chunk_size=24)
-    assert target.info.max_position_embeddings == 24
-    check_trees(target, random_model("llama4_text", attention_chunk_size=24), (5, 1, 12))
+@pytest.mark.parametrize("lengths", [(17,), (13, 1, 20, 7)], ids=["one row", "ragged"])
+def test_chunks_and_tuned_queries_are_the_models_own(lengths: tuple[int, ...]) -> None:
+    """Llama 4 beyond its first chunk, and beyond the position from which queries grow."""
+    more = {"attention_chunk_size": 8, "floor_scale": 6, "attn_scale": 0.5}
+    target = random_target("llama4_text", **more)
+    assert target.info.max_position_embeddings == 256
+    check_trees(target, random_model("llama4_text", **more), lengths)
+    needs = FeatureSpec(last_hidden=True)
+    tokens = torch.randint(3, VOCAB, (1, 30), generator=torch.Generator().manual_seed(3))
+    positions = torch.cat([torch.arange(18), torch.arange(12)])[None]
+    segments = torch.tensor([[1] * 18 + [2] * 12], dtype=torch.int32)
+    _, packed = target.features(tokens, positions, segments, needs)
+    assert packed is not None
+    model = random_model("llama4_text", **more)
+    alone = [model(input_ids=part, use_cache=False).logits for part in tokens.split([18, 12], 1)]
+    found = target.weights.logits(packed)
+    torch.testing.assert_close(found, torch.cat(alone, 1), rtol=0, atol=1e-5)
+
+
+def test_chunks_of_a_prompt_see_their_own_chunk_of_attention() -> None:
+    target = random_target("llama4_text", attention_chunk_size=8, floor_scale=6)
+    tokens, lengths = torch.arange(3, 23)[None], torch.tensor([20])
+    needs, row = FeatureSpec(), torch.tensor([0])
+    whole, _ = target.prefill(target.new_cache(1, 32), row, tokens, lengths, needs)
+    parts, _ = target.prefill(target.new_cache(1, 32), row, tokens, lengths, needs, chunk=6)
+    # norms round to float32
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
