@@ -287,6 +287,31 @@ INDEXED_FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Families whose attention chooses keys by an indexer, fewer than the tests' prompts have; with few
 heads, so that scores tie at 0: test_indexed.py."""
+SEEING = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 8,
+}
+COMPOSITE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "intermediate_size": 16,
+            "out_hidden_size": 32,
+        },
+    ),
+    "gemma3": ("gemma3_text", {**SEEING, "model_type": "siglip_vision_model"}),
+    "gemma4": ("gemma4_text", SEEING),
+    "llama4": ("llama4_text", {**SEEING, "vision_output_dim": 16}),
+    "mistral3": ("mistral", {**SEEING, "model_type": "pixtral"}),
+}
+"""Composite family -> its text family, and settings of its vision part."""
 LONGROPE = {
     "max_position_embeddings": 256,
     "original_max_position_embeddings": 24,

@@ -18,7 +18,17 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 import inference.target.attention as attention
 from heads.api.config import config
@@ -160,7 +170,7 @@ def load_model(config: TargetConfig) -> Any:
     elif own is not None or quantised is not None:
         # packed weights are made on their device and cannot move
         options["device_map"] = {"": device}
-    model, report = _from_pretrained(config, options)
+    model, report = _from_pretrained(config, described, options)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(
@@ -210,13 +220,37 @@ def load_config(config: TargetConfig) -> Any:
         raise UserError(f"target '{config.path}' cannot be loaded: {_first_line(error)}") from error
 
 
-def _from_pretrained(config: TargetConfig, options: dict[str, Any]) -> tuple[Any, Any]:
+def _from_pretrained(
+    config: TargetConfig, described: Any, options: dict[str, Any]
+) -> tuple[Any, Any]:
     try:
         with _ONE_AT_A_TIME:
             options = {**_source(config), "dtype": DTYPES[config.dtype_name], **options}
-            return AutoModelForCausalLM.from_pretrained(output_loading_info=True, **options)
+            loader = model_class(described)
+            model, report = loader.from_pretrained(output_loading_info=True, **options)
     except LOADING as error:
         raise UserError(f"target '{config.path}' cannot be loaded: {_first_line(error)}") from error
+    return text_alone(model), report
+
+
+def model_class(described: Any) -> Any:
+    """The class that loads a target of this config: of composite models (text and images) that
+    transformers has no text class for, the composite one."""
+    composite = type(described) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if composite and type(described) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def text_alone(model: Any) -> Any:
+    """A model without the parts for images and sound that it was loaded with."""
+    base: Any = getattr(model, "model", None)
+    text = getattr(base, "language_model", None)
+    if text is not None:
+        for name, part in list(base.named_children()):
+            if part is not text:
+                setattr(base, name, None)
+    return model
 
 
 def _split(config: TargetConfig, described: Any, ranks: parallel.Ranks) -> dict[str, Any]:
@@ -380,10 +414,19 @@ def shared_weights(model: Any) -> TargetWeights:
         embedding=whole,
         lm_head=whole if tied else dense_weight(parallel.gather_whole(head), *size, what="LM head"),
         logits=head_function(model),
-        state=parallel.GatheredState(dict(model.named_parameters())),
+        state=parallel.GatheredState(_named_as_text(model)),
         rotary=_rotary(model),
         windows=_windows(config),
     )
+
+
+def _named_as_text(model: Any) -> dict[str, Tensor]:
+    """A model's weights by the names that they have in a text model: composite ones put their text
+    part one level deeper."""
+    return {
+        name.replace("model.language_model.", "model.", 1): value
+        for name, value in model.named_parameters()
+    }
 
 
 def _windows(config: Any) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from heads.api.target_info import TargetInfo
 from inference.target import loading
@@ -27,9 +26,10 @@ class TargetFacts:
         """Read configuration and tokenizer; raises `UserError` for what cannot be a target."""
         described, tokenizer = loading.checked_config(config), loading.load_tokenizer(config)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = loading.model_class(described).from_config(
                 described, trust_remote_code=config.trust_remote_code
             )
+        model = loading.text_alone(model)
         generation = loading.load_generation_config(config) or model.config
         ends = loading.end_tokens(getattr(generation, "eos_token_id", None), tokenizer)
         return cls(tokenizer, loading.describe(model, tokenizer, config), ends)

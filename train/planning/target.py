@@ -86,14 +86,15 @@ class PlannedTarget:
 def plan_target(config: TargetConfig) -> PlannedTarget:
     """A target described by its config; raises `UserError` where it cannot be a target."""
     described = checked_config(config)
+    text = described.get_text_config()
+    text.tie_word_embeddings = described.tie_word_embeddings  # of composite models the outer one
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        model = AutoModelForCausalLM.from_config(described, dtype=DTYPES[config.dtype_name])
+        model = AutoModelForCausalLM.from_config(text, dtype=DTYPES[config.dtype_name])
     model.requires_grad_(False)
     info = describe(model, _NoTokenizer(), config)
     layers = find_layers(find_decoder(model), info.num_layers)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
-    text = described.get_text_config()
     with mode:  # one token through the real passes shows what they store
         switch_attention(model)
         cache = TargetModel(model, _NoTokenizer(), info).cache_sizes()

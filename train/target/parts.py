@@ -21,7 +21,6 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -94,6 +93,11 @@ def load_parts(config: TargetConfig) -> TargetModel:
             f"target '{config.path}' has packed (quantised) weights, which cannot be read in "
             f"parts. Use {WHOLE}, or its unquantised checkpoint."
         )
+    if described.get_text_config() is not described:
+        raise UserError(
+            f"target '{config.path}' ({described.model_type}) holds more than text, and such "
+            f"checkpoints are not read in parts. Use {WHOLE}."
+        )
     device, model = loading.pick_device(config.device), empty_model(config, described)
     files = WeightFiles(model, config, hub_commit(config.path, config.revision) or config.revision)
     fill(model, files, device)
@@ -117,11 +121,12 @@ def _cannot_run(*_: Any) -> None:
 def empty_model(config: TargetConfig, described: Any) -> Any:
     """The target's frozen modules: weights have shapes and no contents, buffers are real."""
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
+        model = loading.model_class(described).from_config(
             described,
             dtype=loading.DTYPES[config.dtype_name],
             trust_remote_code=config.trust_remote_code,
         )
+    model = loading.text_alone(model)
     model.tie_weights()
     return loading.prepare(model.requires_grad_(False).eval(), config.long_context)
 

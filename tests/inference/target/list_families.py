@@ -13,11 +13,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from heads.api.errors import UserError
 from inference.target.loading import LOADING, REFUSED, require_supported
 from scripts.tools.common import ROOT, Section
-from tests.models import ALL_FAMILIES, INDEXED_FAMILIES, RECURRENT_FAMILIES
+from tests.models import ALL_FAMILIES, COMPOSITE_FAMILIES, INDEXED_FAMILIES, RECURRENT_FAMILIES
 
 PAGE = ROOT / "docs" / "targets.md"
 SECTION = Section("families", "tests/inference/target/list_families.py")
 TESTED, UNTESTED = "tested", "not tested"
+TESTED_FAMILIES = {*ALL_FAMILIES, *RECURRENT_FAMILIES, *INDEXED_FAMILIES, *COMPOSITE_FAMILIES}
 
 
 def families() -> dict[str, str]:
@@ -25,7 +26,7 @@ def families() -> dict[str, str]:
     found = {}
     for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
         name = config_class.model_type
-        if name in ALL_FAMILIES | RECURRENT_FAMILIES | INDEXED_FAMILIES:
+        if name in TESTED_FAMILIES:
             found[name] = TESTED
         else:
             found[name] = REFUSED.get(name) or objection(config_class)
