@@ -85,6 +85,7 @@ RECURRENT = frozenset(
 """Families whose recurrent layers verify trees of drafts (`inference.target.recurrent`)."""
 INDEXED = frozenset("deepseek_v32 glm_moe_dsa axk2 hy_v4 dots3_note_text".split())
 """Families whose attention chooses keys by an indexer (`inference.target.indexed`)."""
+TWO_BLOCKS = "longcat_flash"
 _LAYERS: dict[str, str] = {
     **dict.fromkeys(
         "linear_attention mamba conv recurrent hybrid hybrid_sliding".split(), _RECURRENT
@@ -317,6 +318,12 @@ def is_recurrent(config: Any) -> bool:
     return config.model_type in RECURRENT and known
 
 
+def decoder_layers(config: Any) -> int:
+    """Decoder layers of a text config's model. Those of LongCat hold two blocks of attention each,
+    which are what its num_hidden_layers counts."""
+    return int(config.num_layers if config.model_type == TWO_BLOCKS else config.num_hidden_layers)
+
+
 def is_indexed(config: Any) -> bool:
     """Whether a text config's model has layers that choose keys by an indexer."""
     return config.model_type in INDEXED
@@ -495,7 +502,7 @@ def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
         tokenizer_hash=tokenizer_hash(tokenizer),
         vocab_size=_vocabulary(model),
         hidden_size=hidden,
-        num_layers=text.num_hidden_layers,
+        num_layers=decoder_layers(text),
         num_attention_heads=heads,
         num_key_value_heads=_first(text, "num_key_value_heads", default=heads),
         head_dim=_first(text, "head_dim", default=hidden // heads),

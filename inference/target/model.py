@@ -56,6 +56,8 @@ class TargetModel:
         self.recurrent = install(model) > 0
         config = model.config.get_text_config()
         self.indexed = loading.is_indexed(config)
+        # of blocks of attention, where a layer has two
+        self._cached_layers = int(config.num_hidden_layers)
         self._masked = mark_layers(model, config) or self.indexed
         self._cache_name = loading.cache_argument(self.decoder)
         pack_linears(model)
@@ -148,7 +150,7 @@ class TargetModel:
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` sequences of at most `capacity` slots."""
-        layers, shapes = self.info.num_layers, self._cache_shapes
+        layers, shapes = self._cached_layers, self._cache_shapes
         if self.recurrent:
             return RecurrentCache(layers, rows, capacity, shapes, self._state_shapes)
         if self.indexed:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
-from inference.target.loading import TargetConfig, checked_config, load_model
+from inference.target.loading import TargetConfig, checked_config, decoder_layers, load_model
 from inference.target.model import TargetModel
 from inference.target.taps import find_decoder, find_layers
 from train.config import TrainingJob
@@ -152,7 +152,7 @@ def _place(model: Any, named: list[tuple[str, tuple[int, ...], torch.dtype]], wo
 
 
 def _layers_of(model: Any) -> nn.ModuleList:
-    return find_layers(find_decoder(model), model.config.get_text_config().num_hidden_layers)
+    return find_layers(find_decoder(model), decoder_layers(model.config.get_text_config()))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
