@@ -1,5 +1,5 @@
 # `make demo`: the whole loop on the embedded target.  `make test`: the tests, but for the slow ones, which `make test-all`
-# adds.  `make check`: ruff, mypy, import-linter.
+# adds (SLOW_ARGS=--slow-part=0/8: one part in eight of them).  `make check`: ruff, mypy, import-linter.
 # `make docs`: the documentation site, in outputs/site; fails on a broken link.  `make test-serve`: tests against a real vLLM.
 # `make test-chaos`: interruptions, damage, full disks, hostile requests, by the hundred.
 # All install first, once. Another Python: `make demo PY=python3.12`. An environment that is already there, where nothing
@@ -47,7 +47,7 @@ test: $(NEEDS)
 	$(PYTHON) -m pytest -q -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(NEEDS)
-	$(PYTHON) -m pytest -q $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -q $(PYTEST_ARGS) $(SLOW_ARGS)
 
 # Attacks on every stage and both servers: about an hour on two cores, `make test-chaos CHAOS_ARGS=--sample` three minutes. Parts that
 # mount small disks need root.

@@ -104,16 +104,31 @@ WRITTEN = {
 list them."""
 
 
+OTHER_FOLDERS = (
+    "generate features train plan export push tune traffic audit watch refresh feedback"
+).split()
+"""Names that other stages give to folders of a run."""
+
+
 def require_folder_name(key: str, name: str, *, empty: bool = False) -> str:
     """Return `name` if it is the name of one folder; raises `UserError`, which names the setting
     `key`, otherwise. empty: "" is allowed (it stands for a default)."""
     plain = name not in (".", "..") and not set(name) & set("/\\") and name.isprintable()
     if not plain or not (name or empty):
         raise UserError(
-            f"{key}: '{name}' must be a plain folder name, without '/' or '\\' and not '.' or "
+            f"{key}: {name!r} must be a plain folder name, without '/' or '\\' and not '.' or "
             "'..'. Folders above it are set with run.root and run.name."
         )
     return name
+
+
+def require_measurement_name(key: str, name: str) -> str:
+    """The same for a measurement's folder, which must not be another stage's."""
+    if name in OTHER_FOLDERS:
+        raise UserError(
+            f"{key}: '{name}' is the folder of another stage in a run. Choose another name."
+        )
+    return require_folder_name(key, name)
 
 
 def stage_of(folder: Path) -> str:
@@ -326,6 +341,18 @@ def plain_files(folder: Path) -> list[str]:
         if path.is_file() and not set(relative.parts) & set(CACHES):
             names.append(relative.as_posix())
     return names
+
+
+def require_no_link(path: Path, below: Path) -> None:
+    """Raise `UserError` where a link stands on the way from the folder `below` to `path` in it, or
+    in the place of a `path` that lies elsewhere."""
+    way = [path, *path.parents]
+    for part in way[: way.index(below) if below in way else 1]:
+        if part.is_symlink():
+            raise UserError(
+                f"'{part}' is a link, which is not followed to what is published. Put a copy in "
+                "its place."
+            )
 
 
 def copy_plain(source: Path, out: Path) -> None:

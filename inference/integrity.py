@@ -7,6 +7,7 @@ not complete or of an earlier version, is not listed anywhere.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from heads.api.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -22,9 +23,17 @@ STAGES = ("import", "push")
 
 def require_unchanged(checkpoint: Path) -> None:
     """Raise `UserError`, which names the file, for a checkpoint that was changed or damaged since
-    it was written, and a manifest that is not readable, by which nothing can be checked."""
-    whole = checkpoint.resolve()
-    for folder, stages in ((whole, STAGES), (whole.parent, ("train",))):
+    it was written, and a manifest that is not readable, by which nothing can be checked.
+
+    Where a link stands in the place of a training's checkpoint, what it leads to must be what the
+    training has listed; else what the folder behind it has.
+    """
+    given = Path(os.path.abspath(checkpoint))  # noqa: PTH100 - not through links
+    behind = checkpoint.resolve()
+    wholes = tuple(dict.fromkeys((given, behind)))
+    places: list[tuple[Path, tuple[str, ...]]] = [(whole, STAGES) for whole in wholes]
+    places += [(whole.parent, ("train",)) for whole in wholes]
+    for folder, stages in places:
         path = folder / MANIFEST_FILE
         content = read_object(path, most=LARGEST) if path.exists() else {}
         stage = str(content.get("stage"))
@@ -33,6 +42,6 @@ def require_unchanged(checkpoint: Path) -> None:
         # an earlier version lists none
         for entry in listed_files(folder, stage) if content.get("files") is not None else ():
             file = folder / entry["file"]
-            if file.parent == whole and file.name in CHECKED:
+            if file.parent in (given, behind) and file.name in CHECKED:
                 verify_file(folder, entry)
         return

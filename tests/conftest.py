@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,8 +26,27 @@ if not Path("/dev/nvidiactl").exists():
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests where there is no GPU (torch is imported only when one is asked for)."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--slow-part: of the slow tests one part in so many, which CI changes from commit to commit."""
+    parser.addoption(
+        "--slow-part", metavar="K/N", help="run part K (from 0) of N of the slow tests"
+    )
+
+
+def in_part(name: str, part: str) -> bool:
+    """Whether a test belongs to part "K/N"; a test stays in its part."""
+    number, parts = map(int, part.split("/"))
+    return zlib.crc32(name.encode()) % parts == number
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip `gpu` tests where there is no GPU (torch is imported only when one is asked for), and
+    leave out the slow tests of other parts."""
+    part = config.getoption("--slow-part")
+    if part:
+        left = [i for i in items if i.get_closest_marker("slow") and not in_part(i.nodeid, part)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

@@ -177,38 +177,82 @@ REPLACE_FILES = {
 OWN_NAMES = {"rmtree", "copytree", "move", "rmdir", "removedirs", "rename", "renames"}
 
 
-def calls_of(path: Path) -> list[str]:
-    """Calls in a source file that may delete, rename or copy a folder: `name:line`."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil"):
-            names = [alias.name for alias in node.names]
+OF_MODULES = {"os": {*OWN_NAMES, "replace"}, "shutil": OWN_NAMES, "subprocess": set()}
+SHELL = {"rm", "rmdir", "mv"}
+
+
+def calls_of(source: str) -> list[str]:
+    """Names in a source that may delete, rename or copy a folder, called or handed on:
+    `name:line`."""
+    tree, found = ast.parse(source), []
+    modules = {
+        alias.asname or alias.name: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name in OF_MODULES
+    }
+    for node in ast.walk(tree):
+        names: set[str] = set()
+        if isinstance(node, ast.ImportFrom) and node.module in OF_MODULES:
+            names = {alias.name for alias in node.names} & {*OWN_NAMES, "replace"}
+        elif isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if owner in modules:
+                names = {node.attr} & OF_MODULES[modules[owner]]
+            elif node.attr != "move":  # of a tensor
+                names = {node.attr} & OWN_NAMES
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = node.func.value
-            of_os = isinstance(owner, ast.Name) and owner.id == "os"
-            moves = node.func.attr == "replace" and (
-                of_os or (len(node.args) == 1 and not node.keywords)  # Path.replace
-            )
-            named = node.func.attr
-            of_shutil = isinstance(owner, ast.Name) and owner.id == "shutil"
-            if (named == "replace" and not moves) or (named == "move" and not of_shutil):
-                continue  # of a text; of a tensor
-            names = [named]
-        else:
-            continue
-        found += [f"{name}:{node.lineno}" for name in names if name in {*OWN_NAMES, "replace"}]
+            given = [keyword.arg for keyword in node.keywords]
+            one = len(node.args) == 1 and not given
+            if node.func.attr == "replace" and (one or "target" in given):  # Path.replace
+                names = {"replace"}
+            words = [
+                item.value
+                for argument in node.args
+                if isinstance(argument, ast.List)
+                for item in argument.elts[:1]
+                if isinstance(item, ast.Constant)
+            ]
+            names |= {str(word) for word in words} & SHELL
+        found += [f"{name}:{node.lineno}" for name in sorted(names)]  # type: ignore[attr-defined]
     return found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import shutil as sh; sh.rmtree(p)",
+        "from shutil import rmtree as r; r(p)",
+        "import shutil as sh; sh.move(p, q)",
+        "import os as o; o.replace(p, q)",
+        "import shutil; f = shutil.rmtree",
+        "import os; map(os.rmdir, p)",
+        "p.replace(q)",
+        "p.replace(target=q)",
+        "p.rename(q)",
+        "import subprocess; subprocess.run(['rm', '-rf', p])",
+    ],
+)
+def test_every_way_of_deleting_or_moving_is_seen(line: str) -> None:
+    assert calls_of(line)
+
+
+@pytest.mark.parametrize("line", ["text.replace('a', 'b')", "tensor.move(1)", "run(['ls', p])"])
+def test_what_moves_nothing_is_not(line: str) -> None:
+    assert not calls_of(line)
 
 
 def test_folders_are_deleted_renamed_and_copied_in_one_module_alone() -> None:
     """Whoever needs it asks `inference.folders`, which asks whose the folder is."""
-    assert calls_of(REPOSITORY / FOLDERS)
+    assert calls_of((REPOSITORY / FOLDERS).read_text(encoding="utf-8"))
     allowed = {FOLDERS: {*OWN_NAMES, "replace"}, "inference/writers.py": {"rename", "rmdir"}}
     allowed |= {name: {"replace"} for name in REPLACE_FILES}
     wrong = {}
     for path in sources():
         name = path.relative_to(REPOSITORY).as_posix()
         known = allowed.get(name, set())
-        calls = [call for call in calls_of(path) if call.split(":")[0] not in known]
+        source = path.read_text(encoding="utf-8")
+        calls = [call for call in calls_of(source) if call.split(":")[0] not in known]
         wrong |= {name: calls} if calls else {}
     assert not wrong

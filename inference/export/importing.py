@@ -34,7 +34,7 @@ from inference.export.layouts import (
 from inference.export.layouts.base import Imported
 from inference.export.layouts.folder import CONFIG, Folder, Json, Receiver, read_json
 from inference.folders import replace_folder
-from inference.manifest import file_entry, write_manifest
+from inference.manifest import file_entry, verify_file, write_manifest
 from inference.staleness.reference import WATCH_FILE
 from inference.target.model import TargetModel
 
@@ -63,6 +63,7 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
     Raises `UserError`, before anything is written, for a folder that fits none of our kinds, and
     for an `out` that was not imported.
     """
+    require_as_exported(folder)
     receiver = Receiver(target.info, target.weights)
     name = recognise(folder) if layout == "auto" else layout
     found: Imported = READERS[name].read(folder, receiver)
@@ -84,6 +85,17 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
         source = str(folder.path.resolve())
         write_manifest(fresh, STAGE, {"kind": found.kind, "source": source, "files": files})
     return found
+
+
+def require_as_exported(folder: Folder) -> None:
+    """Raise `UserError` for a folder of our own export with a file that is gone or was changed."""
+    for name, digest in folder.export.files.items():
+        file = Path(name).name
+        if not (folder.path / file).is_file():
+            raise UserError(
+                f"'{folder.path}' lacks {file}, which was exported. Export the drafter again."
+            )
+        verify_file(folder.path, {"file": file, "sha256": digest})
 
 
 def own_kind(folder: Folder, found: Imported) -> tuple[Kind, Json]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from heads.api.errors import UserError
 from heads.api.tensors import open_tensors, tensor_shapes
 from inference.export.layouts.folder import CONFIG
+from inference.folders import EXPORT_FILE
 
 INDEX = "model.safetensors.index.json"
 BLOCK = "mtp.safetensors"
@@ -54,7 +55,7 @@ def stitch(
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for path in sorted(target.iterdir()):
-        other = path.name not in (CONFIG, INDEX) and path.suffix in BESIDE
+        other = path.name not in (CONFIG, INDEX, EXPORT_FILE) and path.suffix in BESIDE
         if path.is_file() and other:
             shutil.copyfile(path, out / path.name)
 

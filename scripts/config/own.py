@@ -24,7 +24,7 @@ from heads.api.config import (
     config,
 )
 from heads.api.errors import UserError, suggest
-from inference.folders import require_folder_name
+from inference.folders import require_folder_name, require_measurement_name
 from inference.verifications import RecordsConfig
 from scripts.config.compose import parse
 from scripts.config.stages import GROUPS, OPTION_GROUPS
@@ -106,7 +106,7 @@ class MeasureConfig:
     separate decoding that is not timed."""
 
     def __post_init__(self) -> None:
-        require_folder_name("measure.name", self.name)
+        require_measurement_name("measure.name", self.name)
 
 
 @config("report")
@@ -265,9 +265,10 @@ class LoopConfig:
     """What the rounds may cost."""
 
     def __post_init__(self) -> None:
-        for key in ("measures", "sweep"):
-            for name in getattr(self, key):
-                require_folder_name(f"loop.{key}", name)
+        for name in self.sweep:
+            require_folder_name("loop.sweep", name)
+        for name in self.measures:
+            require_measurement_name("loop.measures", name)
         for name, overrides in self.measures.items():
             require_settings(f"loop.measures.{name}", overrides)
         if self.rounds and self.store_features:

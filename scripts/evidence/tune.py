@@ -60,10 +60,10 @@ GRID = TuneConfig(
     prompts="assets/prompts/training/validation.jsonl",
     prompts_per_domain=8,
     max_new_tokens=48,
-    repeats=7,
+    repeats=5,
     finalists=3,
 )
-HELD_OUT = {1: 48, 4: 96, 16: 192}
+HELD_OUT = {1: 24, 4: 48, 16: 96}
 """Batch size -> prompts that every draft answers once, those close to the fastest three times."""
 ROWS, REQUESTS, LOAD = 4, 48, 0.7
 """The traffic: rows, requests, and the share of plain decoding's capacity that it asks for."""

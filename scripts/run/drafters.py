@@ -3,6 +3,7 @@ that need no training."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -117,7 +118,8 @@ def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
 def at(folder: Path) -> Found:
     """The drafter in a checkpoint's or train stage's folder; raises `UserError` for neither."""
     checkpoint = folder / BEST if (folder / BEST / CHECKPOINT_FILE).is_file() else folder
-    kind, whole = str(read_config(checkpoint)["kind"]), checkpoint.resolve()
+    whole = Path(os.path.abspath(checkpoint))  # noqa: PTH100 - a link has its own name
+    kind = str(read_config(checkpoint)["kind"])
     return Found(whole.parent.name if checkpoint.name == BEST else whole.name, kind, checkpoint)
 
 

@@ -242,12 +242,19 @@ def require_free(path: Path, stage: str) -> None:
         )
 
 
+ADVICE = (
+    "Restore it, or choose another name (run.name, run.drafter); results beside it, such as best/, "
+    "are as they were."
+)
+"""What to do about a damaged record of a stage."""
+
+
 def read_record(path: Path) -> RunRecord | None:
     """The run.json of a folder, or None where no run has started."""
     file = path / RUN_FILE
     if not file.is_file():
         return None
-    content = read_object(file, f"Remove '{path}' yourself, or choose another name.")
+    content = read_object(file, ADVICE)
     if content.get("format") != FORMAT:
         raise UserError(
             f"'{file}' is not a run record of format {FORMAT}. Choose another run.name."
@@ -261,10 +268,9 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"'{path}' is not a stage folder: it has no {CONFIG_FILE}.")
-    advice = f"Remove '{path}' yourself, or choose another name."
-    content = read_yaml_object(file, advice)
+    content = read_yaml_object(file, ADVICE)
     for group, values in content.items():
-        require_object(values or {}, f"'{file}': {group}", advice)
+        require_object(values or {}, f"'{file}': {group}", ADVICE)
     return content
 
 

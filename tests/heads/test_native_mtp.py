@@ -173,6 +173,7 @@ def test_what_is_no_layer_is_refused() -> None:
     sinks = build({"model_type": "gpt_oss", "sliding_window": 9, "num_local_experts": 4})
     with pytest.raises(UserError, match="s_aux"):
         check_parity(target, sinks, DOCUMENTS, 4)
-    layer = one_layer(random_target("kimi_linear", recurrent=True).model.config)
-    with pytest.raises(UserError, match="no rotary positions"):
-        build(layer | {"hidden_size": 16})
+    others = [random_target("kimi_linear", recurrent=True), random_target("gemma3_text")]
+    for other in (*others, random_target("llama4_text"), random_target("gpt2")):
+        with pytest.raises(UserError, match="no rotary positions"):
+            build(one_layer(other.model.config) | {"hidden_size": 16})

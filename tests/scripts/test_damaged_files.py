@@ -92,20 +92,21 @@ def test_a_target_whose_weights_are_of_other_sizes(
     assert "its files hold weights of other sizes than its config.json says" in said
 
 
+@pytest.mark.parametrize("form", ["data=jsonl", "data.column=messages"])
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("x.jsonl", BINARY * 9, "each line must be a JSON object"),
+        ("x.jsonl", BINARY * 9, "ach line must be a JSON object"),
         ("x.json", b'[{"prompt": "a"}, 5, [1]]', "Are its rows alike?"),
         ("x.parquet", b"PAR1garbage", "x.parquet' cannot be read"),
     ],
 )
 def test_data_that_is_none(
-    root: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, words: str
+    root: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, words: str, form: str
 ) -> None:
     (root / name).write_bytes(content)
     given = ["generate", "target=local", f"target.path={root / 'target'}", "target.dtype=float32"]
-    given += ["target.device=cpu", f"run.root={root / 'outputs'}", "run.name=new", "data=jsonl"]
+    given += ["target.device=cpu", f"run.root={root / 'outputs'}", "run.name=new", form]
     assert main([*given, f"data.path={root / name}"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert words in said[said.rindex("headstart: ") :]
@@ -135,7 +136,7 @@ def test_a_broken_pickle_and_a_checkpoint_of_our_own_are_not_imported(
     (root / "i").mkdir()
     (root / "i" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (root / "i" / "pytorch_model.bin").write_bytes(b"\x80\x04broken")
-    words = "cannot be read as tensors alone (pop from empty list). Nothing in it was executed."
+    words = "cannot be read as tensors alone (IndexError): it is damaged, or holds other objects."
     refused(root, capsys, words, "import", f"import.source={root / 'i'}", "run.drafter=theirs")
     own = f"import.source={(root / CONFIG).parent}"
     words = "is a checkpoint of Headstart's own and needs no import"

@@ -93,6 +93,15 @@ def test_a_name_with_a_path_in_it_is_refused(
     refused(root, capsys, words, stage, f"{stage}.name={name}", f"run.overwrite={overwrite}")
 
 
+@pytest.mark.parametrize("name", ["export", "train", "generate", "push"])
+def test_a_measurement_is_not_called_as_another_stages_folder(
+    root: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    words = f"'{name}' is the folder of another stage in a run"
+    refused(root, capsys, words, "measure", f"measure.name={name}")
+    refused(root, capsys, words, "loop", f"+loop.measures={{{name}: []}}")
+
+
 @pytest.mark.parametrize(
     ("stage", "override", "key"),
     [
@@ -140,16 +149,18 @@ def test_another_stages_folder_is_neither_deleted_nor_written_into(
     overwrite: str,
 ) -> None:
     more = ["run.accept_changes=true"] if overwrite == "false" else []
+    if stage == "measure":  # these names are refused whatever the folders hold
+        words = f"'{name}' is the folder of another stage in a run"
     refused(root, capsys, words, stage, f"{stage}.name={name}", f"run.overwrite={overwrite}", *more)
 
 
 def test_a_measurement_that_holds_a_training_is_not_deleted(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As an earlier version left it behind: measure.name=train before anything was trained."""
-    recorded(root / "outputs" / "a" / "train", "measure")
+    """As one that was called train before anything was trained."""
+    recorded(root / "outputs" / "a" / "train", "audit")
     words = "medusa' in it was written by stage 'train'"
-    refused(root, capsys, words, "measure", "measure.name=train", "run.overwrite=true")
+    refused(root, capsys, words, "audit", "audit.name=train", "run.overwrite=true")
 
 
 def test_an_export_replaces_an_export_and_nothing_else(
@@ -315,6 +326,47 @@ def test_a_flipped_bit_in_a_trained_checkpoint_is_named(
         (training / "manifest.json").write_bytes(damage)
         with pytest.raises(UserError, match=r"manifest\.json' is (not readable as JSON|broken)"):
             require_unchanged(training / "best")
+
+
+@pytest.mark.parametrize("linked", ["best", "medusa"])
+def test_a_link_in_the_place_of_a_checkpoint_hides_no_damage_and_is_not_published(
+    root: Path, capsys: pytest.CaptureFixture[str], linked: str
+) -> None:
+    training = root / "outputs" / "a" / "train" / "medusa"
+    weights = training / "best" / "model.safetensors"
+    (training / "run.json").unlink()
+    files = [file_entry(training, f"best/{name}") for name in ("config.json", weights.name)]
+    write_manifest(training, "train", {"checkpoint": "best", "files": files})
+    place = training if linked == "medusa" else training / "best"
+    place.rename(root / "elsewhere")
+    place.symlink_to(root / "elsewhere")
+    assert at(training).name == at(training / "best").name == "medusa"
+    before = contents(root)
+    push = [f"run.root={root / 'outputs'}", "run.name=a", "push.repo=me/x", "push.license=mit"]
+    assert main(["push", *push]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{linked}' is a link, which is not followed to what is published" in said
+    assert contents(root) == before
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 4
+    weights.write_bytes(content)
+    words = {"best": "lies outside its folder", "medusa": "was changed or damaged since it was"}
+    refused(root, capsys, words[linked], "export", f"export.out={root / 'x'}")
+
+
+def test_a_changed_export_is_not_imported(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = root / "exported"
+    assert main(command(root, "export", f"export.out={out}")) == 0
+    capsys.readouterr()
+    weights = out / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 4
+    weights.write_bytes(content)
+    given = [f"import.source={out}", "run.drafter=theirs"]
+    words = "model.safetensors' was changed or damaged since it was written"
+    refused(root, capsys, words, "import", *given)
+    (out / "config.json").unlink()
+    refused(root, capsys, "config.json", "import", *given)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,11 @@ def find_form(
 ) -> Form:
     """The form of a dataset with these columns. rows: some of its first ones. Raises `UserError`
     for columns that do not exist, or hold nothing that is understood."""
+    if not columns:
+        raise UserError(
+            f"dataset '{config.path}': none of its first rows could be read as one. Each line must "
+            "be a JSON object."
+        )
     for field in ("column", "id_column", "domain_column"):
         name = getattr(config, field)
         if name is not None and name not in columns:
@@ -166,12 +171,8 @@ def find_column(config: SourceConfig, columns: Sequence[str]) -> str:
         if name in columns:
             return name
     raise UserError(
-        f"dataset '{config.path}' has none of the columns {', '.join(known)}. "
-        + (
-            f"Set data.column to one of: {', '.join(columns)}."
-            if columns
-            else "None of its first rows could be read as one: each line must be a JSON object."
-        )
+        f"dataset '{config.path}' has none of the columns {', '.join(known)}. Set data.column to "
+        f"one of: {', '.join(columns)}."
     )
 
 

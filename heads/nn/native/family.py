@@ -11,6 +11,7 @@ value, S slots.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -114,15 +115,36 @@ class Family:
     @classmethod
     def _of(cls, model: Any) -> Family:
         decoder = model.get_decoder()
-        if not hasattr(decoder, "rotary_emb"):
-            raise UserError(
-                f"layers of a {model.config.model_type} model have no rotary positions of one "
-                "sort, and MTP blocks are built of layers that have. Choose another kind with "
-                "head=, for instance head=fastmtp."
-            )
-        with torch.device("cpu"):
-            rotary = type(decoder.rotary_emb)(model.config)
-        return cls(decoder.layers[0], decoder.norm, FamilyRope(rotary))
+        layers: Any = getattr(decoder, "layers", None)
+        rotary = getattr(decoder, "rotary_emb", None)
+        usual = layers is not None and _takes_rotations(layers[0])
+        if usual and rotary is not None:
+            with torch.device("cpu"):
+                rotary = type(rotary)(model.config)
+            if _gives_cos_and_sin(rotary):
+                return cls(layers[0], decoder.norm, FamilyRope(rotary))
+        raise UserError(
+            f"layers of a {model.config.model_type} model have no rotary positions of one sort, "
+            "and MTP blocks are built of layers that have. Choose another kind with head=, for "
+            "instance head=fastmtp."
+        )
+
+
+def _takes_rotations(layer: nn.Module) -> bool:
+    """Whether a layer takes rotations from outside, by name or handed on."""
+    arguments = inspect.signature(layer.forward).parameters
+    handed_on = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in arguments.values())
+    return "position_embeddings" in arguments or handed_on
+
+
+def _gives_cos_and_sin(rotary: nn.Module) -> bool:
+    """Whether a rotary module gives cos and sin for positions alone, and not for a sort of layer,
+    or as complex numbers."""
+    try:
+        found = rotary(torch.zeros(1), torch.zeros(1, 1, dtype=torch.int64))
+    except TypeError:
+        return False
+    return isinstance(found, tuple) and len(found) == 2
 
 
 def _model(settings: Mapping[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from heads.api import tensors
 from heads.api.adapter import ADAPTER_CONFIG
 from heads.api.checkpoint import CONFIG_KEYS
 from heads.api.errors import UserError
-from heads.api.reading import read_object, reason
+from heads.api.reading import read_object
 from heads.api.target_info import TargetInfo, TargetWeights
 from inference.folders import EXPORT_FILE
 
@@ -185,9 +185,11 @@ def load_plain(file: Path) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except BROKEN_PICKLE as error:
+        # torch's own words advise to read it without this protection
         raise UserError(
-            f"'{file}' cannot be read as tensors alone ({reason(error)}). Nothing in it was "
-            "executed. Fetch it again, or fetch its safetensors file."
+            f"'{file}' cannot be read as tensors alone ({type(error).__name__}): it is damaged, or "
+            "holds other objects. Nothing in it was executed. Fetch it again, or fetch its "
+            "safetensors file."
         ) from error
 
 

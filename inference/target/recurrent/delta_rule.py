@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from inference.target.recurrent.passes import PackedPass, PromptPass, TreePass, current
-from inference.target.recurrent.states import Key, Kind, StateShape
+from inference.target.recurrent.states import Kind, StateShape
 
 LEVELS = 16
 """Up to this depth a tree's system is solved level by level, by products; deeper ones by a
@@ -67,7 +67,13 @@ def delta_rule(
         wide = torch.promote_types(query.dtype, torch.float32)
         sizes = value.shape[2], key.shape[3], value.shape[3]
         place = now.key(mixer, "state")
-        state = now.states.state(place, StateShape(Kind.RANK_ONE, sizes, wide, key.device))
+        by_channel = g.dim() == 4
+        shape = StateShape(
+            *(Kind.RANK_ONE, sizes, wide, key.device),
+            left_heads=value.shape[2] if by_channel else key.shape[2],
+            decay_size=g.shape[3] if by_channel else 1,
+        )
+        state = now.states.state(place, shape)
         if isinstance(now, PromptPass):
             valid = now.valid[:, :, None]
             g = g * (valid if g.dim() == 3 else valid[..., None])  # padding neither decays
@@ -88,9 +94,10 @@ def delta_rule(
             queries, keys = (l2norm(part, dim=-1, eps=1e-6) for part in (queries, keys))
         queries = queries * queries.shape[-1] ** -0.5
         groups = values.shape[1] // keys.shape[1]
-        queries, keys = (part.repeat_interleave(groups, 1) for part in (queries, keys))
-        decays = decays if decays.dim() == 4 else decays[..., None]
-        out = _of_nodes(now, place, state, queries, keys, values, decays, rates)
+        each = [part.repeat_interleave(groups, 1) for part in (queries, keys)]
+        decays = decays if by_channel else decays[..., None]
+        total, written, out = _of_nodes(now, state, each[0], each[1], values, decays, rates)
+        now.states.add(place, total, each[1] if by_channel else keys, written)
         return out.transpose(1, 2).to(query.dtype), state
 
     return rule
@@ -98,16 +105,15 @@ def delta_rule(
 
 def _of_nodes(
     now: TreePass,
-    place: Key,
     state: Tensor,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     decays: Tensor,
     rates: Tensor,
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The module's formulas: state [B, H, k, v], queries, keys [B, H, N, k], values [B, H, N, v],
-    decays [B, H, N, k|1], rates [B, H, N] -> [B, H, N, v]."""
+    decays [B, H, N, k|1], rates [B, H, N] -> G [B, H, N, k|1], u and o [B, H, N, v]."""
     ancestors = now.tree.ancestors[:, None]
     total = ancestors.to(decays.dtype) @ decays
     if decays.shape[-1] == 1:
@@ -124,8 +130,7 @@ def _of_nodes(
     system = (from_keys * rates[..., None]).tril(-1)
     wanted = rates[..., None] * (values - (keys * decay) @ state)
     written = solve(system, wanted, now.tree.max_depth)
-    now.states.add(place, total, keys, written)
-    return (queries * decay) @ state + from_queries @ written
+    return total, written, (queries * decay) @ state + from_queries @ written
 
 
 def decay_between(total: Tensor, ancestors: Tensor) -> Tensor:

@@ -69,7 +69,8 @@ def mamba2(library: Callable[..., Any], mixer: int) -> Callable[..., Any]:
         wide = torch.promote_types(x.dtype, torch.float32)
         sizes = x.shape[2], B.shape[3], x.shape[3]
         place = now.key(mixer, "state")
-        state = now.states.state(place, StateShape(Kind.RANK_ONE, sizes, wide, x.device))
+        shape = StateShape(Kind.RANK_ONE, sizes, wide, x.device, left_heads=B.shape[2])
+        state = now.states.state(place, shape)
         if isinstance(now, PromptPass):
             out, after = library(
                 *(x, dt * now.valid[:, :, None], A, B, C, chunk_size),  # padding: steps of length 0
@@ -81,15 +82,14 @@ def mamba2(library: Callable[..., Any], mixer: int) -> Callable[..., Any]:
         else:
             groups = x.shape[2] // B.shape[2]
             values = (x.to(wide) * dt.to(wide)[..., None]).transpose(1, 2)  # [B, h, N, p]
-            keys, queries = (
-                part.to(wide).transpose(1, 2).repeat_interleave(groups, 1) for part in (B, C)
-            )
+            left, right = (part.to(wide).transpose(1, 2) for part in (B, C))  # [B, G, N, s]
+            keys, queries = (part.repeat_interleave(groups, 1) for part in (left, right))
             ancestors = now.tree.ancestors[:, None]
             decays = (A.to(wide) * dt.to(wide)).transpose(1, 2)[..., None]  # [B, h, N, 1]
             total = ancestors.to(wide) @ decays
             weights = queries @ keys.transpose(-1, -2) * decay_between(total, ancestors)
             out = (queries * total.exp()) @ state + weights @ values
-            now.states.add(place, total, keys, values)
+            now.states.add(place, total, left, values)
             out = out.transpose(1, 2).contiguous()  # some families look at it in another shape
             out = out if D is None else out + D[:, None] * x.to(wide)
         return (out, state) if return_final_states else out

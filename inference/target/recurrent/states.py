@@ -49,12 +49,16 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class StateShape:
-    """One state of a row: its kind, its sizes behind the row, where it lies."""
+    """One state of a row: its kind, its sizes behind the row, where it lies. Of RANK_ONE: how many
+    heads the vectors a have, where several of the state's share one (0: as many), and how many
+    numbers a decay has."""
 
     kind: Kind
     sizes: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    left_heads: int = 0
+    decay_size: int = 1
 
     @property
     def bytes(self) -> int:
@@ -63,14 +67,14 @@ class StateShape:
 
     @property
     def node_bytes(self) -> int:
-        """What a verification keeps of one node of a row; with one decay per head (a decay per
-        channel takes k - 1 numbers more)."""
+        """What a verification keeps of one node of a row."""
         if self.kind == Kind.BY_NODE:
             return self.bytes
         if self.kind == Kind.WINDOW:
             return self.sizes[0] * self.dtype.itemsize
         heads, key_size, value_size = self.sizes
-        return heads * (1 + key_size + value_size) * self.dtype.itemsize
+        numbers = heads * (self.decay_size + value_size) + (self.left_heads or heads) * key_size
+        return numbers * self.dtype.itemsize
 
 
 @dataclass
@@ -121,7 +125,8 @@ class RecurrentStates:
         """Remember what a verification would add to a state.
 
         WINDOW: the committed window with the nodes' inputs behind it [B, C, M+N]. RANK_ONE: decays
-        G [B, h, N, k|1], a [B, h, N, k], b [B, h, N, v]. BY_NODE: states [B, N, C, s].
+        G [B, h, N, k|1], a [B, g, N, k] for g heads of which each serves h / g of the state's, b
+        [B, h, N, v]. BY_NODE: states [B, N, C, s].
         """
         self._added[key] = inputs
 
@@ -195,7 +200,12 @@ def _rank_one_after(
     total = end.pick(decay, 3)
     share = total[:, :, :, None] - decay
     share = share.masked_fill(~end.path[None, :, None, :, None], float("-inf")).exp()
-    return states * total.exp()[..., None] + (left * share).transpose(-1, -2) @ right
+    kept = states * total.exp()[..., None]
+    if decay.shape[-1] > 1:  # one per key channel
+        return kept + (left * share).transpose(-1, -2) @ right
+    heads = left.shape[2]
+    shared = (right * share).unflatten(2, (heads, -1))  # [L, B, g, h / g, N, v]
+    return kept + (left.transpose(-1, -2)[:, :, :, None] @ shared).flatten(2, 3)
 
 
 def _node_state(states: Tensor, end: _End, nodes: Tensor) -> Tensor:

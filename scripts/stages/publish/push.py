@@ -17,7 +17,7 @@ from heads.api.errors import UserError
 from inference.export.hub.config import DRAFTER
 from inference.export.hub.folder import Sources
 from inference.export.hub.push import push
-from inference.folders import EXPORT_FILE
+from inference.folders import EXPORT_FILE, require_no_link
 from inference.manifest import file_sha256
 from inference.report.model import read_report
 from scripts.config.schema import Settings
@@ -35,9 +35,12 @@ def run(settings: Settings) -> None:
             f"(push.repo=user/{DRAFTER}-for-target); given: '{repo}'."
         )
     for found in chosen:
+        require_no_link(found.folder, settings.run.directory)
         run, reports = settings.run, reports_of(found.folder, measurements(settings.run))
         exports = (run.directory / "export" / found.name).glob(f"*/{EXPORT_FILE}")
         by_engine = {path.parent.name: path.parent for path in exports}
+        for folder in by_engine.values():
+            require_no_link(folder, settings.run.directory)
         config = replace(settings.push, repo=repo.replace(DRAFTER, found.name))
         sources = Sources(found.folder, reports, by_engine)
         push(config, sources, run.directory / "push" / found.name)

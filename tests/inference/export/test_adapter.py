@@ -17,6 +17,7 @@ from inference.export.check.config import VerifyConfig
 from inference.export.check.verify import verify
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
+from inference.folders import EXPORT_FILE
 from inference.target.model import TargetModel
 from tests.inference.export.ground import save, target_config, write
 
@@ -111,5 +112,8 @@ def test_a_folder_of_another_rank_than_it_says_is_found_out(
     path.write_text(json.dumps(described | {"r": 5}))
     faults = verify(VerifyConfig(str(tmp_path / "out")), target_config(target), target).faults
     assert any(fault.startswith("shape: ") for fault in faults)
+    with pytest.raises(UserError, match="was changed or damaged"):
+        import_folder(Folder.read(tmp_path / "out"), target, tmp_path / "back")
+    (tmp_path / "out" / EXPORT_FILE).unlink()
     with pytest.raises(UserError, match="has shape"):
         import_folder(Folder.read(tmp_path / "out"), target, tmp_path / "back")

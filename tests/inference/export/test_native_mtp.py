@@ -23,6 +23,7 @@ from inference.export.config import ExportConfig
 from inference.export.engine_folder import export, prepare
 from inference.export.importing import import_folder, read_folder
 from inference.export.layouts.base import Target
+from inference.folders import EXPORT_FILE
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.inference.tokenizers import tiny_tokenizer
@@ -153,6 +154,7 @@ def test_the_static_check_passes_and_finds_what_is_missing(ground: Ground, tmp_p
     )
     verdict = verify(VerifyConfig(dir=str(out)), ground.config, ground.target)
     assert any(lost in fault for fault in verdict.faults)
+    (out / EXPORT_FILE).unlink()
     with pytest.raises(UserError, match=f"lacks '{lost}'"):
         ground.imported(out, tmp_path / "again")
 
@@ -160,6 +162,7 @@ def test_the_static_check_passes_and_finds_what_is_missing(ground: Ground, tmp_p
 def test_copies_of_the_target_are_left_out_and_others_refused(tmp_path: Path) -> None:
     ground = Ground("deepseek_v3", tmp_path)
     out = ground.export(tmp_path / "alone")
+    (out / EXPORT_FILE).unlink()  # as another trainer would have written it
     weights = out / "model.safetensors"
     tensors = load_file(weights)
     embedding = ground.target.weights.embedding.float().clone()
@@ -176,6 +179,7 @@ def test_copies_of_the_target_are_left_out_and_others_refused(tmp_path: Path) ->
 def test_quantised_and_strange_blocks_are_refused(tmp_path: Path) -> None:
     ground = Ground("qwen3_5_text", tmp_path)
     out = ground.export(tmp_path / "alone")
+    (out / EXPORT_FILE).unlink()  # as another trainer would have written it
     weights = out / "model.safetensors"
     tensors = load_file(weights)
     name = "mtp.layers.0.mlp.gate_proj.weight"

@@ -134,7 +134,7 @@ def test_text_with_drafts_is_the_plain_text(family: str, shape: str) -> None:
 # What a cache holds
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "mamba", "lfm2"])
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_sizes_are_what_is_allocated(family: str) -> None:
     target = random_target(family, recurrent=True)
     sizes = target.cache_sizes()
