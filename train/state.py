@@ -33,13 +33,12 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.reading import read_object
 from heads.api.system_errors import explained
-from heads.api.tensors import read_tensors
+from heads.api.tensors import read_tensors, write_tensors
 from inference.folders import discard, is_temporary, put
 from inference.manifest import file_sha256, safe_path, write_json
 from train.distributed import World
@@ -279,7 +278,7 @@ def _optimizer_file(rank: int) -> str:
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file(tensors, str(path))
+    write_tensors(tensors, path)
     _flush_file(path)
 
 

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.api.config import shown
 from heads.api.errors import UserError
 from heads.api.reading import file_sha256, read_object
-from heads.api.tensors import read_tensors
+from heads.api.tensors import read_tensors, write_tensors
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -114,7 +113,7 @@ class Updates:
         content = peft_config(base, self.rank, self.alpha, sorted(self.layers), None)
         partial = folder / (ADAPTER_WEIGHTS + ".partial")
         # one entry alone: safetensors writes several in any order
-        save_file(tensors, str(partial), {"base_sha256": base_sha256})
+        write_tensors(tensors, partial, {"base_sha256": base_sha256})
         os.replace(partial, folder / ADAPTER_WEIGHTS)
         partial = folder / (ADAPTER_CONFIG + ".partial")
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -29,7 +28,7 @@ from heads.api.reading import read_object
 from heads.api.registry import Kind, get_kind
 from heads.api.starts import Started, named_parts
 from heads.api.target_info import TargetInfo, TargetWeights
-from heads.api.tensors import read_tensors, require_shapes, tensor_shapes
+from heads.api.tensors import read_tensors, require_shapes, tensor_shapes, write_tensors
 
 FORMAT = 1
 CONFIG_FILE = "config.json"
@@ -60,7 +59,7 @@ def save_drafter(
         given = (state or drafter.state_dict()).items()
         tensors = {name: value.detach().cpu().contiguous() for name, value in given}
         partial = directory / (WEIGHTS_FILE + ".partial")
-        save_file(tensors, str(partial), metadata={"format": "pt"})
+        write_tensors(tensors, partial, {"format": "pt"})
         os.replace(partial, directory / WEIGHTS_FILE)
     write_config(drafter, directory, info)
 

@@ -7,17 +7,19 @@ the file is, and what is compared with them needs no memory.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.reading import refusing
+from heads.api.system_errors import system_error
 
 ADVICE = "The file is missing or was cut off; copy or train it again."
 BROKEN = (
@@ -40,6 +42,20 @@ def open_tensors(path: Path, advice: str = ADVICE) -> Iterator[Any]:
     errors, and those of reading, leave the block as `UserError`."""
     with refusing(f"'{path}'", advice, *BROKEN), safe_open(str(path), "pt") as file:
         yield file
+
+
+def write_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a file; an error of the system, which the library only spells in words, leaves as
+    `OSError` with the file's name."""
+    try:
+        save_file(tensors, str(path), metadata)
+    except (OSError, SafetensorError) as error:
+        number = system_error(error)
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def tensor_shapes(path: Path, advice: str = ADVICE) -> dict[str, tuple[int, ...]]:

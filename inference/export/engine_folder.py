@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from heads.api.checkpoint import build_config, read_config
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
+from heads.api.tensors import write_tensors
 from inference.decoding.decode_file import DECODE_FILE, draft_length
 from inference.export.config import ExportConfig
 from inference.export.layouts import native
@@ -100,7 +100,7 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
             of_block = partial(native.is_of_block, config=written.config)
             stitch(native.target_folder(target), tensors, of_block, fresh)
         else:
-            save_file(tensors, fresh / written.weights, {"format": "pt"})
+            write_tensors(tensors, fresh / written.weights, {"format": "pt"})
         for name, content in written.files.items():
             (fresh / name).write_bytes(content)
         if written.tokenizer:

@@ -8,11 +8,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.api.errors import UserError
-from heads.api.tensors import open_tensors, tensor_shapes
+from heads.api.tensors import open_tensors, tensor_shapes, write_tensors
 from inference.export.layouts.folder import CONFIG
 from inference.folders import EXPORT_FILE
 
@@ -46,11 +45,11 @@ def stitch(
             _link(shard, out / shard.name)
         elif kept:
             with open_tensors(shard) as file:
-                save_file({name: file.get_tensor(name) for name in kept}, out / shard.name, PT)
+                write_tensors({name: file.get_tensor(name) for name in kept}, out / shard.name, PT)
         if kept:
             where |= dict.fromkeys(kept, shard.name)
             total += (out / shard.name).stat().st_size
-    save_file(block, out / BLOCK, PT)
+    write_tensors(block, out / BLOCK, PT)
     where |= dict.fromkeys(block, BLOCK)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -77,20 +77,25 @@ import resource, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
+from heads.api.tensors import write_tensors
 from scripts.run import failures
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
-    save_file({"a": torch.zeros(10000)}, sys.argv[1])
+    (write_tensors if sys.argv[2] == "ours" else save_file)({"a": torch.zeros(10000)}, Path(sys.argv[1]))
 except BaseException as error:
     print(failures.complaint(error))
 """
 
 
-def test_a_limit_on_the_size_of_files_is_told_also_where_a_library_meets_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LIMITED, str(tmp_path / "a.safetensors")]
+@pytest.mark.parametrize("writer", ["ours", "the library's"])
+def test_a_limit_on_the_size_of_files_is_told_also_where_a_library_meets_it(
+    tmp_path: Path, writer: str
+) -> None:
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "a.safetensors"), writer]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "a file became larger than the system allows" in done.stdout
     assert "ulimit -f" in done.stdout
+    assert (f"'{tmp_path / 'a.safetensors'}':" in done.stdout) == (writer == "ours")
 
 
 def test_memory_that_is_not_there_is_one_sentence() -> None:

@@ -23,12 +23,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.reading import parse_json
-from heads.api.tensors import BROKEN
+from heads.api.tensors import BROKEN, write_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state per element; `step` is one number per weight."""
@@ -68,7 +67,7 @@ class StatePart:
         return value if value.ndim == 0 else value[start:stop]
 
     def save(self, path: Path) -> None:
-        save_file(self.tensors, str(path), metadata={"runs": json.dumps(self.runs)})
+        write_tensors(self.tensors, path, {"runs": json.dumps(self.runs)})
 
 
 class FilePart:

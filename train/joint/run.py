@@ -16,14 +16,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.api.checkpoint import WEIGHTS_FILE, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from heads.api.tensors import read_tensors
+from heads.api.tensors import read_tensors, write_tensors
 from inference.measure.drift import measure_drift
 from inference.target.loading import describe
 from inference.target.model import TargetModel
@@ -113,7 +112,7 @@ class JointRun(Run):
         promised = replace(self.original, id=str(self.job.out / TARGET), revision=UNFINISHED)
         with self.as_saved(weights):
             save_drafter(self.serving(weights), folder, promised)
-        save_file(split_state(weights)[1], str(folder / UPDATES_FILE))
+        write_tensors(split_state(weights)[1], folder / UPDATES_FILE)
 
     def manifest(self, progress: Progress, reason: str) -> TrainOutcome:
         """Saves the best target, binds its drafter to it and measures the drift on the way."""
