@@ -82,7 +82,7 @@ class Drafter(DepthDrafter):
     kind: ClassVar[str] = "native_mtp"
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
-        layer = {**sizes_of(info), **config.layer} if config.layer else layer_settings(info.id)
+        layer = {**sizes_of(info), **config.layer} if config.layer else layer_settings(info)
         config = replace(config, layer=layer)
         super().__init__(config, info)
         if config.layer.get("hidden_size") != info.hidden_size:
@@ -109,9 +109,8 @@ class Drafter(DepthDrafter):
             block.fc.weight[:, self.info.hidden_size :].diagonal().add_(1.0)
         self.copy_final_norm(cast(Tensor, block.norm.weight), weights)
         if self.config.from_target_layer >= 0:
-            wanted = block.layers[0].named_parameters()
-            own: dict[str, Tensor] = {name.removesuffix(".weight"): value for name, value in wanted}
-            self.copy_layer(weights, self.config.from_target_layer, own)
+            own: dict[str, Tensor] = dict(block.layers[0].named_parameters())
+            self.copy_tensors(weights, self.config.from_target_layer, own)
 
     # As `LayerChain` runs it
 
@@ -128,12 +127,9 @@ class Drafter(DepthDrafter):
         """See `WholeLayer`; sizes are those that the layer hands out for one token."""
         weight = self.mtp.fc.weight
         if self._sizes is None:
-            state, rotation = (
-                weight.new_zeros(1, 1, weight.shape[0]),
-                self.mtp.rope.at(
-                    torch.zeros(1, 1, dtype=torch.int64, device=weight.device), weight.dtype
-                ),
-            )
+            first = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+            rotation = self.mtp.rope.at(first, weight.dtype)
+            state = weight.new_zeros(1, 1, weight.shape[0])
             sizes: list[torch.Size] = []
 
             def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

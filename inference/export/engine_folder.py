@@ -68,7 +68,8 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
     dtype = getattr(torch, config.dtype) if config.dtype else next(iter(floats.values())).dtype
     if config.dtype:
         tensors |= {name: value.to(dtype) for name, value in floats.items()}
-    if written.described == CONFIG:  # peft knows no such key
+    # peft knows no such key; a target's own config.json says what the target is loaded in
+    if written.described == CONFIG and not {"dtype", "torch_dtype"} & written.config.keys():
         written.config["dtype"] = str(dtype).removeprefix("torch.")
     engine, speculative, path = config.engine, written.speculative, target.config.path
     if engine == "transformers":

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 from torch import Tensor
@@ -16,8 +17,8 @@ from inference.export.layouts.folder import CONFIG
 from inference.folders import EXPORT_FILE
 
 INDEX = "model.safetensors.index.json"
-BLOCK = "mtp.safetensors"
-"""The file that the block is written to."""
+BLOCK = "mtp-{}.safetensors"
+"""The file that the block is written to, with the first number that is free."""
 BESIDE = (".json", ".jinja", ".model", ".txt", ".md")
 """Endings of what a model's folder holds beside its weights."""
 PT = {"format": "pt"}
@@ -49,8 +50,10 @@ def stitch(
         if kept:
             where |= dict.fromkeys(kept, shard.name)
             total += (out / shard.name).stat().st_size
-    write_tensors(block, out / BLOCK, PT)
-    where |= dict.fromkeys(block, BLOCK)
+    # a name that none of the linked files has: writing to one would change the target's own
+    place = next(name for number in count() if not (out / (name := BLOCK.format(number))).exists())
+    write_tensors(block, out / place, PT)
+    where |= dict.fromkeys(block, place)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for path in sorted(target.iterdir()):

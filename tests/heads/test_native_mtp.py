@@ -146,6 +146,28 @@ def test_text_with_its_drafts_is_the_plain_text(name: str, shape: str) -> None:
     assert found == plain_texts(items, name, recurrent=recurrent)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "deepseek_v3", "qwen2", "exaone4"])
+def test_rotations_are_the_targets_own(name: str) -> None:
+    """Partial ones too, where a family's defaults say how much is turned."""
+    target = random_target(name, recurrent=name in RECURRENT_FAMILIES)
+    drafter = drafter_of_targets_family(target)
+    positions = torch.arange(20)[None]
+    wanted = target.decoder.rotary_emb(torch.zeros(1), positions)
+    found = drafter.mtp.rope.at(positions, torch.float32)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one[:, :, 0], other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "layer"), [("qwen2", 1), ("qwen3_next", 2)])
+def test_biases_and_experts_of_a_layer_are_copied(name: str, layer: int) -> None:
+    target = random_target(name, recurrent=name in RECURRENT_FAMILIES)
+    drafter = drafter_of_targets_family(target, from_target_layer=layer)
+    own = dict(drafter.mtp.layers[0].named_parameters())
+    assert any(".experts." in part or part.endswith(".bias") for part in own)
+    for part, value in target.taps.layers[layer].named_parameters():
+        assert torch.equal(own[part].to(value), value), part
+
+
 def test_a_layer_of_the_target_is_copied() -> None:
     target = random_target("qwen3_5_text", recurrent=True)
     drafter = drafter_of_targets_family(target, from_target_layer=2)

@@ -76,14 +76,19 @@ class FeatureDrafter(TrainableDrafter):
         """Fill the tensors of `wanted` (name within a decoder layer of Hugging Face's Llama -> own
         tensor) from layer `layer` (0-based) of the target; raises `UserError` when it has no such
         layer, or one of another kind or size."""
+        named = {f"{name}.weight": parameter for name, parameter in wanted.items()}
+        self.copy_tensors(weights, layer, named)
+
+    def copy_tensors(self, weights: TargetWeights, layer: int, wanted: dict[str, Tensor]) -> None:
+        """`copy_layer` of tensors of any sort, by their whole names within the layer."""
         prefix = f"model.layers.{layer}."
         for name, parameter in wanted.items():
-            value = weights.state.get(f"{prefix}{name}.weight")
+            value = weights.state.get(f"{prefix}{name}")
             if value is None or value.shape != parameter.shape:
                 raise UserError(
                     f"head.from_target_layer={layer} does not fit target '{self.info.id}' "
                     f"({self.info.model_type}, {self.info.num_layers} layers): no "
-                    f"{prefix}{name}.weight of shape {list(parameter.shape)}. Use -1, or leave "
+                    f"{prefix}{name} of shape {list(parameter.shape)}. Use -1, or leave "
                     "the head's sizes at 0."
                 )
             init.copy(parameter, value)

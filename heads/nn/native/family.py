@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ SMALL_VOCABULARY = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+"""Settings of the embedding, which the block shares with the target and does not build."""
 _ATTEND: ContextVar[Attend] = ContextVar("headstart_drafter_attention")
 
 
@@ -201,26 +203,28 @@ def sizes_of(info: TargetInfo) -> dict[str, Any]:
     return {**sizes, "num_hidden_layers": 1, "rope_parameters": rope}
 
 
-def layer_settings(path: str) -> dict[str, Any]:
-    """The settings of a one-layer model of the family of a target, from its folder or Hub id;
+def layer_settings(info: TargetInfo) -> dict[str, Any]:
+    """The settings of a one-layer model of the family of a target, from its folder or the Hub;
     raises `UserError` where there is no readable config.json."""
     # as above
     from transformers import AutoConfig
 
+    revision = None if Path(info.id).is_dir() else info.revision
     try:
-        config = AutoConfig.from_pretrained(path).get_text_config()
+        config = AutoConfig.from_pretrained(info.id, revision=revision).get_text_config()
     except Exception as error:  # of a damaged file anything may come out
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            f"the settings of the target's layers cannot be read from '{path}': {first[0][:200]}. "
-            "Give them as head.layer={model_type: ..., ...}."
+            f"the settings of the target's layers cannot be read from '{info.id}': "
+            f"{first[0][:200]}. Give them as head.layer={{model_type: ..., ...}}."
         ) from error
     return one_layer(config)
 
 
 def one_layer(config: Any) -> dict[str, Any]:
     """The same from a transformers config."""
-    values = {key: value for key, value in config.to_diff_dict().items() if _is_setting(key)}
+    # all of them: the library's defaults are part of what a layer is
+    values = {key: value for key, value in config.to_dict().items() if _is_setting(key)}
     values["model_type"] = config.model_type
     for name, value in ONE_LAYER.items():
         if hasattr(config, name):

@@ -141,6 +141,22 @@ def test_a_stitched_target_is_the_target_and_holds_the_block(
     require_same(ground.imported(again, tmp_path / "third"), other)
 
 
+def test_no_file_of_the_target_is_changed_and_its_dtype_stays(tmp_path: Path) -> None:
+    """Files are linked: writing over one would change the target."""
+    ground = Ground("qwen3_5_text", tmp_path)
+    path = ground.folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "bfloat16"}))
+    (ground.folder / "model.safetensors").rename(ground.folder / "mtp-0.safetensors")
+    before = {file.name: file.read_bytes() for file in ground.folder.iterdir()}
+    out = tmp_path / "whole"
+    config = ExportConfig(out=str(out), stitch=True)
+    export(config, prepare(ground.checkpoint, "vllm"), Target(ground.config), out)
+    assert {file.name: file.read_bytes() for file in ground.folder.iterdir()} == before
+    assert (out / "mtp-1.safetensors").is_file()
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    require_same(ground.imported(out, tmp_path / "again"), dict(ground.drafter.state_dict()))
+
+
 def test_the_static_check_passes_and_finds_what_is_missing(ground: Ground, tmp_path: Path) -> None:
     out = ground.export(tmp_path / "alone")
     verdict = verify(VerifyConfig(dir=str(out)), ground.config, ground.target)

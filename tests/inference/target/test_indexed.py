@@ -27,6 +27,7 @@ from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.inference.decoding.test_no_sync import ALL_SHAPES
 from tests.inference.steps import NoHost, step_on_device, under_way
 from tests.inference.target.ragged_rows import NEEDS, TREES, Rows, compared
+from tests.inference.target.recurrent.test_steps import NEEDS_ATTENTION
 from tests.inference.tokenizers import tiny_tokenizer
 from tests.models import (
     INDEXED_FAMILIES,
@@ -157,18 +158,6 @@ def test_text_with_drafts_is_the_plain_text(family: str, shape: str) -> None:
 
 DENSE: dict[str, Any] = {"mlp_layer_types": ["dense"] * 4}
 """No experts: they look at values in the library itself, for every target."""
-NEEDS_OTHER_LAYERS = {
-    "cascade",
-    "cascade_join",
-    "distilled",
-    "early_exit",
-    "kangaroo",
-    "layer_skip",
-    "pard",
-    "quantized_self",
-    "uno",
-}
-"""Recipes with layers of the target's own, which are refused for such a target."""
 
 
 @pytest.mark.parametrize("shape", ALL_SHAPES)
@@ -199,7 +188,7 @@ def test_a_compiled_step_writes_the_same_text() -> None:
 def test_every_kind_drafts_for_an_indexed_target(name: str) -> None:
     """Or says that it needs layers of another sort."""
     target, items = random_target("deepseek_v32"), requests(4, new=10)
-    if name in NEEDS_OTHER_LAYERS:
+    if name in NEEDS_ATTENTION:
         with pytest.raises(UserError, match="layer"):
             drafter_of(name, target)
         return
