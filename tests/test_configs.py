@@ -13,6 +13,7 @@ from heads.api.errors import UserError
 from heads.api.kinds import kind_names
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo
+from scripts.config import compose
 from scripts.config.compose import options
 from scripts.config.fields import REPOSITORY
 from scripts.config.schema import attribute, load_settings
@@ -275,3 +276,18 @@ def test_trainings_are_in_bfloat16_on_gpus_and_in_float32_on_cpus(
     assert planned.engine.precision == "bfloat16"
     given = load_settings(stage, [chosen, "engine.precision=bfloat16"])
     assert given.engine.precision == "bfloat16"
+
+
+def test_recipes_for_cpus_train_in_bfloat16_where_the_cpu_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where it is emulated, experiment=demo would take hours."""
+    recipes = [file.stem for file in (CONF / "experiment").glob("embedded_*.yaml")]
+    recipes = [name for name in recipes if name != "embedded_few_prompts"] + ["families"]
+    assert len(recipes) >= 5
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for fast, expected in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(compose, "multiplies_bfloat16", lambda fast=fast: fast)
+        for name in recipes:
+            settings = load_settings(STAGES["train"], [f"experiment={name}"])
+            assert settings.engine.precision == expected, name

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from inference.processor import is_intel
 
 MAX_ROWS = 64
 """Above this many rows the plain path is as fast."""
@@ -39,12 +39,9 @@ def supported() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-@cache
 def mkl_at_home() -> bool:
     """Whether `F.linear` runs MKL on a CPU that it was written for."""
-    facts = Path("/proc/cpuinfo")
-    intel = facts.is_file() and "GenuineIntel" in facts.read_text()
-    return intel and torch.backends.mkl.is_available()
+    return is_intel() and torch.backends.mkl.is_available()
 
 
 def pack_linears(module: nn.Module) -> None:

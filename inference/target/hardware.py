@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
 from typing import TypedDict
 
 import torch
+
+from inference.processor import processor_name
 
 
 class Device(TypedDict):
@@ -21,15 +21,5 @@ class Device(TypedDict):
 
 def device_facts(device: torch.device) -> Device:
     """The device as reports name it."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor_name()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     return {"kind": device.type, "name": name, "threads": torch.get_num_threads()}
-
-
-def _processor_name() -> str:
-    """The processor's model, or its architecture where the system does not name it."""
-    facts = Path("/proc/cpuinfo")
-    if facts.is_file():
-        for line in facts.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

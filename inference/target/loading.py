@@ -9,7 +9,8 @@ import errno
 import inspect
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
+from transformers.utils import logging
 
 import inference.target.attention as attention
 from heads.api.config import config
@@ -228,10 +230,22 @@ def _from_pretrained(
         with _ONE_AT_A_TIME:
             options = {**_source(config), "dtype": DTYPES[config.dtype_name], **options}
             loader = model_class(described)
-            model, report = loader.from_pretrained(output_loading_info=True, **options)
+            with _without_tables():
+                model, report = loader.from_pretrained(output_loading_info=True, **options)
     except LOADING as error:
         raise UserError(f"target '{config.path}' cannot be loaded: {_first_line(error)}") from error
     return text_alone(model), report
+
+
+@contextmanager
+def _without_tables() -> Iterator[None]:
+    """Without transformers' table of the weights that do not fit: what matters of it is said."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def model_class(described: Any) -> Any:
@@ -543,7 +557,7 @@ def _check_path(path: str) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    if "look at the above report" in str(error):  # transformers has logged it, which is not shown
+    if "look at the above report" in str(error):  # see `_without_tables`
         return "its files hold weights of other sizes than its config.json says. Fetch it again"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]

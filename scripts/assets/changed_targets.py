@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inference.folders import put_new
 from inference.manifest import write_json
+from inference.processor import multiplies_bfloat16
 from inference.target.chat import render_conversation
 from scripts.assets import cpp_headers, python_sources
 from scripts.assets.conversations import (
@@ -107,7 +108,8 @@ def supervised_windows(tokenizer: Any, pairs: list[Pair], seed: int) -> Tensor:
 
 
 def _learn(model: Any, windows: Tensor, recipe: Recipe) -> list[float]:
-    """Train with AdamW in bfloat16 autocast, the rate falling to a tenth; return the losses."""
+    """Train with AdamW, in bfloat16 autocast where the CPU multiplies it, the rate falling to a
+    tenth; return the losses."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
     per_step = recipe.tokens_per_step // WINDOW
@@ -118,7 +120,7 @@ def _learn(model: Any, windows: Tensor, recipe: Recipe) -> list[float]:
         warmth = min(1.0, (step + 1) / 10) * (1.0 - 0.9 * step / recipe.steps)
         optimiser.param_groups[0]["lr"] = recipe.lr * warmth
         chosen = windows[order[torch.arange(step * per_step, (step + 1) * per_step) % len(order)]]
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=multiplies_bfloat16()):
             logits = model(input_ids=chosen[:, 0]).logits
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1).float(), chosen[:, 1, 1:].flatten(), ignore_index=IGNORED

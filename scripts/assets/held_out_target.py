@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from heads.api.errors import UserError
+from inference.processor import multiplies_bfloat16
 from scripts.assets import cpp_headers
 from scripts.assets.conversations import Pair, write_rows
 from scripts.assets.export import export
@@ -133,7 +134,7 @@ def train(
         batch_tokens=4096,
         micro_tokens=4096,
         length=512,
-        bf16=True,
+        bf16=multiplies_bfloat16(),
         chat_share=0.8,
         final_chat_share=0.9,
         seed=seed,

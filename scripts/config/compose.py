@@ -36,6 +36,7 @@ import conf
 from heads.api.config import shown
 from heads.api.errors import UserError, suggest
 from heads.api.kinds import offered_kinds
+from inference.processor import multiplies_bfloat16
 from scripts.config.fields import REPOSITORY, keys_named
 from scripts.config.stages import EXTRA_VARIABLE, GROUPS, OPTION_GROUPS, RECIPE_GROUPS, Stage
 
@@ -66,6 +67,7 @@ def hydra_of(stage: Stage) -> Iterator[Hydra]:
     OmegaConf.register_new_resolver("repo", repository_path, replace=True)
     OmegaConf.register_new_resolver("default_engine", default_engine, replace=True)
     OmegaConf.register_new_resolver("default_precision", default_precision, replace=True)
+    OmegaConf.register_new_resolver("fast_precision", fast_precision, replace=True)
     for name in {*offered_kinds(tuple(sys.path))} - {*files("head")}:
         ConfigStore.instance().store(name=name, group="head", node={"kind": name})
     Plugins.instance().register(ExtraFolders)
@@ -287,6 +289,14 @@ def default_precision(planned_gpu: str) -> str:
     if torch is None:
         return "bfloat16 on a GPU, float32 on a CPU"
     return "bfloat16" if planned_gpu or torch.cuda.is_available() else "float32"
+
+
+def fast_precision() -> str:
+    """`${fast_precision:}`: of the recipes that are measured on CPUs, bfloat16 on every device that
+    multiplies it."""
+    torch = sys.modules.get("torch")
+    fast = multiplies_bfloat16() or (torch is not None and torch.cuda.is_available())
+    return "bfloat16" if fast else "float32"
 
 
 def first_line(error: BaseException) -> str:

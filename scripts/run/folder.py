@@ -8,6 +8,7 @@ refused, never mixed in silently.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,10 @@ from scripts.run.process import Session, is_main_process, now, say, shown, this_
 
 FORMAT = 1
 CONFIG_FILE = "config.yaml"
+HEADING = "# All settings of this stage, defaults included. The last line: sha256 of those above."
+SEAL = "# sha256: "
+"""Begins the last line of config.yaml: a file that was cut may well be YAML, with fewer settings.
+"""
 FREE_GROUPS = ("run", "loop")
 """Settings that may change between the commands that fill one folder: where it is, and how the loop
 calls."""
@@ -110,7 +115,7 @@ class StageFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         if self.settings is not None:
             content = yaml.safe_dump(self.settings.with_defaults, sort_keys=False)
-            write_bytes(self.path / CONFIG_FILE, content.encode())
+            write_bytes(self.path / CONFIG_FILE, sealed(content))
         self.record.write(self.path)
 
     def finish(self) -> None:
@@ -262,13 +267,34 @@ def read_record(path: Path) -> RunRecord | None:
     return build(RunRecord, content, RUN_FILE)
 
 
+def sealed(content: str) -> bytes:
+    """The bytes of config.yaml for settings as YAML."""
+    lines = f"{HEADING}\n{content}".encode()
+    return lines + f"{SEAL}{hashlib.sha256(lines).hexdigest()}\n".encode()
+
+
+def require_whole(file: Path) -> None:
+    """Raise `UserError` for a config.yaml that is not as the stage wrote it. Earlier versions wrote
+    no seal."""
+    found = file.read_bytes()
+    if not found.startswith(HEADING.encode()):
+        return
+    lines, seal, _ = found.rpartition(SEAL.encode())
+    whole = seal and found == lines + f"{SEAL}{hashlib.sha256(lines).hexdigest()}\n".encode()
+    if not whole:
+        raise UserError(
+            f"'{file}' is damaged: its last line must hold the sha256 of those above. {ADVICE}"
+        )
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """The resolved settings of a stage folder, keys of every group; raises `UserError` when there
-    are none."""
+    are none, or they are not what the stage wrote."""
     file = path / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"'{path}' is not a stage folder: it has no {CONFIG_FILE}.")
     content = read_yaml_object(file, ADVICE)
+    require_whole(file)
     for group, values in content.items():
         require_object(values or {}, f"'{file}': {group}", ADVICE)
     return content

@@ -4,6 +4,8 @@ with one sentence, status 2."""
 from __future__ import annotations
 
 import json
+import logging
+import logging.handlers
 from pathlib import Path
 
 import pytest
@@ -82,14 +84,17 @@ def test_the_configuration_of_another_kind_is_named(
 
 
 def test_a_target_whose_weights_are_of_other_sizes(
-    root: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = root / "target" / "config.json"
     content = json.loads(file.read_text())
     file.write_text(json.dumps({**content, "vocab_size": content["vocab_size"] + 8}))
+    table = logging.handlers.BufferingHandler(100)
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [table])
     assert main(command(root, "measure", "measure.name=other")) == 2
     said = capsys.readouterr().err
     assert "its files hold weights of other sizes than its config.json says" in said
+    assert [record.getMessage() for record in table.buffer] == []
 
 
 @pytest.mark.parametrize("form", ["data=jsonl", "data.column=messages"])

@@ -261,6 +261,24 @@ def test_an_edited_config_is_one_clear_error(in_folder: Path, content: bytes, wo
     assert Path("out/result").read_text() == "of an hour"
 
 
+@pytest.mark.parametrize("way", ["cut between two keys", "cut in the seal", "another number"])
+def test_a_config_that_is_still_yaml_is_found_damaged(in_folder: Path, way: str) -> None:
+    given = settings(RunConfig(), optim={"lr": 1e-3, "name": "adamw"})
+    open_folder(given, Path("out")).released()
+    Path("out/result").write_text("of an hour")
+    file = Path("out/config.yaml")
+    whole = file.read_bytes()
+    if way == "another number":
+        file.write_bytes(whole.replace(b"0.001", b"0.002"))
+    else:
+        file.write_bytes(whole[: whole.index(b"  name: adamw") if "keys" in way else -9])
+    assert isinstance(yaml.safe_load(file.read_text()), dict)
+    with pytest.raises(UserError, match=r"config\.yaml' is damaged: .* Restore it, or choose"):
+        open_folder(given, Path("out"))
+    file.write_bytes(whole)
+    assert not open_folder(given, Path("out")).complete  # not refused
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
