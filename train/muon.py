@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from inference.processor import multiplies_bfloat16
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial that is iterated: steep at zero, within [0.7, 1.2] around one."""
 ITERATIONS = 5
@@ -28,12 +30,13 @@ ITERATIONS = 5
 def orthogonalise(update: Tensor) -> Tensor:
     """Return about U V' of the singular value decomposition U S V' of each matrix.
 
-    update [..., rows, columns]; the result is bfloat16, by Newton-Schulz iterations on the matrix
-    divided by its Frobenius norm.
+    update [..., rows, columns]; by Newton-Schulz iterations on the matrix divided by its Frobenius
+    norm, in bfloat16, which is the result's dtype; on CPUs that emulate bfloat16, in float32.
     """
     a, b, c = COEFFICIENTS
     turned = update.shape[-2] > update.shape[-1]
-    x = update.bfloat16().view(-1, *update.shape[-2:])
+    emulated = update.device.type == "cpu" and not multiplies_bfloat16()
+    x = update.to(torch.float32 if emulated else torch.bfloat16).view(-1, *update.shape[-2:])
     x = x.mT if turned else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(ITERATIONS):

@@ -25,6 +25,7 @@ from inference.manifest import file_entry, write_manifest
 from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.measure.run import quick_tau
 from inference.parity import check_parity
+from inference.processor import multiplies_bfloat16
 from train.config import TrainConfig, TrainingJob, require_same, run_facts
 from train.data.held_out import read_prompts
 from train.data.loader import StepLoader
@@ -164,6 +165,12 @@ class Run:
         )
         if self.job.features.trainer_target == "parts":
             display.say(str(self.target.weights.state))
+        emulated = self.world.device.type == "cpu" and not multiplies_bfloat16()
+        if emulated and self.job.engine.precision == "bfloat16":
+            display.say(
+                "this CPU has no instructions for bfloat16 and emulates them, at a fifth of "
+                "float32's speed or less; engine.precision=float32 is faster"
+            )
 
     def check_updates(self) -> None:
         """Refuse weights, low-rank updates and stored logits that would be without effect."""
