@@ -256,6 +256,32 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": CONVOLUTIONS,
     "lfm2_moe": {**CONVOLUTIONS, **EXPERTS, "num_experts": 4, "num_dense_layers": 1},
     "lfm3": {**CONVOLUTIONS, "conv_L_cache": 5, "head_dim": 8},
+    "minimax": {
+        **EXPERTS,
+        "num_hidden_layers": 4,
+        "num_local_experts": 4,
+        "block_size": 4,
+        "head_dim": 8,
+        "linear_attn_alpha_factor": 1.5,
+    },
+    "recurrent_gemma": {
+        "num_hidden_layers": 4,
+        "block_types": ["recurrent", "attention", "recurrent"],
+        "attention_window_size": 9,
+        "lru_width": 32,
+        "logits_soft_cap": 5.0,
+    },
+    "zaya": {
+        **EXPERTS,
+        "num_hidden_layers": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "head_dim": 8,
+        "sliding_window": 9,
+        "layer_types": ["hybrid", "hybrid_sliding"] * 2,
+        "router_hidden_size": 16,
+        "cca_time0": 3,
+    },
 }
 """Families with recurrent layers: tests/inference/target/recurrent."""
 DSA = {

@@ -31,7 +31,6 @@ MAX_ROWS = 64
 """Above this many rows the plain path is as fast."""
 FEWEST_ROWS, SMALLEST_WEIGHT = 3, 1 << 19
 """Below so many rows or elements MKL's own kernels are faster (see the module)."""
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def supported() -> bool:
@@ -90,8 +89,15 @@ def _eligible(module: nn.Module) -> Iterator[nn.Linear]:
         small = part.weight.numel() < SMALLEST_WEIGHT
         if small and part.weight.dtype == torch.float32 and mkl_at_home():
             continue
-        if part.weight.device.type == "cpu" and part.weight.dtype in _DTYPES:
+        if part.weight.device.type == "cpu" and _packs(part.weight.dtype):
             yield part
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this dtype here: those in bfloat16 need AVX-512 or more."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
 
 
 def _packed_forward(linear: nn.Linear) -> Any:

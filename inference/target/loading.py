@@ -65,9 +65,7 @@ _BIASED = (
 _ENCODER = "it is an encoder-decoder model, and targets are decoder-only"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        "rwkv recurrent_gemma minimax xlstm zaya inkling_text inkling2_text qwen4_exp_text "
-        "glm5_next_text".split(),
-        _RECURRENT,
+        "rwkv xlstm inkling_text inkling2_text qwen4_exp_text glm5_next_text".split(), _RECURRENT
     ),
     **dict.fromkeys("bloom mpt".split(), _ALIBI),
     **dict.fromkeys(
@@ -82,9 +80,12 @@ REFUSED: dict[str, str] = {
 RECURRENT = frozenset(
     "qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid kimi_linear bailing_hybrid nemotron_h "
     "falcon_h1 granitemoehybrid bamba zamba zamba2 jamba mamba mamba2 falcon_mamba lfm2 lfm2_moe "
-    "lfm3".split()
+    "lfm3 minimax recurrent_gemma zaya".split()
 )
 """Families whose recurrent layers verify trees of drafts (`inference.target.recurrent`)."""
+WITHOUT_USE_CACHE = frozenset("minimax recurrent_gemma".split())
+"""Those that take no cache but their own when they are told to use one (MiniMax), or keep states in
+their modules then."""
 INDEXED = frozenset("deepseek_v32 glm_moe_dsa axk2 hy_v4 dots3_note_text".split())
 """Families whose attention chooses keys by an indexer (`inference.target.indexed`)."""
 TWO_BLOCKS = "longcat_flash"
@@ -488,7 +489,7 @@ def head_function(
         raise UserError(f"a {model.config.model_type} model has no LM head and cannot be a target.")
     multiplied = head if product is None else product
     config = model.config.get_text_config()
-    softcap = getattr(config, "final_logit_softcapping", None)
+    softcap = getattr(config, "final_logit_softcapping", getattr(config, "logits_soft_cap", None))
     multiply = getattr(config, "logit_scale", None)
     divide = getattr(config, "logits_scaling", None)
 

@@ -60,6 +60,7 @@ class TargetModel:
         self._cached_layers = int(config.num_hidden_layers)
         self._masked = mark_layers(model, config) or self.indexed
         self._cache_name = loading.cache_argument(self.decoder)
+        self._uses_cache = config.model_type not in loading.WITHOUT_USE_CACHE
         pack_linears(model)
 
     @classmethod
@@ -101,7 +102,7 @@ class TargetModel:
             out = self.decoder(
                 input_ids=tokens,
                 position_ids=positions,
-                use_cache=cache is not None,
+                use_cache=cache is not None and self._uses_cache,
                 return_dict=True,
                 **more,
             )
@@ -289,6 +290,12 @@ class TargetModel:
                 "with standard softmax attention are supported."
             ) from error
         wanted = expected[:, half - 1 :].float()
+        if not bool(wanted.isfinite().all()):
+            raise UserError(
+                f"'{self.info.id}' gives logits that are no finite numbers in "
+                f"{str(self.dtype).removeprefix('torch.')}: its weights are damaged, or its states "
+                "leave the range of the dtype. Use target.dtype=bfloat16 or float32."
+            )
         gap, largest = (float(part.abs().max()) for part in (found - wanted, wanted))
         share = 0.05 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3
         if not gap <= share * max(largest, 1.0):

@@ -49,7 +49,7 @@ def convolution(library: Callable[..., Tensor], mixer: int) -> Callable[..., Ten
         window = now.states.state(key, shape)
         if isinstance(now, PromptPass):
             inputs = torch.cat([now.before(window), hidden_states], -1)
-            window[now.rows] = _last_inputs(inputs, now.lengths, width - 1)
+            window[now.rows] = last_inputs(inputs, now.lengths, width - 1)
             out = F.conv1d(inputs.to(weight.dtype), weight[:, None], bias, groups=channels)
         else:
             inputs = torch.cat([window, hidden_states], -1)
@@ -61,7 +61,7 @@ def convolution(library: Callable[..., Tensor], mixer: int) -> Callable[..., Ten
     return causal_conv1d_fn
 
 
-def _last_inputs(inputs: Tensor, lengths: Tensor, count: int) -> Tensor:
+def last_inputs(inputs: Tensor, lengths: Tensor, count: int) -> Tensor:
     """The last `count` inputs [R, C, count] of every row. inputs [R, C, count+T]: those before,
     then `lengths` [R] tokens and padding."""
     place = lengths[:, None] + torch.arange(count, device=inputs.device)

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference.target.recurrent.decay import decay_between
 from inference.target.recurrent.passes import PackedPass, PromptPass, TreePass, current
 from inference.target.recurrent.states import Kind, StateShape
 
@@ -131,14 +132,6 @@ def _of_nodes(
     wanted = rates[..., None] * (values - (keys * decay) @ state)
     written = solve(system, wanted, now.tree.max_depth)
     return total, written, (queries * decay) @ state + from_queries @ written
-
-
-def decay_between(total: Tensor, ancestors: Tensor) -> Tensor:
-    """e^{G_i - G_j} where node j is i or an ancestor of it, else 0: [B, H, N, N], from total
-    [B, H, N, 1] and ancestors [1|B, 1, N, N]. Masked before the exponential, which would overflow
-    elsewhere."""
-    gap = total - total.transpose(-1, -2)
-    return gap.masked_fill(~ancestors, float("-inf")).exp()
 
 
 def solve(system: Tensor, wanted: Tensor, depth: int) -> Tensor:

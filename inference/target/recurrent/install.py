@@ -1,9 +1,10 @@
 """Gives a model's recurrent layers functions that know trees.
 
-In transformers all mixing along the sequence in such a layer is done by functions of fixed names
+In most families all mixing along the sequence in such a layer is done by functions of fixed names
 that its forward method finds among its module's globals. Each layer gets a copy of that method with
 other globals, in which those names mean ours; projections, gates, norms and experts stay the
-family's own, and so does every other model of the process.
+family's own, and so does every other model of the process. Classes that mix in code of their own
+get other methods, one class at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from typing import Any
 from torch import nn
 
 from inference.target.recurrent.convolution import convolution
+from inference.target.recurrent.convolved_projection import convolved_projection
 from inference.target.recurrent.delta_rule import delta_rule
+from inference.target.recurrent.gated_linear import recurrent_block
+from inference.target.recurrent.lightning import lightning_attention
 from inference.target.recurrent.mamba1 import mamba1
 from inference.target.recurrent.mamba2 import mamba2
 
@@ -41,6 +45,12 @@ REPLACED: dict[str, Callable[[Globals, int], Callable[..., Any]]] = {
     "mamba_selective_scan": _plain("mamba_selective_scan", mamba1),
 }
 """Names in the library's modules, and what makes ours from a module's globals."""
+OF_CLASSES: dict[str, Callable[[nn.Module, int], None]] = {
+    "MiniMaxLightningAttention": lightning_attention,
+    "RecurrentGemmaRecurrentBlock": recurrent_block,
+    "ZayaCCAProjection": convolved_projection,
+}
+"""Classes with code of their own, and what replaces their methods."""
 _MARK = "headstart_mixer"
 
 
@@ -50,6 +60,11 @@ def install(model: nn.Module) -> int:
     found = 0
     for module in model.modules():
         if hasattr(module, _MARK):
+            found += 1
+            continue
+        if type(module).__name__ in OF_CLASSES:
+            OF_CLASSES[type(module).__name__](module, found)
+            setattr(module, _MARK, found)
             found += 1
             continue
         forward = inspect.unwrap(type(module).forward)

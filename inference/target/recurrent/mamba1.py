@@ -70,10 +70,10 @@ def mamba1(library: Callable[..., Any], mixer: int) -> Callable[..., Any]:
         added = (dt.to(wide) * x.to(wide)).transpose(1, 2)[..., None]
         added = added * B.to(wide).transpose(1, 2)[:, :, None]
         if isinstance(now, PromptPass):
-            states = _along_prompt(now.before(state), decays, added)
+            states = along_prompt(now.before(state), decays, added)
             state[now.rows] = states[:, -1]
         else:
-            states = _along_tree(now.tree, state, decays, added)
+            states = along_tree(now.tree, state, decays, added)
             now.states.add(place, states)
         out = (states @ C.to(wide).transpose(1, 2)[..., None]).squeeze(-1).transpose(1, 2)
         out = out if D is None else out + x * D[:, None]
@@ -83,7 +83,7 @@ def mamba1(library: Callable[..., Any], mixer: int) -> Callable[..., Any]:
     return mamba_selective_scan
 
 
-def _along_prompt(state: Tensor, decays: Tensor, added: Tensor) -> Tensor:
+def along_prompt(state: Tensor, decays: Tensor, added: Tensor) -> Tensor:
     """The states [R, T, C, s] behind every token, from state [R, C, s] and decays, added
     [R, T, C, s]."""
     found = []
@@ -93,7 +93,7 @@ def _along_prompt(state: Tensor, decays: Tensor, added: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def _along_tree(tree: TokenTree, state: Tensor, decays: Tensor, added: Tensor) -> Tensor:
+def along_tree(tree: TokenTree, state: Tensor, decays: Tensor, added: Tensor) -> Tensor:
     """The states [B, N, C, s] behind every node; decays, added [B, N, C, s]. After round d the
     nodes down to level d are final."""
     rows = decays.shape[0]

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference.target.recurrent.delta_rule import decay_between
+from inference.target.recurrent.decay import weighted_sums
 from inference.target.recurrent.passes import PackedPass, PromptPass, current
 from inference.target.recurrent.states import Kind, StateShape
 
@@ -84,11 +84,10 @@ def mamba2(library: Callable[..., Any], mixer: int) -> Callable[..., Any]:
             values = (x.to(wide) * dt.to(wide)[..., None]).transpose(1, 2)  # [B, h, N, p]
             left, right = (part.to(wide).transpose(1, 2) for part in (B, C))  # [B, G, N, s]
             keys, queries = (part.repeat_interleave(groups, 1) for part in (left, right))
-            ancestors = now.tree.ancestors[:, None]
             decays = (A.to(wide) * dt.to(wide)).transpose(1, 2)[..., None]  # [B, h, N, 1]
+            ancestors = now.tree.ancestors[:, None]
             total = ancestors.to(wide) @ decays
-            weights = queries @ keys.transpose(-1, -2) * decay_between(total, ancestors)
-            out = (queries * total.exp()) @ state + weights @ values
+            out = weighted_sums(state, queries, keys, values, total, ancestors)
             now.states.add(place, total, left, values)
             out = out.transpose(1, 2).contiguous()  # some families look at it in another shape
             out = out if D is None else out + D[:, None] * x.to(wide)

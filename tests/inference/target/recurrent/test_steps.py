@@ -30,7 +30,7 @@ from tests.inference.steps import NoHost, step_on_device, under_way
 from tests.inference.tokenizers import tiny_tokenizer
 from tests.models import VOCAB, plain_texts, random_target, save_random_target
 
-DENSE = ["qwen3_5_text", "kimi_linear", "falcon_h1", "mamba", "lfm2"]
+DENSE = ["qwen3_5_text", "kimi_linear", "falcon_h1", "mamba", "lfm2", "recurrent_gemma"]
 """One of every sort of state. (Experts look at values in the library itself, for every target.)"""
 
 
@@ -66,7 +66,9 @@ def test_a_step_asks_the_device_for_nothing(family: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ALL_SHAPES)
-@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "mamba", "lfm2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", "falcon_h1", "mamba", "lfm2", "recurrent_gemma"]
+)
 def test_a_recorded_step_decodes_other_prompts(family: str, shape: str) -> None:
     target = target_of(family)
     drafter = drafter_of("eagle3", target)
@@ -112,7 +114,9 @@ def test_a_compiled_step_writes_the_same_text(family: str, shape: str) -> None:
 # Training
 
 
-@pytest.mark.parametrize("family", [*DENSE, "qwen3_next", "jamba", "zamba", "zamba2", "nemotron_h"])
+@pytest.mark.parametrize(
+    "family", [*DENSE, "qwen3_next", "jamba", "zamba", "zamba2", "nemotron_h", "minimax", "zaya"]
+)
 def test_packed_documents_do_not_see_each_other(family: str) -> None:
     """Taps and last states of packed rows are those of every document alone."""
     target = random_target(family, recurrent=True)
