@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -129,6 +129,50 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
 """Families that are held against their own forward pass and greedy loop in test_families.py
 only."""
 ALL_FAMILIES = FAMILIES | MORE_FAMILIES
+SIZES = {
+    **EXPERTS,
+    **LATENT,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "shared_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "sliding_window": 9,
+    "head_dim": 16,
+}
+"""Small values of what families count experts, latents and windows by."""
+ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, **EXPERTS}
+PLAIN = (
+    "afmoe arcee aria_text axk1 beam biogpt bitnet cohere2_moe cwm diffllama ernie4_5 "
+    "ernie4_5_moe exaone_moe flex_olmo flint fuyu gemma4_unified_text glm4_moe "
+    "glm4_moe_lite granite_swa granitemoe_swa granitemoeshared hy_v3 hyperclovax "
+    "internlm3 iquestcoder jais2 jetmoe kolibri1 laguna mellum mimo_v2_flash minimax_m2 "
+    "minimax_m3_vl_text ministral3 nanochat persimmon phimoe seed_oss solar_open "
+    "vaultgemma youtu"
+)
+SIZED_FAMILIES: dict[str, dict[str, Any]] = {
+    **{family: {} for family in PLAIN.split()},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "deepseek_v2": {**ROUTED, "n_group": 1, "topk_group": 1},
+    "dots1": {**ROUTED, "n_group": 1, "topk_group": 1},
+    "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "ministral": {"head_dim": 16},
+}
+"""Families with the settings of `SIZES` that their config has, and what they need beside."""
 DELTA = {
     "num_hidden_layers": 4,
     "head_dim": 8,
@@ -382,7 +426,10 @@ def random_model(
 
     recurrent: with the settings of `RECURRENT_FAMILIES`.
     """
-    own = RECURRENT_FAMILIES[family] if recurrent else (ALL_FAMILIES | INDEXED_FAMILIES)[family]
+    if family in SIZED_FAMILIES:
+        own = sized(family)
+    else:
+        own = RECURRENT_FAMILIES[family] if recurrent else (ALL_FAMILIES | INDEXED_FAMILIES)[family]
     given = {**({} if "state_size" in own else SMALL), **own, **changes}
     settings = {k: v for k, v in given.items() if v is not None}
     if "n_embd" in settings:
@@ -402,6 +449,15 @@ def random_model(
         if parameter.ndim > 1 and not name.endswith("A_log"):
             parameter.data.normal_(0, 0.25)
     return model.requires_grad_(False)
+
+
+def sized(family: str) -> dict[str, Any]:
+    """The settings of one of `SIZED_FAMILIES`."""
+    usual = CONFIG_MAPPING[family]().to_dict()
+    found = {key: size for key, size in SIZES.items() if usual.get(key) is not None}
+    if "kv_lora_rank" in found:  # as many keys as queries, and head sizes of their own
+        found |= {"num_key_value_heads": 4, "head_dim": None}
+    return found | SIZED_FAMILIES[family]
 
 
 def random_target(

@@ -89,11 +89,11 @@ def _eligible(module: nn.Module) -> Iterator[nn.Linear]:
         small = part.weight.numel() < SMALLEST_WEIGHT
         if small and part.weight.dtype == torch.float32 and mkl_at_home():
             continue
-        if part.weight.device.type == "cpu" and _packs(part.weight.dtype):
+        if part.weight.device.type == "cpu" and packs(part.weight.dtype):
             yield part
 
 
-def _packs(dtype: torch.dtype) -> bool:
+def packs(dtype: torch.dtype) -> bool:
     """Whether oneDNN packs weights of this dtype here: those in bfloat16 need AVX-512 or more."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

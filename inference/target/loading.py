@@ -63,6 +63,10 @@ _BIASED = (
     "it adds learned biases to the attention scores as a mask, which our attention does not take"
 )
 _ENCODER = "it is an encoder-decoder model, and targets are decoder-only"
+_BOTH_WAYS = "it is an encoder with an LM head of several layers"
+_NEEDS_OTHERS = "it is a part that reads another model's states and gives no text alone"
+_SEES = "its layers read images or sound beside the text"
+_LOOPS = "its layers are not one list that is run once"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         "rwkv xlstm inkling_text inkling2_text qwen4_exp_text glm5_next_text".split(), _RECURRENT
@@ -73,6 +77,14 @@ REFUSED: dict[str, str] = {
         "reformer rembert roformer megatron-bert xlm xlnet prophetnet trocr".split(),
         _OWN_CODE,
     ),
+    **dict.fromkeys(
+        "bert bert-generation camembert data2vec-text electra ernie modernbert-decoder roberta "
+        "roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod".split(),
+        _BOTH_WAYS,
+    ),
+    **dict.fromkeys("gemma4_assistant gemma4_unified_assistant".split(), _NEEDS_OTHERS),
+    **dict.fromkeys("git mllama moshi".split(), _SEES),
+    **dict.fromkeys("blt hrm_text".split(), _LOOPS),
     "deepseek_v4": _SPARSE,
     "doge": _BIASED,
 }

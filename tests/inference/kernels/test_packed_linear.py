@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from inference.kernels import packed_linear
-from inference.kernels.packed_linear import MAX_ROWS, pack_linears, packed_linears, supported
+from inference.kernels.packed_linear import MAX_ROWS, pack_linears, packed_linears, packs, supported
 
 
 @pytest.mark.parametrize("intel", [True, False])
@@ -36,7 +36,7 @@ def test_equals_the_plain_product(
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     small = shape[0] * shape[1] < packed_linear.SMALLEST_WEIGHT
     worth = not (intel and dtype == torch.float32 and small)
-    assert ("forward" in plain.__dict__) == (supported() and worth)
+    assert ("forward" in plain.__dict__) == (supported() and packs(dtype) and worth)
 
 
 def test_a_packed_path_can_be_taken_away_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,24 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from heads.api.errors import UserError
 from inference.target.loading import LOADING, REFUSED, require_supported
 from scripts.tools.common import ROOT, Section
-from tests.models import ALL_FAMILIES, COMPOSITE_FAMILIES, INDEXED_FAMILIES, RECURRENT_FAMILIES
+from tests.models import (
+    ALL_FAMILIES,
+    COMPOSITE_FAMILIES,
+    INDEXED_FAMILIES,
+    RECURRENT_FAMILIES,
+    SIZED_FAMILIES,
+)
 
 PAGE = ROOT / "docs" / "targets.md"
 SECTION = Section("families", "tests/inference/target/list_families.py")
 TESTED, UNTESTED = "tested", "not tested"
-TESTED_FAMILIES = {*ALL_FAMILIES, *RECURRENT_FAMILIES, *INDEXED_FAMILIES, *COMPOSITE_FAMILIES}
+TESTED_FAMILIES = {
+    *ALL_FAMILIES,
+    *SIZED_FAMILIES,
+    *RECURRENT_FAMILIES,
+    *INDEXED_FAMILIES,
+    *COMPOSITE_FAMILIES,
+}
 
 
 def families() -> dict[str, str]:

@@ -12,11 +12,19 @@ import torch
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
 from inference.decoding.config import DecodeConfig
-from inference.target.loading import prepare, usable_positions
+from inference.target.loading import prepare, require_supported, usable_positions
 from inference.target.model import TargetModel
 from tests.fakes import AlwaysRight, SometimesRight
 from tests.inference.decoding.test_lossless import SHAPES, answers, decode, requests
-from tests.models import ALL_FAMILIES, LONGROPE, MORE_FAMILIES, VOCAB, random_model, random_target
+from tests.models import (
+    ALL_FAMILIES,
+    LONGROPE,
+    MORE_FAMILIES,
+    SIZED_FAMILIES,
+    VOCAB,
+    random_model,
+    random_target,
+)
 
 NODES = 12
 WINDOW = 9
@@ -87,7 +95,7 @@ def check_trees(target: TargetModel, model: Any, lengths: tuple[int, ...], seed:
             torch.cat([prompts[row], drafts[row, path_to(n, parents[row])]]) for n in range(NODES)
         ]
     expected = torch.stack(own_logits(model, texts))
-    found = torch.cat([first, logits.flatten(0, 1)])
+    found = torch.cat([first, logits.flatten(0, 1)]).to(expected.dtype)
     scale = float(expected.abs().max())
     # float32 norms inside
     torch.testing.assert_close(found, expected, rtol=0, atol=3e-6 * max(scale, 1.0))
@@ -99,6 +107,12 @@ def check_trees(target: TargetModel, model: Any, lengths: tuple[int, ...], seed:
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_tree_logits_are_the_models_own(family: str, lengths: tuple[int, ...]) -> None:
     check_trees(random_target(family), random_model(family), lengths)
+
+
+@pytest.mark.parametrize("family", SIZED_FAMILIES)
+def test_tree_logits_of_further_families_are_the_models_own(family: str) -> None:
+    require_supported("some/model", random_model(family).config)
+    check_trees(random_target(family), random_model(family), BATCHES[1])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

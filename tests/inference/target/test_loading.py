@@ -47,6 +47,8 @@ from train.target.parts import load_parts
 
 CPU = torch.device("cpu")
 GENERATION_CONFIG = "generation_config.json"
+NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+"""Of the one family whose usual settings are none that it allows."""
 
 
 def refusal(name: str, config: Any) -> str:
@@ -61,15 +63,18 @@ def refusal(name: str, config: Any) -> str:
 def test_refused_families_exist_and_are_refused_by_name(family: str) -> None:
     """A name that transformers does not know would be a typing error that refuses nothing."""
     assert family in CONFIG_MAPPING
-    message = refusal("some/model", CONFIG_MAPPING[family]())
+    needed = {"text_config": NO_LAYER_INPUTS} if family == "gemma4_assistant" else {}
+    message = refusal("some/model", CONFIG_MAPPING[family](**needed))
     assert f"({family})" in message
 
 
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("recurrent_gemma", {}, "recurrent layers are code of their own"),
-        ("zaya", {}, "recurrent layers are code of their own"),
+        ("inkling_text", {}, "recurrent layers are code of their own"),
+        ("xlstm", {}, "recurrent layers are code of their own"),
+        ("bert", {"is_decoder": True}, "an encoder"),
+        ("hrm_text", {}, "not one list"),
         (
             "llama",
             {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
@@ -91,7 +96,7 @@ def test_families_that_work_are_not_refused(family: str) -> None:
     require_supported("some/model", random_model(family).config)
 
 
-@pytest.mark.parametrize("family", ["recurrent_gemma", "zaya", "bloom"])
+@pytest.mark.parametrize("family", ["inkling_text", "xlstm", "bloom"])
 def test_no_weights_are_needed_to_refuse(tmp_path: Path, family: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     with pytest.raises(UserError, match=f"{family}.*cannot be a target"):
