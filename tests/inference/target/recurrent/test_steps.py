@@ -101,7 +101,13 @@ def test_every_kind_drafts_for_a_hybrid_target(name: str, shape: str, temperatur
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "shape"), [("qwen3_5_text", "tree"), ("falcon_h1", "chain"), ("lfm2", "tree")]
+    ("family", "shape"),
+    [
+        ("qwen3_5_text", "tree"),
+        ("falcon_h1", "chain"),
+        ("lfm2", "tree"),
+        ("recurrent_gemma", "tree"),
+    ],
 )
 def test_a_compiled_step_writes_the_same_text(family: str, shape: str) -> None:
     target, items = target_of(family), requests(4, new=14)
