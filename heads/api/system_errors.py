@@ -10,13 +10,15 @@ from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 WORDS: dict[int, tuple[str, str]] = {
-    **dict.fromkeys(
-        FULL,
-        (
-            "the disk is full",
-            "What was complete is kept. Free some space, or give another run.root; the same "
-            "command then continues where this one stopped.",
-        ),
+    errno.ENOSPC: (
+        "the disk is full",
+        "What was complete is kept. Free some space, or give another run.root; the same command "
+        "then continues where this one stopped.",
+    ),
+    errno.EDQUOT: (
+        "your quota of this disk is used up",
+        "What was complete is kept. Free some space, have the quota raised, or give another "
+        "run.root; the same command then continues where this one stopped.",
     ),
     errno.EROFS: (
         "this file system is read-only",

@@ -2,7 +2,7 @@
 
 A stage must end with one message that says which limit it met, or come to its end where it never
 met it. Once there is room the same command must give the result of the calm run. Disks are small
-tmpfs mounts, which need root; without it those rows stay at 0.
+tmpfs mounts, and for quotas Btrfs in a file; both need root, without which those rows stay at 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.chaos.ground import Ended, UnsurvivedError, grow_disk, small_disk
+from tests.chaos.ground import Ended, UnsurvivedError, grow_disk, limit_disk, quota_disk, small_disk
 from tests.chaos.rows import Areas, Row
 from tests.chaos.stages import Site, Subject, alone, spoken
 
@@ -23,6 +23,9 @@ PAGE_KIB = 4
 FULL = r"disk is full|the disk of '.*' has .* free"
 """How a disk without room is named: by the system when it is met, or by a stage that looks before it
 writes."""
+QUOTA = r"quota of this disk is used up"
+SUBVOLUME_KIB = 64
+"""What an empty part of a file system counts, generously."""
 LIMITED = """
 import resource, sys
 from scripts.cli import main
@@ -36,13 +39,15 @@ def attack(seed: int, count: int, folder: Path) -> list[Row]:
     """`count` stages on such disks, each way in turn for every stage: a row for each way."""
     order, site, rows = random.Random(seed), Site(folder), Areas(PART)
     ways = list(WAYS)
-    try:
-        with small_disk(folder / "mounted", ROOM_KIB):
-            pass
-    except UnsurvivedError as error:
-        ways = [way for way in ways if way not in MOUNTED]
-        for way in MOUNTED:
-            rows[way].words = [f"not tried: {error}"]
+    disks = small_disk(folder / "mounted", ROOM_KIB), quota_disk(folder / "counted")
+    for names, disk in zip((MOUNTED, COUNTED), disks, strict=True):
+        try:
+            with disk:
+                pass
+        except UnsurvivedError as error:
+            ways = [way for way in ways if way not in names]
+            for way in names:
+                rows[way].words = [f"not tried: {error}"]
     pairs = [(way, subject) for subject in alone() for way in ways]
     order.shuffle(pairs)
     for number in range(count):
@@ -78,8 +83,21 @@ def full(site: Site, subject: Subject, at: Path, order: random.Random) -> str:
         return told(ended, FULL) or continued(site, subject, run)
 
 
+def quota(site: Site, subject: Subject, at: Path, order: random.Random) -> str:
+    """The quota holds a part of what is written, a part that is drawn."""
+    calm = site.calm(subject)
+    with quota_disk(at) as disk:
+        run = site.run(subject, "run", disk)
+        before, after = taken(run), taken(calm.folder)
+        room = int(order.random() * max(PAGE_KIB, after - before))
+        limit_disk(disk, before + SUBVOLUME_KIB + room)
+        ended = site.start(subject, run)
+        limit_disk(disk, None)
+        return told(ended, QUOTA) or continued(site, subject, run)
+
+
 def small_files(site: Site, subject: Subject, at: Path, order: random.Random) -> str:
-    """No file may become larger than a size that is drawn (`ulimit -f`, a quota)."""
+    """No file may become larger than a size that is drawn (`ulimit -f`)."""
     calm = site.calm(subject)
     largest = max(path.stat().st_size for path in calm.folder.rglob("*") if path.is_file())
     limit = order.randint(0, largest)
@@ -127,10 +145,11 @@ def remount(disk: Path, how: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
 
 
-MOUNTED = ("read-only", "full")
+MOUNTED, COUNTED = ("read-only", "full"), ("quota",)
 WAYS: dict[str, Callable[[Site, Subject, Path, random.Random], str]] = {
     "read-only": read_only,
     "full": full,
+    "quota": quota,
     "limit on the size of files": small_files,
     "limit on open files": few_files,
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,8 @@ PROMPTS, STEPS, BATCH = 24, 10, 2
 LONGEST = 300.0
 """Seconds after which a stage counts as hanging."""
 CONTINUED, SAVED, RETRIED, REFUSED, FAILED = "continued", "saved", "retried", "refused", "FAILED"
+QUOTA_DISK_BYTES = 1 << 29
+"""Of a file that is as large as what is written into it; Btrfs needs 109 MiB."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -375,6 +378,40 @@ def small_disk(at: Path, kib: int) -> Iterator[Path]:
         yield at
     finally:
         subprocess.run(["umount", "-l", str(at)], check=False)
+
+
+@contextmanager
+def quota_disk(at: Path) -> Iterator[Path]:
+    """A part of a file system of its own, mounted at `at`, that can be given a quota (`limit_disk`).
+    Btrfs counts what its parts hold, also for root; raises `UnsurvivedError` where it cannot be made."""
+    at.mkdir(parents=True, exist_ok=True)
+    image, part = at.with_name(f"{at.name}.img"), at / "part"
+    with image.open("wb") as file:
+        file.truncate(QUOTA_DISK_BYTES)
+    steps = (
+        ("mkfs.btrfs", "-q", image),
+        ("mount", "-o", "loop", image, at),
+        ("btrfs", "quota", "enable", at),
+        ("btrfs", "subvolume", "create", part),
+    )
+    try:
+        for step in steps:
+            words = [str(word) for word in step]
+            if shutil.which(words[0]) is None:
+                raise UnsurvivedError(f"no quota can be set here: {words[0]} is not installed")
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise UnsurvivedError(f"no quota can be set here ({done.stderr.strip()[:200]})")
+        yield part
+    finally:
+        subprocess.run(["umount", "-l", str(at)], check=False, capture_output=True)
+        image.unlink()
+
+
+def limit_disk(part: Path, kib: int | None) -> None:
+    """Set the quota of what `quota_disk` gave; None: none."""
+    limit = "none" if kib is None else f"{kib}K"
+    subprocess.run(["btrfs", "qgroup", "limit", limit, str(part)], check=True)
 
 
 def grow_disk(at: Path, kib: int) -> None:
