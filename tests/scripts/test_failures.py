@@ -49,6 +49,7 @@ def test_errors_of_files_are_one_sentence(tmp_path: Path) -> None:
         (errno.EROFS, "'/a/b': this file system is read-only. Give a place that can be written"),
         (errno.EACCES, "'/a/b': access is not allowed. Change the permissions"),
         (errno.ENOSPC, "'/a/b': the disk is full. What was complete is kept."),
+        (errno.EDQUOT, "'/a/b': your quota of this disk is used up. What was complete is kept."),
         (errno.EISDIR, "'/a/b': there is a folder where a file is needed. Move it away"),
         (errno.ENAMETOOLONG, "'/a/b': a name is longer than the file system allows."),
         (errno.EMFILE, "'/a/b': too many files are open. Raise the limit (`ulimit -n 4096`)"),

@@ -186,6 +186,21 @@ def test_signals_save_and_leave(
     assert (tmp_path / "run" / "best" / "model.safetensors").read_bytes() == expected
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_training_in_emulated_bfloat16_names_the_faster_precision(
+    micro: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fast: bool,
+) -> None:
+    monkeypatch.setattr(setup, "multiplies_bfloat16", lambda: fast)
+    arguments = settings(micro, max_steps=1, eval_every=0, precision="bfloat16")
+    train(out=tmp_path / "run", **arguments)
+    said = "engine.precision=float32 is faster" in " ".join(capsys.readouterr().err.split())
+    assert said == (not fast)
+
+
 @pytest.mark.parametrize("spoilt", [2, 3])
 def test_a_signal_breaks_a_measurement_off_and_it_is_made_again(
     micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoilt: int

@@ -12,15 +12,23 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from heads.nn.matrices import matrices, set_matrix
+from train import muon
 from train.muon import MuonAdamW, divide, orthogonalise
 from train.optim import OptimConfig, make_optimizer
 
 
+@pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("shape", [(8, 8), (5, 20), (20, 5), (3, 6, 4)])
-def test_singular_values_are_near_one_and_vectors_stay(shape: tuple[int, ...]) -> None:
+def test_singular_values_are_near_one_and_vectors_stay(
+    shape: tuple[int, ...], fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a CPU that emulates bfloat16."""
+    monkeypatch.setattr(muon, "multiplies_bfloat16", lambda: fast)
     torch.manual_seed(0)
     matrix = torch.randn(shape)
-    turned = orthogonalise(matrix).float()
+    turned = orthogonalise(matrix)
+    assert turned.dtype == (torch.bfloat16 if fast else torch.float32)
+    turned = turned.float()
     left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
     assert ((torch.linalg.svdvals(turned) - 1).abs()[sizes > 0.2] < 0.4).all()
     expected = left @ right

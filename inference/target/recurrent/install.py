@@ -59,25 +59,27 @@ def install(model: nn.Module) -> int:
     A second call changes nothing."""
     found = 0
     for module in model.modules():
-        if hasattr(module, _MARK):
-            found += 1
-            continue
-        if type(module).__name__ in OF_CLASSES:
-            OF_CLASSES[type(module).__name__](module, found)
+        if not hasattr(module, _MARK):
+            if not _replace(module, found):
+                continue
             setattr(module, _MARK, found)
-            found += 1
-            continue
-        forward = inspect.unwrap(type(module).forward)
-        code = getattr(forward, "__code__", None)
-        used = [name for name in REPLACED if code is not None and name in code.co_names]
-        names = getattr(forward, "__globals__", {})
-        used = [name for name in used if name in names]
-        if used:
-            ours = {name: REPLACED[name](names, found) for name in used}
-            module.forward = _with_globals(forward, {**names, **ours}, module)
-            setattr(module, _MARK, found)
-            found += 1
+        found += 1
     return found
+
+
+def _replace(module: nn.Module, number: int) -> bool:
+    """Replace the functions of mixer `number`; False for a module that is none."""
+    if type(module).__name__ in OF_CLASSES:
+        OF_CLASSES[type(module).__name__](module, number)
+        return True
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    names = getattr(forward, "__globals__", {})
+    used = [name for name in REPLACED if code and name in code.co_names and name in names]
+    if used:
+        ours = {name: REPLACED[name](names, number) for name in used}
+        module.forward = _with_globals(forward, {**names, **ours}, module)
+    return bool(used)
 
 
 def is_mixer(module: nn.Module) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import threading
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -101,6 +103,17 @@ def test_no_weights_are_needed_to_refuse(tmp_path: Path, family: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     with pytest.raises(UserError, match=f"{family}.*cannot be a target"):
         load_model(TargetConfig(path=str(tmp_path), device="cpu"))
+
+
+def test_a_target_that_leaves_the_range_of_its_dtype_is_refused(tmp_path: Path) -> None:
+    folder = save_random_target(tmp_path, tiny_tokenizer("marked"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"] *= 1e6
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = TargetConfig(path=str(folder), device="cpu")
+    assert TargetModel.load(config).dtype == torch.float32
+    with pytest.raises(UserError, match=r"no finite numbers in float16: .* target\.dtype=bfloat16"):
+        TargetModel.load(replace(config, dtype="float16"))
 
 
 @pytest.mark.parametrize("family", INDEXED_FAMILIES)
