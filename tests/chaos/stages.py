@@ -253,7 +253,7 @@ def pushed(run: Path) -> Any:
 def looped(run: Path) -> Any:
     summary = read(run / "loop.json")
     weights = sorted((run / "train").glob(f"*/best/{WEIGHTS_FILE}"))
-    shown = json.dumps(timeless(summary)).replace(f"{run.parent.name}/{run.name}", "run")
+    shown = re.sub(rf'"[^"]*\b{run.name}/', '"run/', json.dumps(timeless(summary)))
     return shown, [file_sha256(path) for path in weights]
 
 
