@@ -52,6 +52,14 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
+SEEING = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 8,
+}
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
     "gemma": {"head_dim": 16},
@@ -125,6 +133,45 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "minicpm3": {"num_key_value_heads": 4, **LATENT},
     "gpt_bigcode": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256},
+    "dbrx": {
+        **dict.fromkeys(
+            "hidden_size intermediate_size num_hidden_layers num_attention_heads "
+            "num_key_value_heads max_position_embeddings".split()
+        ),
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 3,
+        "max_seq_len": 256,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {
+            "hidden_size": 32,
+            "ffn_hidden_size": 16,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
+    },
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+    },
+    "phi4_multimodal": {
+        "head_dim": 8,
+        "vision_config": {**SEEING, "crop_size": 8},
+        "audio_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+        },
+    },
 }
 """Families that are held against their own forward pass and greedy loop in test_families.py
 only."""
@@ -370,31 +417,62 @@ INDEXED_FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Families whose attention chooses keys by an indexer, fewer than the tests' prompts have; with few
 heads, so that scores tie at 0: test_indexed.py."""
-SEEING = {
+QWEN_VISION = {
+    "depth": 1,
     "hidden_size": 16,
+    "num_heads": 2,
     "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "patch_size": 4,
-    "image_size": 8,
+    "out_hidden_size": 32,
 }
 COMPOSITE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5": (
-        "qwen3_5_text",
+    "qwen3_5": ("qwen3_5_text", {"vision_config": QWEN_VISION}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"vision_config": QWEN_VISION}),
+    "gemma3": ("gemma3_text", {"vision_config": {**SEEING, "model_type": "siglip_vision_model"}}),
+    "gemma4": ("gemma4_text", {"vision_config": SEEING}),
+    "gemma4_unified": ("gemma4_unified_text", {"vision_config": SEEING}),
+    "llama4": ("llama4_text", {"vision_config": {**SEEING, "vision_output_dim": 16}}),
+    "mistral3": ("mistral", {"vision_config": {**SEEING, "model_type": "pixtral"}}),
+    "got_ocr2": (
+        "qwen2",
+        {"vision_config": {**SEEING, "mlp_dim": 16, "output_channels": 8, "image_size": 64}},
+    ),
+    "moss_transcribe_diarize": (
+        "qwen3",
         {
-            "depth": 1,
-            "hidden_size": 16,
-            "num_heads": 2,
-            "intermediate_size": 16,
-            "out_hidden_size": 32,
+            "audio_config": {
+                "d_model": 16,
+                "encoder_layers": 1,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 16,
+            }
         },
     ),
-    "gemma3": ("gemma3_text", {**SEEING, "model_type": "siglip_vision_model"}),
-    "gemma4": ("gemma4_text", SEEING),
-    "llama4": ("llama4_text", {**SEEING, "vision_output_dim": 16}),
-    "mistral3": ("mistral", {**SEEING, "model_type": "pixtral"}),
+    "dots3_note": (
+        "dots3_note_text",
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_attention_heads": 2,
+                "moe_intermediate_size": 8,
+                "num_local_experts": 2,
+                "num_experts_per_tok": 1,
+                "adapter_in_dim": 16,
+                "adapter_out_dim": 32,
+            },
+            "audio_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "downsample_hidden_size": 8,
+                "adapter_input_size": 16,
+                "adapter_out_dim": 32,
+            },
+        },
+    ),
 }
-"""Composite family -> its text family, and settings of its vision part."""
+"""Composite family -> its text family, and settings of its other parts."""
 LONGROPE = {
     "max_position_embeddings": 256,
     "original_max_position_embeddings": 24,

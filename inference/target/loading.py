@@ -68,6 +68,7 @@ _NEEDS_OTHERS = "it is a part that reads another model's states and gives no tex
 _SEES = "its layers read images or sound beside the text"
 _LOOPS = "its layers are not one list that is run once"
 REFUSED: dict[str, str] = {
+    "emu3": "transformers' class for its text does not read the checkpoints of the whole model",
     **dict.fromkeys(
         "rwkv xlstm inkling_text inkling2_text qwen4_exp_text glm5_next_text".split(), _RECURRENT
     ),
@@ -186,6 +187,9 @@ def load_model(config: TargetConfig) -> Any:
     elif own is not None or quantised is not None:
         # packed weights are made on their device and cannot move
         options["device_map"] = {"": device}
+    if DTYPES[config.dtype_name] == torch.float64:
+        # the grouped product of experts, transformers' default, takes none
+        options["experts_implementation"] = "eager"
     model, report = _from_pretrained(config, described, options)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -243,6 +247,8 @@ def _from_pretrained(
         with _ONE_AT_A_TIME:
             options = {**_source(config), "dtype": DTYPES[config.dtype_name], **options}
             loader = model_class(described)
+            if described.model_type in READ_ALONE:
+                options["config"] = described.get_text_config()
             with _without_tables():
                 model, report = loader.from_pretrained(output_loading_info=True, **options)
     except LOADING as error:
@@ -259,6 +265,11 @@ def _without_tables() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(level)
+
+
+READ_ALONE = ("gemma3n",)
+"""Composite families whose whole class needs further packages (timm), and whose text class finds
+its weights among those of the whole."""
 
 
 def model_class(described: Any) -> Any:

@@ -90,7 +90,12 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
     text.tie_word_embeddings = described.tie_word_embeddings  # of composite models the outer one
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        model = AutoModelForCausalLM.from_config(text, dtype=DTYPES[config.dtype_name])
+        model = AutoModelForCausalLM.from_config(
+            text,
+            dtype=DTYPES[config.dtype_name],
+            # the grouped product, transformers' default, takes no fake tensors but bfloat16 ones
+            experts_implementation="batched_mm",
+        )
     model.requires_grad_(False)
     info = describe(model, _NoTokenizer(), config)
     layers = find_layers(find_decoder(model), info.num_layers)

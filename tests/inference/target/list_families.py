@@ -11,7 +11,7 @@ from collections import defaultdict
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from heads.api.errors import UserError
-from inference.target.loading import LOADING, REFUSED, require_supported
+from inference.target.loading import LOADING, READ_ALONE, REFUSED, require_supported
 from scripts.tools.common import ROOT, Section
 from tests.models import (
     ALL_FAMILIES,
@@ -30,6 +30,7 @@ TESTED_FAMILIES = {
     *RECURRENT_FAMILIES,
     *INDEXED_FAMILIES,
     *COMPOSITE_FAMILIES,
+    *READ_ALONE,
 }
 
 
@@ -69,15 +70,14 @@ def table() -> str:
     lines = [
         "",
         f"Of {total} families of causal LMs in the installed transformers, {tested} are tested, "
-        f"{sum(map(len, refused.values()))} are refused by name, and {untested} are neither: the "
-        "check at loading decides about them.",
+        f"{sum(map(len, refused.values()))} are refused by name, and {untested} are neither. The "
+        "check at loading decides about families that are neither.",
         "",
         f"Tested: {', '.join(by_state[TESTED])}.",
         "",
         *(f"* Refused, because {why}: {', '.join(names)}." for why, names in refused.items()),
         "",
-        f"Neither: {', '.join(by_state[UNTESTED])}.",
-        "",
+        *([f"Neither: {', '.join(by_state[UNTESTED])}.", ""] if untested else []),
     ]
     return "\n".join(lines)
 

@@ -74,9 +74,11 @@ def own_logits(model: Any, texts: list[torch.Tensor]) -> list[torch.Tensor]:
     return [found[place] for place in range(len(texts))]
 
 
-def check_trees(target: TargetModel, model: Any, lengths: tuple[int, ...], seed: int = 1) -> None:
+def check_trees(
+    target: TargetModel, model: Any, lengths: tuple[int, ...], seed: int = 1, share: float = 3e-6
+) -> None:
     """Verify a random tree behind each prefix; every node's logits are the model's own at the end
-    of its path."""
+    of its path, up to a share of the largest (by default for float32 norms inside)."""
     generator = torch.Generator().manual_seed(seed)
     rows = len(lengths)
     parents = random_trees(rows, generator)
@@ -96,11 +98,10 @@ def check_trees(target: TargetModel, model: Any, lengths: tuple[int, ...], seed:
         ]
     expected = torch.stack(own_logits(model, texts))
     found = torch.cat([first, logits.flatten(0, 1)]).to(expected.dtype)
-    scale = float(expected.abs().max())
-    # float32 norms inside
-    torch.testing.assert_close(found, expected, rtol=0, atol=3e-6 * max(scale, 1.0))
+    scale = float(expected.detach().abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=share * max(scale, 1.0))
     # the texts do tell the rows apart
-    assert float(expected.std(0).max()) > 100 * 3e-6 * max(scale, 1.0)
+    assert float(expected.detach().std(0).max()) > 100 * share * max(scale, 1.0)
 
 
 @pytest.mark.parametrize("lengths", BATCHES, ids=["one row", "ragged"])
