@@ -95,7 +95,7 @@ def write(content: Facts) -> None:
 def run_row(kind: str, row: str, work: Path) -> None:
     """Run a row to its end; stages that are complete are skipped. Every answer is measured once:
     no speed is read."""
-    own = [*own_overrides(kind), "bench.repeats=1"]
+    own = own_overrides(kind)
     place = (f"run.root={work}", f"run.name={row}", "run.threads=1")
     if row == DISTINCT:  # as many steps as all rounds had together
         rounds = read_json(work / LOOP / "loop.json")["rounds"]
@@ -113,7 +113,8 @@ def run_row(kind: str, row: str, work: Path) -> None:
             if source.exists() and not link.exists():
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(source.resolve())
-    run_stage("loop", RECIPE, *own, *MORE.get(kind, ()), *(() if row == LOOP else OFF), *place)
+    switches = () if row == LOOP else OFF
+    run_stage("loop", RECIPE, *own, *MORE.get(kind, ()), *switches, *place, "bench.repeats=1")
 
 
 def from_few_prompts(
