@@ -69,21 +69,21 @@ def report(given: argparse.Namespace) -> None:
     print(f"{len(content['rows'])} rows")
 
 
-def collect(folder: Path) -> Facts:
-    """families.json's content; raises `UserError` when a measurement is missing."""
+def collect(folder: Path, made_by: str = COMMAND) -> Facts:
+    """The content of a report about the run that `made_by` makes in `folder`; raises `UserError`
+    when a measurement is missing."""
     reports = {}
     for column, (name, title) in MEASURES.items():
         path = folder / name / "report.json"
         if not path.is_file():
             raise UserError(
-                f"'{path}' ({title}) is missing. Run `headstart loop experiment=families`; it "
-                "continues where it ended."
+                f"'{path}' ({title}) is missing. Run `{made_by}`; it continues where it ended."
             )
         reports[column] = read_report(path)
     chain = reports["chain"]
     return {
         "format": 1,
-        "command": COMMAND,
+        "command": made_by,
         "target": chain.target.to_dict(),
         "device": chain.device.to_dict(),
         "settings": {column: found.settings.to_dict() for column, found in reports.items()},
@@ -149,18 +149,12 @@ def markdown(content: Facts) -> list[str]:
         taus = ", ".join(f"{found['rate']:g}: {found['validation_tau']:.2f}" for found in ordered)
         if taus:
             tried.append([row["name"], taus])
-    conditions = list_conditions(
-        TargetFacts(**content["target"]),
-        DeviceFacts(**content["device"]),
-        ReportSettings(**content["settings"]["chain"]),
-        content["command"],
-    )
     return [
         "# Every family on the same data",
         "",
         f"Written by `{content['command']}` from [families.json](families.json). {ABOUT}",
         "",
-        *conditions,
+        *conditions(content),
         "",
         *markdown_table(header, [table_row(row, speeds.get(row["name"])) for row in rows]),
         "",
@@ -173,6 +167,16 @@ def markdown(content: Facts) -> list[str]:
     ]
 
 
+def conditions(content: Facts) -> list[str]:
+    """On what and how the chains were measured."""
+    return list_conditions(
+        TargetFacts(**content["target"]),
+        DeviceFacts(**content["device"]),
+        ReportSettings(**content["settings"]["chain"]),
+        content["command"],
+    )
+
+
 def by_tau(content: Facts) -> list[Facts]:
     """The rows, the largest tau of a chain first."""
     return sorted(content["rows"], key=lambda row: -row["measured"]["chain"]["tau"])
@@ -182,10 +186,6 @@ def table_row(row: Facts, speed: float | None) -> list[str]:
     """One line of the table. speed: training tokens per second."""
     measured, trained = row["measured"], row["trainings"]
     chain = measured["chain"]
-    lossless = [
-        sum(found["lossless"][key] for found in measured.values())
-        for key in ("identical", "sequences")
-    ]
     return [
         row["name"],
         f"{row['parameters'] / 1e6:.2f} M" if row["parameters"] else "-",
@@ -195,8 +195,17 @@ def table_row(row: Facts, speed: float | None) -> list[str]:
         *(f"{chain['domains'][name]['tar']:.2f}" for name in sorted(chain["domains"])),
         ratio_text(chain["speedup"], chain["speedup_ci95"]),
         f"{100 * chain['efficiency']:.0f}%",
-        f"{lossless[0]}/{lossless[1]}",
+        lossless_text(measured),
     ]
+
+
+def lossless_text(measured: Facts) -> str:
+    """Identical texts of all measurements of a row, out of how many."""
+    identical, sequences = (
+        sum(found["lossless"][key] for found in measured.values())
+        for key in ("identical", "sequences")
+    )
+    return f"{identical}/{sequences}"
 
 
 main = command(
