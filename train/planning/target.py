@@ -13,9 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
+from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from inference.target.kv_cache import CacheSizes
@@ -89,20 +95,23 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
     text = described.get_text_config()
     text.tie_word_embeddings = described.tie_word_embeddings  # of composite models the outer one
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        model = AutoModelForCausalLM.from_config(
-            text,
-            dtype=DTYPES[config.dtype_name],
-            # the grouped product, transformers' default, takes no fake tensors but bfloat16 ones
-            experts_implementation="batched_mm",
-        )
+    with mode, no_init_weights():
+        model = AutoModelForCausalLM.from_config(text, dtype=DTYPES[config.dtype_name])
     model.requires_grad_(False)
     info = describe(model, _NoTokenizer(), config)
     layers = find_layers(find_decoder(model), info.num_layers)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     with mode:  # one token through the real passes shows what they store
         switch_attention(model)
-        cache = TargetModel(model, _NoTokenizer(), info).cache_sizes()
+        _leave_out_experts(model)
+        try:
+            cache = TargetModel(model, _NoTokenizer(), info).cache_sizes()
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            raise UserError(
+                f"'{info.id}' ({info.model_type}) cannot be planned by its config: its layers "
+                "compute by the values of their inputs, which a plan does not have. Train without "
+                "--plan; the memory that a run takes is in its log."
+            ) from error
     return PlannedTarget(
         info=info,
         weights=shared_weights(model),
@@ -115,6 +124,14 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
         experts=_experts(text),
         cache=cache,
     )
+
+
+def _leave_out_experts(model: nn.Module) -> None:
+    """Let experts return nothing: they store nothing, and which tokens an expert gets are values,
+    which fake tensors do not have."""
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.forward = lambda hidden, *routed, **more: torch.zeros_like(hidden)
 
 
 def active_weights(layer: nn.Module, config: Any) -> int:
