@@ -97,6 +97,7 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, no_init_weights():
         model = AutoModelForCausalLM.from_config(text, dtype=DTYPES[config.dtype_name])
+        model.tie_weights()  # is left out with the first values
     model.requires_grad_(False)
     info = describe(model, _NoTokenizer(), config)
     layers = find_layers(find_decoder(model), info.num_layers)
