@@ -80,8 +80,9 @@ def report(given: argparse.Namespace) -> None:
 def write(content: Facts) -> None:
     few = content.get("few_prompts", {}).get("kinds", {}).values()
     seeds = sorted({int(seed) for entry in few for seed in entry.get("repeated", {})})
-    script = f"python -m {SCRIPT}"
-    commands = ["headstart loop experiment=families", script]
+    script, kinds = f"python -m {SCRIPT}", list(content["kinds"])
+    whole = script if set(kinds) == set(KINDS) else f"{script} --kinds {' '.join(kinds)}"
+    commands = ["headstart loop experiment=families", whole]
     commands += [f"{script} --few-prompts"] if few else []
     commands += [f"{script} --few-prompts --seed {seed}" for seed in seeds]
     commands += ["python -m tests.chaos.kill_loop --kills 10"] if "killed" in content else []
