@@ -56,7 +56,7 @@ def test_gains_follow_from_the_rows(content: dict[str, Any]) -> None:
 
 
 def test_a_repetition_stands_beside_the_kind_that_it_repeats(content: dict[str, Any]) -> None:
-    kind, entry = next(iter(content["few_prompts"]["kinds"].items()))
+    kind, entry = next(iter(content["kinds"].items()))
     again = {
         "overrides": entry["overrides"],
         "rows": {name: entry["rows"][name] for name in ("open", "loop")},
