@@ -8,6 +8,8 @@ Legend: B rows, T positions, H hidden, I MLP width, h query heads, g key/value h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,9 +106,9 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     with mode:  # one token through the real passes shows what they store
         switch_attention(model)
-        _leave_out_experts(model)
         try:
-            cache = TargetModel(model, _NoTokenizer(), info).cache_sizes()
+            with _without_experts(model):
+                cache = TargetModel(model, _NoTokenizer(), info).cache_sizes()
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             raise UserError(
                 f"'{info.id}' ({info.model_type}) cannot be planned by its config: its layers "
@@ -127,12 +129,18 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
     )
 
 
-def _leave_out_experts(model: nn.Module) -> None:
-    """Let experts return nothing: they store nothing, and which tokens an expert gets are values,
-    which fake tensors do not have."""
-    for name, module in model.named_modules():
-        if name.endswith(".experts"):
-            module.forward = lambda hidden, *routed, **more: torch.zeros_like(hidden)
+@contextmanager
+def _without_experts(model: nn.Module) -> Iterator[None]:
+    """Experts return zeros: they store nothing, and which tokens an expert gets are values, which
+    fake tensors do not have."""
+    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    for module in experts:
+        module.forward = lambda hidden, *routed, **more: torch.zeros_like(hidden)
+    try:
+        yield
+    finally:
+        for module in experts:
+            del module.forward
 
 
 def active_weights(layer: nn.Module, config: Any) -> int:
