@@ -1,13 +1,13 @@
 """Evidence for watch and refresh: `python -m scripts.evidence.staleness` writes
 docs/reports/watch.json.
 
-After `headstart loop experiment=families`. It fine-tunes the embedded target on C++ headers
-(scripts/assets), and changes it in other ways: LoRA merged, quantised, with another system prompt.
-A drafter of the unchanged target gets a reference on prompts that neither has seen; then `headstart
+After `make demo`. It fine-tunes the embedded target on C++ headers (scripts/assets), and changes it
+in other ways: LoRA merged, quantised, with another system prompt. A drafter that the demo trained
+on the unchanged target gets a reference on prompts that neither has seen; then `headstart
 watch` decodes other unseen prompts with every version of the target. False alarms are counted on
-streams resampled from the answers of the unchanged target. `headstart refresh` is compared with a
-training from scratch on the new target's answers to 1,440 prompts, on held-out prompts of old and
-new domains. Steps that are done are skipped, so the command may be repeated.
+streams resampled from the answers of the unchanged target. `headstart refresh` is compared with the
+demo's training, on the new target's answers to 1,440 prompts, on held-out prompts of old and new
+domains. Steps that are done are skipped, so the command may be repeated.
 """
 
 from __future__ import annotations
@@ -30,11 +30,8 @@ from inference.staleness.result import STALENESS_FILE
 from inference.staleness.sequential_test import DriftTest
 from scripts.assets import changed_targets, cpp_headers
 from scripts.evidence.common import (
-    FAMILIES,
     Facts,
     decode_totals,
-    family_rate,
-    family_recipe,
     read_json,
     run_on_target,
     tau_facts,
@@ -42,7 +39,7 @@ from scripts.evidence.common import (
 from scripts.run.process import git_state
 from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, command, cpu_target
 
-TOKENS, WATCHED = 96, 200
+TOKENS, WATCHED, DEPTH = 96, 200, 3
 SYSTEM = "You are a pirate captain. Answer every question in verse, and never write code."
 STREAMS, LENGTH = 1000, 400
 ALARM_RATE, TOLERANCE = 0.01, 0.05
@@ -51,8 +48,8 @@ SHARE = 0.1
 RESAMPLED = {"unchanged": 1, "finetuned": 5, "lora": 5}
 """Versions of the target whose answers are resampled, and into which part of all streams."""
 WATCH_KEYS = ("verdict", "alarms", "alarm_after", "test", "domains")
-ROWS = {"distilled": "distilled", "eagle3_copied": "eagle3"}
-"""Row of conf/experiment/families.yaml -> its kind, which names the refreshed drafter's folder."""
+KINDS = ("distilled", "eagle3")
+"""Those that the demo trains on its first answers, each by conf/experiment/embedded_KIND.yaml."""
 CHANGES: dict[str, tuple[str, str]] = {
     "unchanged": ("", ""),
     "finetuned": ("finetuned", ""),
@@ -65,35 +62,34 @@ CHANGES: dict[str, tuple[str, str]] = {
 
 
 class Evidence:
-    """All evidence for one drafter, a row of experiment=families; every step is done once.
+    """All evidence for one drafter of the demo; every step is done once.
 
-    work: the report's folder; drafters: the families' run.
+    work: the report's folder; drafters: the demo's run.
     """
 
-    def __init__(self, work: Path, drafters: Path, row: str) -> None:
-        self.work, self.row, self.rate, kind = work, row, family_rate(row), ROWS[row]
-        self.old = drafters / "train" / f"{row}@{self.rate:g}" / "best"
+    def __init__(self, work: Path, drafters: Path, kind: str) -> None:
+        self.work, self.kind = work, kind
+        self.old = drafters / "train" / kind / "best"
         self.prompts, self.target = work / "prompts", work / "finetuned"
-        self.full = work / "full" / "train" / row
-        self.refresh_run, self.watches = work / f"refresh-{row}", work / f"watch-{row}"
+        self.full = work / "full" / "train" / kind
+        self.refresh_run, self.watches = work / f"refresh-{kind}", work / f"watch-{kind}"
         self.refreshed = self.refresh_run / "train" / kind / "best"
-        self.reference_file = work / f"reference-{row}.json"
+        self.reference_file = work / f"reference-{kind}.json"
 
     def stage(self, name: str, place: Path, target: Path, *overrides: str) -> None:
         """Run a stage on a version of the target; a watch may raise its alarm."""
         own = (f"run.threads={torch.get_num_threads()}", *overrides)
-        statuses = (0, 1) if name == "watch" else (0,)
-        run_on_target(name, target, place, *own, statuses=statuses)
+        statuses, recipe = (0, 1) if name == "watch" else (0,), f"demo,embedded_{self.kind}"
+        run_on_target(name, target, place, *own, experiment=recipe, statuses=statuses)
 
     # Making
 
     def train_full(self) -> Facts:
         place, target = self.work / "full", self.target
-        asked = f"data.path={self.prompts / 'train.jsonl'}"
-        self.stage("generate", place, target, "data=embedded", asked)
-        recipe = (*family_recipe(self.row), f"optim.lr={self.rate}", f"run.drafter={self.row}")
+        asked = (f"data.path={self.prompts / 'train.jsonl'}", "data.limit=null")
+        self.stage("generate", place, target, "data=embedded", *asked)
         validation = f"train.prompts=[{self.prompts / 'validation.jsonl'}]"
-        self.stage("train", place, target, *recipe, validation)
+        self.stage("train", place, target, validation)
         found = read_manifest(self.full, "train")
         return {key: found[key] for key in ("steps", "tokens", "seconds")}
 
@@ -144,7 +140,7 @@ class Evidence:
         Their fresh answers are drawn from these too ("unchanged") or from those of a changed
         target.
         """
-        path = self.work / f"streams-{self.row}" / f"{name}.json"
+        path = self.work / f"streams-{self.kind}" / f"{name}.json"
         if path.is_file():
             found: Facts = read_json(path)
             return found
@@ -176,7 +172,7 @@ class Evidence:
         target = cpu_target(self.target)
         checkpoints = {"old": self.old, "refreshed": self.refreshed, "full": self.full / "best"}
         prompts = load_prompts(self.prompts / "measuring.jsonl")
-        decode = DecodeConfig(depth=4, max_new_tokens=TOKENS, batch_size=16)
+        decode = DecodeConfig(depth=DEPTH, max_new_tokens=TOKENS, batch_size=16)
         sides = {
             name: decode_totals(target, folder, prompts, decode, changed_target=True)
             for name, folder in checkpoints.items()
@@ -221,7 +217,7 @@ class Evidence:
         }
         quiet = watched["unchanged"]["alarms"] == [] and streams["unchanged"]["share"] < ALARM_RATE
         return {
-            "drafter": {"row": self.row, "kind": reference.drafter["kind"]},
+            "drafter": {"kind": self.kind},
             "reference": {name: len(tally.answers) for name, tally in reference.tallies.items()},
             "watched": watched,
             "resampled": streams,
@@ -280,8 +276,8 @@ def report(given: argparse.Namespace) -> None:
     """Run every step that is not done yet, and write the report."""
     torch.set_num_threads(given.threads)
     work, drafters = given.work.resolve(), given.drafters.resolve()
-    rows = [Evidence(work, drafters, row) for row in given.rows]
-    prompts = rows[0].prompts
+    sides = [Evidence(work, drafters, kind) for kind in given.kinds]
+    prompts = sides[0].prompts
     if not (prompts / "measuring.jsonl").is_file():
         changed_targets.write_prompts(prompts, PROMPTS)
     pairs = cpp_headers.split_pairs(cpp_headers.operators())["train"]
@@ -291,11 +287,11 @@ def report(given: argparse.Namespace) -> None:
         targets[name] = read_json(work / name / changed_targets.MADE_FILE)
     content = {
         "format": 1,
-        "command": f"python -m scripts.evidence.staleness --rows {' '.join(given.rows)}",
+        "command": f"python -m scripts.evidence.staleness --kinds {' '.join(given.kinds)}",
         "git": git_state().get("revision", ""),
         "targets": targets,
         "system": SYSTEM,
-        "rows": {row.row: row.collect(given.skip) for row in rows},
+        "kinds": {side.kind: side.collect(given.skip) for side in sides},
     }
     write_json(given.out, content)
 
@@ -303,8 +299,8 @@ def report(given: argparse.Namespace) -> None:
 main = command(
     report,
     work=ROOT / "outputs" / "watch_report",
-    drafters=(FAMILIES, "the families' run"),
-    rows={"nargs": "+", "choices": list(ROWS), "default": list(ROWS)},
+    drafters=(ROOT / "outputs" / "demo", "the demo's run"),
+    kinds={"nargs": "+", "choices": KINDS, "default": ["distilled"]},
     skip={
         "nargs": "+",
         "choices": ("int8", "int4"),

@@ -30,5 +30,5 @@ def test_every_change_names_a_target_that_is_made_or_a_setting() -> None:
     for folder, _ in CHANGES.values():
         assert folder in ("", *changed_targets.RECIPES)
     row = Evidence(Path("w"), Path("d"), "distilled")
-    assert row.old == Path("d/train/distilled@0.0015/best")
+    assert row.old == Path("d/train/distilled/best")
     assert row.full == Path("w/full/train/distilled")
