@@ -29,13 +29,7 @@ from inference.staleness.reference import WATCH_FILE, Reference
 from inference.staleness.result import STALENESS_FILE
 from inference.staleness.sequential_test import DriftTest
 from scripts.assets import changed_targets, cpp_headers
-from scripts.evidence.common import (
-    Facts,
-    decode_totals,
-    read_json,
-    run_on_target,
-    tau_facts,
-)
+from scripts.evidence.common import Facts, decode_totals, read_json, run_on_target, tau_facts
 from scripts.run.process import git_state
 from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, command, cpu_target
 
