@@ -247,6 +247,8 @@ class LoopConfig:
     sweep: dict[str, SweepRow] = field(default_factory=dict)
     """Drafters to compare, by name: each is trained at several learning rates and measured once, at
     its best one."""
+    only: tuple[str, ...] = ()
+    """Rows of `sweep` that are trained and measured; empty: all."""
     measures: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Measurements besides the main one: folder name -> overrides, for instance
     {sampled: [decode.temperature=1]}."""
@@ -267,6 +269,11 @@ class LoopConfig:
     def __post_init__(self) -> None:
         for name in self.sweep:
             require_folder_name("loop.sweep", name)
+        for name in self.only:
+            if name not in self.sweep:
+                raise UserError(
+                    f"loop.only: '{name}' is no row of loop.sweep.{suggest(name, self.sweep)}"
+                )
         for name in self.measures:
             require_measurement_name("loop.measures", name)
         for name, overrides in self.measures.items():
@@ -283,3 +290,8 @@ class LoopConfig:
                 f"{trained}. Choose one with loop.recipes=[<recipe>], or leave the recipes out and "
                 "choose head=<name>."
             )
+
+    @property
+    def rows(self) -> dict[str, SweepRow]:
+        """The rows of `sweep` that are trained and measured."""
+        return {name: row for name, row in self.sweep.items() if not self.only or name in self.only}

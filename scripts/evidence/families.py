@@ -4,7 +4,9 @@ families.{json,md,png}.
 It measures nothing. It reads the run of `headstart loop experiment=families`: the trainings of
 every row (at the learning rate whose tau on the validation prompts was best) and four measurements
 of all rows on the same held-out prompts: chain and tree, at temperature 0 and 1. --page writes the
-page alone again, from families.json, after scripts.evidence.throughput has measured.
+page alone again, from families.json, after scripts.evidence.throughput has measured. --keep keeps
+the rows of the report that the run does not have, so that a row can be added or measured again
+without the others (`headstart loop experiment=families loop.only=[ROW] measure.kinds=[]`).
 """
 
 from __future__ import annotations
@@ -60,6 +62,8 @@ def report(given: argparse.Namespace) -> None:
         write_report(REPORTS / "families", content, markdown(content))
         return
     content = collect(given.run)
+    if given.keep:
+        content = keep(content, read_json(REPORTS / "families.json"))
     write_report(REPORTS / "families", content, markdown(content))
     bars = {}
     for row in by_tau(content):
@@ -69,21 +73,21 @@ def report(given: argparse.Namespace) -> None:
     print(f"{len(content['rows'])} rows")
 
 
-def collect(folder: Path) -> Facts:
-    """families.json's content; raises `UserError` when a measurement is missing."""
+def collect(folder: Path, made_by: str = COMMAND) -> Facts:
+    """The content of a report about the run that `made_by` makes in `folder`; raises `UserError`
+    when a measurement is missing."""
     reports = {}
     for column, (name, title) in MEASURES.items():
         path = folder / name / "report.json"
         if not path.is_file():
             raise UserError(
-                f"'{path}' ({title}) is missing. Run `headstart loop experiment=families`; it "
-                "continues where it ended."
+                f"'{path}' ({title}) is missing. Run `{made_by}`; it continues where it ended."
             )
         reports[column] = read_report(path)
     chain = reports["chain"]
     return {
         "format": 1,
-        "command": COMMAND,
+        "command": made_by,
         "target": chain.target.to_dict(),
         "device": chain.device.to_dict(),
         "settings": {column: found.settings.to_dict() for column, found in reports.items()},
@@ -104,6 +108,24 @@ def collect(folder: Path) -> Facts:
             for one in chain.drafters
         ],
     }
+
+
+def keep(content: Facts, former: Facts) -> Facts:
+    """The content with the rows of a former report that it lacks, each with the device and commit
+    of its own measurement; raises `UserError` where the two are of another target or setting.
+
+    A speedup is a ratio within one run; the baseline of the report is that of its latest run.
+    """
+    for what in ("target", "settings"):
+        if former.get(what) != content[what]:
+            raise UserError(
+                f"families.json has another {what} than this run, so its rows cannot stand beside "
+                f"the new ones: {former.get(what)} there, {content[what]} here. Leave out --keep."
+            )
+    new = {row["name"] for row in content["rows"]}
+    own = {"device": former["device"], "git": former["git"]}
+    kept = [own | row for row in former["rows"] if row["name"] not in new]
+    return {**content, "rows": [*content["rows"], *kept]}
 
 
 def trainings(folder: Path, name: str) -> list[Facts]:
@@ -149,20 +171,15 @@ def markdown(content: Facts) -> list[str]:
         taus = ", ".join(f"{found['rate']:g}: {found['validation_tau']:.2f}" for found in ordered)
         if taus:
             tried.append([row["name"], taus])
-    conditions = list_conditions(
-        TargetFacts(**content["target"]),
-        DeviceFacts(**content["device"]),
-        ReportSettings(**content["settings"]["chain"]),
-        content["command"],
-    )
     return [
         "# Every family on the same data",
         "",
         f"Written by `{content['command']}` from [families.json](families.json). {ABOUT}",
         "",
-        *conditions,
+        *conditions(content),
         "",
         *markdown_table(header, [table_row(row, speeds.get(row["name"])) for row in rows]),
+        *kept_line(rows),
         "",
         "![tau and speedup by family](families.png)",
         "",
@@ -171,6 +188,29 @@ def markdown(content: Facts) -> list[str]:
         *markdown_table(["row", "rate: tau"], tried),
         "",
     ]
+
+
+def kept_line(rows: list[Facts]) -> list[str]:
+    """Which rows were measured in an earlier run, and on what."""
+    kept: dict[str, list[str]] = {}
+    for row in rows:
+        if "device" in row:
+            kept.setdefault(row["device"]["name"], []).append(row["name"])
+    return [
+        line
+        for device, names in kept.items()
+        for line in ("", f"Measured in an earlier run ({device}): {', '.join(names)}.")
+    ]
+
+
+def conditions(content: Facts) -> list[str]:
+    """On what and how the chains were measured."""
+    return list_conditions(
+        TargetFacts(**content["target"]),
+        DeviceFacts(**content["device"]),
+        ReportSettings(**content["settings"]["chain"]),
+        content["command"],
+    )
 
 
 def by_tau(content: Facts) -> list[Facts]:
@@ -182,10 +222,6 @@ def table_row(row: Facts, speed: float | None) -> list[str]:
     """One line of the table. speed: training tokens per second."""
     measured, trained = row["measured"], row["trainings"]
     chain = measured["chain"]
-    lossless = [
-        sum(found["lossless"][key] for found in measured.values())
-        for key in ("identical", "sequences")
-    ]
     return [
         row["name"],
         f"{row['parameters'] / 1e6:.2f} M" if row["parameters"] else "-",
@@ -195,14 +231,24 @@ def table_row(row: Facts, speed: float | None) -> list[str]:
         *(f"{chain['domains'][name]['tar']:.2f}" for name in sorted(chain["domains"])),
         ratio_text(chain["speedup"], chain["speedup_ci95"]),
         f"{100 * chain['efficiency']:.0f}%",
-        f"{lossless[0]}/{lossless[1]}",
+        lossless_text(measured),
     ]
+
+
+def lossless_text(measured: Facts) -> str:
+    """Identical texts of all measurements of a row, out of how many."""
+    identical, sequences = (
+        sum(found["lossless"][key] for found in measured.values())
+        for key in ("identical", "sequences")
+    )
+    return f"{identical}/{sequences}"
 
 
 main = command(
     report,
     run={"positional": True, "type": Path, "nargs": "?", "default": FAMILIES},
     page={"action": "store_true", "help": "write the page again, with throughput.json of today"},
+    keep={"action": "store_true", "help": "keep the rows of the report that the run lacks"},
 )
 
 if __name__ == "__main__":

@@ -241,6 +241,10 @@ def test_a_sweep_trains_every_row_at_every_rate() -> None:
         "measure experiment=[demo] run.name=x",
         "report experiment=[demo] run.name=x",
     ]
+    some = plan(settings(["experiment=demo", "run.name=x"], **own, only=("long",)))
+    assert [step.title for step in some] == ["generate", "train long@0.003", "measure", "report"]
+    with pytest.raises(UserError, match=r"loop\.only: 'lnog' is no row .* Did you mean 'long'"):
+        settings(["experiment=demo"], **own, only=("lnog",))
     with pytest.raises(
         UserError, match="head is given, but this loop trains the recipes medusa, long"
     ):

@@ -57,7 +57,7 @@ def play(settings: Settings, steps: Sequence[Step]) -> None:
 def plan(settings: Settings) -> list[Step]:
     """The steps in order; raises `UserError` for settings that cannot apply to several recipes."""
     loop = settings.loop
-    several = [*loop.recipes, *loop.sweep]
+    several = [*loop.recipes, *loop.rows]
     for key in ("head", "run.drafter"):
         if several and settings.given(key):
             raise UserError(
@@ -74,7 +74,7 @@ def plan(settings: Settings) -> list[Step]:
     stored = loop.store_features and not settings.given("features")
     before = ["features=store"] if stored else []
     trainings = []
-    for recipe in loop.recipes or ((None,) if not loop.sweep else ()):
+    for recipe in loop.recipes or ((None,) if not loop.rows else ()):
         title = f"train {recipe}" if recipe else "train"
         trainings.append(Step(title, settings.derive("train", recipe, before=before)))
     trainings += sweep_steps(settings, common, before)
@@ -133,7 +133,7 @@ def hold_out(settings: Settings, benches: Sequence[BenchConfig]) -> Settings:
 def sweep_steps(settings: Settings, common: str | None, before: Sequence[str]) -> list[Step]:
     """The trainings of `loop.sweep`: one per row and learning rate, named row@rate."""
     steps = []
-    for name, row in settings.loop.sweep.items():
+    for name, row in settings.loop.rows.items():
         for rate in row.rates:
             drafter = f"{name}{SWEPT}{rate:g}"
             own = [*before, f"head={row.head or name}", *row.overrides, f"optim.lr={rate:g}"]

@@ -78,3 +78,30 @@ def test_a_missing_measurement_is_named(tmp_path: Path) -> None:
     (run / "sampled" / "report.json").unlink()
     with pytest.raises(UserError, match=r"sampled/report\.json' \(chain, T=1\) is missing"):
         families.collect(run)
+
+
+def test_rows_of_an_earlier_run_are_kept_beside_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(families, "REPORTS", tmp_path / "reports")
+    (tmp_path / "reports").mkdir()
+    run = run_folder(tmp_path / "run")
+    assert families.main([str(run)]) == 0
+    before = json.loads((tmp_path / "reports" / "families.json").read_text())
+    for folder, _ in families.MEASURES.values():  # only "good" is measured again, and is better
+        path = run / folder / "report.json"
+        report = json.loads(path.read_text())
+        report["drafters"] = [
+            row | {"tau": 3.5} for row in report["drafters"] if row["draft"]["name"] == "good"
+        ]
+        path.write_text(json.dumps(report))
+    assert families.main([str(run), "--keep"]) == 0
+    after = json.loads((tmp_path / "reports" / "families.json").read_text())
+    old, new = ({row["name"]: row for row in found["rows"]} for found in (before, after))
+    assert new["good"]["measured"]["chain"]["tau"] == 3.5 and "device" not in new["good"]
+    assert new["slow"] == {**old["slow"], "device": before["device"], "git": before["git"]}
+    text = (tmp_path / "reports" / "families.md").read_text()
+    assert f"Measured in an earlier run ({before['device']['name']}): slow." in text
+    content = families.collect(run)
+    with pytest.raises(UserError, match="another target than this run"):
+        families.keep(content, {**before, "target": {**before["target"], "id": "other"}})
