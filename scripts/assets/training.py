@@ -25,6 +25,7 @@ from heads.api.errors import UserError
 from inference.manifest import write_bytes, write_json
 from scripts.assets import prepared
 from scripts.assets.prepared import BOS_ID, END_ID, MAX_LENGTH, PAD_ID
+from train.muon import MuonAdamW
 from train.stopping import StopRequest
 
 START = time.monotonic()
@@ -229,7 +230,7 @@ class Trainer:
         if start is not None:  # tied weights stand in the file once
             wide = {name: tensor.float() for name, tensor in start.items()}
             self.model.load_state_dict(wide, strict=False)
-        self.optimisers = self._optimisers()
+        self.optimiser = self._optimiser()
         self.generator = torch.Generator(device).manual_seed(settings.seed + 1)
         self.step, self.seconds = 0, 0.0
         self.started_from = started_from
@@ -248,21 +249,19 @@ class Trainer:
         self.log["calls"].append({**call, "torch": str(torch.__version__), "compiled": compiled})
         self.compute = torch.compile(self._losses, dynamic=False) if compiled else self._losses
 
-    def _optimisers(self) -> list[torch.optim.Optimizer]:
-        """Muon for the layers' matrices, its update scaled to AdamW's size so that one learning
-        rate serves both (Liu et al., 2502.16982); AdamW for the rest. It needs about two thirds of
-        AdamW's tokens."""
-        lr, decay = self.settings.lr, self.settings.weight_decay
+    def _optimiser(self) -> torch.optim.Optimizer:
+        """Muon for the layers' matrices, AdamW for the rest: about two thirds of AdamW's tokens."""
+        settings = self.settings
         named = list(self.model.named_parameters())
         inner = [p for name, p in named if p.ndim == 2 and ".layers." in name]
         outer = [p for name, p in named if p.ndim == 2 and ".layers." not in name]
-        vectors = {"params": [p for _, p in named if p.ndim != 2], "weight_decay": 0.0}
-        groups = [{"params": outer, "weight_decay": decay}, vectors]
-        fused = self.device.type == "cuda"
-        return [
-            torch.optim.AdamW(groups, lr=lr, betas=self.settings.betas, fused=fused),
-            torch.optim.Muon(inner, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        vectors = [p for _, p in named if p.ndim != 2]
+        groups = [
+            {"params": inner, "weight_decay": settings.weight_decay, "muon": True},
+            {"params": outer, "weight_decay": settings.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
         ]
+        return MuonAdamW(groups, settings.lr, momentum=0.95, betas=settings.betas, eps=1e-8)
 
     def _restore(self) -> None:
         """Go on from the checkpoint; UserError when it was made with other settings."""
@@ -275,8 +274,7 @@ class Trainer:
                 "ones, or choose another --state folder."
             )
         self.model.load_state_dict(content["model"])
-        for optimiser, state in zip(self.optimisers, content["optimisers"], strict=True):
-            optimiser.load_state_dict(state)
+        self.optimiser.load_state_dict(content["optimiser"])
         self.generator.set_state(content["generator"].cpu())
         self.step, self.seconds, self.log = content["step"], content["seconds"], content["log"]
         note(f"resumed at step {self.step}, {self.seconds:.0f} training seconds")
@@ -300,9 +298,8 @@ class Trainer:
         """Take one optimiser step; return the mean loss as a device scalar (no synchronisation)."""
         settings = self.settings
         used = settings.used(self.step, self.seconds)
-        for optimiser in self.optimisers:
-            for group in optimiser.param_groups:
-                group["lr"] = settings.rate(used)
+        for group in self.optimiser.param_groups:
+            group["lr"] = settings.rate(used)
         parts = settings.batch_tokens // settings.micro_tokens
         mean = torch.zeros((), device=self.device)
         for _ in range(parts):
@@ -310,8 +307,7 @@ class Trainer:
             (objective / parts).backward()
             mean += loss.detach() / parts
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
-        for optimiser in self.optimisers:
-            optimiser.step()
+        self.optimiser.step()
         self.model.zero_grad(set_to_none=True)
         self.step += 1
         return mean
@@ -393,7 +389,7 @@ class Trainer:
         content = {
             "settings": self.identity,
             "model": self.model.state_dict(),
-            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
+            "optimiser": self.optimiser.state_dict(),
             "generator": self.generator.get_state(),
             "step": self.step,
             "seconds": self.seconds,
