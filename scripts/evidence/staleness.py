@@ -44,15 +44,15 @@ RESAMPLED = {"unchanged": 1, "finetuned": 5, "lora": 5}
 WATCH_KEYS = ("verdict", "alarms", "alarm_after", "test", "domains")
 KINDS = ("distilled", "eagle3")
 """Those that the demo trains on its first answers, each by conf/experiment/embedded_KIND.yaml."""
-CHANGES: dict[str, tuple[str, str]] = {
-    "unchanged": ("", ""),
-    "finetuned": ("finetuned", ""),
-    "lora": ("lora", ""),
-    "int8": ("", "target.quantization=torchao-int8"),
-    "int4": ("", "target.quantization=bnb-4bit"),
-    "system": ("", f"watch.system='{SYSTEM}'"),
+CHANGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "unchanged": ("", ()),
+    "finetuned": ("finetuned", ()),
+    "lora": ("lora", ()),
+    "int8": ("", ("target.quantization=torchao-int8",)),
+    "int4": ("", ("target.quantization=bnb-4bit", "decode.compile=false")),
+    "system": ("", (f"watch.system='{SYSTEM}'",)),
 }
-"""Version of the target -> its folder (empty: the unchanged target), and a further override."""
+"""Version of the target -> its folder (empty: the unchanged target), and further overrides."""
 
 
 class Evidence:
@@ -124,7 +124,7 @@ class Evidence:
             most = 10_000 if name == "unchanged" else WATCHED
             own = [f"watch.name={name}", "watch.stop=false", f"watch.max_prompts={most}"]
             folder, change = CHANGES[name]
-            self.watch(folder, "fresh", *own, *filter(None, [change]))
+            self.watch(folder, "fresh", *own, *change)
         found = read_json(path)
         return {key: found[key] for key in WATCH_KEYS}
 
