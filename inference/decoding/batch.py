@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from inference.decoding.buffers import Lanes
-from inference.decoding.execution.graphs import Pending
+from inference.decoding.execution.accelerator import Pending
 from inference.decoding.pass_details import read_details
 from inference.decoding.requests import Completion, PassRecord, Request
 
@@ -81,6 +81,19 @@ class BatchRun:
             if len(self.launched) <= self.lag:
                 return []
         return self._read(*self.launched.popleft())
+
+    def drain(self) -> list[Completion]:
+        """Read the results of all steps under way; returns what ended."""
+        finished = []
+        while self.launched:
+            finished += self._read(*self.launched.popleft())
+        return finished
+
+    def abandon(self) -> None:
+        """Decode no further; results under way are not read."""
+        self.launched.clear()
+        self.lanes.runner.decoder.clock.abandon()
+        self.lanes.stop()
 
     def _needs_another(self) -> bool:
         """False when the steps under way exhaust every row's budget even at one token each."""

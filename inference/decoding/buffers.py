@@ -24,7 +24,8 @@ from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.adaptive.cost import adaptive_parts
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
-from inference.decoding.execution.graphs import Pending, StepRunner
+from inference.decoding.execution.accelerator import Pending
+from inference.decoding.execution.graphs import StepRunner
 from inference.decoding.rules.names import sampling_rule
 from inference.decoding.rules.registry import get_rule
 from inference.decoding.sampling.distribution import SamplingSettings
@@ -130,7 +131,8 @@ class Lanes:
         rows, cache = self.rows.first(width), self.cache.first_rows(width)
         own = None if self.own is None else self.own.first(width)
         noise = self.noise(rows.seeds, rows.lengths, own)
-        runner = StepRunner(replace(self.runner.decoder, noise=noise), cache, rows, self.decode)
+        decoder = replace(self.runner.decoder, noise=noise)
+        runner = StepRunner(decoder, cache, rows, self.decode, beside=self.runner)
         return _Narrow(runner, None if self.state is None else first_rows(self.state, width), own)
 
     def move(self, source: int, target: int) -> None:

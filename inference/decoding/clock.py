@@ -3,30 +3,54 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
+from heads.api.errors import UserError
+from inference.kernels.dispatch import choose
+from inference.kernels.reference.device_clock import WRITE_CLOCK
 
 PHASES = ("prefill", "draft", "verify", "commit", "other")
+BORDERS = ("", "draft", "verify", "other", "commit")
+"""What has just ended where a step reads the clock, in its order; "": it begins."""
+AGREEMENT, SHORTEST = 0.03, 0.1
+"""How far the device's seconds may be from the host's, as a share of these; the host's seconds from
+which on they are compared."""
 
 
 class StepClock:
     """Seconds spent per phase.
 
-    On CUDA each phase boundary synchronises, so that the split is true, unless `running_free`: then
-    steps are neither split nor waited for, and the time between two reads of the host is shared out
-    by `split`, the shares that synchronised steps had.
+    On a CPU the host marks the end of every phase. On an accelerator it launches steps ahead and
+    knows only when their results arrive. There a step writes the device's own clock to `times` at
+    its borders; the times travel with the step's result and are booked when that is read (`book`).
+    The device's seconds between two steps count as "other". The host's seconds during which steps
+    were under way are counted apart (`waited`): both must agree (`require_agreement`).
+
+    An accelerator without a clock that a step can write (`times` is None) is waited for at every
+    mark; its steps cannot be captured.
     """
 
-    def __init__(self, device: torch.device, enabled: bool = True) -> None:
-        self._synchronise = device.type == "cuda" and enabled
-        self.running_free = False
-        self.split: dict[str, float] | None = None
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        ahead = device.type != "cpu" and choose(WRITE_CLOCK, device).implementation == "triton"
+        self.times: Tensor | None = None
+        if ahead:
+            self.times = torch.zeros(len(BORDERS), dtype=torch.int64, device=device)
+        self._under_way: deque[float] = deque()  # of each the host's seconds that do not count
         self.reset()
 
     def reset(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.passes = 0
-        self._last = time.perf_counter()
+        self.waited = 0.0
+        self._last = self._launched = time.perf_counter()
+        self._step_ended: int | None = None
+
+    # Marks of the host
 
     def start(self) -> None:
         """Forget the time since the last mark (it belongs to no phase)."""
@@ -40,16 +64,62 @@ class StepClock:
         self.seconds[phase] += now - self._last
         self._last = now
 
-    def share_out(self) -> None:
-        """Book the time since the last mark to the phases of a step, in the shares of `split`."""
-        now = time.perf_counter()
-        for phase, share in (self.split or {"other": 1.0}).items():
-            self.seconds[phase] += (now - self._last) * share
-        self._last = now
-
     def _wait(self) -> None:
-        if self._synchronise and not self.running_free:
-            torch.cuda.synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    # Borders within a step
+
+    def border(self, ended: str) -> None:
+        """A step has come to where phase `ended` ends, or, if empty, where it begins."""
+        if self.times is not None:
+            WRITE_CLOCK(self.times, BORDERS.index(ended))
+        elif ended:
+            self.mark(ended)
+
+    # Steps that the host runs ahead of
+
+    def launch(self) -> None:
+        """A step that will be booked is under way."""
+        if not self._under_way:
+            self._launched, self._step_ended = time.perf_counter(), None
+        self._under_way.append(0.0)
+
+    def excuse(self, seconds: float) -> None:
+        """The step launched last was held up by the host for so long, once: by its capture."""
+        if self._under_way:
+            self._under_way[-1] += seconds
+            self._launched += seconds
+
+    def book(self, times: Sequence[int]) -> None:
+        """The result of the oldest step under way has arrived; times: its `times`."""
+        excused = self._under_way.popleft()
+        if self._step_ended is not None:
+            between = (times[0] - self._step_ended) / 1e9
+            self.seconds["other"] += max(0.0, between - excused)
+        for phase, begin, end in zip(BORDERS[1:], times, times[1:], strict=False):
+            self.seconds[phase] += (end - begin) / 1e9
+        self._step_ended = times[-1]
+        if not self._under_way:
+            self.waited += time.perf_counter() - self._launched
+
+    def abandon(self) -> None:
+        """The results of steps under way will not be read."""
+        self._under_way.clear()
+
+    def require_agreement(self) -> None:
+        """Raise `UserError` where the device's clock and the host's tell different times of the
+        steps that were booked: nothing that is computed from them would hold."""
+        if self.times is None or self.waited < SHORTEST:
+            return
+        booked = self.decode_seconds
+        if abs(booked - self.waited) > AGREEMENT * self.waited:
+            raise UserError(
+                f"the decoding steps took {self.waited:.3f} s by the host's clock and "
+                f"{booked:.3f} s by that of {self._device}; a measurement needs them within "
+                f"{AGREEMENT:.0%} of each other. Repeat it with nothing else on the device and the "
+                "host; if it persists, measure with decode.graph=off and report it."
+            )
 
     @property
     def decode_seconds(self) -> float:

@@ -230,7 +230,7 @@ class Engine:
                     if yield_steps:
                         yield from [item for item in run.running if item is not None]
         finally:
-            run.lanes.stop()
+            run.abandon()
             self._run = None
             self._last_bytes = run.lanes.bytes()
 
@@ -245,15 +245,19 @@ class Engine:
         dropped = run.drop_cancelled()
         if dropped:
             return dropped
-        self.clock.start()
+        clock, finished = self.clock, []
         if run.can_refill:
-            finished = run.refill()
-            self.clock.mark("prefill")
+            finished = run.drain()  # steps under way are none of the prefill's time
+            clock.start()
+            finished += run.refill()
+            clock.mark("prefill")
+        elif clock.times is not None:
+            finished = run.step()  # booked when it is read
         else:
+            clock.start()
             finished = run.step()
-            if not self.clock.running_free:
-                self.clock.mark("other")
-        return finished
+            clock.mark("other")
+        return finished if run.unfinished else [*finished, *run.drain()]
 
     def cancel(self, index: int) -> None:
         """Stop the request with that index in the present `run` (from `on_tokens` or between

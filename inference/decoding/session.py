@@ -76,7 +76,7 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.lanes.stop()
+        self._run.abandon()
         self._stack.close()
 
     def _allocate(self) -> None:

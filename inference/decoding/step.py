@@ -103,11 +103,14 @@ class StepResult:
     live: Tensor
     details: Tensor | None = None
 
-    def packed(self) -> Tensor:
-        """Everything in one int64 tensor [B, D+6] for one copy to the host, details behind."""
+    def packed(self, times: Tensor | None = None) -> Tensor:
+        """Everything in one int64 tensor [B, D+6] for one copy to the host, details behind, and
+        behind these the step's times [P] (`StepClock.times`), the same in every row."""
         flags = [self.rejected.to(torch.int64), self.ended.to(torch.int64)]
         counts = [self.committed, self.accepted, *flags, self.live]
         behind = [] if self.details is None else [self.details]
+        if times is not None:
+            behind.append(times.expand(self.tokens.shape[0], -1))
         return torch.cat([torch.stack(counts, 1), self.tokens, *behind], 1)
 
 
@@ -142,14 +145,15 @@ class Decoder:
         the device knows. length: drafted tokens of this step's chain, where it is not the whole
         one.
         """
+        self.clock.border("")
         proposal = self._propose(rows, state, length)
         if self.limits is not None:
             proposal = self.limits.apply(proposal, rows.active, now=longest is not None and exact)
-        self.clock.mark("draft")
+        self.clock.border("draft")
         logits, positions, seen = self.target.verify(
             cache, proposal.tokens, proposal.tree, rows.lengths, longest, self.needs, exact
         )
-        self.clock.mark("verify")
+        self.clock.border("verify")
         if self.processors.active:
             prefix = None
             if rows.history is not None:
@@ -162,7 +166,7 @@ class Decoder:
         if self.details:
             result.details = pass_details(proposal, logits, verdict, result.accepted)
         cache.commit(proposal.tree, rows.lengths, verdict.path, verdict.accepted, result.committed)
-        self.clock.mark("other")
+        self.clock.border("other")
         if self.drafter is not None:
             accepted = self._seen(proposal, result, verdict.path, rows, seen)
             if self.needs.verified:
@@ -170,8 +174,7 @@ class Decoder:
                 accepted.verified = Verified(proposal.tokens, picks, proposal.tree, verdict.path)
             state = self.drafter.commit(state, accepted)
         rows.advance(result)
-        self.clock.mark("commit")
-        self.clock.passes += 1
+        self.clock.border("commit")
         return result, state
 
     def _propose(self, rows: Rows, state: Any, length: int | None) -> Proposal:

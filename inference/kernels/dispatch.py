@@ -19,7 +19,7 @@ import importlib.util
 import os
 import pkgutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -86,11 +86,18 @@ class Op:
         """Run the implementation that `choose` names for the device and dtype of `first`."""
         implementation = choose(self, first.device, first.dtype).implementation
         if implementation == "triton":
-            return self.triton()(first, *args, **kwargs)
+            with on_device(first.device):
+                return self.triton()(first, *args, **kwargs)
         if implementation == "cpp":
             assert self.cpp is not None
             return self._load(self.cpp)(first, *args, **kwargs)
         return self.reference(first, *args, **kwargs)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Within the block `device` is CUDA's current one: Triton launches on that, whatever device its
+    arguments are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 _TRACED: ContextVar[bool] = ContextVar("headstart_traced_for_cpu", default=False)

@@ -445,6 +445,7 @@ def _answer(engine: Engine, request: Request) -> tuple[Completion, dict[str, flo
     """Decode one request; its completion and the seconds it took per phase."""
     engine.clock.reset()
     (completion,) = engine.run([request])
+    engine.clock.require_agreement()
     return completion, dict(engine.clock.seconds)
 
 

@@ -105,9 +105,7 @@ class CompiledStep:
         key = bound, self._decoder.noise.mode
         plan = self._plans.get(key)
         if plan is not None and plan.ready:
-            packed = plan.run(self._decoder.clock)
-            self._decoder.clock.passes += 1
-            return packed
+            return plan.run(self._decoder.clock)
         begin = time.perf_counter()
         try:
             if plan is None:
@@ -117,14 +115,14 @@ class CompiledStep:
                 self._plans[key] = plan
             else:
                 packed = plan.first_run()
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, TypeError, OSError) as error:
             raise UserError(
                 f"compiling a decoding step failed ({type(error).__name__}: "
-                f"{str(error).strip().splitlines()[0]}). It needs a C++ compiler such as g++; "
-                "without one set decode.compile=false."
+                f"{str(error).strip().splitlines()[0]}). It needs a C++ compiler such as g++ and "
+                "weights that can be traced, which bitsandbytes' 4-bit ones cannot; without them "
+                "set decode.compile=false."
             ) from error
         _spent[0] += time.perf_counter() - begin
-        self._decoder.clock.passes += 1
         self._decoder.clock.start()
         return packed
 
@@ -140,7 +138,7 @@ class CompiledStep:
             result, after = decoder.step(self._cache, self._rows, state, longest, exact=False)
             assert after is state, "a drafter must update its state in place to be compiled"
             results.append(result.packed())
-            marks.mark("commit")
+            marks.border("commit")
             # shared states stay outputs of the verification, whatever this drafter reads of them
             seen = decoder.target.taps.last
             states = () if seen is None else (seen.caught, seen.last_hidden)
@@ -184,12 +182,12 @@ def one_fake_mode() -> Iterator[None]:
 class _Marks:
     """Stands in for the clock during tracing and notes to which part every operation belongs."""
 
-    passes = 0
-
     def __init__(self) -> None:
         self.part: dict[str, int] = {}
 
-    def mark(self, phase: str) -> None:
+    def border(self, phase: str) -> None:
+        if not phase:
+            return
         mode = get_proxy_mode()
         assert mode is not None
         for node in mode.tracer.graph.nodes:

@@ -1,29 +1,32 @@
-"""How steps are run: operation by operation, or captured as a CUDA graph and replayed.
+"""How steps are run: operation by operation, or captured as a graph and replayed.
 
 The host never waits for the step it has just launched. Each step ends with one copy of its result
-into a pinned buffer of a ring; the host reads it one or two steps later, when the copy is long
-done. Rows that ended meanwhile commit nothing, so steps that turn out to be one too many change
-nothing.
+into a buffer of a ring; the host reads it one or two steps later, when the copy is long done. Rows
+that ended meanwhile commit nothing, so steps that turn out to be one too many change nothing.
 
-Capturing. The first steps of a batch run eagerly on the capture stream (they are real steps:
+Capturing. The first steps of a batch are launched one operation at a time (they are real steps:
 nothing is thrown away); then one step is captured and replayed from there on. Everything a step
-reads or writes lives in `Lanes` and is updated in place. No GPU has run this file yet
-(docs/decoder.md); `tests/inference/decoding/test_captured.py` replays a traced step on the CPU in
-its place.
+reads or writes lives in `Lanes` and is updated in place. Where capturing fails, steps are launched
+as before, and a warning says why. No GPU has run this file yet (docs/decoder.md);
+`tests/inference/decoding/test_captured.py` replays a traced step on the CPU in its place, and
+`test_clock.py` beside it runs steps on a device that lags behind.
 
 Legend: B rows, D the tree's deepest level.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, cast
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from inference.decoding.clock import PHASES
 from inference.decoding.config import DecodeConfig
+from inference.decoding.execution.accelerator import Accelerator, Pending, Ring, accelerator_of
 from inference.decoding.execution.compiled import CompiledStep
 from inference.decoding.step import Decoder, Rows
 from inference.target.kv_cache import KVCache
@@ -31,106 +34,105 @@ from inference.target.model import TargetModel
 from inference.target.recurrent.install import is_mixer
 
 WARM_UP_STEPS = 3
-SPLIT_STEPS = 8
-"""Steps that are timed by phase before capturing; later steps have the same shares."""
-
-
-@dataclass
-class Pending:
-    """The result of a launched step on its way to the host: `packed` [B, D+6] int64
-    (`StepResult.packed`) and the copy's event."""
-
-    packed: Tensor
-    event: Any = None
-
-    def read(self) -> list[list[int]]:
-        """Wait for the copy (normally long done) and give the rows as plain numbers."""
-        if self.event is not None:
-            self.event.synchronize()
-        return cast(list[list[int]], self.packed.tolist())
+"""Steps that are launched before one is captured."""
+logger = logging.getLogger(__name__)
 
 
 class StepRunner:
-    """Runs the steps of one `Lanes`."""
+    """Runs the steps of one `Lanes`.
 
-    def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows, decode: DecodeConfig) -> None:
+    beside: a runner of the same lanes, whose accelerator is shared.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        rows: Rows,
+        decode: DecodeConfig,
+        beside: StepRunner | None = None,
+    ) -> None:
         self.decoder, self.cache, self.rows = decoder, cache, rows
         device = rows.lengths.device
-        self.on_cuda = device.type == "cuda"
-        capturable = getattr(decoder.drafter, "capturable", True)
-        self.captures = self.on_cuda and decode.graph == "auto" and capturable
+        self.accelerator: Accelerator | None = (
+            accelerator_of(device) if beside is None else beside.accelerator
+        )
+        clock, capturable = decoder.clock, getattr(decoder.drafter, "capturable", True)
+        self.captures = decode.graph == "auto" and capturable and clock.times is not None
         self.compiled = None
-        if decode.compile and self.on_cuda:
+        if decode.compile and self.accelerator is not None:
             compile_layers(decoder.target)
         elif decode.compile:
             self.compiled = CompiledStep(decoder, cache, rows)
         self.slots = decode.steps_behind(device) + 2
-        self.stream = torch.cuda.Stream(device) if self.on_cuda else None
         self.variants: dict[tuple[int | None, int], _Variant] = {}
 
     def step(
         self, state: Any, longest: int, exact: bool = True, length: int | None = None
     ) -> tuple[Pending, Any]:
         """Launch a step -> its pending result and the drafter's state; see `Decoder.step`."""
+        self.decoder.clock.passes += 1
         if self.compiled is not None:
             return Pending(self.compiled(state, longest)), state
-        if not self.on_cuda:
-            result, state = self.decoder.step(self.cache, self.rows, state, longest, exact, length)
-            return Pending(result.packed()), state
-        key = length, self.decoder.noise.mode
-        if key not in self.variants:
-            self.variants[key] = _Variant(_PinnedRing(self.slots))
-        variant = self.variants[key]
-        if variant.graph is not None:
-            variant.graph.replay()
-            self.decoder.clock.running_free = True
-            self.decoder.clock.passes += 1
-            self.decoder.clock.share_out()
-            assert variant.packed is not None
-            return variant.ring.send(variant.packed), state
-        if self.captures and variant.steps == WARM_UP_STEPS + SPLIT_STEPS:
-            self._capture(state, length, variant)
-            return self.step(state, longest, exact, length)
-        return self._eager(state, length, variant)
+        if self.accelerator is not None:
+            return self._launch(self.accelerator, state, length)
+        result, state = self.decoder.step(self.cache, self.rows, state, longest, exact, length)
+        return Pending(result.packed()), state
 
     @property
-    def graph(self) -> Any:
-        """A captured step, if there is one."""
-        return next((item.graph for item in self.variants.values() if item.graph is not None), None)
+    def captured(self) -> bool:
+        """Whether any step was captured."""
+        return any(variant.replay is not None for variant in self.variants.values())
 
-    def _eager(self, state: Any, length: int | None, variant: _Variant) -> tuple[Pending, Any]:
-        """One launched step on the capture stream."""
-        if variant.steps == WARM_UP_STEPS:
-            variant.before_split = dict(self.decoder.clock.seconds)
-        variant.steps += 1
-        self.decoder.clock.running_free = False  # another length may run as a graph already
-        assert self.stream is not None
-        current = torch.cuda.current_stream()
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            result, after = self.decoder.step(self.cache, self.rows, state, None, length=length)
-            packed = result.packed()
-        current.wait_stream(self.stream)
-        return variant.ring.send(packed), after
+    def _launch(
+        self, accelerator: Accelerator, state: Any, length: int | None
+    ) -> tuple[Pending, Any]:
+        """A step of `length` on its way: captured where that is due, replayed where it was."""
+        key = length, self.decoder.noise.mode
+        if key not in self.variants:
+            self.variants[key] = _Variant(accelerator.ring(self.slots))
+        variant, clock = self.variants[key], self.decoder.clock
+        ahead = clock if clock.times is not None else None
+        if ahead is not None:
+            ahead.launch()
 
-    def _capture(self, state: Any, length: int | None, variant: _Variant) -> None:
-        """Capture one step. Nothing is executed; the first replay is the next real step."""
-        clock = self.decoder.clock
-        before, phases = variant.before_split, [phase for phase in PHASES if phase != "prefill"]
-        spent = {phase: clock.seconds[phase] - before[phase] for phase in phases}
-        total = sum(spent.values())
-        clock.split = {phase: value / total for phase, value in spent.items()} if total else None
-        clock.running_free = True
-        passes = clock.passes
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
+        def step() -> tuple[Tensor, Any]:
             result, after = self.decoder.step(self.cache, self.rows, state, None, length=length)
-            variant.packed = result.packed()
-        assert after is state, "a drafter must update its state in place to be captured"
-        clock.passes = passes
-        variant.graph = graph
-        clock.start()
+            return result.packed(clock.times), after
+
+        if self.captures and variant.replay is None and variant.launched == WARM_UP_STEPS:
+            variant.replay = self._capture(accelerator, step, state)
+        if variant.replay is not None:
+            packed = variant.replay()
+        else:
+            variant.launched += 1
+            packed, state = accelerator.run(step)
+        return variant.ring.send(packed, ahead), state
+
+    def _capture(
+        self, accelerator: Accelerator, step: Callable[[], tuple[Tensor, Any]], state: Any
+    ) -> Callable[[], Any] | None:
+        """A step's replay, or None where it cannot be captured: then none is from now on."""
+
+        def in_place() -> Tensor:
+            packed, after = step()
+            assert after is state, "a drafter must update its state in place to be captured"
+            return packed
+
+        begin = time.perf_counter()
+        try:
+            return accelerator.capture(in_place)
+        except RuntimeError as error:
+            self.captures = False
+            reason = str(error).strip().splitlines()
+            logger.warning(
+                "a decoding step cannot be captured as a graph (%s); steps are launched operation "
+                "by operation, which is slower. decode.graph=off asks for that.",
+                reason[0] if reason else type(error).__name__,
+            )
+            return None
+        finally:
+            self.decoder.clock.excuse(time.perf_counter() - begin)
 
 
 def compile_layers(target: TargetModel) -> None:
@@ -160,30 +162,9 @@ def _compiled_for_verification(forward: Any) -> Any:
 
 @dataclass
 class _Variant:
-    """Steps of one draft length and mode of the noise: how many were launched one by one, the clock
-    before they were timed by phase, their graph."""
+    """Steps of one draft length and mode of the noise: how many were launched operation by
+    operation, and what replays one."""
 
-    ring: _PinnedRing
-    steps: int = 0
-    before_split: dict[str, float] = field(default_factory=dict)
-    graph: Any = None
-    packed: Tensor | None = None
-
-
-class _PinnedRing:
-    """Pinned host buffers that results are copied to in turn, each with an event."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots: list[Pending | None] = [None] * slots
-        self.next = 0
-
-    def send(self, packed: Tensor) -> Pending:
-        """Start the copy of `packed`; earlier results must have been read."""
-        place, self.next = self.next, (self.next + 1) % len(self.slots)
-        slot = self.slots[place]
-        if slot is None:
-            slot = Pending(torch.empty_like(packed, device="cpu").pin_memory(), torch.cuda.Event())
-            self.slots[place] = slot
-        slot.packed.copy_(packed, non_blocking=True)
-        slot.event.record()
-        return slot
+    ring: Ring
+    launched: int = 0
+    replay: Callable[[], Any] | None = None

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from heads.api.kinds import kind_names
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.decoding.execution.graphs import Pending
+from inference.decoding.execution.accelerator import Pending
 from tests.inference.decoding.test_lossless import requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.inference.decoding.test_no_sync import ALL_SHAPES

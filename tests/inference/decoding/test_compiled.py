@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch._inductor.config
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 import inference.decoding.execution.compiled
 from heads.api.errors import UserError
@@ -22,8 +22,8 @@ from inference.decoding.buffers import Lanes
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.execution import inductor
+from inference.decoding.execution.accelerator import Pending
 from inference.decoding.execution.compiled import CompiledStep
-from inference.decoding.execution.graphs import Pending
 from inference.decoding.execution.inductor import (
     compile_graph,
     parsing_templates_once,
@@ -366,4 +366,28 @@ def test_without_a_compiler_the_error_says_what_to_do(
     without = torch._inductor.config.patch({"cpp.cxx": (str(tmp_path / "no-compiler"),)})
     for _ in range(2):  # what failed once is no compiled step afterwards
         with without, pytest.raises(UserError, match=r"decode\.compile=false"):
+            list(engine.run(requests(1)))
+
+
+def test_weights_that_cannot_be_traced_are_named() -> None:
+    class Untraceable(torch.Tensor):
+        """As bitsandbytes' 4-bit weights: no dispatch of its own, and none that tracing knows."""
+
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return NotImplemented
+
+    engine, _ = compiled_engine(random_target(), None, DecodeConfig(shape="none"))
+    plain = torch.nn.Linear.forward
+
+    def forward(layer: nn.Linear, states: torch.Tensor) -> torch.Tensor:
+        if get_proxy_mode() is None:
+            return plain(layer, states)
+        return states.as_subclass(Untraceable).view(-1, 1)  # type: ignore[no-any-return]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Linear, "forward", forward)
+        with pytest.raises(UserError, match="weights that can be traced, which bitsandbytes"):
             list(engine.run(requests(1)))

@@ -6,6 +6,7 @@ Not yet run on a GPU: docs/decoder.md lists them as unconfirmed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.decoding.execution.graphs import SPLIT_STEPS, WARM_UP_STEPS
+from inference.decoding.execution.graphs import WARM_UP_STEPS
 from inference.target.loading import TargetConfig, describe, switch_attention
 from inference.target.model import TargetModel
 from tests.heads.recipes import RECIPES, build
@@ -63,7 +64,7 @@ def test_captured_steps_decode_what_launched_steps_decode(kind: str, shape: str)
         engine = Engine(target, drafter, config, capacity=128)
         texts.append(tokens(engine))
         texts.append(tokens(engine))  # the second run replays from its first step on
-        assert (engine._lanes.runner.graph is not None) == (graph == "auto")  # type: ignore[union-attr]
+        assert engine._lanes.runner.captured == (graph == "auto")  # type: ignore[union-attr]
     assert all(text == texts[0] for text in texts)
 
 
@@ -77,7 +78,6 @@ def test_a_step_never_synchronises(kind: str) -> None:
     lanes = engine._lanes
     assert lanes is not None
     lanes.rows.active.fill_(True)
-    lanes.runner.decoder.clock.running_free = True
     torch.cuda.synchronize()
     with synchronisation_forbidden():
         lanes.runner.decoder.step(lanes.cache, lanes.rows, lanes.state, None)
@@ -87,7 +87,7 @@ def test_replayed_steps_never_synchronise() -> None:
     target = cuda_target()
     engine = Engine(target, drafter_on(target, "eagle3"), DecodeConfig(batch_size=2), capacity=256)
     run = engine.run(requests(2, new=120), yield_steps=True)
-    while engine.clock.passes <= WARM_UP_STEPS + SPLIT_STEPS + 2:
+    while engine.clock.passes <= WARM_UP_STEPS + 2:
         next(run)
     with (
         synchronisation_forbidden()
@@ -101,5 +101,10 @@ def test_the_clock_splits_replayed_steps() -> None:
     engine = Engine(target, drafter_on(target, "medusa"), DecodeConfig(), capacity=256)
     tokens(engine)
     engine.clock.reset()
-    tokens(engine)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    tokens(engine, 20)
+    wall = time.perf_counter() - begin
     assert all(engine.clock.seconds[phase] > 0 for phase in ("draft", "verify", "commit"))
+    assert sum(engine.clock.seconds.values()) == pytest.approx(wall, rel=0.05)
+    engine.clock.require_agreement()

@@ -72,6 +72,7 @@ SAMPLES: dict[str, Callable[[Op], Any]] = {
     "noise_pick": lambda op: op.triton()(
         zeros(2, 6, 1000, dtype=torch.bfloat16), zeros(2, 6), zeros(2), 0.7
     ),
+    "write_clock": lambda op: op.triton()(zeros(5), 2),
     "residual_blocks": lambda op: op.triton()(
         *(zeros(*shape, dtype=torch.bfloat16) for shape in ((4, 5, 256), (4, 256, 256), (4, 256)))
     ),

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +55,26 @@ def test_the_reference_runs_on_a_cpu_and_says_so(op: Op) -> None:
 def test_the_kernel_runs_on_a_gpu(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpu(monkeypatch, (9, 0))
     assert choose(op, "cuda:0") == Choice("triton", "CUDA device with triton 3.6.0")
+
+
+def test_a_kernel_is_launched_on_the_device_of_its_first_argument(
+    op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpu(monkeypatch, (9, 0))
+    current: list[torch.device] = []
+
+    @contextmanager
+    def guard(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    where: list[torch.device] = []
+    op._loaded[op.kernel] = lambda first: where.extend(current)
+    other = torch.device("cuda:1")
+    op(SimpleNamespace(device=other, dtype=torch.float32))  # type: ignore[arg-type]
+    assert where == [other] and not current
 
 
 def test_a_gpu_too_old_for_triton_gets_the_reference(
@@ -136,7 +158,7 @@ def test_a_fresh_process_finds_every_operation(repository: Path) -> None:
         [sys.executable, "-c", program], cwd=repository, capture_output=True, text=True, timeout=120
     )
     names = ["accept_walk", "compact", "gumbel_noise", "noise_pick", "residual_blocks"]
-    assert ran.stdout.split() == [*names, "tree_attention"], ran.stderr
+    assert ran.stdout.split() == [*names, "tree_attention", "write_clock"], ran.stderr
 
 
 WITHOUT_TRITON = """

@@ -1,0 +1,129 @@
+"""How steps reach an accelerator that the host runs ahead of: launched, or captured and replayed.
+
+`Accelerator` is all that `graphs.StepRunner` asks for. A test has another one, a thread that lags
+behind (tests/inference/decoding/slow_device.py). No GPU has run this file yet (docs/decoder.md).
+
+Legend: B rows, C columns of a step's packed result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from inference.decoding.clock import BORDERS, StepClock
+
+
+@dataclass
+class Pending:
+    """The result of a launched step on its way to the host.
+
+    packed: [B, C] int64 (`StepResult.packed`); event: what the copy ends with; clock: where the
+    step's times, the last columns, are booked when it is read. The last two are None for a step
+    that is over when it returns.
+    """
+
+    packed: Tensor
+    event: Any = None
+    clock: StepClock | None = None
+
+    def read(self) -> list[list[int]]:
+        """Wait for the copy (normally long done) and give the rows as plain numbers."""
+        if self.event is not None:
+            self.event.synchronize()
+        rows = cast(list[list[int]], self.packed.tolist())
+        if self.clock is None:
+            return rows
+        self.clock.book(rows[0][-len(BORDERS) :])
+        return [row[: -len(BORDERS)] for row in rows]
+
+
+class Ring(Protocol):
+    """Host buffers for the results of steps of one shape, used in turn."""
+
+    def send(self, packed: Any, clock: StepClock | None) -> Pending:
+        """Start the copy of a result; the one that had this buffer before must have been read."""
+
+
+class Accelerator(Protocol):
+    """A device that works off what it is given in order, while the host goes on."""
+
+    def run(self, step: Callable[[], tuple[Tensor, Any]]) -> tuple[Any, Any]:
+        """Launch a step operation by operation -> its packed result, the drafter's state."""
+
+    def capture(self, step: Callable[[], Tensor]) -> Callable[[], Any]:
+        """Record a step without running it; what is returned replays it and gives its packed
+        result, which the next replay overwrites. Raises `RuntimeError` where that fails."""
+
+    def ring(self, slots: int) -> Ring:
+        """Buffers for results of one shape."""
+
+
+class CudaAccelerator:
+    """A CUDA device. Steps are launched and captured on a stream of their own; all captured steps
+    share one memory pool, since they run one after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._pool: Any = None
+
+    def run(self, step: Callable[[], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
+        """See `Accelerator`."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            found = step()
+        current.wait_stream(self.stream)
+        return found
+
+    def capture(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """See `Accelerator`. Other threads may call CUDA meanwhile."""
+        torch.cuda.synchronize(self.device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+        ):
+            packed = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return packed
+
+        return replay
+
+    def ring(self, slots: int) -> Ring:
+        """See `Accelerator`."""
+        return _PinnedRing(self.device, slots)
+
+
+class _PinnedRing:
+    """Pinned host buffers, each with an event."""
+
+    def __init__(self, device: torch.device, slots: int) -> None:
+        self.device = device
+        self.slots: list[tuple[Tensor, Any] | None] = [None] * slots
+        self.next = 0
+
+    def send(self, packed: Tensor, clock: StepClock | None) -> Pending:
+        """See `Ring`."""
+        place, self.next = self.next, (self.next + 1) % len(self.slots)
+        slot = self.slots[place]
+        if slot is None:
+            slot = torch.empty_like(packed, device="cpu").pin_memory(), torch.cuda.Event()
+            self.slots[place] = slot
+        buffer, event = slot
+        buffer.copy_(packed, non_blocking=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return Pending(buffer, event, clock)
+
+
+def accelerator_of(device: torch.device) -> Accelerator | None:
+    """The accelerator whose device this is; None for one that the host waits for."""
+    return CudaAccelerator(device) if device.type == "cuda" else None
