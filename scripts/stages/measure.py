@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,4 +136,10 @@ def arm(found: Found, target: TargetModel, settings: Settings) -> Arm:
     if own.shape == "none":  # a contestant drafts
         own = drafters.draft_settings(found, settings.decode, changes)
     path = shown(found.checkpoint) if found.checkpoint else ""
-    return Arm(found.name, drafters.load(found, target), own, path)
+    drafter = drafters.load(found, target)
+    beside = not found.checkpoint and found.name not in config.drafts
+    if own.shape == "dartree" and beside and not getattr(drafter, "one_pass", False):
+        # asked for the trained drafters; without it the whole measurement would be refused
+        say(f"{found.name} drafts dynamic trees: it has no distributions for a dartree")
+        own = replace(own, shape="dynamic")
+    return Arm(found.name, drafter, own, path)

@@ -79,6 +79,18 @@ def test_one_draft_for_all_and_changes_on_top(target: TargetModel, in_folder: Pa
     assert [(decode.shape, decode.nodes) for decode in own] == [("dynamic", 9), ("dynamic", 5)]
 
 
+def test_a_kind_beside_the_trained_ones_takes_a_tree_where_they_take_a_dartree(
+    target: TargetModel, in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ["decode=dartree"]
+    settings = load_settings(STAGES["measure"], said)
+    found = arm(drafters.find("ngram", RUN), target, settings).decode
+    assert found.shape == "dynamic" and found.nodes == settings.decode.nodes
+    assert "ngram drafts dynamic trees" in capsys.readouterr().out
+    asked = load_settings(STAGES["measure"], [*said, "measure.drafts={ngram: {nodes: 5}}"])
+    assert arm(drafters.find("ngram", RUN), target, asked).decode.shape == "dartree"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
