@@ -53,8 +53,9 @@ Errors are one message; {debug}=1 adds the traceback."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status: 0, 1 failure, 2 mistake, 3 incomplete, 130 stopped, 141
-    nobody reads what it prints any more (as a shell says it of other programs)."""
+    """Run one command; its exit status: 0, 1 what it looked for is so (an alarm, a mismatch), 2
+    mistake, 3 incomplete, 4 our own fault, 130 stopped, 141 nobody reads what it prints any more
+    (as a shell says it of other programs)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         require_text(given)
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         speaker = "headstart" if rank == "0" else f"headstart (process {rank})"
         print(f"{speaker}: {said}", file=sys.stderr)
         tell_torchrun(said)
-        return 1 if complaint is None else 2
+        return 4 if complaint is None else 2
     except KeyboardInterrupt:
         line = "interrupted; the same command continues where this one stopped."
         print(f"\nheadstart: {line}", file=sys.stderr)

@@ -40,7 +40,7 @@ def test_another_json_is_json_with_another_value_somewhere() -> None:
 
 def test_a_message_for_people_is_told_from_a_crash() -> None:
     assert spoken(Ended(0, "done")) == spoken(Ended(2, "x\nheadstart: no room")) == ""
-    assert "status 1" in spoken(Ended(1, "headstart: KeyError"))
+    assert "status 4" in spoken(Ended(4, "headstart: KeyError"))
     assert "status -9" in spoken(Ended(-9, ""))
     assert "no message" in spoken(Ended(2, "usage"))
     assert "no message" in spoken(Ended(2, "Traceback ...\nheadstart: x"))

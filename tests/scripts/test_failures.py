@@ -121,7 +121,7 @@ def test_an_unexpected_exception_ends_with_a_short_report(
 
     monkeypatch.setattr(cli, "dispatch", fail)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert cli.main(["train", "optim.lr=1 2"]) == 1
+    assert cli.main(["train", "optim.lr=1 2"]) == 4
     said = capsys.readouterr().err
     assert said.count("\n") == 3 and "Traceback" not in said
     assert said.startswith("headstart: KeyError: ")
