@@ -5,9 +5,9 @@ After `make demo`. It fine-tunes the embedded target on C++ headers (scripts/ass
 in other ways: LoRA merged, quantised, with another system prompt. A drafter that the demo trained
 on the unchanged target gets a reference on prompts that neither has seen; then `headstart
 watch` decodes other unseen prompts with every version of the target. False alarms are counted on
-streams resampled from the answers of the unchanged target. `headstart refresh` is compared with the
-demo's training, on the new target's answers to 1,440 prompts, on held-out prompts of old and new
-domains. Steps that are done are skipped, so the command may be repeated.
+streams resampled from the answers of the unchanged target. `headstart refresh` is compared with a
+training by the demo's recipe on the new target's answers to 1,440 prompts, two passes, on held-out
+prompts of old and new domains. Steps that are done are skipped, so the command may be repeated.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ TOKENS, WATCHED, DEPTH = 96, 200, 3
 SYSTEM = "You are a pirate captain. Answer every question in verse, and never write code."
 STREAMS, LENGTH = 1000, 400
 ALARM_RATE, TOLERANCE = 0.01, 0.05
+STEPS = {"distilled": 200, "eagle3": 400}
+"""Of the full training: about two passes over the answers, in rows of 512 by the demo's batches."""
 SHARE = 0.1
 """Of the full training's tokens that a refresh may take."""
 RESAMPLED = {"unchanged": 1, "finetuned": 5, "lora": 5}
@@ -82,8 +84,9 @@ class Evidence:
         place, target = self.work / "full", self.target
         asked = (f"data.path={self.prompts / 'train.jsonl'}", "data.limit=null")
         self.stage("generate", place, target, "data=embedded", *asked)
-        validation = f"train.prompts=[{self.prompts / 'validation.jsonl'}]"
-        self.stage("train", place, target, validation)
+        own = [f"train.prompts=[{self.prompts / 'validation.jsonl'}]"]
+        own += [f"train.max_steps={STEPS[self.kind]}", f"train.eval_every={STEPS[self.kind]}"]
+        self.stage("train", place, target, *own)
         found = read_manifest(self.full, "train")
         return {key: found[key] for key in ("steps", "tokens", "seconds")}
 
