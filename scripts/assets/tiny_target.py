@@ -99,9 +99,9 @@ HYBRID = hybrid_config(
     num_key_value_heads=2,
     head_dim=64,
     intermediate_size=512,
-    linear_num_key_heads=4,
+    linear_num_key_heads=2,
     linear_num_value_heads=4,
-    linear_key_head_dim=32,
+    linear_key_head_dim=64,
     linear_value_head_dim=64,
     linear_conv_kernel_dim=4,
 )

@@ -161,6 +161,10 @@ class RecurrentStates:
         """Bytes held by all buffers."""
         return sum(group.states.nbytes for group in self._groups)
 
+    def added_bytes(self) -> int:
+        """Bytes held until the commit of the last verification."""
+        return sum(tensor.nbytes for inputs in self._added.values() for tensor in inputs)
+
 
 @dataclass
 class _End:

@@ -526,23 +526,24 @@ def test_shipped_template_marks_byte_for_byte() -> None:
     )
 
 
-@pytest.mark.skipif(
-    not (SHIPPED / "model.safetensors").exists(), reason="assets/tiny-target has no weights yet"
-)
-def test_shipped_target_is_what_its_record_says() -> None:
-    assert (SHIPPED / "model.safetensors").stat().st_size <= 32_000_000
-    record = json.loads((SHIPPED / "training.json").read_text())
-    assert record["settings"]["tokenizer_sha256"] == file_sha256(SHIPPED / "tokenizer.json")
-    config = json.loads((SHIPPED / "config.json").read_text())
-    assert config == tiny_target.CONFIG
-    check_weights(SHIPPED / "model.safetensors", config)
-    model, report = AutoModelForCausalLM.from_pretrained(SHIPPED, output_loading_info=True)
+@pytest.mark.parametrize("name", ["tiny-target", "tiny-hybrid"])
+def test_shipped_target_is_what_its_record_says(name: str) -> None:
+    folder = ASSETS / name
+    assert (folder / "model.safetensors").stat().st_size <= 32_000_000
+    record = json.loads((folder / "training.json").read_text())
+    tokenizer = file_sha256(folder / "tokenizer.json")
+    assert record["settings"]["tokenizer_sha256"] == tokenizer
+    assert tokenizer == file_sha256(SHIPPED / "tokenizer.json")
+    config = json.loads((folder / "config.json").read_text())
+    assert config == {"tiny-target": tiny_target.CONFIG, "tiny-hybrid": tiny_target.HYBRID}[name]
+    check_weights(folder / "model.safetensors", config)
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert (
         model.dtype == torch.bfloat16
         and not report["missing_keys"]
         and not report["unexpected_keys"]
     )
-    for file in SHIPPED.iterdir():
+    for file in folder.iterdir():
         if file.suffix in (".json", ".md"):
             assert not any(
                 place in file.read_text() for place in ("/work", "/tmp", "/root", "/home")
