@@ -250,7 +250,8 @@ class Trainer:
         self.compute = torch.compile(self._losses, dynamic=False) if compiled else self._losses
 
     def _optimiser(self) -> torch.optim.Optimizer:
-        """Muon for the layers' matrices, AdamW for the rest: about two thirds of AdamW's tokens."""
+        """Muon for the layers' matrices, AdamW for the rest (Liu et al., 2502.16982): about two
+        thirds of AdamW's tokens."""
         settings = self.settings
         named = list(self.model.named_parameters())
         inner = [p for name, p in named if p.ndim == 2 and ".layers." in name]

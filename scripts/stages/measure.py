@@ -130,6 +130,9 @@ def require_measured(config: MeasureConfig, names: Sequence[str]) -> None:
 
 
 def arm(found: Found, target: TargetModel, settings: Settings) -> Arm:
+    """A drafter as it is measured: loaded, with the draft of `measure.draft`, its own of
+    `measure.drafts` on top. A kind without a checkpoint that cannot fill a dartree takes a dynamic
+    tree. Raises `UserError` for weights or settings that do not fit."""
     config = settings.measure
     changes = {**config.draft, **config.drafts.get(found.name, {})}
     own = drafters.decode_settings(found, settings, target, 1, changes)

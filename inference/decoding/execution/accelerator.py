@@ -55,6 +55,9 @@ class Accelerator(Protocol):
     def run(self, step: Callable[[], tuple[Tensor, Any]]) -> tuple[Any, Any]:
         """Launch a step operation by operation -> its packed result, the drafter's state."""
 
+    def wait(self) -> None:
+        """Return when everything that was given is done."""
+
     def capture(self, step: Callable[[], Tensor]) -> Callable[[], Any]:
         """Record a step without running it; what is returned replays it and gives its packed
         result, which the next replay overwrites. Raises `RuntimeError` where that fails."""
@@ -81,9 +84,12 @@ class CudaAccelerator:
         current.wait_stream(self.stream)
         return found
 
+    def wait(self) -> None:
+        """See `Accelerator`."""
+        torch.cuda.synchronize(self.device)
+
     def capture(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See `Accelerator`. Other threads may call CUDA meanwhile."""
-        torch.cuda.synchronize(self.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()

@@ -73,6 +73,9 @@ class SlowDevice:
         later.value = packed
         return later, state
 
+    def wait(self) -> None:
+        self.submit(lambda: None).synchronize()
+
     def capture(self, step: Callable[[], Tensor]) -> Callable[[], Later]:
         self.captured += 1
         time.sleep(self.capture_seconds)
