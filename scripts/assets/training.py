@@ -7,6 +7,7 @@ interrupted run goes on bit by bit as if it had not been interrupted (with a bud
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import math
@@ -49,7 +50,10 @@ def llama_config(**sizes: Any) -> dict[str, Any]:
 def hybrid_config(**sizes: Any) -> dict[str, Any]:
     """Return the same for a Qwen3.5 without vision: every fourth layer is attention, the others are
     gated delta rules (Yang et al., 2412.06464)."""
-    return _config("Qwen3_5ForCausalLM", "qwen3_5_text", sizes)
+    content = _config("Qwen3_5ForCausalLM", "qwen3_5_text", sizes)
+    # The family's own share of rotated dimensions, which transformers would fill in.
+    content["rope_parameters"]["partial_rotary_factor"] = 0.25
+    return content
 
 
 def _config(architecture: str, model_type: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +85,9 @@ def build_model(config: Mapping[str, Any]) -> Any:
     transformers draws them with deviation `initializer_range`; projections into the residual stream
     are scaled down by the square root of twice the number of layers, as in GPT-2.
     """
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    # A copy: some configurations of transformers write into the dicts that they are given.
+    described = AutoConfig.for_model(**copy.deepcopy(dict(config)))
+    model = AutoModelForCausalLM.from_config(described, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(INTO_RESIDUAL):
