@@ -5,13 +5,15 @@ Where two answers differ, either rounding decided between two tokens whose score
 something is broken. To distinguish the two, the answer is replayed token by token through plain
 decoding. Wherever the replay would have picked another token, the target computes the same logits
 along two other routes that are mathematically equal: several tokens in one pass, and the whole text
-at once. The largest difference between the routes is the measured numerical gap. A difference is a
-near tie when, at every position where the answer leaves the replay, the two tokens' scores differ
-by no more than two such gaps; otherwise it is a mismatch.
+at once. How far the margin between the two tokens' scores moves from route to route is what
+rounding does to this decision. A difference is a near tie when, at every position where the answer
+leaves the replay, the margin is no more than twice the largest such move; otherwise it is a
+mismatch.
 
-A gap that is too large for the number format is a mismatch as well: then a route itself is wrong.
-Scores are what the decoder maximises: the logits after the processors, applied to the answer's own
-text.
+Routes whose logits lie further apart than the number format explains are a mismatch as well: then a
+route itself is wrong. Scores are what the decoder maximises: the logits after the processors,
+applied to the answer's own text. On a GPU the replay verifies as decoding does, through the
+attention kernel; the whole text at once goes through torch's attention.
 
 Legend: V vocabulary.
 """
@@ -165,13 +167,34 @@ def examine(
         return [Divergence(request.index, start, *pairs[start], math.inf, 0.0, 0.0, False, reason)]
     replay = _Replay(target, request, list(answer), sampling)
     divergences = []
-    for place, logits in enumerate(replay.single_steps()):
+    for place, logits in enumerate(replay.steps()):
         if place < start:
             continue
         expected = plain[start] if place == start else replay.pick(logits, place)
         if expected != answer[place]:
             divergences.append((place, expected, logits))
     return [replay.judge(place, expected, logits, width) for place, expected, logits in divergences]
+
+
+def flips_alone(
+    target: TargetModel,
+    requests: Sequence[Request],
+    answers: Sequence[Sequence[int]],
+    sampling: SamplingSettings,
+    width: int,
+) -> tuple[int, int]:
+    """How often the target alone picks another token when it reads its own answers, those of plain
+    decoding, `width` tokens at a time -> (tokens that were picked again, those that differ).
+
+    What any drafter's verification does to the text comes on top of this.
+    """
+    tokens, flips = 0, 0
+    for request, answer in zip(requests, answers, strict=True):
+        replay = _Replay(target, request, list(answer), sampling)
+        picks = [replay.pick(logits, place) for place, logits in enumerate(replay.steps(width))]
+        tokens += len(picks)
+        flips += sum(pick != token for pick, token in zip(picks, answer, strict=True))
+    return tokens, flips
 
 
 @dataclass
@@ -189,11 +212,12 @@ class _Replay:
         self.cache = self.target.new_cache(1, self.text.shape[1] + 1)
 
     @torch.no_grad()
-    def single_steps(self) -> Iterator[Tensor]:
-        """Logits [V] before every token of the answer, as plain decoding computes them."""
+    def steps(self, width: int = 1) -> Iterator[Tensor]:
+        """Logits [V] before every token of the answer, from passes over `width` tokens of it; over
+        one they are those of plain decoding."""
         yield self._read(self.prompt)
-        for place in range(1, len(self.answer)):
-            yield self._verify(place, 1, commit=True)
+        for first in range(1, len(self.answer), width):
+            yield from self._verify(first, min(width, len(self.answer) - first), commit=True)
 
     def _read(self, count: int) -> Tensor:
         """Logits [V] behind the first `count` tokens of the text, from a fresh prefill of them."""
@@ -204,16 +228,18 @@ class _Replay:
         return logits[0]
 
     def _verify(self, place: int, width: int, commit: bool = False) -> Tensor:
-        """Logits [V] before answer token `place`, from a pass over the `width` tokens before it."""
-        device, before = self.target.device, self.prompt + place - width
+        """Logits [width, V] before the answer's tokens from `place` on, from one pass over the
+        `width` tokens of which each stands before one of them."""
+        device, before = self.target.device, self.prompt + place - 1
         tokens = self.text[:, before : before + width]
         lengths = torch.tensor([before], device=device)
         tree = TokenTree.chain(width - 1, device)
-        logits, _, _ = self.target.verify(self.cache, tokens, tree, lengths, before, FeatureSpec())
+        longest = None if self.target.lengths_on_device else before
+        logits, _, _ = self.target.verify(self.cache, tokens, tree, lengths, longest, FeatureSpec())
         if commit:
             path, whole = torch.arange(width, device=device)[None], torch.full_like(lengths, width)
             self.cache.commit(tree, lengths, path, whole - 1, whole)
-        return logits[0, -1]
+        return logits[0]
 
     def _at_once(self, place: int) -> Tensor:
         """Logits [V] before answer token `place`, from one causal pass over the whole text."""
@@ -239,6 +265,11 @@ class _Replay:
         noise = gumbel_noise(seeds, position, torch.arange(logits.shape[-1], device=device))[0, 0]
         return (shape_logits(logits, self.sampling) + noise) * self.sampling.temperature
 
+    def margin(self, logits: Tensor, place: int, expected: int) -> float:
+        """By how much the scores prefer `expected` to the answer's token at `place`."""
+        scores = self.scores(logits, place)
+        return float(scores[expected] - scores[self.answer[place]])
+
     def pick(self, logits: Tensor, place: int) -> int:
         return int(self.scores(logits, place).argmax())
 
@@ -251,15 +282,17 @@ class _Replay:
             width = min(width, place)
             if self.target.recurrent:  # a state that has moved on does not come back
                 self._read(self.prompt + place - width)
-            routes.append(self._verify(place, width))
-        scores = self.scores(logits, place)
-        margin = float(scores[expected] - scores[found])
+            routes.append(self._verify(place - width + 1, width)[-1])
+        margin = self.margin(logits, place, expected)
+        moves = [abs(self.margin(route, place, expected) - margin) for route in routes]
         gap = max(float((route.double() - logits.double()).abs().max()) for route in routes)
         scale = max(1.0, float(logits.abs().max()))
-        # two scores may each move by the gap; where the routes happen to agree, one unit in the
-        # last place stands in. A penalty multiplies logits, and with them what they are off by
+        # Where the routes happen to agree, what a logit is rounded to stands in for their move.
+        # A penalty multiplies logits, and with them what they are off by.
         penalty = max(self.sampling.repetition_penalty, 1 / self.sampling.repetition_penalty)
-        tolerance = 2 * penalty * max(gap, torch.finfo(logits.dtype).eps * scale)
+        pair = float(logits[[expected, found]].abs().max())
+        rounding = penalty * torch.finfo(logits.dtype).eps * max(1.0, pair)
+        tolerance = 2 * max([rounding, *(move for move in moves if math.isfinite(move))])
         near = abs(margin) <= tolerance
         # a filter or a bad word removed one token: a tie at the filter's edge?
         if math.isinf(margin):

@@ -140,10 +140,25 @@ class FlipRow(Part):
     bins: list[float | None]
     """The last edge, infinity, is None."""
     per_thousand: float
+    alone_tokens: int = 0
+    """Tokens of plain decoding that the target picked again, reading several at a time."""
+    alone_flips: int = 0
+    """Those of them that it picked differently."""
+
+    @property
+    def alone_per_thousand(self) -> float | None:
+        """Flips of the target alone per thousand tokens; None where none were counted."""
+        return 1000 * self.alone_flips / self.alone_tokens if self.alone_tokens else None
 
     @classmethod
-    def of(cls, precision: str, tokens: int, flips: Sequence[Divergence]) -> FlipRow:
-        """Count the flips of some audited tokens."""
+    def of(
+        cls,
+        precision: str,
+        tokens: int,
+        flips: Sequence[Divergence],
+        alone: tuple[int, int] = (0, 0),
+    ) -> FlipRow:
+        """Count the flips of some audited tokens. alone: tokens and flips of the target alone."""
         histogram, filtered = [0] * (len(BINS) - 1), 0
         for flip in flips:
             if not math.isfinite(flip.margin) or flip.tolerance == 0:
@@ -162,6 +177,8 @@ class FlipRow(Part):
             largest_gap=max((flip.gap for flip in flips), default=0.0),
             bins=[*BINS[:-1], None],
             per_thousand=1000 * len(flips) / tokens if tokens else 0.0,
+            alone_tokens=alone[0],
+            alone_flips=alone[1],
         )
 
 

@@ -24,7 +24,9 @@ DEFINITIONS = (
     "**identical**: answers that are, token by token, those of plain decoding with the same "
     "seed. **near tie**: the first difference, and every later one, lies within the numerical "
     "gap measured at that position. **flip**: a token that plain decoding would not have picked "
-    "after the same text. **tokens/pass**: tokens committed per verification, from the worst to "
+    "after the same text. **target alone**: flips per 1,000 tokens of the target without a "
+    "drafter, when it reads its own answers as many tokens at a time as the widest draft has. "
+    "**tokens/pass**: tokens committed per verification, from the worst to "
     "the best comparison; above 1 drafts were accepted. **changed**: answers that the setting "
     "changes, of all that were compared."
 )
@@ -102,12 +104,14 @@ def histogram_rows(audit: Audit) -> Lines:
     """A line per precision: flips by |margin| / tolerance."""
     rows = []
     for item in audit.flips:
+        alone = item.alone_per_thousand
         edges = [f"to {edge:g}" if edge is not None else "more" for edge in item.bins[1:]]
         rows.append(
             {
                 "precision": item.precision,
                 "tokens": f"{item.tokens:,}",
                 "flips / 1,000": f"{item.per_thousand:.2f}",
+                "target alone": "" if alone is None else f"{alone:.2f}",
                 "places": str(item.places),
                 **dict(zip(edges, map(str, item.histogram), strict=True)),
                 "at a filter": str(item.filtered),

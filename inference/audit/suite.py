@@ -27,7 +27,7 @@ import torch
 
 from heads.api.errors import UserError
 from heads.api.tree import DartreeShape
-from inference.audit.comparison import Divergence, Known, audit
+from inference.audit.comparison import Divergence, Known, audit, flips_alone
 from inference.audit.config import AuditConfig
 from inference.audit.drafters import KNOWS, ScriptedDrafter, scripted_drafters
 from inference.audit.findings import AuditedTarget, AuditRow, DistributionRow, Findings, FlipRow
@@ -104,7 +104,7 @@ def run_audit(
             part.processors()
         if "distribution" in config.checks and precision == sampled_in:
             part.distribution()
-        findings.flips.append(FlipRow.of(precision, part.tokens, part.flips))
+        findings.flips.append(FlipRow.of(precision, part.tokens, part.flips, part.alone))
         del part, target
         gc.collect()  # hooks tie a target to itself; the next precision needs the room
         if torch.cuda.is_available():
@@ -133,7 +133,7 @@ class _Precision:
         self.real = [
             Arm(item.name, item.load(self.target), item.decode) for item in self.contestants
         ]
-        self.tokens, self.flips = 0, list[Divergence]()
+        self.tokens, self.flips, self.alone = 0, list[Divergence](), (0, 0)
 
     # The three checks
 
@@ -145,7 +145,11 @@ class _Precision:
             known: Known = {}
             batched = replace(decode.without_draft(), batch_size=self.config.batch_size)
             self.compare(Arm(NO_DRAFTER, None, batched), plain, known)
-            for arm in self.arms(decode, plain):
+            arms = list(self.arms(decode, plain))
+            widest = max(arm.decode.tree().num_nodes for arm in arms)
+            counts = flips_alone(self.target, self.requests, plain, decode.sampling(), widest)
+            self.alone = (self.alone[0] + counts[0], self.alone[1] + counts[1])
+            for arm in arms:
                 for rows in (1, self.config.batch_size):
                     one = replace(arm, decode=replace(arm.decode, batch_size=rows))
                     self.compare(one, plain, known)

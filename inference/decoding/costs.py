@@ -317,7 +317,7 @@ class Bench:
         self.lengths = torch.full((rows,), length, dtype=torch.int64, device=device)
         # the host knows the length where calls run eagerly; a captured graph must find it on the
         # device
-        self.longest = None if device.type == "cuda" else length
+        self.longest = None if target.lengths_on_device else length
         self._seen: dict[FeatureSpec, Seen] = {}
 
     def fill(self, needs: FeatureSpec) -> Seen:

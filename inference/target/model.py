@@ -35,6 +35,12 @@ from inference.target.recurrent.passes import PackedPass, Pass, PromptPass, Tree
 from inference.target.recurrent.states import Key, StateShape
 from inference.target.taps import Seen, Taps, find_decoder, find_layers
 
+CHECKED_LENGTHS = (8, 300)
+"""Tokens of the self-check's texts; the second one, longer than a piece in which the attention
+kernel reads a cache, is for targets that decode through the kernel."""
+CHECKED_BEHIND = 4
+"""Tokens of such a text that are verified: two of a tree's branch and its root, one of a chain."""
+
 
 class TargetModel:
     """A loaded target, from `TargetModel.load(config)`; frozen, in eval mode."""
@@ -71,7 +77,9 @@ class TargetModel:
         """
         model = loading.load_model(config) if model is None else model
         tokenizer = loading.load_tokenizer(config)
-        reference = _own_logits(model)
+        references = [_own_logits(model, CHECKED_LENGTHS[0])]
+        if _runs_kernel(references[0][1]):
+            references.append(_own_logits(model, CHECKED_LENGTHS[1]))
         loading.switch_attention(model)
         target = cls(model, tokenizer, loading.describe(model, tokenizer, config))
         if loading.is_recurrent(model.config.get_text_config()) and not target.recurrent:
@@ -80,8 +88,15 @@ class TargetModel:
                 f"{transformers.__version__}: its recurrent layers do not call the functions that "
                 "verify trees of drafts. Install transformers 5.23."
             )
-        target._check_against(*reference)
+        for reference in references:
+            target._check_against(*reference)
         return target
+
+    @property
+    def lengths_on_device(self) -> bool:
+        """Whether decoding verifies with lengths that only the device knows (`verify`): on a GPU,
+        whose host runs ahead, and wherever the attention kernel runs."""
+        return self.device.type == "cuda" or _runs_kernel(self.weights.embedding)
 
     # Forward passes
 
@@ -279,17 +294,18 @@ class TargetModel:
     # Self-check
 
     def _check_against(self, tokens: Tensor, expected: Tensor) -> None:
-        """Compare prefill and verification with the model's own logits [1, T, V]."""
-        half = tokens.shape[1] // 2
+        """Compare prefill and verification, as decoding calls it, with the model's own logits
+        [1, T, V]."""
+        prompt = tokens.shape[1] - CHECKED_BEHIND
         try:
-            found = self._logits_of_steps(tokens, half)
+            found = self._logits_of_steps(tokens, prompt)
         except (TypeError, AttributeError, RuntimeError, IndexError, KeyError) as error:
             raise UserError(
                 f"'{self.info.id}' ({self.info.model_type}) cannot be a target: its forward pass "
                 f"does not take our cache and attention ({type(error).__name__}: {error}). Models "
                 "with standard softmax attention are supported."
             ) from error
-        wanted = expected[:, half - 1 :].float()
+        wanted = expected[:, prompt - 1 :].float()
         if not bool(wanted.isfinite().all()):
             raise UserError(
                 f"'{self.info.id}' gives logits that are no finite numbers in "
@@ -301,26 +317,30 @@ class TargetModel:
         if not gap <= share * max(largest, 1.0):
             raise UserError(
                 f"'{self.info.id}' ({self.info.model_type}) cannot be a target: verified logits "
-                f"differ from its own by {gap:.3g} (ALiBi or other non-standard attention). Use a "
-                "model with standard softmax attention."
+                f"differ from its own by {gap:.3g} behind {prompt} tokens (ALiBi or other "
+                "non-standard attention). Use a model with standard softmax attention."
             )
 
-    def _logits_of_steps(self, tokens: Tensor, half: int) -> Tensor:
-        """Logits [1, T-half+1, V] in float32 at the tokens [1, T] from the `half`-th on, read as a
-        prompt, a tree and a chain. Refused branches of the tree hold other tokens: what is left of
-        one, in a cache or a state, shows in the chain."""
+    def _logits_of_steps(self, tokens: Tensor, prompt: int) -> Tensor:
+        """Logits [1, T-P+1, V] in float32 at the tokens [1, T] from the P-th on, read as a prompt
+        of P tokens, a tree and a chain. Refused branches of the tree hold other tokens: what is
+        left of one, in a cache or a state, shows in the chain."""
         size, needs, device = tokens.shape[1], FeatureSpec(), tokens.device
         cache, row = self.new_cache(1, size + 4), torch.tensor([0], device=device)
-        first, _ = self.prefill(cache, row, tokens[:, :half], row + half, needs)
+        first, _ = self.prefill(cache, row, tokens[:, :prompt], row + prompt, needs)
+
+        def verify(drafted: Tensor, tree: TokenTree, length: int) -> Tensor:
+            longest = None if self.lengths_on_device else length
+            return self.verify(cache, drafted, tree, row + length, longest, needs)[0]
+
         parents, right = torch.tensor([[0, 0, 0, 1, 2]], device=device), [0, 2, 4]
         tree, path = TokenTree.from_parents(parents, 2), torch.tensor([right], device=device)
         wrong = tokens[:, : tree.num_nodes].clone()
-        wrong[:, right] = tokens[:, half : half + 3]
-        branches, _, _ = self.verify(cache, wrong, tree, row + half, half, needs)
-        cache.commit(tree, row + half, path, row + 2, row + 3)
-        rest, after = tokens[:, half + 3 :], half + 3
-        chain = TokenTree.chain(rest.shape[1] - 1, device)
-        last, _, _ = self.verify(cache, rest, chain, row + after, after, needs)
+        wrong[:, right] = tokens[:, prompt : prompt + 3]
+        branches = verify(wrong, tree, prompt)
+        cache.commit(tree, row + prompt, path, row + 2, row + 3)
+        rest = tokens[:, prompt + 3 :]
+        last = verify(rest, TokenTree.chain(rest.shape[1] - 1, device), prompt + 3)
         return torch.cat([first[:, None], branches[:, right], last], 1).float()
 
 
@@ -348,9 +368,16 @@ def _ragged_plan(tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int
     return AttentionPlan(in_tree | (node < 0)[:, None, :], False, positions, key_positions)
 
 
-def _own_logits(model: Any) -> tuple[Tensor, Tensor]:
-    """Eight tokens and the model's own logits at them, before anything of it was changed."""
+def _own_logits(model: Any, length: int) -> tuple[Tensor, Tensor]:
+    """So many tokens, or as many as it has positions, and the model's own logits at them, before
+    anything of it was changed."""
+    length = min(length, getattr(model.config.get_text_config(), "max_position_embeddings", length))
     vocab = model.get_input_embeddings().weight.shape[0]
-    tokens = (torch.arange(1, 9, device=model.device) * 37 % vocab)[None]
+    tokens = (torch.arange(1, length + 1, device=model.device) * 37 % vocab)[None]
     with torch.no_grad():
         return tokens, model(input_ids=tokens, use_cache=False).logits
+
+
+def _runs_kernel(some: Tensor) -> bool:
+    """Whether attention of queries like `some` in device and dtype runs as Triton's kernel."""
+    return choose(TREE_ATTENTION, some.device, some.dtype).implementation == "triton"

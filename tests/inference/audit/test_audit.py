@@ -11,7 +11,8 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from heads.api.features import FeatureSpec
-from inference.audit.comparison import AuditReport, Known, audit
+from inference.audit import comparison
+from inference.audit.comparison import AuditReport, Known, audit, flips_alone
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
@@ -118,6 +119,63 @@ def test_equal_scores_are_a_near_tie(tied: TargetModel) -> None:
     assert (report.near_ties, report.mismatches, report.flips) == (1, 0, 1)
     assert report.divergences[0].margin == 0.0
     assert 0 < report.divergences[0].tolerance < 1e-3
+
+
+@pytest.mark.parametrize("of_the_pair", [True, False])
+def test_only_what_moves_the_two_tokens_margin_excuses_it(
+    tied: TargetModel, monkeypatch: pytest.MonkeyPatch, of_the_pair: bool
+) -> None:
+    """A route that lies far from the others at one token excuses a decision between it and another
+    token, and no other decision."""
+    plain = plain_answer(tied, request())
+    place, moved = 6, 5e-5
+    third = next(token for token in range(VOCAB) if token // 2 != plain[place] // 2)
+    at_once = comparison._Replay._at_once
+    verify = TargetModel.verify
+
+    def one_lower(self: TargetModel, *given: Any, **more: Any) -> Any:
+        # plain decoding prefers the token to its twin by a little
+        logits, positions, seen = verify(self, *given, **more)
+        logits[..., plain[place] ^ 1] -= moved / 2
+        return logits, positions, seen
+
+    def far(self: Any, place: int) -> torch.Tensor:
+        logits = at_once(self, place)
+        logits[plain[6] ^ 1] -= moved / 2
+        logits[plain[6] ^ 1 if of_the_pair else third] += moved
+        return logits
+
+    monkeypatch.setattr(TargetModel, "verify", one_lower)
+    monkeypatch.setattr(comparison._Replay, "_at_once", far)
+    other = plain[place] ^ 1
+    rest = plain_answer(tied, request((*PROMPT, *plain[:place], other), NEW - place - 1))
+    report = check(tied, plain, [*plain[:place], other, *rest])
+    first = report.found[0]
+    assert first.margin == pytest.approx(moved / 2, rel=0.05)
+    assert first.gap == pytest.approx(moved, rel=0.05)
+    assert first.near_tie is of_the_pair
+
+
+def test_flips_of_the_target_alone_are_those_between_its_passes(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = [request(), request(PROMPT[:3])]
+    plain = [plain_answer(target, item) for item in items]
+    sampling = SamplingSettings()
+    assert flips_alone(target, items, plain, sampling, 5) == (2 * NEW, 0)
+    verify, several = TargetModel.verify, []
+
+    def one_flip(self: TargetModel, cache: Any, tokens: Any, *rest: Any) -> Any:
+        logits, positions, seen = verify(self, cache, tokens, *rest)
+        several.append(tokens.shape[1])
+        if len(several) == 2:
+            best = logits[0, -1].argmax()
+            logits[0, -1, best] = -100.0
+        return logits, positions, seen
+
+    monkeypatch.setattr(TargetModel, "verify", one_flip)
+    assert flips_alone(target, items, plain, sampling, 5) == (2 * NEW, 1)
+    assert several == [5, 5, 5] * 2
 
 
 def test_a_wrong_token_behind_a_near_tie_is_still_a_mismatch(tied: TargetModel) -> None:
