@@ -9,11 +9,16 @@ plain path. Layers with an indexer say which keys each query may see besides (`i
 that attend in chunks, or scale queries by their position (Llama 4), are marked before
 (`mark_layers`), since neither is among what they hand over.
 
+A layer that is compiled is handed no cache: writing its keys and values and attending is one opaque
+operation there (`attend_in_cache`), which finds the layer by a number on the host, so that all
+layers share one compiled graph (inference/decoding/execution/layers.py).
+
 Legend: B rows, N queries, S keys, D head size, h key/value heads, G query heads per key/value head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -38,6 +43,7 @@ class AttentionPlan:
     visible. query_positions [B|1, N], key_positions [B|1, S] int64: for sliding windows only.
     nodes: the queries are tree nodes over the whole cache, for the kernel, which takes lengths [B]
     int64, words [1|B, N, W] int32 and depth [1|B, N] int64 in the place of everything else.
+    cache, modules: where compiled layers write, and their attention modules by number.
     """
 
     allowed: Tensor | None
@@ -45,6 +51,8 @@ class AttentionPlan:
     query_positions: Tensor
     key_positions: Tensor
     nodes: tuple[Tensor, Tensor, Tensor] | None = None
+    cache: Any = None
+    modules: Mapping[int, nn.Module] = field(default_factory=dict)
     _bias: dict[Any, Tensor | None] = field(default_factory=dict)
 
     def bias(
@@ -115,6 +123,9 @@ class LayerMarks:
 
 NO_MARKS = LayerMarks()
 MARKS = "headstart_marks"
+NUMBER = "headstart_number"
+"""An attention module's number in its compiled layer: an int64 tensor on the host, since a plain
+number is a constant of a compiled graph, and every layer would have a graph of its own."""
 
 
 def mark_layers(model: Any, config: Any) -> bool:
@@ -158,6 +169,11 @@ def planned_attention(
     indices [B, N, K] int32: the keys that an indexer lets each query see; as many as there are
     keys, or None, are all.
     """
+    if torch.compiler.is_dynamo_compiling():
+        number = getattr(module, NUMBER)
+        return attend_in_cache(
+            number, query, key, value, scaling, sliding_window, softcap, s_aux
+        ), None
     # a model that adds scores of its own: the plan does not know them (an indexer's is the plan's)
     if attention_mask is not None and indices is None:
         raise RuntimeError("the model gives its attention a mask of its own")
@@ -192,6 +208,32 @@ def planned_attention(
     bias = plan.bias(sliding_window, groups, query.dtype, chosen, chunk)
     out = scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scaling)
     return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+@torch.library.custom_op("headstart::attend_in_cache", mutates_args=())
+def attend_in_cache(
+    number: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Write fresh keys [B, h, N, D] and values of layer `number` to the running plan's cache, and
+    attend to what it holds: `planned_attention` -> [B, N, h*G, D]."""
+    plan, layer = _PLAN.get(), int(number)
+    keys, values = plan.cache.update(key, value, layer)
+    limits: dict[str, Any] = {"sliding_window": window, "softcap": softcap, "s_aux": sinks}
+    module = plan.modules[layer]
+    return planned_attention(module, query, keys, values, None, scaling, **limits)[0]
+
+
+@attend_in_cache.register_fake
+def _(number: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    batch, heads, nodes, _ = query.shape
+    return query.new_empty(batch, nodes, heads, value.shape[-1])
 
 
 def _plain_attention(

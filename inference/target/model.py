@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -67,6 +67,8 @@ class TargetModel:
         self._masked = mark_layers(model, config) or self.indexed
         self._cache_name = loading.cache_argument(self.decoder)
         self._uses_cache = config.model_type not in loading.WITHOUT_USE_CACHE
+        self.compiled_attention: dict[int, nn.Module] = {}
+        """Attention modules of compiled layers, by their number in the cache."""
         pack_linears(model)
 
     @classmethod
@@ -113,6 +115,7 @@ class TargetModel:
         more: dict[str, Any] = {self._cache_name: cache}
         if self.indexed:
             more["attention_mask"] = masks(plan)
+        plan.cache, plan.modules = cache, self.compiled_attention
         with attention_plan(plan), running(now):
             out = self.decoder(
                 input_ids=tokens,

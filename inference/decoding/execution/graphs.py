@@ -22,16 +22,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from inference.decoding.config import DecodeConfig
 from inference.decoding.execution.accelerator import Accelerator, Pending, Ring, accelerator_of
 from inference.decoding.execution.compiled import CompiledStep
+from inference.decoding.execution.layers import compile_layers
 from inference.decoding.step import Decoder, Rows
 from inference.target.kv_cache import KVCache
-from inference.target.model import TargetModel
-from inference.target.recurrent.install import is_mixer
 
 WARM_UP_STEPS = 3
 """Steps that are launched before one is captured."""
@@ -134,31 +132,6 @@ class StepRunner:
             return None
         finally:
             self.decoder.clock.excuse(time.perf_counter() - begin)
-
-
-def compile_layers(target: TargetModel) -> None:
-    """Compile every decoder layer for verification, once; equal layers share a graph.
-
-    Prefill keeps the plain layers: its shapes change with every prompt. Taps stay outside, their
-    hooks belong to the layers' calls; so does attention, which follows a plan that is new in every
-    pass: what is compiled is all that stands before and behind it.
-    """
-    for layer in target.taps.layers:
-        # recurrent layers follow the running pass, as attention follows its plan
-        recurrent = any(is_mixer(module) for module in layer.modules())
-        if "forward" not in layer.__dict__ and not recurrent:
-            layer.forward = _compiled_for_verification(layer.forward)
-
-
-def _compiled_for_verification(forward: Any) -> Any:
-    compiled = torch.compile(forward, dynamic=False)
-
-    def choose_forward(*args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
-        verifying = cache is not None and cache.writer.mode == "verify"
-        return (compiled if verifying else forward)(*args, **kwargs)
-
-    return choose_forward
 
 
 @dataclass
