@@ -1,0 +1,143 @@
+"""Parts of an acceptance run: each measures something, judges it by limits, and leaves a file of
+its own as soon as it ends, so that a run that is cut short loses only the part it was in.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inference.manifest import write_json
+from inference.measure.config import process_facts
+from inference.target.hardware import device_facts
+from inference.target.model import TargetModel
+from scripts.evidence.acceptance.shapes import Sizes
+
+Facts = dict[str, Any]
+"""What a part measured, as JSON holds it."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A measured value and its limits; what is not a number, or is outside, has failed."""
+
+    name: str
+    value: float
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the value is within its limits."""
+        low = self.least is None or self.value >= self.least
+        high = self.most is None or self.value <= self.most
+        return bool(low and high and self.value == self.value)
+
+    def __str__(self) -> str:
+        limits = [("at least", self.least), ("at most", self.most)]
+        asked = " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)
+        return f"{self.name} {self.value:g}, allowed is {asked}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a part leaves."""
+
+    facts: Facts
+    checks: Sequence[Check] = ()
+
+
+@dataclass
+class Setting:
+    """Where and at what size the parts run. dtype: of the large targets; targets: those that were
+    built, by their sizes' name; a part that needs another one drops them first."""
+
+    device: torch.device
+    dtype: torch.dtype
+    sizes: Sizes
+    targets: dict[str, TargetModel] = field(default_factory=dict)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """What is compared is compared in these: on a CPU, which may emulate bfloat16, in one."""
+        return (torch.float32, torch.bfloat16) if self.on_gpu else (self.dtype,)
+
+    def release(self) -> None:
+        """Drop targets, so that the next part has the memory."""
+        self.targets.clear()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named piece of work. seconds: what it takes on a GPU of the H100 class, at most; it is not
+    begun with less time left."""
+
+    name: str
+    work: Callable[[Setting], Found]
+    seconds: float
+
+
+def run_parts(
+    stage: str,
+    parts: Sequence[Part],
+    setting: Setting,
+    out: Path,
+    seconds: float,
+    command: str,
+    say: Callable[[str], None] = print,
+) -> bool:
+    """Run all parts and write `<stage>-<part>.json` for each and `<stage>.json`; returns whether
+    everything was run and passed. A part that raises has failed, and the others go on."""
+    begin, results = time.perf_counter(), dict[str, str]()
+    device, provenance = device_facts(setting.device), {**process_facts(), "command": command}
+
+    def write(name: str, content: Mapping[str, Any]) -> None:
+        write_json(out / f"{name}.json", {"device": device, **provenance, **content})
+
+    for part in parts:
+        left = seconds - (time.perf_counter() - begin)
+        if left < part.seconds:
+            results[part.name] = "not run"
+            say(f"{stage} {part.name}: not run, {left:.0f} s are left of {seconds:.0f}")
+            continue
+        content = run_part(part, setting)
+        results[part.name] = content["result"]
+        write(f"{stage}-{part.name}", {"stage": stage, **content})
+        say(f"{stage} {part.name}: {content['result']} ({content['seconds']:.1f} s)")
+        for line in content["failures"]:
+            say(f"  {line}")
+    passed = bool(results) and set(results.values()) == {"passed"}
+    write(stage, {"stage": stage, "passed": passed, "parts": results})
+    return passed
+
+
+def run_part(part: Part, setting: Setting) -> Facts:
+    """A part's result as its file holds it: "passed", "failed" or "error", and why."""
+    begin = time.perf_counter()
+    try:
+        found, error = part.work(setting), ""
+    except Exception as raised:  # noqa: BLE001  reporting faults is what this is for
+        found, error = Found({}), f"{type(raised).__name__}: {raised}"
+        traceback.print_exc()
+    failures = [str(check) for check in found.checks if not check.passed]
+    result = "error" if error else "failed" if failures else "passed"
+    return {
+        "part": part.name,
+        "result": result,
+        "seconds": time.perf_counter() - begin,
+        "failures": [error] if error else failures,
+        "checks": [{**asdict(check), "passed": check.passed} for check in found.checks],
+        "facts": found.facts,
+    }

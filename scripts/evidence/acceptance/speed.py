@@ -1,0 +1,329 @@
+"""How near to the memory's speed does a device decode? The parts of
+`python -m scripts.evidence.gpu speed`.
+
+Targets have the shape of Llama-3.1-8B and Qwen3-8B and random weights (shapes.py). Every figure
+stands beside one from outside: transformers' `generate` with a static cache, the bandwidth of a
+large copy, and the wall clock, which has to agree with the seconds that are booked to phases.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
+from inference.measure.replay import ReplayDrafter, read_trajectories
+from inference.measure.roofline import TargetBytes, probe_bandwidth, share_of
+from inference.report.model import BandwidthFacts
+from inference.target.model import TargetModel
+from scripts.evidence.acceptance.correctness import CLOCKS_APART
+from scripts.evidence.acceptance.parts import Check, Facts, Found, Part, Setting
+from scripts.evidence.acceptance.shapes import as_target, counting_model, new_head, texts
+from scripts.tools import bench_kernels
+from scripts.tools.common import REPORTS
+
+TRAJECTORIES, TRAJECTORY = REPORTS / "trajectories.json", "distilled"
+PLAIN_SHARE = 0.65
+"""Of the bandwidth, which plain decoding of an 8B model must reach on a GPU."""
+GAP_SHARE = 0.05
+"""Most of a replayed step that no kernel fills."""
+DEPTH = 5
+LLAMA, QWEN = "llama31_8b", "qwen3_8b"
+TOY_KERNELS = bench_kernels.Sizes(4, 2, 16, 2, 64, 256, ((1, 64),), (1, 4), (64,), 1 << 16)
+
+_bandwidths: dict[torch.device, BandwidthFacts] = {}
+
+
+def bandwidth_of(setting: Setting) -> BandwidthFacts:
+    """Probed once per run."""
+    if setting.device not in _bandwidths:
+        size = 0 if setting.on_gpu else 1 << 22
+        _bandwidths[setting.device] = probe_bandwidth(setting.device, setting.dtype, size)
+    return _bandwidths[setting.device]
+
+
+def target_of(setting: Setting, name: str) -> TargetModel:
+    """The target of a shape; another one is dropped for it."""
+    if name not in setting.targets:
+        setting.release()
+        sizes = setting.sizes
+        positions = max(sizes.contexts) + sizes.tokens + 64
+        model = counting_model(sizes.shapes[name], setting.device, setting.dtype, positions)
+        setting.targets[name] = as_target(model)
+    return setting.targets[name]
+
+
+def draw_requests(setting: Setting, target: TargetModel, context: int, rows: int) -> list[Request]:
+    """Random prompts, as many as fill the rows twice or the setting asks for."""
+    generator = torch.Generator().manual_seed(context)
+    count = max(setting.sizes.prompts if rows == 1 else 0, rows)
+    drawn = torch.randint(target.info.vocab_size, (count, context), generator=generator).tolist()
+    return [Request(n, tuple(row), n, setting.sizes.tokens) for n, row in enumerate(drawn)]
+
+
+def bandwidth(setting: Setting) -> Found:
+    """What a large copy and a large matrix-vector product move."""
+    found = bandwidth_of(setting)
+    return Found(found.to_dict(), [Check("bytes per second", found.used_bytes_per_second, 1e8)])
+
+
+# Decoding
+
+
+def decoding(setting: Setting, name: str, context: int, rows: int, full: bool) -> Found:
+    """Plain decoding, an EAGLE-3 chain and dynamic trees; full: also compiled layers, and sampling
+    with and without a filter."""
+    target = target_of(setting, name)
+    requests = draw_requests(setting, target, context, rows)
+    facts: list[Facts] = []
+    checks: list[Check] = []
+    for label, drafter, decode in arms(setting, target, name, requests, rows, full):
+        found, own = time_arm(setting, target, label, drafter, decode, requests)
+        facts.append(found)
+        checks += own
+    by_arm = {fact["arm"]: fact for fact in facts}
+    if setting.on_gpu and rows == 1 and context == min(setting.sizes.contexts) and name == LLAMA:
+        best = max(fact["share"] for arm, fact in by_arm.items() if arm.startswith("plain"))
+        checks.append(Check("share of the bandwidth, plain", best, PLAIN_SHARE))
+    return Found({"context": context, "rows": rows, "arms": facts}, checks)
+
+
+def arms(
+    setting: Setting,
+    target: TargetModel,
+    name: str,
+    requests: Sequence[Request],
+    rows: int,
+    full: bool,
+) -> Iterator[tuple[str, Any, DecodeConfig]]:
+    """Label, drafter and settings of what is timed."""
+    base = DecodeConfig(max_new_tokens=setting.sizes.tokens, batch_size=rows, depth=DEPTH)
+    shape = setting.sizes.shapes[name]
+    eagle = new_head("eagle3", shape, target)
+    trajectory = read_trajectories(TRAJECTORIES)[TRAJECTORY]
+    lengths = [len(request.tokens) for request in requests]
+    written = texts(target, requests)
+    replay = ReplayDrafter(eagle, written, lengths, trajectory, target.info.vocab_size)
+    plain = base.without_draft()
+    yield "plain", None, plain
+    yield "eagle3 chain", replay, base
+    for nodes in setting.sizes.nodes if full or rows == 1 else ():
+        yield f"eagle3 tree of {nodes}", eagle, replace(base, shape="dynamic", nodes=nodes)
+    if full:
+        sampled = replace(base, temperature=1.0, rule="match")
+        yield "eagle3 chain, T=1", eagle, sampled
+        yield "eagle3 chain, T=1, top-p 0.9", eagle, replace(sampled, top_p=0.9)
+        if setting.on_gpu:  # the layers stay compiled: last
+            yield "plain, compiled", None, replace(plain, compile=True)
+            yield "eagle3 chain, compiled", replay, replace(base, compile=True)
+
+
+def time_arm(
+    setting: Setting,
+    target: TargetModel,
+    label: str,
+    drafter: Any,
+    decode: DecodeConfig,
+    requests: Sequence[Request],
+) -> tuple[Facts, list[Check]]:
+    """One arm's step by phase, tokens per second and share of the bandwidth, behind an untimed
+    run."""
+    room = len(requests[0].tokens) + decode.max_new_tokens + 64 + decode.nodes
+    engine = Engine(target, drafter, decode, capacity=room)
+    list(engine.run(requests[: decode.batch_size]))
+    engine.clock.reset()
+    begin = time.perf_counter()
+    done = list(engine.run(requests))
+    wall = time.perf_counter() - begin
+    seconds, passes = dict(engine.clock.seconds), engine.clock.passes
+    engine.clock.require_agreement()
+    step_ms = {k: 1000 * v / passes for k, v in seconds.items() if k != "prefill"}
+    total = sum(step_ms.values())
+    length = len(requests[0].tokens) + decode.max_new_tokens / 2
+    nodes = 1 if drafter is None else decode.tree().num_nodes
+    moved = TargetBytes.of(target).step(nodes, length * decode.batch_size)
+    lanes = engine._lanes
+    facts = {
+        "arm": label,
+        "nodes": nodes,
+        "step_ms": step_ms,
+        "tokens_per_second": sum(len(c.tokens) for c in done) / (wall - seconds["prefill"]),
+        "prefill_seconds": seconds["prefill"],
+        "tau": mean_tau(done),
+        "share": share_of(moved, total, bandwidth_of(setting)),
+        "captured": lanes is not None and lanes.runner.captured,
+    }
+    apart = CLOCKS_APART["cuda" if setting.on_gpu else "cpu"]
+    booked = sum(seconds.values()) / wall
+    checks = [Check(f"booked over wall seconds, {label}", booked, 1 - apart, 1 + apart / 3)]
+    if isinstance(drafter, ReplayDrafter):
+        followed = drafter.followed(done, decode.depth)
+        checks.append(Check(f"trajectory followed, {label}", float(followed), least=1))
+    if setting.on_gpu:
+        checks.append(Check(f"captured, {label}", float(facts["captured"]), least=1))
+    return facts, checks
+
+
+def mean_tau(done: Sequence[Completion]) -> float:
+    """Committed tokens per pass of all answers."""
+    passes = sum(len(completion.passes) for completion in done)
+    tokens = sum(record.committed for c in done for record in c.passes)
+    return tokens / max(1, passes)
+
+
+# What a step is made of
+
+
+def synchronisations(setting: Setting) -> Found:
+    """Blocking synchronisations per step, by CUDA's own debug mode: those of a long answer beyond
+    those of a short one."""
+    target = target_of(setting, LLAMA)
+    request = draw_requests(setting, target, min(setting.sizes.contexts), 1)[0]
+    if not setting.on_gpu:
+        return Found({"not measured": "CUDA counts them"})
+    eagle = new_head("eagle3", setting.sizes.shapes[LLAMA], target)
+    checks = []
+    for label, drafter in (("plain", None), ("eagle3", eagle)):
+        decode = DecodeConfig(depth=DEPTH)
+        decode = decode if drafter is not None else decode.without_draft()
+        engine = Engine(target, drafter, decode, capacity=len(request.tokens) + 400)
+        counts, steps = [], []
+        for new in (128, 256, 128):  # the first one captures
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                try:
+                    done = next(iter(list(engine.run([Request(0, request.tokens, 0, new)]))))
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            counts.append(sum("synchroniz" in str(item.message) for item in caught))
+            steps.append(len(done.passes))
+        each = (counts[1] - counts[2]) / max(1, steps[1] - steps[2])
+        checks.append(Check(f"synchronisations per step, {label}", each, most=0))
+    return Found({check.name: check.value for check in checks}, checks)
+
+
+def trace(setting: Setting) -> Found:
+    """The kernels of a replayed step, and what of it no kernel fills."""
+    target = target_of(setting, LLAMA)
+    requests = draw_requests(setting, target, min(setting.sizes.contexts), 1)[:1]
+    eagle = new_head("eagle3", setting.sizes.shapes[LLAMA], target)
+    facts, checks = Facts(), list[Check]()
+    activity = ProfilerActivity.CUDA if setting.on_gpu else ProfilerActivity.CPU
+    for label, drafter in (("plain", None), ("eagle3", eagle)):
+        decode = DecodeConfig(depth=DEPTH)
+        decode = decode if drafter is not None else decode.without_draft()
+        engine = Engine(target, drafter, decode, capacity=len(requests[0].tokens) + 400)
+        list(engine.run(requests))
+        steps = engine.clock.passes
+        with profile(activities=[activity]) as traced:
+            list(engine.run(requests))
+        steps = engine.clock.passes - steps
+        spans = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in traced.events() or ()
+            if not setting.on_gpu or event.device_type == torch.autograd.DeviceType.CUDA
+        )
+        busy, end = 0.0, spans[0][0]
+        for first, last in spans:
+            busy += max(0.0, last - max(first, end))
+            end = max(end, last)
+        gap = 1 - busy / (end - spans[0][0])
+        facts[label] = {"kernels_per_step": len(spans) / steps, "gap_share": gap}
+        if setting.on_gpu:
+            checks.append(
+                Check(f"share of the time without a kernel, {label}", gap, most=GAP_SHARE)
+            )
+    return Found(facts, checks)
+
+
+def generate(setting: Setting) -> Found:
+    """transformers' greedy `generate` with a static cache, on the same weights, beside plain
+    decoding: a slow plain loop would flatter every speedup."""
+    target = target_of(setting, LLAMA)
+    requests = draw_requests(setting, target, min(setting.sizes.contexts), 1)[:2]
+    plain = DecodeConfig(shape="none", max_new_tokens=setting.sizes.tokens)
+    engine = Engine(target, None, plain)
+    list(engine.run(requests[:1]))
+    ours = timed(setting, lambda: list(engine.run(requests))) / len(requests)
+    ids = torch.tensor([requests[0].tokens], device=setting.device)
+    own = target.model.config._attn_implementation
+    target.model.set_attn_implementation("sdpa")
+    limits = {"max_new_tokens": setting.sizes.tokens, "min_new_tokens": setting.sizes.tokens}
+
+    def theirs() -> Any:
+        static = {"cache_implementation": "static", "do_sample": False, "pad_token_id": 0}
+        return target.model.generate(ids, attention_mask=torch.ones_like(ids), **limits, **static)
+
+    try:
+        theirs()
+        spent = timed(setting, theirs)
+    finally:
+        target.model.set_attn_implementation(own)
+    each = {"ours_ms": 1000 * ours / setting.sizes.tokens}
+    each["generate_ms"] = 1000 * spent / setting.sizes.tokens
+    ratio = each["generate_ms"] / each["ours_ms"]
+    least = 1.0 if setting.on_gpu else None
+    return Found(each, [Check("plain decoding over generate", ratio, least=least)])
+
+
+def timed(setting: Setting, call: Callable[[], Any]) -> float:
+    """Seconds of a call, the device's work included."""
+    begin = time.perf_counter()
+    call()
+    if setting.on_gpu:
+        torch.cuda.synchronize(setting.device)
+    return time.perf_counter() - begin
+
+
+def kernels(setting: Setting) -> Found:
+    """Every kernel against plain torch (scripts/tools/bench_kernels.py)."""
+    if setting.on_gpu:
+        from triton.testing import do_bench  # triton is there where there is a GPU
+
+        timer: Any = partial(do_bench, quantiles=(0.5, 0.025, 0.975), warmup=5, rep=15)
+        sizes = bench_kernels.Sizes()
+    else:
+
+        def timer(call: Callable[[], Any]) -> Sequence[float]:
+            return (1000 * timed(setting, call),) * 3
+
+        sizes = TOY_KERNELS
+    found = bench_kernels.measure(list(bench_kernels.BENCHES), setting.device, sizes, timer)
+    return Found({"sizes": asdict(sizes), **found})
+
+
+def _decoding(name: str, context: int, row: int, full: bool = False) -> Callable[[Setting], Found]:
+    """`decoding` at the setting's context and number of rows of these places."""
+
+    def work(setting: Setting) -> Found:
+        contexts, rows = setting.sizes.contexts, setting.sizes.rows
+        place = min(context, len(contexts) - 1), min(row, len(rows) - 1)
+        return decoding(setting, name, contexts[place[0]], rows[place[1]], full)
+
+    return work
+
+
+PARTS: Sequence[Part] = (
+    Part("bandwidth", bandwidth, 5),
+    Part("llama", _decoding(LLAMA, 0, 0, full=True), 150),
+    Part("synchronisations", synchronisations, 20),
+    Part("trace", trace, 30),
+    Part("generate", generate, 60),
+    Part("llama-8k", _decoding(LLAMA, 1, 0), 60),
+    Part("llama-32k", _decoding(LLAMA, 2, 0), 90),
+    Part("llama-8-rows", _decoding(LLAMA, 0, 1), 30),
+    Part("llama-32-rows", _decoding(LLAMA, 0, 2), 45),
+    Part("qwen", _decoding(QWEN, 0, 0), 90),
+    Part("kernels", kernels, 90),
+)
+"""The target's shape changes once, late."""

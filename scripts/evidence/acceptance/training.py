@@ -1,0 +1,197 @@
+"""How fast, and how rightly, does a device train? The parts of
+`python -m scripts.evidence.gpu training`.
+
+EAGLE-3 (seven unrolled steps) and DSpark learn from a target of the shape of Llama-3.1-8B with
+random weights, features computed on the way, as `headstart train` does it. Before that, gradients
+of small drafters in float32 are compared with those of a CPU: attention over blocks runs as a
+fused kernel on a GPU that no CPU can run backward.
+
+Legend: T positions of a row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from heads.api.checkpoint import new_drafter
+from heads.api.drafter import TrainableDrafter
+from heads.dflash import Config as BlockConfig
+from heads.eagle3 import Config as Eagle3Config
+from heads.medusa import Config as MedusaConfig
+from inference.parity import check_parity
+from inference.target.model import TargetModel
+from scripts.evidence.acceptance.parts import Check, Found, Part, Setting
+from scripts.evidence.acceptance.shapes import TOY, as_target, build_model
+from train.data.loader import PackedBatch
+from train.distributed import World
+from train.engines.base import EngineConfig
+from train.engines.torch_engine import TorchEngine
+from train.features.base import OnlineFeatures
+from train.optim import OptimConfig
+from train.planning.devices import find_peak
+
+LLAMA = "llama31_8b"
+GRADIENT_GAP = 2e-2
+"""Largest difference of a gradient from a CPU's, as a share of its largest value: products in
+float32 may be TF32 on a GPU."""
+DOCUMENTS = 4
+"""Documents of a packed row."""
+UTILISATION = 0.30
+"""Of the dense bfloat16 peak, which training must reach on a GPU with an 8B target."""
+RATE = 1e-3
+
+
+def heads(vocab: int, draft_vocab: int) -> dict[str, tuple[str, Any, Tensor | None]]:
+    """Recipe -> kind, configuration and token counts."""
+    counts = torch.arange(vocab, 0, -1)
+    dspark = BlockConfig(
+        block_size=7, sample_from_anchor=True, dependency="markov", confidence=True, ce=0.1, tv=1.8
+    )
+    eagle = Eagle3Config(ttt_steps=7, draft_vocab_size=draft_vocab)
+    return {"eagle3": ("eagle3", eagle, counts), "dspark": ("dflash", dspark, None)}
+
+
+def build(recipe: str, target: TargetModel, vocab: int, draft_vocab: int) -> TrainableDrafter:
+    """A new drafter of a recipe, in float32 on the target's device."""
+    kind, config, counts = heads(vocab, draft_vocab)[recipe]
+    more = {} if counts is None else {"token_counts": counts}
+    drafter = new_drafter(kind, config, target.info, target.weights, seed=0, **more)
+    return drafter.to(target.device, torch.float32)
+
+
+def packed(rows: int, length: int, vocab: int, documents: int = DOCUMENTS) -> PackedBatch:
+    """Rows of random documents, all of it supervised."""
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(1, vocab, (rows, length), generator=generator)
+    each = -(-length // documents)
+    places = torch.arange(length).expand(rows, -1)
+    return PackedBatch(
+        tokens,
+        places % each,
+        (places // each + 1).int(),
+        torch.ones_like(tokens, dtype=torch.bool),
+        torch.arange(rows),
+    )
+
+
+# Right
+
+
+def gradients(setting: Setting) -> Found:
+    """Loss and gradients in float32 on this device against a CPU's, from the same features."""
+    rows, checks = [], []
+    for recipe in ("eagle3", "dspark", "medusa"):
+        here, there = (gradients_on(recipe, device) for device in (setting.device, "cpu"))
+        worst = max(
+            float((here[name] - there[name]).abs().max() / there[name].abs().max().clamp(min=1e-6))
+            for name in there
+        )
+        rows.append({"recipe": recipe, "gap": worst, "weights": len(there)})
+        checks.append(Check(f"gradients against a CPU's, {recipe}", worst, most=GRADIENT_GAP))
+    return Found({"rows": rows}, checks)
+
+
+def gradients_on(recipe: str, device: torch.device | str) -> dict[str, Tensor]:
+    """Loss and gradients by weight, on the CPU. Features are a CPU's, so that only the drafter's
+    own work differs."""
+    target = as_target(build_model(TOY, torch.device("cpu"), torch.float32, 256))
+    if recipe == "medusa":
+        drafter: Any = new_drafter("medusa", MedusaConfig(), target.info, target.weights, seed=0)
+    else:
+        drafter = build(recipe, target, TOY.vocab, TOY.draft_vocab)
+    batch = OnlineFeatures(target, drafter.needs).batch(packed(2, 96, TOY.vocab, 2))
+    moved = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    for name, value in moved.items():
+        setattr(batch, name, value.to(device))
+    if batch.target_logits is not None:
+        head = target.weights.lm_head.to(device)
+        batch.target_logits = lambda hidden: hidden @ head.t()
+    drafter = drafter.to(device).train()
+    output = drafter.loss(batch)
+    output.loss_sum.backward()
+    found = {name: w.grad.cpu() for name, w in drafter.named_parameters() if w.grad is not None}
+    return {"loss": output.loss_sum.detach().cpu(), **found}
+
+
+# Fast
+
+
+def training(setting: Setting, recipe: str) -> Found:
+    """Steps of one row each: tokens per second, utilisation, memory; a loss that falls on one row;
+    parity of training and decoding afterwards."""
+    sizes, shape = setting.sizes, setting.sizes.shapes[LLAMA]
+    if LLAMA not in setting.targets:
+        setting.release()
+        model = build_model(shape, setting.device, setting.dtype, sizes.train_length)
+        setting.targets[LLAMA] = as_target(model)
+    target = setting.targets[LLAMA]
+    drafter = build(recipe, target, shape.vocab, shape.draft_vocab)
+    config = EngineConfig(name="torch", precision="bfloat16" if setting.on_gpu else "float32")
+    world = World(device=setting.device)
+    engine = TorchEngine(drafter, config, OptimConfig(lr=RATE), world)
+    features = OnlineFeatures(target, drafter.needs, config.dtype)
+    row = packed(1, sizes.train_length, shape.vocab)
+    supervised = int(row.loss_mask.sum())
+    if setting.on_gpu:
+        torch.cuda.reset_peak_memory_stats(setting.device)
+    losses, spent, flops = [], {"target": 0.0, "drafter": 0.0}, 0
+    warm = 2
+    for step in range(sizes.train_steps + warm):
+        counter = FlopCounterMode(display=False) if step == 0 else None
+        with counter or nullcontext():
+            begin = now(setting)
+            batch = features.batch(row, step)
+            between = now(setting)
+            output = engine.forward_backward(batch, supervised, True)
+        engine.step(RATE)
+        end = now(setting)
+        if counter is not None:
+            flops = counter.get_total_flops()
+        if step >= warm:
+            spent["target"] += between - begin
+            spent["drafter"] += end - between
+        losses.append(float(output.loss_sum) / supervised)
+    seconds = sum(spent.values())
+    peak = find_peak(setting.device, torch.bfloat16 if setting.on_gpu else torch.float32)
+    rate = sizes.train_steps * sizes.train_length / seconds
+    used = sizes.train_steps * flops / seconds / peak.flops if peak.flops else 0.0
+    depth = 3
+    drafter.to(setting.dtype)
+    parity = check_parity(target, drafter, [row.tokens[0, : depth + 12].tolist()], depth)
+    facts = {
+        "recipe": recipe,
+        "tokens_per_second": rate,
+        "flops_per_step": flops,
+        "utilisation": used,
+        "peak": {"flops": peak.flops, "source": peak.source},
+        "seconds_per_step": {k: v / sizes.train_steps for k, v in spent.items()},
+        "losses": losses,
+        "parity": {"compared": parity.compared, "worst": list(parity.worst)},
+    }
+    checks = [Check("last loss over the first", losses[-1] / losses[0], least=0, most=0.999)]
+    checks.append(Check("logits compared for parity", parity.compared, least=1))
+    if setting.on_gpu:
+        facts["peak_bytes"] = torch.cuda.max_memory_allocated(setting.device)
+        checks.append(Check("utilisation", used, least=UTILISATION))
+    return Found(facts, checks)
+
+
+def now(setting: Setting) -> float:
+    """The host's clock, with the device's work done."""
+    if setting.on_gpu:
+        torch.cuda.synchronize(setting.device)
+    return time.perf_counter()
+
+
+PARTS: Sequence[Part] = (
+    Part("gradients", gradients, 60),
+    Part("eagle3", lambda setting: training(setting, "eagle3"), 120),
+    Part("dspark", lambda setting: training(setting, "dspark"), 120),
+)

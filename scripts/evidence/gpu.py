@@ -1,0 +1,59 @@
+"""Acceptance of a device: `python -m scripts.evidence.gpu correctness|speed|training --out FOLDER`.
+
+Each of the three runs takes at most ten minutes on a GPU of the H100 class, needs no network and no
+package beside torch, transformers, triton and pytest, and writes a file per part as soon as the
+part ends. The status is 0 if every part was run and passed its limits, else 1. `--size tiny` runs
+the same parts on toy shapes, for a CPU. docs/gpu.md tells what the parts are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from heads.api.errors import UserError, suggest
+from inference.target.loading import DTYPES, pick_device
+from scripts.evidence.acceptance import correctness, speed, training
+from scripts.evidence.acceptance.parts import Part, Setting, run_parts
+from scripts.evidence.acceptance.shapes import SIZES
+from scripts.tools.common import command
+
+STAGES: Mapping[str, Sequence[Part]] = {
+    "correctness": correctness.PARTS,
+    "speed": speed.PARTS,
+    "training": training.PARTS,
+}
+
+
+def report(given: argparse.Namespace) -> int:
+    """Run the parts of one stage; returns the exit status."""
+    parts = STAGES[given.stage]
+    names = [part.name for part in parts]
+    for name in given.only or ():
+        if name not in names:
+            raise UserError(f"{given.stage} has no part '{name}'.{suggest(name, names)}")
+    chosen = [part for part in parts if not given.only or part.name in given.only]
+    device = pick_device(given.device)
+    size = given.size or ("full" if device.type == "cuda" else "tiny")
+    dtype = given.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    setting = Setting(device, DTYPES[dtype], SIZES[size])
+    passed = run_parts(given.stage, chosen, setting, given.out, given.seconds, given.command)
+    print(f"{given.stage}: {'passed' if passed else 'NOT PASSED'}, see {given.out}")
+    return 0 if passed else 1
+
+
+main = command(
+    report,
+    stage={"positional": True, "choices": sorted(STAGES)},
+    out=(Path("gpu"), "folder of the reports"),
+    device="auto",
+    dtype={"choices": sorted(DTYPES), "help": "default: bfloat16 on a GPU, float32 elsewhere"},
+    size={"choices": sorted(SIZES), "help": "default: full on a GPU, tiny elsewhere"},
+    seconds=(570.0, "parts that would end later are not begun"),
+    only={"nargs": "*", "metavar": "PART", "help": "parts to run; default: all"},
+)
+
+if __name__ == "__main__":
+    sys.exit(main())
