@@ -175,5 +175,8 @@ def read_trajectories(path: Path) -> dict[str, Trajectory]:
         content = read_object(path, "")
         return {k: Trajectory(tuple(v["accepted"]), v["source"]) for k, v in content.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        words = f"'{path}' holds no trajectories ({error!r}). Record them with --record."
+        words = (
+            f"'{path}' holds no trajectories ({error!r}). Record them with `python -m "
+            "scripts.tools.record_trajectories`."
+        )
         raise UserError(words) from error

@@ -152,7 +152,7 @@ def time_arm(
     nodes = 1 if drafter is None else decode.tree().num_nodes
     moved = TargetBytes.of(target).step(nodes, length * decode.batch_size)
     lanes = engine._lanes
-    facts = {
+    facts: Facts = {
         "arm": label,
         "nodes": nodes,
         "step_ms": step_ms,

@@ -3,7 +3,6 @@ cannot be one is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
-from inference.kernels.dispatch import Op
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
+from tests.inference.kernels.planted import (
+    blind_to_branches,
+    one_piece_lost,
+    run_in_its_place,
+    wrong_scale,
+)
 from tests.inference.tokenizers import tiny_tokenizer
 from tests.models import FAMILIES, VOCAB, random_model, random_target, save_random_target
 
@@ -182,49 +186,9 @@ def test_a_truncated_weight_file_and_missing_weights_are_refused(
         TargetModel.load(TargetConfig(path=str(folder), device="cpu"))
 
 
-@pytest.fixture
-def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Sets what runs in the attention kernel's place, on a target that decodes through it."""
-    pytest.importorskip("triton", reason="`choose` names a kernel only where triton is installed")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("HEADSTART_KERNELS", "triton")
-
-    def put(attention: Any) -> None:
-        monkeypatch.setattr(
-            Op, "triton", lambda op: attention if op is TREE_ATTENTION else op.reference
-        )
-
-    return put
-
-
-def one_piece_lost(query: Tensor, keys: Tensor, values: Tensor, *rest: Any, **more: Any) -> Tensor:
-    """Attention that reads zeros behind the first 256 slots of the cache."""
-    lost = torch.arange(keys.shape[2])[:, None] >= 256
-    keys, values = keys.masked_fill(lost, 0), values.masked_fill(lost, 0)
-    return TREE_ATTENTION.reference(query, keys, values, *rest, **more)
-
-
-def wrong_scale(*given: Any, scaling: float, **more: Any) -> Tensor:
-    return TREE_ATTENTION.reference(*given, scaling=1.3 * scaling, **more)
-
-
-def blind_to_branches(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    words: Tensor,
-    *rest: Any,
-    **m: Any,
-) -> Tensor:
-    """Attention in which a node sees every node before it, whatever its branch."""
-    chain = TokenTree.chain(words.shape[1] - 1, words.device).words()
-    return TREE_ATTENTION.reference(query, keys, values, lengths, chain, *rest, **m)
-
-
 @pytest.mark.parametrize("fault", [None, one_piece_lost, wrong_scale, blind_to_branches])
 def test_a_target_that_decodes_through_the_kernel_is_checked_through_it(
-    tmp_path: Path, tokenizer: Any, kernels_on_the_cpu: Callable[[Any], None], fault: Any
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
     folder = save_random_target(tmp_path / "target", tokenizer, max_position_embeddings=512)
     called = []
@@ -233,7 +197,7 @@ def test_a_target_that_decodes_through_the_kernel_is_checked_through_it(
         called.append(given[0].shape[2])
         return (fault or TREE_ATTENTION.reference)(*given, **more)
 
-    kernels_on_the_cpu(attention)
+    run_in_its_place(monkeypatch, attention)
     config = TargetConfig(path=str(folder), device="cpu", dtype="float32")
     if fault is None:
         assert TargetModel.load(config).lengths_on_device

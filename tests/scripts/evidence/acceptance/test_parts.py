@@ -1,0 +1,88 @@
+"""How acceptance runs: a file per part, limits, faults of a part, time, and no package that a bare
+image lacks."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.evidence import gpu
+from scripts.evidence.acceptance.parts import Check, Found, Part, Setting, run_parts
+from scripts.evidence.acceptance.shapes import TINY
+from scripts.tools.common import ROOT
+
+SETTING = Setting(torch.device("cpu"), torch.float32, TINY)
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("check", "passed"),
+    [
+        (Check("x", 1.0), True),
+        (Check("x", 1.0, least=1.0, most=1.0), True),
+        (Check("x", 0.9, least=1.0), False),
+        (Check("x", 1.1, most=1.0), False),
+        (Check("x", math.nan), False),
+        (Check("x", math.nan, least=0.0), False),
+    ],
+)
+def test_a_check_passes_within_its_limits(check: Check, passed: bool) -> None:
+    assert check.passed is passed
+
+
+def test_every_part_leaves_a_file_and_one_that_fails_stops_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def good(setting: Setting) -> Found:
+        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+        return Found({"n": 1}, [Check("n", 1, least=0)])
+
+    def wrong(setting: Setting) -> Found:
+        return Found({}, [Check("gap", 0.5, most=0.1), Check("n", 1)])
+
+    def broken(setting: Setting) -> Found:
+        raise RuntimeError("an illegal address")
+
+    parts = [Part("a", wrong, 1), Part("b", broken, 1), Part("c", good, 1), Part("d", good, 1e9)]
+    assert not run_parts("speed", parts, SETTING, tmp_path, 100, "the command")
+    assert seen == [["speed-a.json", "speed-b.json"]]
+    assert read(tmp_path / "speed-a.json")["failures"] == ["gap 0.5, allowed is at most 0.1"]
+    assert read(tmp_path / "speed-b.json")["failures"] == ["RuntimeError: an illegal address"]
+    assert read(tmp_path / "speed-c.json")["facts"] == {"n": 1}
+    whole = read(tmp_path / "speed.json")
+    assert whole["parts"] == {"a": "failed", "b": "error", "c": "passed", "d": "not run"}
+    assert whole["passed"] is False and whole["command"] == "the command"
+    assert "not run, 100 s are left" in capsys.readouterr().out
+    assert run_parts("speed", parts[2:3], SETTING, tmp_path, 100, "x")
+
+
+def test_a_part_that_does_not_exist_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    assert gpu.main(["speed", "--out", out, "--device", "cpu", "--only", "bandwith"]) == 2
+    assert "Did you mean 'bandwidth'" in capsys.readouterr().err
+    assert gpu.main(["speed", "--out", out, "--device", "cpu", "--only", "bandwidth"]) == 0
+    assert read(tmp_path / "out" / "speed.json")["passed"] is True
+
+
+def test_nothing_is_imported_that_a_bare_image_lacks() -> None:
+    """torch, transformers, triton and pytest are there; the rest of the dependencies is not."""
+    absent = ("hydra", "omegaconf", "datasets", "deepspeed", "peft", "accelerate", "wandb")
+    code = f"import sys; [sys.modules.update({{name: None}}) for name in {absent}]\n"
+    code += "import scripts.evidence.gpu"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
