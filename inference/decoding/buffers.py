@@ -80,7 +80,8 @@ class Lanes:
         noise = self.noise(self.rows.seeds, self.rows.lengths, self.own)
         rule, processors, needs, limits = self.rule, self.processors, self.needs, self.limits
         decoder = Decoder(
-            target, drafter, tree, noise, rule, processors, needs, clock, eos, limits, details
+            *(target, drafter, tree, noise, rule, processors, needs, clock, eos, limits, details),
+            exact=decode.exact,
         )
         self.runner = StepRunner(decoder, self.cache, self.rows, decode)
         self._narrow: dict[int, _Narrow] = {}
@@ -178,9 +179,10 @@ class Lanes:
         if self.own is not None and own is not None:
             self.own.put(*own)
             held, self._arranged = self.own.at(own[0]), None
-        logits, seen = self.target.prefill(
-            self.cache, index, tokens, lengths, self.needs, self.decode.prefill_chunk
-        )
+        with self.target.computing(self.decode.exact):
+            logits, seen = self.target.prefill(
+                self.cache, index, tokens, lengths, self.needs, self.decode.prefill_chunk
+            )
         logits = logits[:, None]
         if self.processors.active:
             place = torch.arange(tokens.shape[0], device=tokens.device)

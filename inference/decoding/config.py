@@ -95,6 +95,10 @@ class DecodeConfig(SamplingSettings):
     """Cost of passes over 1, 2, ... depth + 1 nodes per row, in any unit; empty: measured."""
     compile: bool = False
     """Compile all passes (torch.compile): tens of seconds once, faster steps after."""
+    exact: bool = False
+    """Compute every token in shapes that depend on no other: plain and drafted text are the same in
+    bfloat16 too, whatever the draft and the batch (inference/target/exact.py). Slower. Not with
+    `compile`, experts, recurrent layers or quantised weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,6 +107,11 @@ class DecodeConfig(SamplingSettings):
             raise UserError(
                 "decode.shape is 'tree' but decode.choices is empty: give paths such as "
                 "[[0],[1],[0,0]]."
+            )
+        if self.exact and self.compile:
+            raise UserError(
+                "decode.exact and decode.compile do not go together: a compiler chooses the order "
+                "of sums anew for every shape. Leave out one of them."
             )
         check_shape(self.acceptance, self.tree())
         self.adaptive_settings().check(self.shape, self.depth, self.acceptance)

@@ -129,6 +129,7 @@ class Decoder:
     eos: Tensor  # [E] int64: end-of-text token ids
     limits: Limits | None = None  # adaptive length
     details: bool = False  # passes say what was drafted
+    exact: bool = False  # see inference/target/exact.py
 
     def step(
         self,
@@ -150,9 +151,10 @@ class Decoder:
         if self.limits is not None:
             proposal = self.limits.apply(proposal, rows.active, now=longest is not None and exact)
         self.clock.border("draft")
-        logits, positions, seen = self.target.verify(
-            cache, proposal.tokens, proposal.tree, rows.lengths, longest, self.needs, exact
-        )
+        with self.target.computing(self.exact):
+            logits, positions, seen = self.target.verify(
+                cache, proposal.tokens, proposal.tree, rows.lengths, longest, self.needs, exact
+            )
         self.clock.border("verify")
         if self.processors.active:
             prefix = None

@@ -31,8 +31,10 @@ def tree_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    invariant: bool = False,
 ) -> Tensor:
-    """As `inference.kernels.reference.attention.tree_attention`, as one operation of a trace."""
+    """As `inference.kernels.reference.attention.tree_attention`, as one operation of a trace.
+    invariant: it always is, node by node."""
     arguments = query, keys, values, lengths, words, depth
     return _operation(*arguments, scaling, window or 0, softcap or 0.0, sinks)
 

@@ -33,6 +33,9 @@ COMBINE_SPLITS = 16
 """Splits that the combining kernel loads at once: 4096 tokens at the default size."""
 
 
+MANY_ROWS = 65
+"""Query rows of the launch that is taken for every number of them, where results must not depend on
+that: tiles of 64."""
 HOPPER_SHARED = 227 * 1024
 """Bytes of shared memory that a program may use on an H100 or H200."""
 
@@ -331,6 +334,7 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     split_size: int = 256,
+    invariant: bool = False,
     launch: Launch | None = None,
 ) -> Tensor:
     """`reference.attention.tree_attention` in two kernels -> [B, N, h*G, Dv].
@@ -344,7 +348,8 @@ def tree_attention(
     key_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
     groups = heads // key_heads
     shared = _shared_memory(query.device)
-    launch = launch or launch_config(nodes * groups, head_dim, query.dtype, shared)
+    rows_of_launch = MANY_ROWS if invariant else nodes * groups
+    launch = launch or launch_config(rows_of_launch, head_dim, query.dtype, shared)
     assert query.dtype == keys.dtype == values.dtype, (query.dtype, keys.dtype, values.dtype)
     assert keys.stride(3) == 1 and values.stride(3) == 1, "each key and value must be contiguous"
     assert split_size % launch.block_n == 0, (split_size, launch.block_n)

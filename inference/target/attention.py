@@ -31,6 +31,7 @@ from transformers import AttentionInterface
 
 from heads.nn.attention import additive
 from inference.kernels.reference.attention import TREE_ATTENTION
+from inference.target.exact import is_exact, node_by_node
 
 NAME = "headstart"
 
@@ -189,9 +190,23 @@ def planned_attention(
     if plan.nodes is not None:
         scale = size**-0.5 if scaling is None else scaling
         limits = {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
-        return TREE_ATTENTION(query, key, value, *plan.nodes, scaling=scale, **limits), None
+        limits |= {"scaling": scale, "invariant": is_exact()}
+        return TREE_ATTENTION(query, key, value, *plan.nodes, **limits), None
     key_heads = key.shape[1]
     groups = heads // key_heads
+    if is_exact():
+        allowed = plan.allowed_within(sliding_window, chunk)
+        if chosen is not None:
+            allowed = chosen if allowed is None else allowed & chosen
+
+        def alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if softcap is not None or s_aux is not None:
+                return _plain_attention(query, key, value, None, scaling, softcap, s_aux)
+            packed = query.reshape(1, key_heads, groups, size)
+            out = scaled_dot_product_attention(packed, key, value, scale=scaling)
+            return out.reshape(1, 1, heads, value.shape[-1])
+
+        return node_by_node(alone, query, key, value, allowed), None
     if softcap is not None or s_aux is not None:
         bias = plan.bias(sliding_window, groups, query.dtype, chosen, chunk)
         return _plain_attention(query, key, value, bias, scaling, softcap, s_aux), None

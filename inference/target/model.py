@@ -11,6 +11,8 @@ slots.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from inference.kernels.packed_linear import pack_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target import loading
 from inference.target.attention import AttentionPlan, attention_plan, mark_layers
+from inference.target.exact import ExactHead, exactly, install_exact
 from inference.target.indexed import IndexedCache, masks
 from inference.target.kv_cache import CacheSizes, KVCache, LayerShape
 from inference.target.padding import of_like_length
@@ -67,6 +70,9 @@ class TargetModel:
         self._masked = mark_layers(model, config) or self.indexed
         self._cache_name = loading.cache_argument(self.decoder)
         self._uses_cache = config.model_type not in loading.WITHOUT_USE_CACHE
+        self._head = ExactHead(self.weights.logits)
+        self.exact = self._prepared = False
+        """Whether verifications compute token by token, see `computing`."""
         self.compiled_attention: dict[int, nn.Module] = {}
         """Attention modules of compiled layers, by their number in the cache."""
         pack_linears(model)
@@ -93,6 +99,25 @@ class TargetModel:
         for reference in references:
             target._check_against(*reference)
         return target
+
+    @contextmanager
+    def computing(self, exact: bool) -> Iterator[None]:
+        """Within the block passes compute as `decode.exact` says (inference/target/exact.py).
+        Raises `UserError` for a target that cannot."""
+        if exact and (self.recurrent or self.indexed):
+            more = "recurrent layers" if self.recurrent else "an indexer"
+            raise UserError(
+                "decode.exact=true needs a target with attention alone; "
+                f"{self.info.model_type} has {more}. Leave out decode.exact."
+            )
+        if exact and not self._prepared:
+            install_exact(self.model)
+            self._prepared = True
+        before, self.exact = self.exact, exact
+        try:
+            yield
+        finally:
+            self.exact = before
 
     @property
     def lengths_on_device(self) -> bool:
@@ -193,7 +218,7 @@ class TargetModel:
         chunk: most tokens of one pass, which bounds attention's memory; 0: all at once.
         """
         known = lengths.tolist()
-        groups = of_like_length(known)
+        groups = [[row] for row in range(len(known))] if self.exact else of_like_length(known)
         if len(groups) == 1:
             return self._prefill_together(cache, rows, tokens, lengths, needs, chunk)
         logits, hidden, taps = None, None, None
@@ -280,8 +305,9 @@ class TargetModel:
             writer.row_index = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
             plan = self._device_plan(tree, positions, lengths, writer.bound)
         now = TreePass(cache.states, tree) if isinstance(cache, RecurrentCache) else None
-        seen = self._run(tokens, positions, plan, cache, needs.taps, now)
-        return self.weights.logits(seen.last_hidden), positions, seen
+        with exactly(self.exact):
+            seen = self._run(tokens, positions, plan, cache, needs.taps, now)
+            return self._head(seen.last_hidden), positions, seen
 
     def _device_plan(
         self, tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int

@@ -30,6 +30,7 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     split_size: int = 256,
+    invariant: bool = False,
 ) -> Tensor:
     """Attention of tree nodes over a slot-addressed cache -> [B, N, h*G, Dv] as `query`.
 
@@ -40,7 +41,8 @@ def tree_attention(
     window: only keys less than `window` positions back are seen; committed tokens stand at their
     slot, node j at lengths + depth[j]. sinks [h*G]: a learned extra score per query head that takes
     weight and gives nothing (GPT-OSS). A node that sees nothing gets zeros. split_size: in how
-    large pieces the kernel reads the cache; it changes rounding only, and nothing here.
+    large pieces the kernel reads the cache; invariant: its tiles are the same for every number of
+    nodes. Both change rounding only, and nothing here.
 
     Computed in float32, in float64 for float64 inputs.
     """

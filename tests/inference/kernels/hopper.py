@@ -73,6 +73,9 @@ SAMPLES: dict[str, Callable[[Op], Any]] = {
         zeros(2, 6, 1000, dtype=torch.bfloat16), zeros(2, 6), zeros(2), 0.7
     ),
     "write_clock": lambda op: op.triton()(zeros(5), 2),
+    "row_linear": lambda op: op.triton()(
+        zeros(6, 4096, dtype=torch.bfloat16), zeros(1024, 4096, dtype=torch.bfloat16)
+    ),
     "residual_blocks": lambda op: op.triton()(
         *(zeros(*shape, dtype=torch.bfloat16) for shape in ((4, 5, 256), (4, 256, 256), (4, 256)))
     ),

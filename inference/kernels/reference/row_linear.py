@@ -1,0 +1,65 @@
+"""A matrix product in which a row's result depends neither on the other rows, nor on how many there
+are, nor on its place among them, in plain torch. `row_linear.py` holds the Triton kernel.
+
+A library's product chooses its tiles by the number of rows, and with them the order of its sums: in
+bfloat16 a pass over six tokens rounds otherwise than six passes over one. Here the library is given
+`TILE` rows every time, as many times as needed, the last ones zeros; where its rows are not alike
+even so, one row.
+
+Legend: M rows, K inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from inference.kernels.dispatch import FLOATS, Op
+
+TILE = 8
+"""Rows of a product on a CPU, where rows that are not needed cost time: a chain of seven drafts and
+its root."""
+
+
+class InTiles:
+    """A function of rows [M, ...] -> [M, ...], called on the same number of rows every time.
+
+    Whether the rows of a tile are alike is tried at the first call, with random rows and the same
+    in another order.
+    """
+
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        self.call = call
+        self.tile = 0
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The results of all rows, in their order."""
+        if not self.tile:
+            self.tile = TILE if self._alike(rows) else 1
+        count, missing = rows.shape[0], -rows.shape[0] % self.tile
+        if missing:
+            rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+        parts = [self.call(part) for part in rows.split(self.tile)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole[:count]
+
+    def _alike(self, like: Tensor) -> bool:
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(TILE, *like.shape[1:], generator=generator).to(like)
+        found = self.call(rows)
+        turned = all(torch.equal(self.call(rows.roll(n, 0)), found.roll(n, 0)) for n in (1, 3))
+        return turned and torch.equal(
+            self.call(torch.zeros_like(rows) + rows[:1]), found[:1].expand_as(found)
+        )
+
+
+def row_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """rows [M, K], weight [O, K], bias [O], of one dtype -> [M, O] in that dtype, sums in float32
+    (float64 for float64)."""
+    return InTiles(lambda part: F.linear(part, weight, bias))(rows)
+
+
+ROW_LINEAR = Op("row_linear", row_linear, "inference.kernels.row_linear:row_linear", FLOATS)

@@ -1,0 +1,148 @@
+"""`decode.exact=true`: what a pass computes for a token does not depend on what else passes with
+it.
+
+Rounding depends on the order of sums, and libraries choose that by the shape of their inputs. In
+bfloat16 a pass over a chain of six tokens therefore gives other logits than six passes over one,
+and a greedy pick in some hundreds differs. Here everything that sums over features goes through
+shapes that do not depend on the number of tokens:
+
+- products with weights: `ROW_LINEAR` on a GPU; elsewhere the library's product of `TILE` rows;
+- norms: `TILE` tokens at a time;
+- attention: on a GPU the kernel with one launch for all numbers of nodes; elsewhere token by token,
+  each over its own committed tokens and ancestors, in their order;
+- prompts: read one at a time, in the library's own shapes, which are then those of the prompt.
+
+So plain decoding, drafted decoding, one row and many give the same bits. For chains this holds by
+construction: a node stands in the cache where the same token stands later. For trees it does where
+attention goes token by token; in the kernel an ancestor may stand in another place of its tile than
+the committed token does later, so that the sums of one tile can differ in their order.
+
+Legend: B rows, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from heads.api.errors import UserError
+from inference.kernels.dispatch import choose
+from inference.kernels.reference.row_linear import ROW_LINEAR, InTiles
+
+_NOW: ContextVar[bool] = ContextVar("headstart_exact", default=False)
+_GIVEN = "headstart_exact"
+"""Attribute of modules that have been given a path of their own."""
+
+
+@contextmanager
+def exactly(active: bool) -> Iterator[None]:
+    """Within the block, modules that `install_exact` has prepared compute token by token."""
+    token = _NOW.set(active)
+    try:
+        yield
+    finally:
+        _NOW.reset(token)
+
+
+def is_exact() -> bool:
+    """Whether a pass within `exactly(True)` runs."""
+    return _NOW.get()
+
+
+def install_exact(model: nn.Module) -> None:
+    """Give products and norms of a model a path for `exactly`; a second call changes nothing.
+
+    Raises `UserError` for a model with weights in modules of other sorts, before any is changed.
+    """
+    chosen: list[tuple[nn.Module, Callable[..., Any]]] = []
+    for module in model.modules():
+        own = [*module.parameters(recurse=False)]
+        if not own or isinstance(module, nn.Embedding) or hasattr(module, _GIVEN):
+            continue
+        if type(module) is nn.Linear and type(module.weight) is nn.Parameter:
+            chosen.append((module, _linear(module)))
+        elif "Norm" in type(module).__name__ or isinstance(module, Conv1D):
+            chosen.append((module, _tiled(module.forward)))
+        else:
+            raise UserError(
+                f"decode.exact=true needs a target whose weights are in linear layers, norms and "
+                f"embeddings; this one has {type(module).__name__} (experts, convolutions, "
+                "recurrent layers and quantised weights have sums of their own). Leave out "
+                "decode.exact."
+            )
+    for module, forward in chosen:
+        module.forward = forward
+        setattr(module, _GIVEN, True)
+
+
+class ExactHead:
+    """A target's LM head [B, N, H] -> [B, N, V], in tiles where a pass is exact."""
+
+    def __init__(self, plain: Callable[[Tensor], Tensor]) -> None:
+        self.plain, self.tiled = plain, InTiles(plain)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """The logits of last states."""
+        if not is_exact():
+            return self.plain(hidden)
+        return self.tiled(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
+
+
+def _linear(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+    plain, tiled = linear.forward, _tiled(linear.forward)
+
+    def forward(x: Tensor) -> Tensor:
+        if not is_exact():
+            return plain(x)
+        if choose(ROW_LINEAR, x.device, x.dtype).implementation != "triton":
+            return tiled(x)
+        found: Tensor = ROW_LINEAR(x.flatten(0, -2), linear.weight, linear.bias)
+        return found.unflatten(0, x.shape[:-1])
+
+    return forward
+
+
+def _tiled(plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A module's forward on tiles of tokens; inputs [B, N, ...], or [M, H] as an LM head gets."""
+    tiles = InTiles(plain)
+
+    def forward(x: Tensor) -> Tensor:
+        if not is_exact():
+            return plain(x)
+        if x.ndim == 2:
+            return tiles(x)
+        return tiles(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    return forward
+
+
+def node_by_node(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allowed: Tensor | None,
+) -> Tensor:
+    """Attention of every query [B, h*G, N, D] over the keys [B, h, S, D] that it may see, alone and
+    without a mask: `attend` [1, h*G, 1, D] -> [1, 1, h*G, D] -> [B, N, h*G, D].
+
+    allowed [B|1, N, S] bool; None: all keys. What it names is read on the host.
+    """
+    rows = []
+    for row in range(query.shape[0]):
+        nodes = []
+        for node in range(query.shape[2]):
+            keys, values = key[row : row + 1], value[row : row + 1]
+            if allowed is not None:
+                seen = allowed[min(row, allowed.shape[0] - 1), node].nonzero()[:, 0]
+                keys, values = keys[:, :, seen], values[:, :, seen]
+            one = query[row : row + 1, :, node : node + 1]
+            nodes.append(attend(one, keys.contiguous(), values.contiguous()))
+        rows.append(torch.cat(nodes, 1))
+    return torch.cat(rows)

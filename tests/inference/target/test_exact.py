@@ -1,0 +1,126 @@
+"""decode.exact: the same bits alone, in a chain, in a tree and in a batch; without it they differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.api.tree import TokenTree
+from inference.audit.drafters import ScriptedDrafter
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.target.model import TargetModel
+from tests.inference.decoding.test_lossless import requests
+from tests.models import random_target
+
+NEEDS = FeatureSpec(last_hidden=True)
+
+
+def target_of(family: str, dtype: torch.dtype) -> TargetModel:
+    more = {} if family == "gpt2" else {"hidden_size": 64, "num_hidden_layers": 3}
+    return random_target(family, dtype=dtype, **more)
+
+
+def text(length: int) -> torch.Tensor:
+    return torch.randint(3, 90, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+def verified(target: TargetModel, width: int, exact: bool, rows: int = 1) -> torch.Tensor:
+    """Logits of 13 tokens behind a prompt of 7, from passes over `width` of them, in the last of
+    some rows of different lengths."""
+    tokens = text(20).expand(rows, -1)
+    cache, index = target.new_cache(rows, 48), torch.arange(rows)
+    lengths = torch.tensor([7 - row % 4 for row in range(rows)][::-1])
+    found = []
+    with target.computing(exact):
+        target.prefill(cache, index, tokens[:, :7], lengths, NEEDS)
+        for first in range(0, 13, width):
+            count = min(width, 13 - first)
+            tree = TokenTree.chain(count - 1)
+            now = tokens[:, 7 + first : 7 + first + count]
+            longest = int(lengths.max())
+            logits, _, _ = target.verify(cache, now, tree, lengths, longest, NEEDS, rows == 1)
+            path = torch.arange(count).expand(rows, -1)
+            whole = torch.full_like(lengths, count)
+            cache.commit(tree, lengths, path, whole - 1, whole)
+            lengths = lengths + count
+            found.append(logits[-1])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi", "gpt2"])
+def test_passes_of_any_width_and_batch_give_the_same_bits(family: str, dtype: torch.dtype) -> None:
+    target = target_of(family, dtype)
+    plain = verified(target, 1, True)
+    for width, rows in ((2, 1), (6, 1), (13, 1), (1, 3), (6, 3), (4, 8)):
+        assert torch.equal(verified(target, width, True, rows), plain), (width, rows)
+
+
+def test_without_it_bits_differ() -> None:
+    target = target_of("llama", torch.bfloat16)
+    plain = verified(target, 1, False)
+    assert not torch.equal(verified(target, 13, False, 3), plain)
+    assert torch.equal(verified(target, 1, False), plain)
+    torch.testing.assert_close(verified(target, 1, True), plain, rtol=0.1, atol=0.2)
+
+
+def test_a_trees_branch_has_the_bits_of_its_text() -> None:
+    target = target_of("llama", torch.bfloat16)
+    tokens = text(20)
+    parents = torch.tensor([[0, 0, 0, 1, 2, 4, 2, 5]])
+    tree = TokenTree.from_parents(parents, 4)
+    branch = [0, 2, 4, 5, 7]
+    drafted = torch.full((1, 8), 11)
+    drafted[:, branch] = tokens[:, 7:12]
+    cache, row = target.new_cache(1, 32), torch.tensor([0])
+    with target.computing(True):
+        target.prefill(cache, row, tokens[:, :7], row + 7, NEEDS)
+        logits, _, _ = target.verify(cache, drafted, tree, row + 7, 7, NEEDS)
+    assert torch.equal(logits[0, branch], verified(target, 1, True)[:5])
+
+
+@pytest.mark.parametrize("shape", ["chain", "dynamic"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_text_is_the_same_with_any_draft_and_batch(shape: Any, temperature: float) -> None:
+    target = target_of("llama", torch.bfloat16)
+    target.eos_token_ids = ()
+    items = requests(4, new=24)
+    decode = DecodeConfig(temperature=temperature, exact=True, depth=5, nodes=9, shape=shape)
+
+    def answers(drafter: Any, decode: DecodeConfig) -> dict[int, list[int]]:
+        return {c.request.index: c.tokens for c in Engine(target, drafter, decode).run(items)}
+
+    plain = answers(None, decode.without_draft())
+    known = {item.tokens: [*item.tokens, *plain[item.index]] for item in items}
+    drafter = ScriptedDrafter(known, target.info.vocab_size, 0.7)
+    for rows in (1, 3):
+        config = DecodeConfig(**{**vars(decode), "batch_size": rows})
+        assert answers(drafter, config) == plain
+    assert not target.exact
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "reason"),
+    [
+        ("mixtral", {}, "Experts|Router"),
+        ("qwen3_5_text", {"recurrent": True}, "recurrent layers"),
+        ("deepseek_v32", {}, "an indexer"),
+    ],
+)
+def test_targets_with_sums_of_their_own_are_refused(
+    family: str, more: dict[str, Any], reason: str
+) -> None:
+    target = random_target(family, **more)
+    with pytest.raises(UserError, match=reason), target.computing(True):
+        pass
+    assert not target.exact
+
+
+def test_it_does_not_go_with_compiling() -> None:
+    with pytest.raises(UserError, match="do not go together"):
+        DecodeConfig(exact=True, compile=True)
