@@ -309,6 +309,27 @@ def padded(setting: Setting) -> Found:
     return Found({"rows": rows}, checks)
 
 
+def exact(setting: Setting) -> Found:
+    """Under `decode.exact` drafted and batched text is plain text, bit for bit. In the kernel a
+    tree's ancestors may stand elsewhere in a tile than the same tokens do later, so that of trees
+    near ties are counted there."""
+    rows, checks = [], []
+    for dtype, temperature in product(setting.dtypes, (0.0, 1.0)):
+        writing = Writing.of(setting, dtype, temperature)
+        both = {"temperature": temperature, "rule": "match", "exact": True}
+        writing.plain = writing.decode(
+            None, DecodeConfig(shape="none", max_new_tokens=setting.sizes.tokens, **both)
+        )
+        for name, drafter, decode in arms(writing, setting):
+            answers = writing.decode(drafter, replace(decode, **both))
+            differ = sum(a != b for a, b in zip(answers, writing.plain, strict=True))
+            label = f"{name}, {dtype_name(dtype)}, T={temperature:g}"
+            rows.append({"arm": label, "differing": differ})
+            if not (setting.on_gpu and "tree" in name):
+                checks.append(Check(f"texts that differ, {label}", differ, most=0))
+    return Found({"rows": rows}, checks)
+
+
 def texts(setting: Setting) -> Found:
     """Drafted and batched text against plain text: near ties alone, and about as often as the
     target itself decides otherwise between passes of one and of several tokens."""
@@ -374,6 +395,7 @@ PARTS: Sequence[Part] = (
     Part("verification", verification, 60),
     Part("captured", captured, 90),
     Part("padded", padded, 60),
+    Part("exact", exact, 90),
     Part("texts", texts, 90),
     Part("clocks", clocks, 30),
     Part("tests", device_tests, 120),
