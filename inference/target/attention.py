@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from transformers import AttentionInterface
 
 from heads.nn.attention import additive
 from inference.kernels.reference.attention import TREE_ATTENTION
+from inference.target.causal import Attend, Document, Sight, causal_attention, packed_attention
 from inference.target.exact import is_exact, node_by_node
 
 NAME = "headstart"
@@ -40,8 +42,10 @@ NAME = "headstart"
 class AttentionPlan:
     """What the queries of one forward pass may see.
 
-    allowed [B|1, N, S] bool, or None when plain causality says it all (`causal`) or every key is
-    visible. query_positions [B|1, N], key_positions [B|1, S] int64: for sliding windows only.
+    allowed [B|1, N, S] bool, or None when plain causality says it all (`causal`: the queries are
+    the last N positions) or every key is visible. documents: where those of packed rows lie, each
+    of which is causal; None: every row is one. query_positions [B|1, N], key_positions [B|1, S]
+    int64: for sliding windows only.
     nodes: the queries are tree nodes over the whole cache, for the kernel, which takes lengths [B]
     int64, words [1|B, N, W] int32 and depth [1|B, N] int64 in the place of everything else.
     cache, modules: where compiled layers write, and their attention modules by number.
@@ -52,6 +56,7 @@ class AttentionPlan:
     query_positions: Tensor
     key_positions: Tensor
     nodes: tuple[Tensor, Tensor, Tensor] | None = None
+    documents: tuple[Document, ...] | None = None
     cache: Any = None
     modules: Mapping[int, nn.Module] = field(default_factory=dict)
     _bias: dict[Any, Tensor | None] = field(default_factory=dict)
@@ -194,35 +199,36 @@ def planned_attention(
         return TREE_ATTENTION(query, key, value, *plan.nodes, **limits), None
     key_heads = key.shape[1]
     groups = heads // key_heads
+    shaped: Attend | None = None
+    if softcap is not None or s_aux is not None:
+        # scores that torch's attention cannot shape
+        shaped = partial(_written_out, scaling=scaling, softcap=softcap, sinks=s_aux, groups=groups)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        # queries of one group are stacked as extra rows, so that no key or value is copied
+        rows, count = query.shape[0], query.shape[2]
+        packed = query.reshape(rows, key_heads, groups * count, size)
+        if shaped is not None:
+            out = shaped(packed, key, value, bias)
+        else:
+            out = scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scaling)
+        out = out.reshape(rows, heads, count, value.shape[-1])
+        return out.transpose(1, 2).contiguous()
+
     if is_exact():
         allowed = plan.allowed_within(sliding_window, chunk)
         if chosen is not None:
             allowed = chosen if allowed is None else allowed & chosen
-
-        def alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            if softcap is not None or s_aux is not None:
-                return _plain_attention(query, key, value, None, scaling, softcap, s_aux)
-            packed = query.reshape(1, key_heads, groups, size)
-            out = scaled_dot_product_attention(packed, key, value, scale=scaling)
-            return out.reshape(1, 1, heads, value.shape[-1])
-
-        return node_by_node(alone, query, key, value, allowed), None
-    if softcap is not None or s_aux is not None:
-        bias = plan.bias(sliding_window, groups, query.dtype, chosen, chunk)
-        return _plain_attention(query, key, value, bias, scaling, softcap, s_aux), None
-    # a later chunk of a prompt has more keys than queries: its causality is not a square
-    plain = nodes == key.shape[2] and plan.causal and plan.allowed is None
-    plain = plain and chosen is None and chunk is None
-    if plain and (sliding_window is None or key.shape[2] <= sliding_window):
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-        return out.transpose(1, 2).contiguous(), None
-    # queries of one group are stacked as extra rows, so that no key or value is copied
-    packed = query.reshape(batch, key_heads, groups * nodes, size)
-    bias = plan.bias(sliding_window, groups, query.dtype, chosen, chunk)
-    out = scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scaling)
-    return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
+        return node_by_node(partial(attend, bias=None), query, key, value, allowed), None
+    if plan.causal and chosen is None:
+        sight = Sight(sliding_window, marks.chunk)
+        given = query, key, value, sight, shaped
+        if plan.documents is not None:
+            return packed_attention(*given, plan.documents, scaling), None
+        return causal_attention(*given, scaling=scaling), None
+    return attend(
+        query, key, value, plan.bias(sliding_window, groups, query.dtype, chosen, chunk)
+    ), None
 
 
 @torch.library.custom_op("headstart::attend_in_cache", mutates_args=())
@@ -251,19 +257,18 @@ def _(number: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> 
     return query.new_empty(batch, nodes, heads, value.shape[-1])
 
 
-def _plain_attention(
-    query: Tensor,
+def _written_out(
+    packed: Tensor,
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
     scaling: float | None,
     softcap: float | None,
     sinks: Tensor | None,
+    groups: int,
 ) -> Tensor:
-    """The same written out, for scores that torch's attention cannot shape: [B, N, h*G, D]."""
-    batch, heads, nodes, size = query.shape
-    groups = heads // key.shape[1]
-    packed = query.reshape(batch, key.shape[1], groups * nodes, size)
+    """Attention of packed queries [B, h, G*N, D], keys [B, h, S, D] -> [B, h, G*N, Dv]."""
+    batch, key_heads, rows, size = packed.shape
     scores = packed @ key.transpose(-1, -2) * (size**-0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -272,11 +277,10 @@ def _plain_attention(
     if sinks is None:
         weights = scores.softmax(-1)
     else:  # a sink is a learned extra score per query head that takes weight and gives nothing
-        sink = sinks.reshape(1, key.shape[1], groups, 1, 1).expand(batch, -1, -1, nodes, 1)
-        sink = sink.reshape(batch, key.shape[1], groups * nodes, 1).to(scores.dtype)
+        sink = sinks.reshape(1, key_heads, groups, 1, 1).expand(batch, -1, -1, rows // groups, 1)
+        sink = sink.reshape(batch, key_heads, rows, 1).to(scores.dtype)
         weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-    out = weights.to(value.dtype) @ value
-    return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous()
+    return weights.to(value.dtype) @ value
 
 
 AttentionInterface.register(NAME, planned_attention)

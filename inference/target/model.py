@@ -28,6 +28,7 @@ from inference.kernels.packed_linear import pack_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target import loading
 from inference.target.attention import AttentionPlan, attention_plan, mark_layers
+from inference.target.causal import documents
 from inference.target.exact import ExactHead, exactly, install_exact
 from inference.target.indexed import IndexedCache, masks
 from inference.target.kv_cache import CacheSizes, KVCache, LayerShape
@@ -166,13 +167,15 @@ class TargetModel:
         self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec
     ) -> tuple[Tensor | None, Tensor | None]:
         """`features` with their graph, for training that changes the target (train/joint)."""
-        if bool((segments == segments[:, :1]).all()):
-            plan = AttentionPlan(None, True, positions, positions)
-        else:
-            length = tokens.shape[1]
-            causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-            allowed = (segments[:, :, None] == segments[:, None, :]) & causal
-            plan = AttentionPlan(allowed, False, positions, positions)
+        plan = AttentionPlan(None, True, positions, positions)
+        if not bool((segments == segments[:, :1]).all()):
+            if self.indexed:  # whose scores need a mask
+                length = tokens.shape[1]
+                causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+                allowed = (segments[:, :, None] == segments[:, None, :]) & causal
+                plan = AttentionPlan(allowed, False, positions, positions)
+            else:
+                plan.documents = documents(segments, positions)
         now = PackedPass.of(segments) if self.recurrent else None
         seen = self._run(tokens, positions, plan, None, needs.taps, now)
         return seen.taps, (seen.last_hidden if needs.last_hidden or needs.logits else None)

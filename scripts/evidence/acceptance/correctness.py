@@ -316,7 +316,7 @@ def exact(setting: Setting) -> Found:
     rows, checks = [], []
     for dtype, temperature in product(setting.dtypes, (0.0, 1.0)):
         writing = Writing.of(setting, dtype, temperature)
-        both = {"temperature": temperature, "rule": "match", "exact": True}
+        both: dict[str, Any] = {"temperature": temperature, "rule": "match", "exact": True}
         writing.plain = writing.decode(
             None, DecodeConfig(shape="none", max_new_tokens=setting.sizes.tokens, **both)
         )

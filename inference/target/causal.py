@@ -1,0 +1,134 @@
+"""Causal attention over long texts in memory that grows with their length, not with its square.
+
+A text of one document, read at once, is plain causal attention, which libraries compute without a
+mask. Windows, chunks, soft-capping, sinks, and the later part of a prompt whose beginning is in the
+cache are not: there queries are taken `BLOCK` at a time, each block over the keys that some of them
+see, with a mask of that size. Packed rows are taken document by document.
+
+Legend: B rows, N queries, S keys, D head size, h key/value heads, G query heads per key/value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from heads.nn.attention import additive
+
+BLOCK = 256
+"""Queries whose mask is spelt out at once."""
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Packed queries [B, h, G*N, D], keys, values [B, h, S, ..] and an additive mask [1, 1, G*N, S] or
+None -> [B, h, G*N, Dv]."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a causal layer sees besides: `window` positions back, and its own chunk of `chunk`."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first(self, position: int) -> int:
+        """The first position that is seen from `position`."""
+        first = 0 if self.window is None else max(0, position - self.window + 1)
+        return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
+
+    def is_plain(self, begin: int, end: int) -> bool:
+        """Whether every one of the positions [begin, end) sees all before it from `begin` on."""
+        return self.first(end - 1) <= begin
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sight: Sight,
+    attend: Attend | None,
+    begin: int = 0,
+    scaling: float | None = None,
+) -> Tensor:
+    """Attention of the last N of S positions: query [B, h*G, N, D], key, value [B, h, S, ..] ->
+    [B, N, h*G, Dv].
+
+    attend: how scores become results; None: torch's attention, without a mask where it can be.
+    begin: the position of the first key.
+    """
+    batch, heads, nodes, size = query.shape
+    key_heads, keys = key.shape[1], key.shape[2]
+    groups, behind = heads // key_heads, keys - nodes
+    if attend is None and behind == 0 and sight.is_plain(begin, begin + keys):
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return out.transpose(1, 2).contiguous()
+
+    def by_mask(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
+
+    parts = []
+    for first in range(0, nodes, BLOCK):
+        stop = min(first + BLOCK, nodes)
+        low = max(0, sight.first(begin + behind + first) - begin)
+        high = behind + stop
+        rows = torch.arange(behind + first, high, device=query.device)[:, None]
+        columns = torch.arange(low, high, device=query.device)
+        allowed = columns <= rows
+        if sight.window is not None:
+            allowed = allowed & (columns > rows - sight.window)
+        if sight.chunk is not None:
+            chunk = sight.chunk
+            allowed = allowed & ((begin + columns) // chunk == (begin + rows) // chunk)
+        bias = additive(allowed, query.dtype).repeat(groups, 1)[None, None]
+        # queries of one group are stacked as extra rows, so that no key or value is copied
+        packed = query[:, :, first:stop].reshape(batch, key_heads, groups * (stop - first), size)
+        seen = key[:, :, low:high], value[:, :, low:high]
+        out = (attend or by_mask)(packed, *seen, bias)
+        parts.append(out.reshape(batch, heads, stop - first, value.shape[-1]).transpose(1, 2))
+    return torch.cat(parts, 1)
+
+
+@dataclass(frozen=True)
+class Document:
+    """Places [first, end) of a packed row; begin: the position of the first one."""
+
+    row: int
+    first: int
+    end: int
+    begin: int
+
+
+def documents(segments: Tensor, positions: Tensor) -> tuple[Document, ...]:
+    """The documents of packed rows: segments [B, T], equal numbers side by side; positions [B, T].
+    Asks the device once."""
+    found = []
+    starts = torch.ones_like(segments, dtype=torch.bool)
+    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    places, begins = starts.nonzero().tolist(), positions[starts].tolist()
+    for number, ((row, first), begin) in enumerate(zip(places, begins, strict=True)):
+        last = number + 1 == len(places) or places[number + 1][0] != row
+        end = segments.shape[1] if last else places[number + 1][1]
+        found.append(Document(row, first, end, begin))
+    return tuple(found)
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sight: Sight,
+    attend: Attend | None,
+    lying: Sequence[Document],
+    scaling: float | None = None,
+) -> Tensor:
+    """`causal_attention` of packed rows, document by document; they cover all places in order."""
+    rows: list[list[Tensor]] = [[] for _ in range(query.shape[0])]
+    for one in lying:
+        at = slice(one.row, one.row + 1), slice(None), slice(one.first, one.end)
+        given = query[at], key[at], value[at], sight, attend
+        rows[one.row].append(causal_attention(*given, begin=one.begin, scaling=scaling))
+    return torch.cat([torch.cat(parts, 1) for parts in rows])

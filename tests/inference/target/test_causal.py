@@ -1,0 +1,124 @@
+"""Causal attention in blocks against one softmax over a whole mask, and what it holds in memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from heads.api.features import FeatureSpec
+from inference.target import causal
+from inference.target.attention import _written_out
+from inference.target.causal import Document, Sight, causal_attention, documents, packed_attention
+from tests.models import random_target
+
+HEADS, GROUPS, SIZE = 2, 3, 8
+SIGHTS = [Sight(), Sight(window=5), Sight(chunk=6), Sight(window=4, chunk=6), Sight(window=100)]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def slow(
+    query: Tensor, key: Tensor, value: Tensor, sight: Sight, begin: int, softcap: Any, sinks: Any
+) -> Tensor:
+    """Query by query and head by head, over the keys that it sees."""
+    batch, heads, nodes, size = query.shape
+    behind = key.shape[2] - nodes
+    out = torch.empty(batch, nodes, heads, value.shape[-1], dtype=query.dtype)
+    for row in range(batch):
+        for head in range(heads):
+            for node in range(nodes):
+                own = begin + behind + node
+                sees = [
+                    place
+                    for place in range(behind + node + 1)
+                    if (sight.window is None or begin + place > own - sight.window)
+                    and (
+                        sight.chunk is None or (begin + place) // sight.chunk == own // sight.chunk
+                    )
+                ]
+                keys = key[row, head // GROUPS, sees]
+                scores = keys @ query[row, head, node] * size**-0.5
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1]])
+                weights = scores.softmax(0)[: len(sees)]
+                out[row, node, head] = weights @ value[row, head // GROUPS, sees]
+    return out
+
+
+@pytest.mark.parametrize("shaped", [False, True])
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize(
+    ("nodes", "keys", "begin"), [(17, 17, 0), (17, 17, 3), (7, 20, 0), (1, 9, 2)]
+)
+def test_blocks_are_one_softmax(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, keys: int, begin: int, sight: Sight, shaped: bool
+) -> None:
+    monkeypatch.setattr(causal, "BLOCK", 4)
+    query, key = draw(2, HEADS * GROUPS, nodes, SIZE), draw(2, HEADS, keys, SIZE, seed=1)
+    value, sinks = draw(2, HEADS, keys, 5, seed=2), draw(HEADS * GROUPS, seed=3)
+    softcap, given = (3.0, sinks) if shaped else (None, None)
+    attend = None
+    if shaped:
+        attend = partial(_written_out, scaling=None, softcap=3.0, sinks=sinks, groups=GROUPS)
+    found = causal_attention(query, key, value, sight, attend, begin)
+    torch.testing.assert_close(found, slow(query, key, value, sight, begin, softcap, given))
+
+
+@pytest.mark.parametrize("sight", [Sight(), Sight(window=3), Sight(chunk=4)])
+def test_documents_of_packed_rows_do_not_see_each_other(
+    monkeypatch: pytest.MonkeyPatch, sight: Sight
+) -> None:
+    monkeypatch.setattr(causal, "BLOCK", 4)
+    segments = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 3, 0, 0], [4, 5, 5, 5, 5, 5, 5, 5, 5, 5]])
+    positions = torch.tensor([[0, 1, 2, 3, 4, 2, 3, 0, 0, 1], [7, *range(9)]])
+    lying = documents(segments, positions)
+    assert lying[:3] == (Document(0, 0, 5, 0), Document(0, 5, 7, 2), Document(0, 7, 8, 0))
+    assert lying[3:] == (Document(0, 8, 10, 0), Document(1, 0, 1, 7), Document(1, 1, 10, 0))
+    query, key = draw(2, HEADS * GROUPS, 10, SIZE), draw(2, HEADS, 10, SIZE, seed=1)
+    value = draw(2, HEADS, 10, 5, seed=2)
+    found = packed_attention(query, key, value, sight, None, lying)
+    for one in lying:
+        at = slice(one.row, one.row + 1), slice(None), slice(one.first, one.end)
+        alone = slow(query[at], key[at], value[at], sight, one.begin, None, None)
+        torch.testing.assert_close(found[at[0], at[2]], alone)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [value.numel() for value in tree_leaves(out) if isinstance(value, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+def test_memory_of_packed_rows_grows_with_their_length(family: str) -> None:
+    """Twice as long rows of documents of the same length hold twice as much; a mask over a row
+    would hold four times as much."""
+    target = random_target(family, max_position_embeddings=4096, num_hidden_layers=2)
+    needs, largest = FeatureSpec(last_hidden=True), []
+    for length in (1024, 2048):
+        places = torch.arange(length)[None]
+        segments, positions = (places // 300 + 1).int(), places % 300
+        with Largest() as seen:
+            target.features(places % 90, positions, segments, needs)
+        largest.append(seen.elements)
+    assert largest[1] <= 2 * largest[0]
+    assert largest[1] < 2048 * 2048 / 4
