@@ -30,6 +30,7 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.decode_file import advice
 from inference.decoding.loading import checkpoint_folder, load_drafter
 from inference.decoding.requests import Completion, Request
+from inference.decoding.sampling.distribution import pick_bytes
 from inference.kernels.dispatch import choose
 from inference.kernels.packed_linear import packed_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
@@ -285,8 +286,9 @@ class Engine:
         parts = self.target, self.drafter, self.decode, self.tree
         return Lanes(*parts, rows, capacity, self.clock, **more)
 
-    def require_memory(self, rows: int, capacity: int, widest: int) -> None:
-        """Refuse a batch that will not fit, before anything is allocated."""
+    def require_memory(self, rows: int, capacity: int, widest: int, own: bool = False) -> None:
+        """Refuse a batch that will not fit, before anything is allocated. own: rows have sampling
+        settings of their own."""
         free = free_bytes(self.target.device)
         if free is None:
             return
@@ -295,7 +297,8 @@ class Engine:
         state = drafter_state_bytes(self.drafter, self.tree, rows, capacity, info, like)
         kernel = choose(TREE_ATTENTION, target.device, dtype).implementation == "triton"
         plan = plan_memory(
-            *(info, dtype, target.cache_sizes()), rows, capacity, nodes, state, widest, kernel
+            *(info, dtype, target.cache_sizes(), rows, capacity, nodes, state, widest, kernel),
+            sampling=pick_bytes(self.decode.sampling(), own),
         )
         plan.require(free, target.device)
 

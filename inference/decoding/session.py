@@ -59,7 +59,8 @@ class Session:
         self.engine, self.capacity = engine, capacity
         self._stack = ExitStack()
         slots = capacity + engine.tree.num_nodes + 1
-        engine.require_memory(decode.batch_size, slots, min(decode.prefill_chunk, capacity))
+        widest = min(decode.prefill_chunk, capacity)
+        engine.require_memory(decode.batch_size, slots, widest, own=True)
         self.lanes = engine.new_lanes(decode.batch_size, slots, own_settings=True, details=details)
         lag = decode.steps_behind(engine.target.device)
         self._run = BatchRun(self.lanes, [], on_tokens, lag, narrow=True)

@@ -72,19 +72,22 @@ def plan_memory(
     drafter_state: int,
     widest: int,
     kernel: bool = False,
+    sampling: int = 0,
 ) -> MemoryPlan:
     """The plan for B rows of S slots.
 
     sizes: of the target's cache; drafter_state: bytes of the drafter's state for the whole batch;
     widest: most tokens of one prefill pass of one row; kernel: whether the tree attention kernel
-    runs, which takes scratch memory. Activations are bounded by the widest pass: hidden states,
-    MLP and attention of one layer, logits of all nodes, and what they would add to states.
+    runs, which takes scratch memory; sampling: bytes for every logit that picking a token takes
+    (`inference.decoding.sampling.distribution.pick_bytes`). Activations are bounded by the widest
+    pass: hidden states, MLP and attention of one layer, logits of all nodes, and what they would
+    add to states.
     """
     size = torch.finfo(dtype).bits // 8
     cache = rows * (slots * sizes.slot + sizes.row)
     tokens = rows * max(widest, nodes)
     activations = tokens * (4 * info.hidden_size + 3 * info.intermediate_size) * size
-    activations += rows * nodes * (info.vocab_size * (size + 4) + sizes.node)
+    activations += rows * nodes * (info.vocab_size * (size + 4 + sampling) + sizes.node)
     if kernel:
         activations += workspace_bytes(rows, info.num_attention_heads, nodes, info.head_dim, slots)
     return MemoryPlan(rows, slots, cache, drafter_state, activations)

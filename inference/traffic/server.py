@@ -12,6 +12,7 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.draft import NONE, Draft
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
+from inference.decoding.sampling.distribution import pick_bytes
 from inference.kernels.dispatch import choose
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.measure.metrics import divide
@@ -91,7 +92,8 @@ def memory_bytes(
     kernel = choose(TREE_ATTENTION, target.device, target.dtype).implementation == "triton"
     chunk = min(decode.prefill_chunk, context)
     plan = plan_memory(
-        *(info, target.dtype, target.cache_sizes()), rows, slots, nodes, state, chunk, kernel
+        *(info, target.dtype, target.cache_sizes(), rows, slots, nodes, state, chunk, kernel),
+        sampling=pick_bytes(decode.sampling(), own=True),
     )
     return {
         "cache": plan.cache,

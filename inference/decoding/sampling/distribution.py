@@ -82,6 +82,17 @@ class SamplingSettings:
         return self.repetition_penalty != 1 or bool(self.logit_bias) or bool(self.bad_words)
 
 
+FILTER_BYTES = 40
+"""Bytes of every logit that a filter holds at once: tempered logits, sorted ones with their int64
+places, probabilities, their sums with a copy, what is removed, and the result; sums in float32."""
+
+
+def pick_bytes(settings: SamplingSettings, own: bool = False) -> int:
+    """Bytes for every logit [.., V] that picking a token takes beside the logits in float32. own:
+    rows have settings of their own, which may filter."""
+    return FILTER_BYTES if own or (settings.filters and not settings.greedy) else 0
+
+
 def shape_logits(logits: Tensor, settings: SamplingSettings) -> Tensor:
     """Filtered, tempered logits [..., V] (at least float32; removed: -inf), temperature > 0.
 

@@ -3,11 +3,14 @@ planned beforehand."""
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import inference.decoding.engine as engine_module
 import inference.target.padding as padding_module
@@ -15,6 +18,8 @@ from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
+from inference.decoding.sampling.distribution import SamplingSettings, pick_bytes, shape_logits
+from inference.decoding.sampling.row_settings import RowSettings
 from inference.target.memory import plan_memory
 from inference.target.model import TargetModel
 from tests.fakes import SometimesRight
@@ -251,8 +256,8 @@ def test_the_plan_counts_what_is_then_allocated(monkeypatch: pytest.MonkeyPatch)
     target, items = random_target(), requests(4)
     plans: list[Any] = []
 
-    def remember(*arguments: Any) -> Any:
-        plans.append(plan_memory(*arguments))
+    def remember(*arguments: Any, **more: Any) -> Any:
+        plans.append(plan_memory(*arguments, **more))
         return plans[-1]
 
     monkeypatch.setattr(engine_module, "plan_memory", remember)
@@ -260,6 +265,48 @@ def test_the_plan_counts_what_is_then_allocated(monkeypatch: pytest.MonkeyPatch)
         engine = Engine(target, drafter_of(kind, target), DecodeConfig(batch_size=3))
         list(engine.run(items))
         assert plans[-1].cache + plans[-1].drafter == engine.memory_bytes()["kv"], kind
+
+
+class Living(TorchDispatchMode):
+    """The most bytes that storages made within the block hold at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                key = storage._cdata
+                if key not in self.held:
+                    self.held[key] = storage.nbytes()
+                    weakref.finalize(storage, self.held.pop, key, None)
+        self.most = max(self.most, sum(self.held.values()))
+        return out
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_plan_counts_what_filters_take(own: bool) -> None:
+    """Tempered, sorted, summed: the copies of the logits that a filtered pick makes."""
+    rows, nodes, vocab = 3, 5, 4096
+    settings = SamplingSettings(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
+    logits = torch.randn(rows, nodes, vocab)
+    if own:
+        held = RowSettings(rows, SamplingSettings(), vocab, torch.device("cpu"), True)
+        held.put(range(rows), [settings] * rows)
+        held.arrange(range(rows))
+    with Living() as living:
+        if own:
+            held.filtered(held.at_temperature(logits))
+        else:
+            shape_logits(logits, settings)
+    each = living.most / (rows * nodes * vocab)
+    planned = pick_bytes(SamplingSettings() if own else settings, own)
+    assert planned / 2 < each <= planned
+    assert pick_bytes(SamplingSettings()) == pick_bytes(SamplingSettings(temperature=1.0)) == 0
 
 
 def test_a_batch_that_will_not_fit_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
