@@ -1,0 +1,261 @@
+"""Kernels that a decoding step launches: `python -m scripts.tools.count_launches` writes
+docs/reports/launches.{json,md}.
+
+Counted on toy models of the families' shapes, since the number of operations does not depend on
+sizes. Run operation by operation, every torch operation that is neither a view nor an allocation is
+a launch; an operation with a kernel of ours counts that kernel's launches. Compiled layers
+(`decode.compile`) are given to inductor here for a CPU; its loops and the library's products are
+counted in the program that it writes. Libraries may launch more than one kernel for a product.
+
+The time of a step on a GPU is estimated from its bytes and launches (`StepModel`), to be compared
+with one that is measured (`python -m scripts.evidence.gpu speed`).
+
+Legend: L layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3Config
+
+from inference.decoding.clock import StepClock
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.execution.layers import compile_layers
+from inference.decoding.requests import Request
+from inference.kernels.dispatch import Op
+from inference.report.markdown import markdown_table
+from inference.target.model import TargetModel
+from scripts.evidence.acceptance.shapes import (
+    LLAMA,
+    QWEN,
+    TOY,
+    Shape,
+    as_target,
+    build_model,
+    new_head,
+)
+from scripts.evidence.common import Facts, write_report
+from scripts.tools.common import REPORTS, command
+
+KERNELS = {"tree_attention": 2, "write_clock": 0, "row_linear": 2}
+"""Launches of our own kernels where they are not one; the clock is none of the work."""
+ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+LAYERS = (2, 4)
+DEPTH = 5
+ABOUT = (
+    "**layer**: launches per target layer; **outside**: of the verification, outside of layers. "
+    "**draft**, **judge**, **commit**: of an EAGLE-3 chain of five, where judging is picking "
+    "tokens and walking the draft. **ms**: estimated for bfloat16, one row, a short context, on "
+    "4.3 TB/s."
+)
+
+
+class Launches(TorchDispatchMode):
+    """Counts launches by phase. phase: set by whoever runs the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.phase, self.paused = "", False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[-1].rstrip("_")
+        returns = func._schema.returns
+        alias = returns[0].alias_info if returns else None
+        view = alias is not None and not alias.is_write
+        if not view and not self.paused and name not in ALLOCATIONS and returns:
+            self.counts[self.phase] += 1
+        return out
+
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Within the block our operations count as their kernels, whose work is done by the
+        reference."""
+        call = Op.__call__
+
+        def counted(op: Op, first: Any, *args: Any, **kwargs: Any) -> Any:
+            self.counts[self.phase] += KERNELS.get(op.name, 1)
+            self.paused, before = True, self.paused
+            try:
+                return op.reference(first, *args, **kwargs)
+            finally:
+                self.paused = before
+
+        Op.__call__ = counted  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Op.__call__ = call  # type: ignore[method-assign]
+
+
+def step_launches(target: TargetModel, drafter: Any) -> dict[str, float]:
+    """Launches of a step by phase: "draft", "verify", "other" (judging), "commit"."""
+    decode = DecodeConfig(depth=DEPTH, max_new_tokens=24, graph="off")
+    decode = decode if drafter is not None else decode.without_draft()
+    engine, launches = Engine(target, drafter, decode), Launches()
+    border = StepClock.border
+    begun: list[int] = []
+
+    def at_border(clock: StepClock, ended: str) -> None:
+        border(clock, ended)
+        if ended:
+            found[ended] += launches.counts.pop("step", 0)
+        else:
+            begun.append(1)
+        launches.phase = "step" if ended != "commit" else ""
+
+    found: Counter[str] = Counter()
+    StepClock.border = at_border  # type: ignore[method-assign]
+    target_type = type(target)
+    on_device = target_type.lengths_on_device
+    target_type.lengths_on_device = property(lambda self: True)  # type: ignore[assignment,method-assign]
+    verify = target_type.verify
+
+    def as_on_a_gpu(self: TargetModel, *given: Any) -> Any:
+        # lengths that only the device knows, as captured steps have them
+        cache, tokens, tree, lengths, _, needs, *_rest = given
+        return verify(self, cache, tokens, tree, lengths, None, needs)
+
+    target_type.verify = as_on_a_gpu  # type: ignore[method-assign]
+    try:
+        with launches, launches.kernels():
+            list(engine.run([Request(0, (5, 6, 7, 8), 0, 24)]))
+    finally:
+        StepClock.border = border  # type: ignore[method-assign]
+        target_type.lengths_on_device = on_device  # type: ignore[method-assign]
+        target_type.verify = verify  # type: ignore[method-assign]
+    return {phase: count / len(begun) for phase, count in found.items()}
+
+
+def compiled_layer(shape: Shape) -> int:
+    """Launches of one compiled layer: loops that inductor makes, products, and what the opaque
+    attention over the cache launches: two writes and the kernel."""
+    from torch._inductor.utils import run_and_get_code
+
+    target = as_target(build_model(shape, torch.device("cpu"), torch.float64, 64))
+    torch.compiler.reset()
+    compile_layers(target)
+
+    def verify() -> Any:
+        cache, row = target.new_cache(1, 16), torch.tensor([0])
+        from heads.api.features import FeatureSpec
+        from heads.api.tree import TokenTree
+
+        tokens = torch.arange(1, 10)[None]
+        target.prefill(cache, row, tokens[:, :4], row + 4, FeatureSpec())
+        tree = TokenTree.chain(4)
+        return target.verify(cache, tokens[:, 4:], tree, row + 4, None, FeatureSpec())
+
+    _, programs = run_and_get_code(verify)
+    counts = [count_in(program) for program in programs]
+    assert counts, "inductor has written no program"
+    return max(counts) + 2 + KERNELS["tree_attention"]
+
+
+def count_in(program: str) -> int:
+    """Launches in a program of inductor's for a CPU, those of the opaque operation left out."""
+    body = program[program.index("def call") :]
+    loops = re.findall(r"^\s+(?:cpp_fused\w*|\w*cpp_\w+)\(", body, re.MULTILINE)
+    products = re.findall(r"extern_kernels\.\w+\(", body)
+    return len(loops) + len(products)
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Seconds of a step of one row: products read their weights at `products` of the bandwidth,
+    every other launch takes `launch_seconds`, and nothing overlaps. bandwidth in bytes per second;
+    the defaults are published rates of a Hopper GPU in a replayed graph."""
+
+    bandwidth: float = 4.3e12
+    products: float = 0.86
+    launch_seconds: float = 1.9e-6
+
+    def milliseconds(self, weight_bytes: float, products: float, launches: float) -> float:
+        """Of a step with so many launches, `products` of them products over `weight_bytes`."""
+        read = weight_bytes / (self.bandwidth * self.products)
+        return 1000 * (read + max(0.0, launches - products) * self.launch_seconds)
+
+
+def weight_bytes(shape: Shape, layers: int) -> float:
+    """Bytes of a target's weights that a step reads, in bfloat16."""
+    size = shape.hidden // shape.heads
+    attention = shape.hidden * size * (2 * shape.heads + 2 * shape.kv_heads)
+    layer = attention + 3 * shape.hidden * shape.intermediate
+    return 2.0 * (layers * layer + shape.vocab * shape.hidden)
+
+
+def report(given: argparse.Namespace) -> None:
+    """Count, estimate and write."""
+    shapes = {"llama31_8b": (LLAMA, TOY), "qwen3_8b": (QWEN, replace(TOY, family=Qwen3Config))}
+    rows = [count(name, large, toy) for name, (large, toy) in shapes.items()]
+    content = {"format": 1, "command": given.command, "rows": rows, "torch": torch.__version__}
+    write_report(given.out, content, page(content))
+    print(f"{given.out}.json, {given.out}.md")
+
+
+def count(name: str, large: Shape, toy: Shape) -> Facts:
+    """The row of one family."""
+    device, few, many = torch.device("cpu"), *LAYERS
+    plain, drafted = {}, {}
+    for layers in LAYERS:
+        shape = replace(toy, layers=layers)
+        target = as_target(build_model(shape, device, torch.float64, 64))
+        plain[layers] = step_launches(target, None)
+        if layers == many:
+            drafted = step_launches(target, new_head("eagle3", shape, target))
+    layer = (plain[many]["verify"] - plain[few]["verify"]) / (many - few)
+    outside = plain[few]["verify"] - few * layer
+    compiled = compiled_layer(replace(toy, layers=2))
+    model, size = StepModel(), weight_bytes(large, large.layers)
+    judged = {phase: plain[few].get(phase, 0.0) for phase in ("other", "commit")}
+
+    def plain_ms(each: float) -> float:
+        launches = large.layers * each + outside + sum(judged.values())
+        return model.milliseconds(size, 7 * large.layers + 1, launches)
+
+    return {
+        "family": name,
+        "layer": layer,
+        "layer_compiled": compiled,
+        "outside": outside,
+        "plain": judged,
+        "eagle3_chain": {phase: drafted.get(phase, 0.0) for phase in ("draft", "other", "commit")},
+        "plain_ms": plain_ms(layer),
+        "plain_ms_compiled": plain_ms(compiled),
+        "ideal_ms": 1000 * size / model.bandwidth,
+    }
+
+
+def page(content: Mapping[str, Any]) -> list[str]:
+    """The report as Markdown."""
+    header = ["family", "layer", "compiled", "outside", "draft", "judge", "commit"]
+    header += ["ms, plain", "compiled", "ideal"]
+    body = [
+        [
+            row["family"],
+            *(f"{row[key]:g}" for key in ("layer", "layer_compiled", "outside")),
+            *(f"{row['eagle3_chain'][key]:g}" for key in ("draft", "other", "commit")),
+            *(f"{row[key]:.1f}" for key in ("plain_ms", "plain_ms_compiled", "ideal_ms")),
+        ]
+        for row in content["rows"]
+    ]
+    lines = ["# Launches of a step", "", ABOUT, "", f"`{content['command']}`", ""]
+    return [*lines, *markdown_table(header, body, texts=1), ""]
+
+
+main = command(report, out=REPORTS / "launches")
+
+if __name__ == "__main__":
+    sys.exit(main())
