@@ -1,5 +1,5 @@
-"""Triton kernels that commit a verification: the walk along accepted nodes, and the compaction of
-all layers' keys and values.
+"""Triton kernels that write and commit a verification: a layer's fresh keys and values, the walk
+along accepted nodes, and the compaction of all layers' keys and values.
 
 Meaning: `reference/commit.py`. In plain torch the walk is a dozen small operations over [B, N, N]
 and each layer's compaction four, at 3-10 us a launch; here the walk is one launch and the
@@ -68,6 +68,26 @@ def compact(
     )
 
 
+def write_slots(
+    keys: Tensor, values: Tensor, fresh_keys: Tensor, fresh_values: Tensor, slots: Tensor
+) -> None:
+    """See `reference.commit.write_slots`."""
+    fresh = (
+        part if part.stride(-1) == 1 else part.contiguous() for part in (fresh_keys, fresh_values)
+    )
+    given = keys, values, *fresh
+    assert keys.stride(-1) == 1 and values.stride(-1) == 1, "each key and value must be contiguous"
+    rows, heads, nodes, key_size = fresh_keys.shape
+    value_size = fresh_values.shape[-1]
+    columns = triton.next_power_of_2(max(key_size, value_size))
+    _write_kernel[(rows * heads, nodes)](
+        *(*given, slots.contiguous(), heads, nodes, key_size, value_size),
+        *(stride for part in given for stride in part.stride()[:3]),
+        COLUMNS=columns,
+        num_warps=_warps(columns // 2),
+    )
+
+
 def _warps(threads: int) -> int:
     """Warps of a program that keeps about `threads` threads busy: 1, 2, 4 or 8."""
     return min(8, triton.next_power_of_2(max(1, threads // 32)))
@@ -116,6 +136,32 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
             found = tl.where(place == deepest - back, here, found)
             here = tl.load(parents + here)
     tl.store(path + row * (depth + 1) + place, found, mask=place <= depth)
+
+
+# fmt: off
+@triton.jit
+def _write_kernel(  # type: ignore[no-untyped-def]
+    keys, values, fresh_keys, fresh_values, slots, heads, nodes, key_size, value_size,
+    key_row, key_head, key_slot, value_row, value_head, value_slot,
+    fresh_key_row, fresh_key_head, fresh_key_node,
+    fresh_value_row, fresh_value_head, fresh_value_node,
+    COLUMNS: tl.constexpr,  # noqa: N803
+):
+    # fmt: on
+    """One program per row, head and node."""
+    head, node = tl.program_id(0) % heads, tl.program_id(1)
+    row = (tl.program_id(0) // heads).to(tl.int64)
+    slot = tl.load(slots + row * nodes + node)
+    column = tl.arange(0, COLUMNS)
+    source = fresh_keys + row * fresh_key_row + head * fresh_key_head + node * fresh_key_node
+    target = keys + row * key_row + head * key_head + slot * key_slot
+    mask = column < key_size
+    tl.store(target + column, tl.load(source + column, mask=mask), mask=mask)
+    source = fresh_values + row * fresh_value_row + head * fresh_value_head
+    source += node * fresh_value_node
+    target = values + row * value_row + head * value_head + slot * value_slot
+    mask = column < value_size
+    tl.store(target + column, tl.load(source + column, mask=mask), mask=mask)
 
 
 # fmt: off

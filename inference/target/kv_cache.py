@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from heads.api.tree import TokenTree
-from inference.kernels.reference.commit import COMPACT
+from inference.kernels.reference.commit import COMPACT, WRITE_SLOTS
 
 
 @dataclass(frozen=True)
@@ -118,15 +118,13 @@ class SlotWriter:
     mode "prefill": fresh tokens at slots offset .. offset+T-1 of `rows` [R], where `offset` is
     known to the host; layers attend to slots < offset+T of those rows (for offset 0: to the fresh
     keys themselves). mode "verify": nodes at `start` .. start+N (one row, host-known) or, if
-    `start` is None, at `slots` [B, N] of the rows `row_index` [B, 1], known to the device alone;
-    layers attend to slots < `bound`.
+    `start` is None, at `slots` [B, N], known to the device alone; layers attend to slots < `bound`.
     """
 
     mode: str = "prefill"
     rows: Tensor | None = None
     offset: int = 0
     slots: Tensor | None = None
-    row_index: Tensor | None = None
     start: int | None = None
     bound: int = 0
 
@@ -162,8 +160,8 @@ class SlotLayer(CacheLayerMixin):
             self.keys[:, :, writer.start : stop] = key_states
             self.values[:, :, writer.start : stop] = value_states
         else:
-            self.keys[writer.row_index, :, writer.slots] = key_states.transpose(1, 2)
-            self.values[writer.row_index, :, writer.slots] = value_states.transpose(1, 2)
+            assert writer.slots is not None
+            WRITE_SLOTS(self.keys, self.values, key_states, value_states, writer.slots)
         return self.keys[:, :, : writer.bound], self.values[:, :, : writer.bound]
 
     def _prefill(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:

@@ -305,7 +305,6 @@ class TargetModel:
         else:
             writer.start = None
             writer.slots = lengths[:, None] + torch.arange(nodes, device=tokens.device)
-            writer.row_index = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
             plan = self._device_plan(tree, positions, lengths, writer.bound)
         now = TreePass(cache.states, tree) if isinstance(cache, RecurrentCache) else None
         with exactly(self.exact):

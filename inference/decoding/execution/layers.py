@@ -6,6 +6,9 @@ cache, and writing keys and values and attending is one opaque operation that fi
 time (`inference.target.attention.attend_in_cache`). Prefill keeps the plain layers, since its
 shapes change with every prompt; taps stay outside, their hooks belong to the layers' calls.
 
+Projections of the same states are merged before (`inference.target.merged`), and halves that rotary
+embeddings put together are computed where they are used.
+
 Whether a family's layers are the same without a cache in their hands is tried before they are
 compiled: a verification whose layers are traced so has to give the logits of a plain one, bit for
 bit. Layers with recurrent states, indexers, or keys of another layer are left as they are.
@@ -25,6 +28,7 @@ from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
 from inference.target.attention import NUMBER
 from inference.target.kv_cache import KVCache
+from inference.target.merged import merge
 from inference.target.model import TargetModel
 from inference.target.recurrent.install import is_mixer
 
@@ -45,6 +49,8 @@ def compile_layers(target: TargetModel, backend: str = "inductor") -> bool:
         target.compiled_attention = modules
         reason = _difference(target)
         if not reason:
+            for layer in target.taps.layers:
+                merge(layer)
             _give(target, backend)
             return True
     target.compiled_attention = {}
@@ -116,7 +122,10 @@ def _give(target: TargetModel, backend: str) -> None:
 
 
 def _compiled_for_verification(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    compiled = torch.compile(forward, dynamic=False, fullgraph=True, backend=backend)
+    options: Any = {"force_pointwise_cat": True} if backend == "inductor" else None
+    compiled: Callable[..., Any] = torch.compile(
+        forward, dynamic=False, fullgraph=True, backend=backend, options=options
+    )
 
     def choose_forward(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())

@@ -1,11 +1,12 @@
-"""What commits a verification, in plain torch: the accepted walk and the cache's compaction.
+"""What writes and commits a verification, in plain torch: fresh keys and values into the cache, the
+accepted walk, and the cache's compaction.
 
 The walk is `inference.decoding.rules.accept.walk`. Compaction moves the accepted nodes' keys and
 values down to the slots behind the committed tokens, for all layers that share a storage in one
 operation. `commit.py` holds the Triton kernels.
 
-Legend: L layers, B rows, h key/value heads, S slots, C and E numbers per key and value, D the
-tree's deepest level.
+Legend: L layers, B rows, N nodes, h key/value heads, S slots, C and E numbers per key and value, D
+the tree's deepest level.
 """
 
 from __future__ import annotations
@@ -39,5 +40,19 @@ def compact(
         storage[:, rows, :, target] = storage[:, rows, :, source]
 
 
+def write_slots(
+    keys: Tensor, values: Tensor, fresh_keys: Tensor, fresh_values: Tensor, slots: Tensor
+) -> None:
+    """Put what a pass computed into a layer's cache: node n of row b goes to slot slots[b, n].
+
+    keys [B, h, S, C], values [B, h, S, E], written in place; fresh_keys [B, h, N, C], fresh_values
+    [B, h, N, E] of the same dtype; slots [B, N] int64, different within a row.
+    """
+    rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+    keys[rows, :, slots] = fresh_keys.transpose(1, 2)
+    values[rows, :, slots] = fresh_values.transpose(1, 2)
+
+
+WRITE_SLOTS = Op("write_slots", write_slots, "inference.kernels.commit:write_slots")
 COMPACT = Op("compact", compact, "inference.kernels.commit:compact")
 ACCEPT_WALK = Op("accept_walk", walk, "inference.kernels.commit:accept_walk", (torch.int64,))

@@ -8,6 +8,7 @@ large copy, and the wall clock, which has to agree with the seconds that are boo
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +95,18 @@ def decoding(setting: Setting, name: str, context: int, rows: int, full: bool) -
     if setting.on_gpu and rows == 1 and context == min(setting.sizes.contexts) and name == LLAMA:
         best = max(fact["share"] for arm, fact in by_arm.items() if arm.startswith("plain"))
         checks.append(Check("share of the bandwidth, plain", best, PLAIN_SHARE))
-    return Found({"context": context, "rows": rows, "arms": facts}, checks)
+    found: Facts = {"context": context, "rows": rows, "arms": facts}
+    if full:
+        found["estimated_ms"] = estimates(name)
+    return Found(found, checks)
+
+
+def estimates(name: str) -> Facts:
+    """What a step of a short context should take by its bytes and launches, without and with
+    compiled layers (scripts/tools/count_launches.py): to be compared with what it took."""
+    counted = json.loads((REPORTS / "launches.json").read_text(encoding="utf-8"))["rows"]
+    row = next(row for row in counted if row["family"] == name)
+    return {"plain": row["plain_ms"], "eagle3 chain": row["eagle3_ms"]}
 
 
 def arms(

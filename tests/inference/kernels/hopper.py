@@ -72,6 +72,9 @@ SAMPLES: dict[str, Callable[[Op], Any]] = {
     "noise_pick": lambda op: op.triton()(
         zeros(2, 6, 1000, dtype=torch.bfloat16), zeros(2, 6), zeros(2), 0.7
     ),
+    "write_slots": lambda op: op.triton()(
+        *(zeros(2, 8, size, 128, dtype=torch.bfloat16) for size in (64, 64, 6, 6)), zeros(2, 6)
+    ),
     "write_clock": lambda op: op.triton()(zeros(5), 2),
     "row_linear": lambda op: op.triton()(
         zeros(6, 4096, dtype=torch.bfloat16), zeros(1024, 4096, dtype=torch.bfloat16)

@@ -13,7 +13,7 @@ from torch import Tensor
 from heads.api.tree import TokenTree
 from inference.decoding.rules.accept import Walk, walk
 from inference.kernels.reference import commit as reference_commit
-from inference.kernels.reference.commit import ACCEPT_WALK, COMPACT
+from inference.kernels.reference.commit import ACCEPT_WALK, COMPACT, WRITE_SLOTS
 from tests.inference.kernels.devices import DEVICES, ON_CPU
 
 Move = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -208,3 +208,31 @@ def test_a_view_of_a_larger_storage_is_moved_in_place() -> None:
     expected, _ = after(slow_move, (keys, values, lengths, path, accepted))
     COMPACT.triton()(wide[:, :, :, :-3], values, lengths, path, accepted)
     assert torch.equal(wide[:, :, :, :-3], expected) and not wide[:, :, :, -3:].any()
+
+
+# Writing
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("key_size", "value_size"), [(16, 16), (24, 7), (3, 40)])
+def test_fresh_keys_and_values_go_to_their_slots(
+    device: str, dtype: torch.dtype, key_size: int, value_size: int
+) -> None:
+    """Row by row and node by node; fresh states come as attention layers have them, transposed."""
+    rows, heads, nodes, slots = 3, 2, 5, 20
+    torch.manual_seed(0)
+    keys = torch.randn(2, rows, heads, slots, key_size).to(device, dtype)[1]
+    values = torch.randn(rows, heads, slots, value_size).to(device, dtype)
+    fresh_keys = torch.randn(rows, nodes, heads, key_size).to(device, dtype).transpose(1, 2)
+    fresh_values = torch.randn(rows, nodes, heads, value_size).to(device, dtype).transpose(1, 2)
+    places = torch.tensor([[4, 5, 6, 7, 8], [19, 0, 3, 2, 1], [9, 11, 10, 12, 13]], device=device)
+    wanted = keys.clone(), values.clone()
+    for row in range(rows):
+        for node in range(nodes):
+            wanted[0][row, :, int(places[row, node])] = fresh_keys[row, :, node]
+            wanted[1][row, :, int(places[row, node])] = fresh_values[row, :, node]
+    for write in (reference_commit.write_slots, WRITE_SLOTS.triton()):
+        found = keys.clone(), values.clone()
+        write(*found, fresh_keys, fresh_values, places)
+        assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])

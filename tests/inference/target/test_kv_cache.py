@@ -144,7 +144,7 @@ def test_slots_known_to_the_device_alone_are_written_like_those_known_to_the_hos
         cache.layers[0].update(*states((2, 4, 4), 1, 6, 0))
         cache.writer.mode, cache.writer.bound = "verify", 10
     host.writer.start = 6
-    device.writer.slots, device.writer.row_index = torch.arange(6, 10)[None], torch.tensor([[0]])
+    device.writer.slots = torch.arange(6, 10)[None]
     fresh = states((2, 4, 4), 1, 4, 9)
     expected = host.layers[0].update(*fresh)
     with NoHost():
