@@ -88,8 +88,8 @@ def decoding(setting: Setting, name: str, context: int, rows: int, full: bool) -
     facts: list[Facts] = []
     checks: list[Check] = []
     for label, drafter, decode in arms(setting, target, name, requests, rows, full):
-        found, own = time_arm(setting, target, label, drafter, decode, requests)
-        facts.append(found)
+        measured, own = time_arm(setting, target, label, drafter, decode, requests)
+        facts.append(measured)
         checks += own
     by_arm = {fact["arm"]: fact for fact in facts}
     if setting.on_gpu and rows == 1 and context == min(setting.sizes.contexts) and name == LLAMA:
