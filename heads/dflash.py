@@ -126,7 +126,7 @@ class Drafter(BlockModel):
         slots = self.config.block_size
         scores = self.shape.num_attention_heads * slots * (length + slots)
         widest = max(depths * self.info.vocab_size, scores, self.config.candidate_scores(depths))
-        return max(1, losses.CHUNK_ELEMENTS // (rows * widest))
+        return max(1, losses.chunk_elements(batch.tokens.device) // (rows * widest))
 
     def _states(
         self, batch: TrainBatch, contexts: list[KeyValue], anchors: Anchors, depths: int

@@ -215,7 +215,7 @@ class Drafter(LayerDrafter):
         rows, length = batch.tokens.shape
         scores = self.info.num_attention_heads * slots * (length + slots)
         widest = max(slots * self.info.vocab_size, scores)
-        return max(1, losses.CHUNK_ELEMENTS // (rows * max(1, widest)))
+        return max(1, losses.chunk_elements(batch.tokens.device) // (rows * max(1, widest)))
 
     def _outputs(
         self, batch: TrainBatch, contexts: list[KeyValue], anchors: Anchors, noise: Tensor

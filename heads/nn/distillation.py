@@ -199,7 +199,7 @@ def _in_chunks(
 ) -> Tensor:
     """A value per prediction [M], without ever holding more than a chunk of [M, V]."""
     rows = torch.arange(predictions.at.shape[0], device=predictions.at.device)
-    pieces = rows.split(max(1, losses.CHUNK_ELEMENTS // columns))
+    pieces = rows.split(max(1, losses.chunk_elements(rows.device) // columns))
     return torch.cat([per_prediction(predictions.only(piece)) for piece in pieces])
 
 

@@ -23,7 +23,19 @@ from torch.utils.checkpoint import checkpoint
 from heads.api.batch import LossOutput, TrainBatch
 
 CHUNK_ELEMENTS = 1 << 25
-"""Most elements of a [positions, vocabulary] tensor (128 MiB in float32) in one chunk."""
+"""Most elements of a [positions, vocabulary] tensor (128 MiB in float32) in one chunk on a CPU."""
+CHUNK_SHARE = 1 / 80
+"""Share of a GPU's memory that such a tensor may have in float32, of which a loss holds several: a
+gibibyte of 80. Small chunks cost launches and recomputation there."""
+
+
+def chunk_elements(device: torch.device) -> int:
+    """Most elements of a [positions, vocabulary] tensor in one chunk on this device."""
+    if device.type != "cuda":
+        return CHUNK_ELEMENTS
+    total = torch.cuda.get_device_properties(device).total_memory
+    return max(CHUNK_ELEMENTS, 1 << (int(total * CHUNK_SHARE) // 4).bit_length() - 1)
+
 
 Given = ParamSpec("Given")
 
@@ -200,12 +212,12 @@ Sums = tuple[Tensor, ...]
 
 
 def sum_over_rows(part: Callable[[Tensor], Sums], rows: Tensor, columns: int) -> Sums:
-    """Add up part(rows) over chunks of `rows` [M] int64 of at most CHUNK_ELEMENTS / columns.
+    """Add up part(rows) over chunks of `rows` [M] int64 of at most `chunk_elements` / columns.
 
     part returns tensors that are sums over its rows. With more than one chunk each is recomputed in
     the backward pass instead of being kept.
     """
-    chunk = max(1, CHUNK_ELEMENTS // columns)
+    chunk = max(1, chunk_elements(rows.device) // columns)
     if rows.shape[0] <= chunk:
         return part(rows)
     total: Sums | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -244,6 +245,16 @@ def test_sum_over_chunks_equals_one_sum(monkeypatch: pytest.MonkeyPatch) -> None
     assert float(total) == 1 + 9 + 16 + 49 + 64 + 81 + 4
     assert int(count) == 7
     assert values.grad.tolist() == [0, 2, 4, 6, 8, 0, 0, 14, 16, 18]
+
+
+@pytest.mark.parametrize(("gib", "power"), [(80, 28), (24, 26), (140, 28), (2, 25)])
+def test_chunks_grow_with_a_gpus_memory(
+    monkeypatch: pytest.MonkeyPatch, gib: int, power: int
+) -> None:
+    properties = SimpleNamespace(total_memory=gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert losses.chunk_elements(torch.device("cuda", 1)) == 1 << power
+    assert losses.chunk_elements(torch.device("cpu")) == 1 << 25
 
 
 def test_no_rows_make_a_zero_that_still_has_gradients() -> None:

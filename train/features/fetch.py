@@ -123,7 +123,8 @@ class Fetch(Future[Content]):
 
 class ThreadedSource:
     """A source whose `fetch` blocks, run by threads of its own: daemons, which a process that ends
-    leaves behind. stop: makes a `fetch` that waits give up; called once."""
+    leaves behind. stop: makes a `fetch` that waits give up; called once. pinned: the threads put
+    what they fetched into pinned memory, from which a GPU copies while it computes."""
 
     def __init__(
         self,
@@ -131,8 +132,9 @@ class ThreadedSource:
         form: Form,
         threads: int,
         stop: Callable[[], None],
+        pinned: bool = False,
     ) -> None:
-        self.fetch, self.form, self.stop = fetch, form, stop
+        self.fetch, self.form, self.stop, self.pinned = fetch, form, stop, pinned
         self._asked: SimpleQueue[tuple[Fetch, PackedBatch] | None] = SimpleQueue()
         work = partial(threading.Thread, target=self._work, name="features", daemon=True)
         self._threads = [work() for _ in range(threads)]
@@ -148,7 +150,8 @@ class ThreadedSource:
         while (asked := self._asked.get()) is not None:
             coming, packed = asked
             try:
-                coming.set_result(self.fetch(packed))
+                content = self.fetch(packed)
+                coming.set_result(pin(content) if self.pinned else content)
             except Exception as error:  # noqa: BLE001 - raised where it is waited for
                 coming.set_exception(error)
 
@@ -162,6 +165,14 @@ class ThreadedSource:
         self.stop()
         for thread in self._threads:
             thread.join(CLOSE_SECONDS / len(self._threads))
+
+
+def pin(content: Content) -> Content:
+    """The same in pinned memory."""
+    return {
+        thing: {name: part.pin_memory() for name, part in parts.items()}
+        for thing, parts in content.items()
+    }
 
 
 def key_of(packed: PackedBatch) -> str:

@@ -68,14 +68,15 @@ def make_features(
         )
     form, precision = config.form(target.info), precision_of(dtype, target.dtype)
     source: Source
+    pinned = target.device.type == "cuda"
     if config.mode == "store":
         length, domains = loader.data.sequence_length, loader.data.domains
         wanted = config.identity(needs, target.info, answers, length, precision, domains)
         reader = StoreReader(config.folder(answers), wanted, config.wait_seconds)
-        source = ThreadedSource(reader.fetch, form, threads=1, stop=reader.stop)
+        source = ThreadedSource(reader.fetch, form, 1, reader.stop, pinned)
     elif config.mode == "remote":
         client, threads = RemoteClient(config, target.info, precision, needs), len(config.servers)
-        source = ThreadedSource(client.fetch, form, threads=2 * threads, stop=client.stop)
+        source = ThreadedSource(client.fetch, form, 2 * threads, client.stop, pinned)
     else:
         source = GroupSource(config, target, precision, needs)
     given = (online.logits, target.device, dtype, loader, config.ahead)

@@ -19,8 +19,11 @@ from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.train import launch
 from tests.train.micro_run import leave_waiting, settings
+from train.data.loader import PackedBatch
 from train.features.config import FeaturesConfig
+from train.features.fetch import ThreadedSource
 from train.features.remote.server import FeatureServer
+from train.features.store.batches import Form
 from train.features.store.layout import index_path, read_plan
 from train.features.store.writer import StoreJob, write_features
 from train.run import train
@@ -160,3 +163,26 @@ def test_while_a_server_is_asked_again_and_again(
     for each in trying:
         each.join(60)  # one may be waiting for a slow answer, after which it must not ask again
     assert not [each for each in trying if each.is_alive()]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_what_was_fetched_is_pinned_by_the_thread_that_fetched_it(
+    monkeypatch: pytest.MonkeyPatch, pinned: bool
+) -> None:
+    """A copy from ordinary memory would hold the trainer up, and so would pinning in its thread."""
+    places = []
+
+    def remember(self: torch.Tensor) -> torch.Tensor:
+        places.append(threading.current_thread().name)
+        return self + 0
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", remember)
+    content = {"tap.1": {"values": torch.ones(2)}, "last": {"values": torch.ones(3)}}
+    form = Form("fp32", 2, 5)
+    source = ThreadedSource(lambda packed: content, form, 1, lambda: None, pinned)
+    rows = torch.ones(1, 2, dtype=torch.int64)
+    found = source.ask(PackedBatch.unsupervised(rows, rows, rows.int())).result()
+    source.close()
+    assert found.keys() == content.keys()
+    assert torch.equal(found["last"]["values"], torch.ones(3))
+    assert places == (["features"] * 2 if pinned else [])
