@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 from annotated_types import Ge, Le
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from heads.api.config import Fraction, Size, Temperature, TokenId, UnitInterval, config
 from heads.api.errors import UserError
+from inference.kernels.dispatch import choose
+from inference.kernels.reference.filters import FILTER_LOGITS
 
 Bias = Annotated[float, Ge(-1e6), Le(1e6)]
 
@@ -96,20 +98,32 @@ def pick_bytes(settings: SamplingSettings, own: bool = False) -> int:
 def shape_logits(logits: Tensor, settings: SamplingSettings) -> Tensor:
     """Filtered, tempered logits [..., V] (at least float32; removed: -inf), temperature > 0.
 
-    Order as in common engines: temperature, then top-k, top-p and min-p.
+    Order as in common engines: temperature, then top-k, top-p and min-p. Tokens of equal logits are
+    kept or removed together.
     """
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / settings.temperature
+    if not settings.filters:
+        return scaled
+    vocab = scaled.shape[-1]
+    if choose(FILTER_LOGITS, scaled.device, scaled.dtype).implementation == "triton":
+        flat, one = scaled.reshape(1, -1, vocab), scaled.new_ones(1)
+        log_min_p = math.log(settings.min_p) if settings.min_p > 0 else -math.inf
+        given = one.long() * (settings.top_k or vocab), one * settings.top_p, one * log_min_p
+        return cast(Tensor, FILTER_LOGITS(flat, *given)).view_as(scaled)
+    return _filtered(scaled, settings)
+
+
+def _filtered(scaled: Tensor, settings: SamplingSettings) -> Tensor:
+    """`FILTER_LOGITS` with the same settings for all, which sorts for top-p alone."""
     if settings.top_k and settings.top_k < scaled.shape[-1]:
         kth = scaled.topk(settings.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < kth, float("-inf"))
     if settings.top_p < 1:
-        ordered, index = scaled.sort(dim=-1, descending=True)
+        ordered = scaled.sort(dim=-1, descending=True).values
         probabilities = ordered.softmax(-1)
-        # mass of the strictly better tokens: the first token always stays
         before = probabilities.cumsum(-1) - probabilities
-        kept = torch.zeros_like(scaled, dtype=torch.bool)
-        removed = kept.scatter(-1, index, before >= settings.top_p)
-        scaled = scaled.masked_fill(removed, float("-inf"))
+        kept = (before < settings.top_p).sum(-1, keepdim=True).clamp(min=1)
+        scaled = scaled.masked_fill(scaled < ordered.gather(-1, kept - 1), float("-inf"))
     if settings.min_p > 0:
         floor = scaled.amax(-1, keepdim=True) + math.log(settings.min_p)
         scaled = scaled.masked_fill(scaled < floor, float("-inf"))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from torch import Tensor
 from heads.api.errors import UserError
 from inference.decoding.sampling.distribution import SamplingSettings, over_vocabulary
 from inference.decoding.sampling.noise import SharedNoise, Stream
+from inference.kernels.reference.filters import FILTER_LOGITS
 from inference.kernels.reference.noise import NOISE_PICK
 
 GREEDY, SAMPLED, FILTERED = 0, 1, 2
@@ -119,18 +121,9 @@ class RowSettings:
     def filtered(self, scaled: Tensor, rows: Tensor | None = None) -> Tensor:
         """Tempered logits [R, M, V] with removed tokens at -inf:
         `inference.decoding.sampling.distribution.shape_logits`, row by row."""
-        ordered = scaled.sort(dim=-1, descending=True).values
-        last = (self._column(2, rows, self.values).long() - 1).clamp(0, scaled.shape[-1] - 1)
-        kth = ordered.gather(-1, last.expand(-1, scaled.shape[1], 1))
-        scaled = scaled.masked_fill(scaled < kth, float("-inf"))
-        ordered, index = scaled.sort(dim=-1, descending=True)
-        probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities
-        removed = before >= self._column(3, rows, before)
-        removed = torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, index, removed)
-        scaled = scaled.masked_fill(removed, float("-inf"))
-        floor = scaled.amax(-1, keepdim=True) + self._column(4, rows, scaled)
-        return scaled.masked_fill(scaled < floor, float("-inf"))
+        values = self.values if rows is None else self.values[rows]
+        top_p, log_min_p = (values[:, number].to(scaled.dtype) for number in (3, 4))
+        return cast(Tensor, FILTER_LOGITS(scaled, values[:, 2].long(), top_p, log_min_p))
 
     def _column(self, number: int, rows: Tensor | None, like: Tensor) -> Tensor:
         """One number per row, [R, 1, 1], in the dtype of `like`."""

@@ -76,6 +76,11 @@ SAMPLES: dict[str, Callable[[Op], Any]] = {
         *(zeros(2, 8, size, 128, dtype=torch.bfloat16) for size in (64, 64, 6, 6)), zeros(2, 6)
     ),
     "write_clock": lambda op: op.triton()(zeros(5), 2),
+    "filter_logits": lambda op: op.triton()(
+        zeros(2, 6, 1000, dtype=torch.float32),
+        zeros(2),
+        *(zeros(2, dtype=torch.float32) for _ in range(2)),
+    ),
     "row_linear": lambda op: op.triton()(
         zeros(6, 4096, dtype=torch.bfloat16), zeros(1024, 4096, dtype=torch.bfloat16)
     ),

@@ -157,9 +157,10 @@ def test_a_fresh_process_finds_every_operation(repository: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", program], cwd=repository, capture_output=True, text=True, timeout=120
     )
-    names = ["accept_walk", "compact", "gumbel_noise", "noise_pick", "residual_blocks"]
+    names = ["accept_walk", "compact", "filter_logits", "gumbel_noise", "noise_pick"]
     assert ran.stdout.split() == [
         *names,
+        "residual_blocks",
         "row_linear",
         "tree_attention",
         "write_clock",
