@@ -4,12 +4,12 @@ Meaning: `reference_attention.tree_attention`. The cache is cut into splits of a
 program takes one split of one key/value head for a block of query rows, where the N nodes times the
 G query heads that share the head are all rows of one matrix, so that every key and value tile that
 is loaded serves them all. Committed tokens are visible to every node, so the loop over them has no
-mask; ancestor bits are looked at in the last tiles only, window edges in the first ones. Splits
-beyond a row's length, or wholly before its window, end at once: the grid comes from the capacity,
-lengths are read on the device, and one captured CUDA graph serves every length. A second kernel
-adds the splits up by their log-sum-exp. Where a split begins depends neither on the batch nor on
-the length, so a row's sums are taken in the same order alone and in a batch (flash decoding, Dao et
-al. 2023, with splits of fixed size).
+mask; ancestor bits are looked at in the last tiles only, window edges in the first ones. Programs
+take splits in turn, at most 32 of them to a head, as far as the row's length goes, which is read on
+the device: cost and scratch memory follow the text and not the capacity, and one captured CUDA
+graph serves every length. A second kernel adds the programs' parts up by their log-sum-exp. Which
+program takes which split depends neither on the batch nor on the length, so a row's sums are taken
+in the same order alone and in a batch (flash decoding, Dao et al. 2023, with splits of fixed size).
 
 Legend: B rows, N nodes, S slots, W words, h key/value heads, G query heads per key/value head, D
 head size, Dv value size.
@@ -26,16 +26,17 @@ import triton.language as tl
 from torch import Tensor
 
 from inference.kernels.dispatch import is_interpreted
+from inference.kernels.reference.attention import parts_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 """Exponentials are taken to the base 2, which is the instruction that GPUs have."""
 COMBINE_SPLITS = 16
-"""Splits that the combining kernel loads at once: 4096 tokens at the default size."""
+"""Parts that the combining kernel loads at once."""
 
 
 MANY_ROWS = 65
 """Query rows of the launch that is taken for every number of them, where results must not depend on
-that: tiles of 64."""
+that: the largest tiles."""
 HOPPER_SHARED = 227 * 1024
 """Bytes of shared memory that a program may use on an H100 or H200."""
 
@@ -75,11 +76,13 @@ def launch_config(
     else:
         # 16 rows are the least that the matrix cores take; beyond 32, one instruction of 64 is no
         # more expensive than two of 32
-        block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or wide else 128
         # a tile of keys and values of 64 slots x 128 x 2 bytes is 32 KiB: three stages leave room
         # for two programs per SM, and have a multiple of the 36 KB on their way that an SM's share
         # of 4.8 TB/s needs per microsecond of latency
         launch = Launch(block_m, 32, 8, 2, block_r) if wide else Launch(block_m, 64, 4, 3, block_r)
+        if block_m == 128:  # a large tree: its rows read the cache once, not once per 64
+            launch = replace(launch, num_warps=8, num_stages=2)
     size = triton.next_power_of_2(head_dim) * dtype.itemsize
     while launch.block_n > 16:
         if (launch.block_m + 2 * launch.num_stages * launch.block_n) * size <= shared:
@@ -196,15 +199,16 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     tl.constexpr,
 ) -> None:
     # fmt: on
-    """Program (row block, row and key/value head, split): values [M, Dv], log-sum-exp [M]."""
+    """Program (row block, row and key/value head, part): values [M, Dv], log-sum-exp [M] of
+    the splits part, part + parts, ... of the row."""
     head = tl.program_id(1)
-    split = tl.program_id(2)
+    part = tl.program_id(2)
     b = (head // key_heads).to(tl.int64)  # offsets of whole rows outgrow 32 bits
     h = head % key_heads
     length = tl.load(lengths + b).to(tl.int32)
-    first = split * split_size
-    stop = tl.minimum(tl.minimum(first + split_size, length + nodes), capacity)
-    if first >= stop:
+    end = tl.minimum(length + nodes, capacity)
+    splits = (end + split_size - 1) // split_size
+    if part >= splits:
         return
     row = tl.program_id(0) * block_m + tl.arange(0, block_m)
     node = row // groups
@@ -212,17 +216,11 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     words += b * words_b
     depth += b * depth_b
     position = length + tl.load(depth + node, mask=valid, other=0).to(tl.int32)
-    # tiles [first, edge) reach before the window of some row, [edge, plain) lie before the tree,
-    # [plain, stop) need ancestor bits
-    plain = tl.minimum(first + split_size, tl.minimum(length, capacity) // block_n * block_n)
-    edge = first
+    oldest = 0  # the first slot that some row sees
+    newest = 0  # the first one that all rows see
     if windowed:
         oldest = tl.maximum(tl.min(tl.where(valid, position, 1 << 30)) - window + 1, 0)
         newest = tl.maximum(tl.max(tl.where(valid, position, 0)) - window + 1, 0)
-        first = tl.maximum(first, oldest // block_n * block_n)
-        if first >= stop:
-            return
-        edge = tl.maximum(first, (newest + block_n - 1) // block_n * block_n)
 
     d = tl.arange(0, block_d)
     v = tl.arange(0, block_v)
@@ -237,27 +235,36 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     peak = tl.full([block_m], float("-inf"), tl.float32)
     total = tl.zeros([block_m], tl.float32)
     acc = tl.zeros([block_m, block_v], tl.float32)
-    # fmt: off
-    if windowed:
-        for start in tl.range(first, tl.minimum(edge, plain), block_n, num_stages=1):
+    for split in range(part, splits, tl.num_programs(2)):
+        first = split * split_size
+        stop = tl.minimum(first + split_size, end)
+        # tiles [first, edge) reach before the window of some row, [edge, plain) lie before the
+        # tree, [plain, stop) need ancestor bits
+        plain = tl.minimum(first + split_size, tl.minimum(length, capacity) // block_n * block_n)
+        edge = first
+        # fmt: off
+        if windowed:
+            first = tl.maximum(first, oldest // block_n * block_n)
+            edge = tl.maximum(first, (newest + block_n - 1) // block_n * block_n)
+            for start in tl.range(first, tl.minimum(edge, plain), block_n, num_stages=1):
+                peak, total, acc = _tile(
+                    rows, keys, values, words, depth, start, stop, length, node, valid, position,
+                    peak, total, acc, scale, softcap, window, key_s, value_s, word_count, head_dim,
+                    value_dim, block_d, block_v, block_n, True, True, capped, upcast)
+        for start in tl.range(edge, plain, block_n):
             peak, total, acc = _tile(
                 rows, keys, values, words, depth, start, stop, length, node, valid, position, peak,
                 total, acc, scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim,
-                block_d, block_v, block_n, True, True, capped, upcast)
-    for start in tl.range(edge, plain, block_n):
-        peak, total, acc = _tile(
-            rows, keys, values, words, depth, start, stop, length, node, valid, position, peak,
-            total, acc, scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim,
-            block_d, block_v, block_n, False, False, capped, upcast)
-    for start in tl.range(tl.maximum(first, plain), stop, block_n, num_stages=1):
-        peak, total, acc = _tile(
-            rows, keys, values, words, depth, start, stop, length, node, valid, position, peak,
-            total, acc, scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim,
-            block_d, block_v, block_n, True, windowed, capped, upcast)
-    # fmt: on
+                block_d, block_v, block_n, False, False, capped, upcast)
+        for start in tl.range(tl.maximum(first, plain), stop, block_n, num_stages=1):
+            peak, total, acc = _tile(
+                rows, keys, values, words, depth, start, stop, length, node, valid, position, peak,
+                total, acc, scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim,
+                block_d, block_v, block_n, True, windowed, capped, upcast)
+        # fmt: on
     # a row that saw nothing here: zeros, and no weight later
     divisor = tl.where(total > 0, total, 1.0)
-    place = (head.to(tl.int64) * tl.num_programs(2) + split) * nodes * groups + row
+    place = (head.to(tl.int64) * tl.num_programs(2) + part) * nodes * groups + row
     at = partial + place[:, None] * value_dim + v[None, :]
     tl.store(at, acc / divisor[:, None], mask=valid[:, None] & (v < value_dim)[None, :])
     log_sum = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
@@ -267,13 +274,12 @@ def _split_kernel(  # type: ignore[no-untyped-def]
 # fmt: off
 @triton.jit
 def _combine_kernel(  # type: ignore[no-untyped-def]
-    partial, log_sums, sinks, out, lengths, depth, window, depth_b, nodes, capacity, key_heads,
-    splits, groups: tl.constexpr, value_dim: tl.constexpr, block_v: tl.constexpr, block_r:
-    tl.constexpr, block_s: tl.constexpr, split_size: tl.constexpr, windowed: tl.constexpr, sunk:
-    tl.constexpr,
+    partial, log_sums, sinks, out, lengths, nodes, capacity, key_heads, parts, groups: tl.constexpr,
+    value_dim: tl.constexpr, block_v: tl.constexpr, block_r: tl.constexpr, block_s: tl.constexpr,
+    split_size: tl.constexpr, sunk: tl.constexpr,
 ) -> None:
     # fmt: on
-    """Program (R query rows, row and key/value head): splits weighted by log-sum-exp."""
+    """Program (R query rows, row and key/value head): parts weighted by log-sum-exp."""
     b = tl.program_id(1) // key_heads
     h = tl.program_id(1) % key_heads
     length = tl.load(lengths + b).to(tl.int32)
@@ -281,32 +287,26 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     node = row // groups
     valid = node < nodes
     head = h * groups + row % groups
-    stop = (tl.minimum(length + nodes, capacity) + split_size - 1) // split_size
-    start = 0
-    reached = tl.zeros([block_r], tl.int32)  # the first split that a row sees into
-    if windowed:  # splits before the window were never written
-        node_depth = tl.load(depth + b * depth_b + node, mask=valid, other=1 << 30)
-        position = length + node_depth.to(tl.int32)
-        reached = tl.maximum(position - window + 1, 0) // split_size
-        start = tl.min(reached)
-    first = tl.program_id(1).to(tl.int64) * splits * nodes * groups
+    splits = (tl.minimum(length + nodes, capacity) + split_size - 1) // split_size
+    stop = tl.minimum(splits, parts)  # the others were never written
+    first = tl.program_id(1).to(tl.int64) * parts * nodes * groups
     v = tl.arange(0, block_v)
     peak = tl.full([block_r], float("-inf"), tl.float32)
     total = tl.zeros([block_r], tl.float32)
     acc = tl.zeros([block_r, block_v], tl.float32)
-    for chunk in range(start, stop, block_s):
-        split = chunk + tl.arange(0, block_s)
-        there = valid[:, None] & (split < stop)[None, :] & (split[None, :] >= reached[:, None])
-        place = first + split[None, :] * nodes * groups + row[:, None]
+    for chunk in range(0, stop, block_s):
+        part = chunk + tl.arange(0, block_s)
+        there = valid[:, None] & (part < stop)[None, :]
+        place = first + part[None, :] * nodes * groups + row[:, None]
         log_sum = tl.load(log_sums + place, mask=there, other=float("-inf"))
         at = partial + place[:, :, None] * value_dim + v[None, None, :]
-        part = tl.load(at, mask=there[:, :, None] & (v < value_dim)[None, None, :], other=0.0)
+        found = tl.load(at, mask=there[:, :, None] & (v < value_dim)[None, None, :], other=0.0)
         higher = tl.maximum(peak, tl.max(log_sum, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp2(log_sum - base[:, None])
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * part, 1)
+        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * found, 1)
         peak = higher
     if sunk:  # takes weight and gives nothing
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
@@ -357,17 +357,17 @@ def tree_attention(
     assert fitting, (words.shape, depth.shape)
     query = query if query.stride(3) == 1 else query.contiguous()
     words, depth, lengths = words.contiguous(), depth.contiguous(), lengths.contiguous()
-    splits = triton.cdiv(capacity, split_size)
-    shape = (rows, key_heads, splits, nodes * groups, value_dim)
+    parts = parts_of(capacity, split_size)
+    shape = (rows, key_heads, parts, nodes * groups, value_dim)
     partial = query.new_empty(shape, dtype=torch.float32)
-    log_sums = query.new_empty(rows, key_heads, splits, nodes * groups, dtype=torch.float32)
+    log_sums = query.new_empty(rows, key_heads, parts, nodes * groups, dtype=torch.float32)
     out = query.new_empty(rows, nodes, heads, value_dim)
     # both factors take the scores to the base 2, in which the kernels take their exponentials
     bend = 0.0 if softcap is None else softcap * LOG2E.value
     scale = scaling * LOG2E.value if softcap is None else scaling / softcap
     words_b, depth_b = (x.stride(0) if x.shape[0] > 1 else 0 for x in (words, depth))
     block_v = max(16, triton.next_power_of_2(value_dim))
-    _split_kernel[(triton.cdiv(nodes * groups, launch.block_m), rows * key_heads, splits)](
+    _split_kernel[(triton.cdiv(nodes * groups, launch.block_m), rows * key_heads, parts)](
         *(query, keys, values, lengths, words, depth, partial, log_sums, scale, bend, window or 0),
         *(*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3]),
         *(words_b, depth_b, words.shape[2]),
@@ -388,16 +388,14 @@ def tree_attention(
         num_stages=launch.num_stages,
     )
     _combine_kernel[(triton.cdiv(nodes * groups, launch.block_r), rows * key_heads)](
-        *(partial, log_sums, log_sums if sinks is None else sinks, out, lengths, depth),
-        *(window or 0, depth_b),
-        *(nodes, capacity, key_heads, splits),
+        *(partial, log_sums, log_sums if sinks is None else sinks, out, lengths),
+        *(nodes, capacity, key_heads, parts),
         groups=groups,
         value_dim=value_dim,
         block_v=block_v,
         block_r=launch.block_r,
         block_s=COMBINE_SPLITS,
         split_size=split_size,
-        windowed=window is not None,
         sunk=sinks is not None,
         num_warps=4,
     )

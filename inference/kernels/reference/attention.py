@@ -92,11 +92,20 @@ def visible(
     return seen
 
 
+MOST_PARTS = 32
+"""Programs that share the cache of one head of a row: two for each SM of an H100 at 8 heads."""
+
+
+def parts_of(capacity: int, split_size: int = 256) -> int:
+    """How many programs share a head's cache: one for each split while these are few."""
+    return min(MOST_PARTS, -(-capacity // split_size))
+
+
 def workspace_bytes(
     rows: int, heads: int, nodes: int, value_dim: int, capacity: int, split_size: int = 256
 ) -> int:
     """Bytes of float32 scratch of one call of the kernel; layers take turns."""
-    return rows * heads * nodes * -(-capacity // split_size) * (value_dim + 1) * 4
+    return rows * heads * nodes * parts_of(capacity, split_size) * (value_dim + 1) * 4
 
 
 TREE_ATTENTION = Op(

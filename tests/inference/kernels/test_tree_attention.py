@@ -271,6 +271,19 @@ def test_a_row_comes_out_the_same_alone_and_in_any_capacity(device: str) -> None
 
 
 @ON_CPU
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize(
+    "limits", [{}, {"window": 21}, {"window": 9, "softcap": 3.0}, {"sinks": True}]
+)
+def test_programs_take_splits_in_turn(
+    monkeypatch: pytest.MonkeyPatch, parts: int, limits: dict[str, Any]
+) -> None:
+    """Texts of six, two and one splits among fewer programs, the last split only begun."""
+    monkeypatch.setattr("inference.kernels.reference.attention.MOST_PARTS", parts)
+    check(Case(lengths=(90, 20, 0), nodes=7, capacity=110, split=16, **limits), "cpu")
+
+
+@ON_CPU
 def test_the_launch_that_a_gpu_gets_gives_the_same() -> None:
     """The other interpreted tests take large blocks; here they are those of `launch_config`."""
     positional, named = arguments = inputs(
@@ -316,6 +329,8 @@ def test_the_scratch_memory_is_what_planning_is_told() -> None:
     with Scratch() as scratch:
         run_kernels(arguments, 32)
     assert scratch.taken == workspace_bytes(2, 4, 12, 24, capacity=75, split_size=32)
+    # beyond 32 splits it no longer grows
+    assert workspace_bytes(2, 4, 12, 24, 131_072) == workspace_bytes(2, 4, 12, 24, 8_192)
 
 
 @st.composite
