@@ -12,6 +12,7 @@ from torch import Tensor
 from heads.api.errors import UserError
 from inference.kernels.dispatch import choose
 from inference.kernels.reference.device_clock import WRITE_CLOCK
+from inference.target.hardware import wait_for
 
 PHASES = ("prefill", "draft", "verify", "commit", "other")
 BORDERS = ("", "draft", "verify", "other", "commit")
@@ -54,19 +55,15 @@ class StepClock:
 
     def start(self) -> None:
         """Forget the time since the last mark (it belongs to no phase)."""
-        self._wait()
+        wait_for(self._device)
         self._last = time.perf_counter()
 
     def mark(self, phase: str) -> None:
         """Book the time since the last mark to `phase`."""
-        self._wait()
+        wait_for(self._device)
         now = time.perf_counter()
         self.seconds[phase] += now - self._last
         self._last = now
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     # Borders within a step
 

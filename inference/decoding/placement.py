@@ -30,6 +30,7 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetWeights
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.sampling.noise import Stream
+from inference.target.hardware import wait_for
 from inference.target.loading import head_function
 from inference.target.model import TargetModel
 
@@ -164,8 +165,7 @@ class PlacedDrafter:
 
     def _synchronise(self) -> None:
         for device in (self.device, self.target_device):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            wait_for(device)
 
 
 def weights_on(target: TargetModel, device: torch.device | str) -> TargetWeights:

@@ -32,6 +32,7 @@ from inference.export.config import ExportConfig
 from inference.export.layouts import causal
 from inference.export.layouts.base import Checkpoint, Target
 from inference.manifest import write_json
+from inference.target.hardware import wait_for
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 
@@ -72,8 +73,8 @@ class _Clock(StoppingCriteria):
         self.marks: list[tuple[float, int]] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if not self.marks and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # prefill ends here
+        if not self.marks:
+            wait_for(self.device)  # prefill ends here
         self.marks.append((time.perf_counter(), input_ids.shape[1]))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 

@@ -1,4 +1,9 @@
-"""The device that the target runs on, as reports name it."""
+"""The device that the target runs on: which one there is, waiting for it, and its name in reports.
+
+CUDA (ROCm included) has kernels and captured steps of ours. Other accelerators that torch knows
+(`torch.accelerator`: Intel's XPU, Apple's MPS) run every operation as torch has it, launched one by
+one, as a CPU does.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,35 @@ class Device(TypedDict):
     name: str
     threads: int
     """CPU threads of torch."""
+
+
+def found_device() -> torch.device:
+    """This machine's accelerator, CUDA first; the CPU where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return _other_accelerator() or torch.device("cpu")
+
+
+def is_there(device: torch.device) -> bool:
+    """Whether tensors can be on a device of this type here."""
+    if device.type == "cuda":
+        return torch.cuda.is_available()
+    other = _other_accelerator()
+    return device.type in ("cpu", "meta") or (other is not None and other.type == device.type)
+
+
+def _other_accelerator() -> torch.device | None:
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_accelerator()
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when all that was given to a device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
 
 
 def device_facts(device: torch.device) -> Device:

@@ -37,6 +37,7 @@ from heads.api.config import config
 from heads.api.errors import UserError, suggest
 from heads.api.target_info import Rotary, TargetInfo, TargetWeights, tokenizer_hash
 from inference.target import parallel
+from inference.target.hardware import found_device, is_there
 from inference.target.quantization import dense_weight, quantization_settings
 from inference.target.revision import revision_of
 from inference.target.rope import pin_frequencies, rope_parts, trained_positions
@@ -153,18 +154,21 @@ class TargetConfig:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a name; raises `UserError` for none such, or CUDA that is not there."""
+    """The device of a name; raises `UserError` for none such, or one that is not there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return found_device()
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(
-            f"target.device '{name}' is not a device. Allowed: auto, cpu, cuda, cuda:N."
+            f"target.device '{name}' is not a device. Allowed: auto, cpu, cuda, cuda:N, and other "
+            "accelerators of torch, such as xpu and mps."
         ) from error
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if not is_there(device):
+        kind = "CUDA" if device.type == "cuda" else device.type.upper()
         raise UserError(
-            f"target.device is '{name}', but no CUDA device is available. Use target.device=cpu."
+            f"target.device is '{name}', but no {kind} device is available. Use "
+            f"target.device={found_device()}."
         )
     return device
 
