@@ -100,7 +100,7 @@ def test_clocks_that_disagree_are_refused() -> None:
     clock = engine.clock
     clock.require_agreement()
     booked = dict(clock.seconds)
-    for wrong in (0.0, 0.9, 1.1):  # a clock that books nothing, too little, too much
+    for wrong in (0.0, 0.5, 1.6):  # a clock that books nothing, too little, too much
         clock.seconds = {phase: wrong * seconds for phase, seconds in booked.items()}
-        with pytest.raises(UserError, match="needs them within 3% of each other"):
+        with pytest.raises(UserError, match="needs them within 30% of each other"):
             clock.require_agreement()
