@@ -77,8 +77,9 @@ class TargetModel:
         self._head = ExactHead(self.weights.logits)
         self.exact = self._prepared = False
         """Whether verifications compute token by token, see `computing`."""
-        self.compiled_attention: dict[int, nn.Module] = {}
-        """Attention modules of compiled layers, by their number in the cache."""
+        self.compiled_attention: dict[int, nn.Module] | None = None
+        """Attention modules of compiled layers, by their number in the cache; empty where layers
+        were tried and left alone, None before that."""
         pack_linears(model)
 
     @classmethod
@@ -144,7 +145,7 @@ class TargetModel:
         more: dict[str, Any] = {self._cache_name: cache}
         if self.indexed:
             more["attention_mask"] = masks(plan)
-        plan.cache, plan.modules = cache, self.compiled_attention
+        plan.cache, plan.modules = cache, self.compiled_attention or {}
         with attention_plan(plan), running(now):
             out = self.decoder(
                 input_ids=tokens,

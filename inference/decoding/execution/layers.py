@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 def compile_layers(target: TargetModel, backend: str = "inductor") -> bool:
     """Compile every decoder layer for verification, once; equal layers share a graph. Returns
     whether they are compiled; a warning says why not. backend: of `torch.compile`."""
-    if target.compiled_attention:
-        return True
+    if target.compiled_attention is not None:
+        return bool(target.compiled_attention)
     modules, reason = _attention_modules(target), "not every layer is one attention over the cache"
     if modules is not None:
         for number, module in modules.items():
