@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from heads.api.errors import UserError
+from inference.decoding.rules.names import TEXT, promise
 from inference.manifest import MANIFEST_FILE, read_manifest
 from inference.report import plots
 from inference.report.claims import ratio_text
@@ -165,6 +166,7 @@ def markdown(content: Facts) -> list[str]:
     header = ["drafter", "parameters", "steps", "training tokens/s"]
     header += [f"tau {title}" for _, title in MEASURES.values()]
     header += [*(f"TAR {name}" for name in domains), "speedup", "efficiency", "lossless"]
+    lines = [table_row(row, content["settings"], speeds.get(row["name"])) for row in rows]
     tried = []
     for row in rows:
         ordered = sorted(row["trainings"], key=lambda training: training["rate"])
@@ -178,7 +180,7 @@ def markdown(content: Facts) -> list[str]:
         "",
         *conditions(content),
         "",
-        *markdown_table(header, [table_row(row, speeds.get(row["name"])) for row in rows]),
+        *markdown_table(header, lines),
         *kept_line(rows),
         "",
         "![tau and speedup by family](families.png)",
@@ -218,8 +220,8 @@ def by_tau(content: Facts) -> list[Facts]:
     return sorted(content["rows"], key=lambda row: -row["measured"]["chain"]["tau"])
 
 
-def table_row(row: Facts, speed: float | None) -> list[str]:
-    """One line of the table. speed: training tokens per second."""
+def table_row(row: Facts, settings: Facts, speed: float | None) -> list[str]:
+    """One line of the table. settings: of every measurement; speed: training tokens per second."""
     measured, trained = row["measured"], row["trainings"]
     chain = measured["chain"]
     return [
@@ -231,16 +233,18 @@ def table_row(row: Facts, speed: float | None) -> list[str]:
         *(f"{chain['domains'][name]['tar']:.2f}" for name in sorted(chain["domains"])),
         ratio_text(chain["speedup"], chain["speedup_ci95"]),
         f"{100 * chain['efficiency']:.0f}%",
-        lossless_text(measured),
+        lossless_text(measured, settings),
     ]
 
 
-def lossless_text(measured: Facts) -> str:
-    """Identical texts of all measurements of a row, out of how many."""
-    identical, sequences = (
-        sum(found["lossless"][key] for found in measured.values())
-        for key in ("identical", "sequences")
-    )
+def lossless_text(measured: Facts, settings: Facts) -> str:
+    """Identical texts of a row's measurements whose rule promises the text, out of how many."""
+    same = [
+        found["lossless"]
+        for name, found in measured.items()
+        if promise(settings[name]["rule"], settings[name]["temperature"]) == TEXT
+    ]
+    identical, sequences = (sum(one[key] for one in same) for key in ("identical", "sequences"))
     return f"{identical}/{sequences}"
 
 
