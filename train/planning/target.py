@@ -26,6 +26,7 @@ from transformers.initialization import no_init_weights
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
+from inference.target.causal import BLOCK
 from inference.target.kv_cache import CacheSizes
 from inference.target.loading import (
     DTYPES,
@@ -68,16 +69,17 @@ class PlannedTarget:
     cache: CacheSizes
 
     def flops(self, rows: int, length: int) -> int:
-        """Of one pass over [B, T]: 2 per active weight and position, attention over whole rows."""
+        """Of one pass over [B, T]: 2 per active weight and position, attention over whole rows,
+        which is the most: packed documents are attended to one by one."""
         info, positions = self.info, rows * length
         attention = 4 * info.num_layers * info.num_attention_heads * info.head_dim * length
         return positions * (2 * self.active + attention)
 
     def activations(self, rows: int, length: int, needs: FeatureSpec) -> int:
         """Bytes at the peak of one forward pass: the features that are kept, one layer at work,
-        rotary positions, and packed documents' masks: as bits, and as the additive
-        `AttentionPlan.bias`, one row per query head of a group, for every width of window. Scores
-        for soft-capping or sinks come on top."""
+        rotary positions, and, for windows shorter than a row, the mask of a block of queries
+        (`inference.target.causal`), one row per query head of a group. Scores for soft-capping or
+        sinks come on top."""
         info, size, positions = self.info, self.dtype.itemsize, rows * length
         kept = positions * info.hidden_size * size * states_of(needs)
         heads = 2 * info.head_dim * (info.num_attention_heads + info.num_key_value_heads)
@@ -87,8 +89,9 @@ class PlannedTarget:
         at_work = positions * size * (2 * info.hidden_size + max(attention, info.hidden_size + mlp))
         rotary = 2 * positions * info.head_dim * size if self.weights.rotary is not None else 0
         groups = info.num_attention_heads // info.num_key_value_heads
-        masks = groups * size * max(1, len(set(self.weights.windows)))
-        return kept + at_work + rotary + length * length * (1 + rows * (1 + masks))
+        windows = [width for width in self.weights.windows if width and width < length]
+        mask = groups * size * BLOCK * min(length, max(windows) + BLOCK) if windows else 0
+        return kept + at_work + rotary + mask
 
 
 def plan_target(config: TargetConfig) -> PlannedTarget:

@@ -208,8 +208,8 @@ def test_a_target_that_decodes_through_the_kernel_is_checked_through_it(
     assert f"behind {296 if fault is one_piece_lost else 4} tokens" in str(caught.value)
 
 
-def test_products_in_bfloat16_are_not_summed_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_in_bfloat16_are_not_summed_in_bfloat16() -> None:
     matmul = torch.backends.cuda.matmul
-    monkeypatch.setattr(matmul, "allow_bf16_reduced_precision_reduction", True)
+    matmul.allow_bf16_reduced_precision_reduction = True
     random_target()
-    assert matmul.allow_bf16_reduced_precision_reduction is False
+    assert not matmul.allow_bf16_reduced_precision_reduction

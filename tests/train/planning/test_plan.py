@@ -69,14 +69,17 @@ def test_the_target_is_counted_as_it_runs(folder: Path) -> None:
     assert plan.info.parameters == real.info.parameters
     needs, rows, length = FeatureSpec((1, 2), last_hidden=True), 2, 64
     tokens = torch.randint(10, real.info.vocab_size, (rows, length))
-    segments = (1 + (torch.arange(length) >= 40).int()).repeat(rows, 1)
     positions = torch.arange(length).repeat(rows, 1)
     with Footprint() as took:
-        real.features(tokens, positions, segments, needs)
+        real.features(tokens, positions, torch.ones_like(tokens), needs)
     assert plan.flops(rows, length) == took.flops
+    segments = (1 + (torch.arange(length) >= 40).int()).repeat(rows, 1)
+    with Footprint() as packed:
+        real.features(tokens, positions, segments, needs)
+    assert packed.flops < took.flops
     # here the last features come after the layers are done with; it is exact where layers weigh
     # more (docs/scale.md)
-    assert plan.activations(rows, length, needs) == pytest.approx(took.peak, rel=0.2)
+    assert plan.activations(rows, length, needs) == pytest.approx(took.peak, rel=0.25)
 
 
 def test_experts_count_by_the_share_that_is_chosen() -> None:
