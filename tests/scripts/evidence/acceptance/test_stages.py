@@ -125,7 +125,7 @@ def test_a_replay_of_another_step_fails(monkeypatch: pytest.MonkeyPatch) -> None
     def stale(self: StepRunner, *given: Any, **more: Any) -> Any:
         pending, state = step(self, *given, **more)
         if self.captures and self.decoder.clock.passes > 9:
-            pending.packed[:, 0] = 7
+            pending.packed[:, 5] = 7  # the first token that it commits
         return pending, state
 
     monkeypatch.setattr(StepRunner, "step", stale)
