@@ -113,6 +113,7 @@ def audit(
     width: int = 8,
     known: Known | None = None,
     examined: bool = True,
+    exact: bool = False,
 ) -> AuditReport:
     """Compare `answers` with `baseline`, both one list of new tokens per request, and examine what
     differs.
@@ -121,6 +122,7 @@ def audit(
     a good choice. known: answers that were examined before, for callers that audit several drafters
     against the same baseline; extended in place. examined: False counts what differs as mismatches,
     without the minutes that it takes to find where and why: for rules that promise no equal text.
+    exact: the answers were decoded with `decode.exact`, and so is what they are compared with.
     """
     report = AuditReport()
     known = {} if known is None else known
@@ -136,7 +138,8 @@ def audit(
         # repeats of a prompt differ in the same way: examine once
         key = (request, tuple(answer), width)
         if key not in known:
-            known[key] = examine(target, request, plain, answer, sampling, width)
+            with target.computing(exact):
+                known[key] = examine(target, request, plain, answer, sampling, width)
         found = known[key]
         report.flips += len(found)
         report.found += found
@@ -182,16 +185,18 @@ def flips_alone(
     answers: Sequence[Sequence[int]],
     sampling: SamplingSettings,
     width: int,
+    exact: bool = False,
 ) -> tuple[int, int]:
     """How often the target alone picks another token when it reads its own answers, those of plain
     decoding, `width` tokens at a time -> (tokens that were picked again, those that differ).
 
-    What any drafter's verification does to the text comes on top of this.
+    What any drafter's verification does to the text comes on top of this. exact: as `audit` has it.
     """
     tokens, flips = 0, 0
     for request, answer in zip(requests, answers, strict=True):
         replay = _Replay(target, request, list(answer), sampling)
-        picks = [replay.pick(logits, place) for place, logits in enumerate(replay.steps(width))]
+        with target.computing(exact):
+            picks = [replay.pick(logits, place) for place, logits in enumerate(replay.steps(width))]
         tokens += len(picks)
         flips += sum(pick != token for pick, token in zip(picks, answer, strict=True))
     return tokens, flips

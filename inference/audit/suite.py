@@ -147,7 +147,8 @@ class _Precision:
             self.compare(Arm(NO_DRAFTER, None, batched), plain, known)
             arms = list(self.arms(decode, plain))
             widest = max(arm.decode.tree().num_nodes for arm in arms)
-            counts = flips_alone(self.target, self.requests, plain, decode.sampling(), widest)
+            given = self.target, self.requests, plain, decode.sampling(), widest
+            counts = flips_alone(*given, exact=decode.exact)
             self.alone = (self.alone[0] + counts[0], self.alone[1] + counts[1])
             for arm in arms:
                 for rows in (1, self.config.batch_size):
@@ -251,7 +252,8 @@ class _Precision:
             self.findings.skip(arm.name, decode.shape, error)
             return
         width = max(2, decode.tree().num_nodes)
-        report = audit(self.target, self.requests, plain, answers, decode.sampling(), width, known)
+        given = self.target, self.requests, plain, answers, decode.sampling(), width, known
+        report = audit(*given, exact=decode.exact)
         self.tokens += report.tokens
         self.flips += report.found
         strict = self.precision == "float64"

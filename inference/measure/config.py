@@ -46,6 +46,7 @@ SHARED_SETTINGS = (
     "rule",
     "typical_epsilon",
     "typical_delta",
+    "exact",
 )
 """What all arms of one report must agree on: neither drafter nor rule may change the task."""
 PACKAGES = ("torch", "transformers", "numpy", "headstart")

@@ -383,6 +383,7 @@ class _Session:
             arm.decode.sampling(),
             width=max(2, self.engines[arm.name].tree.num_nodes),
             examined=promise(arm.decode.acceptance, arm.decode.temperature) == TEXT,
+            exact=arm.decode.exact,
         )
 
     def conditions(self, source: Loaded, leaks: LeakFacts | None) -> schema.Conditions:

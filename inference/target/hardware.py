@@ -2,7 +2,7 @@
 
 CUDA (ROCm included) has kernels and captured steps of ours. Other accelerators that torch knows
 (`torch.accelerator`: Intel's XPU, Apple's MPS) run every operation as torch has it, launched one by
-one, as a CPU does.
+one, as a CPU does. They are taken by name alone: none has run this code yet.
 """
 
 from __future__ import annotations
@@ -25,24 +25,18 @@ class Device(TypedDict):
 
 
 def found_device() -> torch.device:
-    """This machine's accelerator, CUDA first; the CPU where there is none."""
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return _other_accelerator() or torch.device("cpu")
+    """What `auto` stands for: CUDA where it is available, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def is_there(device: torch.device) -> bool:
     """Whether tensors can be on a device of this type here."""
     if device.type == "cuda":
         return torch.cuda.is_available()
-    other = _other_accelerator()
-    return device.type in ("cpu", "meta") or (other is not None and other.type == device.type)
-
-
-def _other_accelerator() -> torch.device | None:
-    if not torch.accelerator.is_available():
-        return None
-    return torch.accelerator.current_accelerator()
+    if device.type in ("cpu", "meta"):
+        return True
+    other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return other is not None and other.type == device.type
 
 
 def wait_for(device: torch.device) -> None:

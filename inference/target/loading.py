@@ -150,7 +150,7 @@ class TargetConfig:
         """`dtype` without auto."""
         if self.dtype != AUTO:
             return self.dtype
-        return "bfloat16" if pick_device(self.device).type == "cuda" else "float32"
+        return "float32" if pick_device(self.device).type == "cpu" else "bfloat16"
 
 
 def pick_device(name: str) -> torch.device:

@@ -115,6 +115,11 @@ class TargetModel:
                 "decode.exact=true needs a target with attention alone; "
                 f"{self.info.model_type} has {more}. Leave out decode.exact."
             )
+        if exact and self.compiled_attention:
+            raise UserError(
+                "decode.exact=true needs a target whose layers are not compiled, but another "
+                "engine with decode.compile=true has compiled those of this one. Load it once more."
+            )
         if exact and not self._prepared:
             install_exact(self.model)
             self._prepared = True

@@ -93,12 +93,8 @@ def compare(setting: Setting) -> Iterator[Facts]:
             differing = sum(a != b for a, b in zip(answers, plain[way], strict=True))
             found: dict[str, Any] = {"seconds": seconds, "differing": differing}
             if arm.nodes > 1:
-                with writing.target.computing(way):
-                    counts = flips_alone(
-                        *(writing.target, writing.requests, plain[way]),
-                        arm.decode.sampling(),
-                        arm.nodes,
-                    )
+                given = writing.target, writing.requests, plain[way], arm.decode.sampling()
+                counts = flips_alone(*given, arm.nodes, exact=way)
                 found["flips_per_1000"] = 1000 * counts[1] / counts[0]
                 found["tokens"] = counts[0]
             row["exact" if way else "usual"] = found

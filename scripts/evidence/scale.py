@@ -15,6 +15,7 @@ from pathlib import Path
 from inference.manifest import write_json
 from inference.measure.metrics import divide
 from inference.report.markdown import markdown_table
+from scripts.config.schema import Settings
 from scripts.evidence.common import DOCS, Facts, read_json, settings_of
 from scripts.stages.train import job_of
 from scripts.tools.common import REPORTS, Section, command
@@ -55,12 +56,19 @@ def write(given: argparse.Namespace) -> int:
 
 def plan(target: str, head: str, changes: Sequence[str], count: int) -> Facts:
     """`headstart train --plan` for one row."""
+    settings = row_settings(target, head, changes, count)
+    return {**make_plan(job_of(settings), settings.plan, Speed.of(settings.plan))}
+
+
+def row_settings(target: str, head: str, changes: Sequence[str], count: int) -> Settings:
+    """The settings of one row."""
+    # the tokens are given: the data are not read, but a target of one's own has none by default
     overrides = ["target=local", f"target.path=assets/configs/{target}", "target.device=cpu"]
+    overrides += ["target.dtype=bfloat16", "data=ultrachat"]
     overrides += [*HEADS[head], "engine=deepspeed", f"train.sequence_length={LENGTH}"]
     overrides += [f"train.global_batch={2 * max(64, count)}", *changes]
     overrides += [f"plan.gpu={GPU}", f"plan.count={count}", f"plan.tokens={TOKENS}"]
-    settings = settings_of("plan", *overrides)
-    return {**make_plan(job_of(settings), settings.plan, Speed.of(settings.plan))}
+    return settings_of("plan", *overrides)
 
 
 # The page

@@ -30,8 +30,8 @@ from inference.audit.drafters import ScriptedDrafter
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
+from inference.kernels.dispatch import all_ops, triton_version
 from inference.kernels.dispatch import report as kernels_in_use
-from inference.kernels.dispatch import triton_version
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.measure.prompts import load_prompts, select_prompts, to_requests
 from inference.target.loading import DTYPES, TargetConfig
@@ -68,9 +68,9 @@ def environment(setting: Setting) -> Found:
         }
         if tool := shutil.which("nvidia-smi"):
             facts["nvidia_smi"] = subprocess.run([tool], capture_output=True, text=True).stdout
-    plain = [item["op"] for item in facts["kernels"] if item["implementation"] != "triton"]
-    optional = {"heads_gemm", "residual_blocks"}  # run on request alone
-    missing = len(set(plain) - optional) if setting.on_gpu else 0
+    others = {item["op"] for item in facts["kernels"] if item["implementation"] != "triton"}
+    wanted = {op.name for op in all_ops() if op.by_default} if setting.on_gpu else set[str]()
+    missing = len(others & wanted)
     return Found(facts, [Check("kernels that do not run", missing, most=0)])
 
 

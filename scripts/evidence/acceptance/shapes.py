@@ -60,7 +60,7 @@ class Sizes:
     goes to; head_sizes: of one head; nodes: of dynamic trees; contexts, rows: of the speed parts;
     tokens: of an answer; prompts: of every measurement; texts:
     prompts of the embedded target; train_length, train_steps: of the training
-    parts; repeats: of the kernels' timings."""
+    parts."""
 
     shapes: dict[str, Shape]
     lengths: tuple[int, ...]

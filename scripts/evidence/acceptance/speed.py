@@ -103,7 +103,7 @@ def decoding(setting: Setting, name: str, context: int, rows: int, full: bool) -
 
 def estimates(name: str) -> Facts:
     """What a step of a short context should take by its bytes and launches, without and with
-    compiled layers (scripts/tools/count_launches.py): to be compared with what it took."""
+    compiled layers (scripts/evidence/launches.py): to be compared with what it took."""
     counted = json.loads((REPORTS / "launches.json").read_text(encoding="utf-8"))["rows"]
     row = next(row for row in counted if row["family"] == name)
     return {"plain": row["plain_ms"], "eagle3 chain": row["eagle3_ms"]}

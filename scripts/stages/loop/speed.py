@@ -48,7 +48,8 @@ def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGe
     engine = Engine(target, drafter, sampling)
     drafted, drafted_seconds, passes = decode_timed(engine, requests)
     width = max(2, engine.tree.num_nodes)
-    found = audit(target, requests, plain, drafted, sampling.sampling(), width)
+    given = target, requests, plain, drafted, sampling.sampling(), width
+    found = audit(*given, exact=sampling.exact)
     result = HelpedGeneration(
         answers=len(requests),
         tokens=sum(map(len, plain)),

@@ -10,6 +10,7 @@ import torch
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
+from inference.audit.comparison import audit, flips_alone
 from inference.audit.drafters import ScriptedDrafter
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -124,3 +125,36 @@ def test_targets_with_sums_of_their_own_are_refused(
 def test_it_does_not_go_with_compiling() -> None:
     with pytest.raises(UserError, match="do not go together"):
         DecodeConfig(exact=True, compile=True)
+
+
+def test_compiled_layers_and_exact_passes_exclude_each_other() -> None:
+    target = target_of("llama", torch.float32)
+    target.compiled_attention = {0: torch.nn.Identity()}
+    with pytest.raises(UserError, match="whose layers are not compiled"), target.computing(True):
+        pass
+
+
+def test_an_audit_of_exact_answers_replays_them_exactly() -> None:
+    """What differs is examined by passes that compute as the answers did."""
+    target = target_of("llama", torch.bfloat16)
+    target.eos_token_ids = ()
+    (item,) = requests(1, new=12)
+    decode = DecodeConfig(shape="none", exact=True)
+    (done,) = Engine(target, None, decode).run([item])
+    wrong = [*done.tokens[:5], (done.tokens[5] + 1) % 90, *done.tokens[6:]]
+    seen = []
+    verify = TargetModel.verify
+
+    def noted(self: TargetModel, *given: Any, **more: Any) -> Any:
+        seen.append(self.exact)
+        return verify(self, *given, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TargetModel, "verify", noted)
+        audit(target, [item], [done.tokens], [wrong], decode.sampling(), exact=True)
+        assert seen and all(seen)
+        assert flips_alone(target, [item], [done.tokens], decode.sampling(), 4, exact=True) == (
+            12,
+            0,
+        )
+    assert all(seen) and not target.exact

@@ -15,7 +15,7 @@ from inference.decoding.execution.accelerator import accelerator_of
 from inference.kernels.dispatch import choose
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target.hardware import found_device, wait_for
-from inference.target.loading import pick_device
+from inference.target.loading import TargetConfig, pick_device
 
 XPU = torch.device("xpu", 0)
 
@@ -31,13 +31,14 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return waited
 
 
-def test_another_accelerator_is_taken_where_there_is_no_cuda(
+def test_another_accelerator_is_taken_by_its_name(
     xpu: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert pick_device("auto").type == found_device().type == "xpu"
+    assert pick_device("auto").type == found_device().type == "cpu"
     assert pick_device("xpu:0") == XPU
-    assert pick_device("cpu").type == "cpu"
-    with pytest.raises(UserError, match=r"no CUDA device is available\. Use target.device=xpu"):
+    assert TargetConfig("x", device="xpu", dtype="auto").dtype_name == "bfloat16"
+    assert TargetConfig("x", device="auto", dtype="auto").dtype_name == "float32"
+    with pytest.raises(UserError, match=r"no CUDA device is available\. Use target.device=cpu"):
         pick_device("cuda")
     with pytest.raises(UserError, match="no MPS device is available"):
         pick_device("mps")

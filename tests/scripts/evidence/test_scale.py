@@ -3,6 +3,7 @@ from the report."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -47,9 +48,11 @@ def test_every_row_of_the_families_is_measured_and_composes() -> None:
 def test_the_plans_compose() -> None:
     flags = read_flags(["--plan", "head=eagle3"])
     assert "--plan" in flags and flags.overrides == ["head=eagle3"]
-    for changes in scale.HEADS.values():
-        plan = load_settings(STAGES["plan"], [*changes, "plan.gpu=h100", "plan.count=8"]).plan
-        assert (plan.gpu, plan.count) == ("h100", 8)
+    for target, ways in scale.TARGETS.items():
+        for head, changes in product(scale.HEADS, ways.values()):
+            found = scale.row_settings(target, head, changes, 8)
+            assert (found.plan.gpu, found.plan.count) == ("h100", 8)
+            assert found.target.dtype_name == "bfloat16"
 
 
 def test_the_page_has_the_tables_of_the_report() -> None:

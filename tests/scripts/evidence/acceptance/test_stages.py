@@ -21,6 +21,7 @@ from inference.decoding.execution.graphs import StepRunner
 from inference.decoding.requests import Request
 from inference.decoding.rules import match
 from inference.kernels.reference.attention import TREE_ATTENTION
+from inference.kernels.reference.row_linear import InTiles
 from inference.target.kv_cache import KVCache
 from inference.target.model import TargetModel
 from scripts.evidence import gpu
@@ -114,6 +115,17 @@ def test_drafts_that_are_accepted_unread_fail(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(match, "follow", credulous)
     assert result("padded")["result"] == "failed"
+
+
+@pytest.mark.slow
+def test_sums_that_depend_on_the_width_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products round otherwise for every number of rows, as a library's may."""
+    monkeypatch.setattr(
+        InTiles, "__call__", lambda self, rows: (1 + len(rows) / 40) * self.call(rows)
+    )
+    found = result("exact")
+    assert found["result"] == "failed"
+    assert any("chain of 5" in line for line in found["failures"])
 
 
 @pytest.mark.slow

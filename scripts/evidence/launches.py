@@ -1,4 +1,4 @@
-"""Kernels that a decoding step launches: `python -m scripts.tools.count_launches` writes
+"""Kernels that a decoding step launches: `python -m scripts.evidence.launches` writes
 docs/reports/launches.{json,md}.
 
 Counted on toy models of the families' shapes, since the number of operations does not depend on
