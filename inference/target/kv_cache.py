@@ -119,6 +119,8 @@ class SlotWriter:
     known to the host; layers attend to slots < offset+T of those rows (for offset 0: to the fresh
     keys themselves). mode "verify": nodes at `start` .. start+N (one row, host-known) or, if
     `start` is None, at `slots` [B, N], known to the device alone; layers attend to slots < `bound`.
+    compiled: verifications run through compiled layers, where a target has them
+    (inference/decoding/execution/layers.py).
     """
 
     mode: str = "prefill"
@@ -127,6 +129,7 @@ class SlotWriter:
     slots: Tensor | None = None
     start: int | None = None
     bound: int = 0
+    compiled: bool = False
 
 
 class SlotLayer(CacheLayerMixin):

@@ -142,6 +142,7 @@ def compiled_layer(shape: Shape) -> int:
 
     def verify() -> Any:
         cache, row = target.new_cache(1, 16), torch.tensor([0])
+        cache.writer.compiled = True
         tokens = torch.arange(1, 10)[None]
         target.prefill(cache, row, tokens[:, :4], row + 4, FeatureSpec())
         tree = TokenTree.chain(4)

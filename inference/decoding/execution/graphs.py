@@ -59,7 +59,7 @@ class StepRunner:
         self.captures = decode.graph == "auto" and capturable and clock.times is not None
         self.compiled = None
         if decode.compile and self.accelerator is not None:
-            compile_layers(decoder.target)
+            cache.writer.compiled = compile_layers(decoder.target)
         elif decode.compile:
             self.compiled = CompiledStep(decoder, cache, rows)
         self.slots = decode.steps_behind(device) + 2

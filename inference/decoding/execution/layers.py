@@ -39,7 +39,9 @@ logger = logging.getLogger(__name__)
 
 def compile_layers(target: TargetModel, backend: str = "inductor") -> bool:
     """Compile every decoder layer for verification, once; equal layers share a graph. Returns
-    whether they are compiled; a warning says why not. backend: of `torch.compile`."""
+    whether they are compiled; a warning says why not. Caches say who runs through them
+    (`SlotWriter.compiled`): another engine of the same target need not. backend: of
+    `torch.compile`."""
     if target.compiled_attention is not None:
         return bool(target.compiled_attention)
     modules, reason = _attention_modules(target), "not every layer is one attention over the cache"
@@ -76,23 +78,23 @@ def _attention_modules(target: TargetModel) -> dict[int, nn.Module] | None:
 
 def _difference(target: TargetModel) -> str:
     """Why verifying through layers without a cache is not what it is with one; empty if it is."""
-    plain = _verified(target)
+    plain = _verified(target, compiled=False)
     try:
         with _given(target, "eager"):
-            found = _verified(target)
+            found = _verified(target, compiled=True)
     except (RuntimeError, TypeError, AttributeError) as error:
         lines = [type(error).__name__, *str(error).strip().splitlines()]
         return f"they do not compile without a cache ({': '.join(lines[:2])})"
     return "" if torch.equal(plain, found) else "they compute something else without a cache"
 
 
-def _verified(target: TargetModel) -> Tensor:
+def _verified(target: TargetModel, compiled: bool) -> Tensor:
     """Logits [1, N, V] of a small tree behind a small prompt, as decoding verifies it."""
     device = target.device
     tokens = torch.arange(1, 8, device=device)[None] % target.info.vocab_size
     tree = TokenTree.from_parents(torch.tensor([[0, 0, 0]], device=device), 1)
     cache, row = target.new_cache(1, 8), torch.zeros(1, dtype=torch.int64, device=device)
-    prompt, needs = 4, FeatureSpec()
+    prompt, needs, cache.writer.compiled = 4, FeatureSpec(), compiled
     target.prefill(cache, row, tokens[:, :prompt], row + prompt, needs)
     longest = None if target.lengths_on_device else prompt
     return target.verify(cache, tokens[:, prompt:], tree, row + prompt, longest, needs)[0]
@@ -130,7 +132,7 @@ def _compiled_for_verification(forward: Callable[..., Any], backend: str) -> Cal
     def choose_forward(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
         cache = next((value for value in given if isinstance(value, KVCache)), None)
-        if cache is None or cache.writer.mode != "verify":
+        if cache is None or cache.writer.mode != "verify" or not cache.writer.compiled:
             return forward(*args, **kwargs)
         # by any name: "past_key_values", "layer_past"
         args = tuple(None if value is cache else value for value in args)

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -33,8 +33,12 @@ from scripts.tools import bench_kernels
 from scripts.tools.common import REPORTS
 
 TRAJECTORIES, TRAJECTORY = REPORTS / "trajectories.json", "distilled"
+Which = Literal["usual", "sampled", "compiled"]
+"""Arms. usual: plain decoding, an EAGLE-3 chain and, for one row, dynamic trees; sampled: these,
+and the chain at temperature 1 with and without top-p; compiled: plain decoding and the chain with
+compiled layers."""
 PLAIN_SHARE = 0.65
-"""Of the bandwidth, which plain decoding of an 8B model must reach on a GPU."""
+"""Of the bandwidth, which plain decoding of an 8B model with compiled layers must reach."""
 GAP_SHARE = 0.05
 """Most of a replayed step that no kernel fills."""
 DEPTH = 5
@@ -80,33 +84,31 @@ def bandwidth(setting: Setting) -> Found:
 # Decoding
 
 
-def decoding(setting: Setting, name: str, context: int, rows: int, full: bool) -> Found:
-    """Plain decoding, an EAGLE-3 chain and dynamic trees; full: also compiled layers, and sampling
-    with and without a filter."""
+def decoding(setting: Setting, name: str, context: int, rows: int, which: Which) -> Found:
+    """Steps and tokens per second of some arms, see `Which`."""
     target = target_of(setting, name)
     requests = draw_requests(setting, target, context, rows)
     facts: list[Facts] = []
     checks: list[Check] = []
-    for label, drafter, decode in arms(setting, target, name, requests, rows, full):
+    for label, drafter, decode in arms(setting, target, name, requests, rows, which):
         measured, own = time_arm(setting, target, label, drafter, decode, requests)
         facts.append(measured)
         checks += own
-    by_arm = {fact["arm"]: fact for fact in facts}
-    if setting.on_gpu and rows == 1 and context == min(setting.sizes.contexts) and name == LLAMA:
-        best = max(fact["share"] for arm, fact in by_arm.items() if arm.startswith("plain"))
-        checks.append(Check("share of the bandwidth, plain", best, PLAIN_SHARE))
+    if setting.on_gpu and which == "compiled":
+        plain = next(fact["share"] for fact in facts if fact["arm"] == "plain")
+        checks.append(Check("share of the bandwidth, plain", plain, PLAIN_SHARE))
     found: Facts = {"context": context, "rows": rows, "arms": facts}
-    if full:
-        found["estimated_ms"] = estimates(name)
+    if which != "usual":
+        found["estimated_ms"] = estimates(name, which == "compiled")
     return Found(found, checks)
 
 
-def estimates(name: str) -> Facts:
-    """What a step of a short context should take by its bytes and launches, without and with
-    compiled layers (scripts/evidence/launches.py): to be compared with what it took."""
+def estimates(name: str, compiled: bool) -> Facts:
+    """What a step of a short context should take by its bytes and launches
+    (scripts/evidence/launches.py): to be compared with what it took."""
     counted = json.loads((REPORTS / "launches.json").read_text(encoding="utf-8"))["rows"]
     row = next(row for row in counted if row["family"] == name)
-    return {"plain": row["plain_ms"], "eagle3 chain": row["eagle3_ms"]}
+    return {"plain": row["plain_ms"][compiled], "eagle3 chain": row["eagle3_ms"][compiled]}
 
 
 def arms(
@@ -115,28 +117,26 @@ def arms(
     name: str,
     requests: Sequence[Request],
     rows: int,
-    full: bool,
+    which: Which,
 ) -> Iterator[tuple[str, Any, DecodeConfig]]:
     """Label, drafter and settings of what is timed."""
     base = DecodeConfig(max_new_tokens=setting.sizes.tokens, batch_size=rows, depth=DEPTH)
+    # on a CPU that is another program, which decode.compile's own tests compile
+    base = replace(base, compile=which == "compiled" and setting.on_gpu)
     shape = setting.sizes.shapes[name]
     eagle = new_head("eagle3", shape, target)
     trajectory = read_trajectories(TRAJECTORIES)[TRAJECTORY]
     lengths = [len(request.tokens) for request in requests]
     written = texts(target, requests)
     replay = ReplayDrafter(eagle, written, lengths, trajectory, target.info.vocab_size)
-    plain = base.without_draft()
-    yield "plain", None, plain
+    yield "plain", None, base.without_draft()
     yield "eagle3 chain", replay, base
-    for nodes in setting.sizes.nodes if full or rows == 1 else ():
+    for nodes in setting.sizes.nodes if rows == 1 and which != "compiled" else ():
         yield f"eagle3 tree of {nodes}", eagle, replace(base, shape="dynamic", nodes=nodes)
-    if full:
+    if which == "sampled":
         sampled = replace(base, temperature=1.0, rule="match")
         yield "eagle3 chain, T=1", eagle, sampled
         yield "eagle3 chain, T=1, top-p 0.9", eagle, replace(sampled, top_p=0.9)
-        if setting.on_gpu:  # the layers stay compiled: last
-            yield "plain, compiled", None, replace(plain, compile=True)
-            yield "eagle3 chain, compiled", replay, replace(base, compile=True)
 
 
 def time_arm(
@@ -314,20 +314,22 @@ def kernels(setting: Setting) -> Found:
     return Found({"sizes": asdict(sizes), **found})
 
 
-def _decoding(name: str, context: int, row: int, full: bool = False) -> Callable[[Setting], Found]:
+def _decoding(
+    name: str, context: int, row: int, which: Which = "usual"
+) -> Callable[[Setting], Found]:
     """`decoding` at the setting's context and number of rows of these places."""
 
     def work(setting: Setting) -> Found:
         contexts, rows = setting.sizes.contexts, setting.sizes.rows
         place = min(context, len(contexts) - 1), min(row, len(rows) - 1)
-        return decoding(setting, name, contexts[place[0]], rows[place[1]], full)
+        return decoding(setting, name, contexts[place[0]], rows[place[1]], which)
 
     return work
 
 
 PARTS: Sequence[Part] = (
     Part("bandwidth", bandwidth, 5),
-    Part("llama", _decoding(LLAMA, 0, 0, full=True), 150),
+    Part("llama", _decoding(LLAMA, 0, 0, "sampled"), 90),
     Part("synchronisations", synchronisations, 20),
     Part("trace", trace, 30),
     Part("generate", generate, 60),
@@ -335,7 +337,9 @@ PARTS: Sequence[Part] = (
     Part("llama-32k", _decoding(LLAMA, 2, 0), 90),
     Part("llama-8-rows", _decoding(LLAMA, 0, 1), 30),
     Part("llama-32-rows", _decoding(LLAMA, 0, 2), 45),
+    Part("llama-compiled", _decoding(LLAMA, 0, 0, "compiled"), 90),
     Part("qwen", _decoding(QWEN, 0, 0), 90),
     Part("kernels", kernels, 90),
 )
-"""The target's shape changes once, late."""
+"""Compiling merges weights of the target, so that it comes behind what is not compiled; then the
+target's shape changes."""

@@ -29,10 +29,13 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def answers(target: TargetModel, batch_size: int) -> dict[int, list[int]]:
-    """Drafted by Medusa heads in ragged batches."""
+def answers(target: TargetModel, batch_size: int, compiled: bool = True) -> dict[int, list[int]]:
+    """Drafted by Medusa heads in ragged batches. compiled: as `decode.compile` on a GPU leaves the
+    cache; without compiled layers it means nothing."""
     config = DecodeConfig(batch_size=batch_size, depth=2)
     engine = Engine(target, drafter_of("medusa", target), config, capacity=64)
+    engine._lanes = engine.new_lanes(batch_size, 64, details=False)
+    engine._lanes.cache.writer.compiled = compiled
     return {c.request.index: c.tokens for c in engine.run(requests(3, new=10))}
 
 
@@ -49,6 +52,8 @@ def test_layers_share_a_graph_whatever_their_number(family: str, trial: int, gra
     assert compile_layers(target, "eager")
     assert counters["stats"]["unique_graphs"] == trial
     assert answers(target, 2) == plain
+    assert counters["stats"]["unique_graphs"] == 2 * trial
+    assert answers(target, 3, compiled=False)  # an engine that did not ask for it
     assert counters["stats"]["unique_graphs"] == 2 * trial
     assert compile_layers(target, "eager")  # a second engine changes nothing
     assert answers(target, 2) == answers(target, 1) == plain
