@@ -248,7 +248,7 @@ def test_a_near_tie_is_no_excuse_in_float64(monkeypatch: pytest.MonkeyPatch) -> 
     """In float64 answers must be identical; the same difference passes as a near tie in
     bfloat16."""
 
-    def tie(*given: Any) -> Any:
+    def tie(*given: Any, **settings: Any) -> Any:
         from inference.audit.comparison import AuditReport
 
         flip = Divergence(0, 3, 5, 6, 0.01, 0.01, 0.02, True, "within the numerical gap")
