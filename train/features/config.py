@@ -87,6 +87,10 @@ class FeaturesConfig:
     features.ssl_certfile."""
     targets: Rows = 1
     """group: how many processes of the launch, the last ones, run the target for the others."""
+    transport: Literal["auto", "device", "host"] = "auto"
+    """group: how answers travel. device: from the target's device to the trainer's (NCCL between
+    GPUs). host: through the memory of both hosts (gloo). auto: device where every process has a GPU
+    of its own."""
 
     def __post_init__(self) -> None:
         check_format(self.format)

@@ -1,12 +1,14 @@
 """Features from other processes of the same launch: the last ones run the target, the others train.
 
-The trainers form a group of their own for gradients. Between them and the target processes tensors
-go point to point over gloo, from CPU memory to CPU memory also where there are GPUs: no kernel of
-one side ever waits for the other, and steps are asked for ahead.
-
-Each trainer talks to one target process. A message is a header [4] int64 (operation, rows,
+The trainers form a group of their own for gradients. Each talks to one target process, point to
+point over gloo, and asks for steps ahead. A message is a header [4] int64 (operation, rows,
 positions, status), for a request followed by tokens, positions and segments [3, b, T] int32; the
 answer is one run of bytes whose layout both sides know.
+
+Answers go from the target's device to the trainer's (`features.transport=device`, NCCL between
+GPUs), or over gloo through the memory of both hosts (`host`). A transfer between devices is
+announced over gloo first, and the trainer receives it when it needs it: a GPU's kernel that receives
+never waits for a computation of the other side, only one that sends may.
 
 Legend: b rows, T positions, N real tokens.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from socket import gethostname
 from typing import Any
 
 import torch
@@ -71,8 +74,7 @@ def run_in_group(
     division = divide(job, world)
     ranks = list(range(division.trainers))
     group = dist.new_group(ranks, timeout=JOIN_TIMEOUT)
-    everyone = dist.new_group(list(range(world.size)), backend="gloo", timeout=JOIN_TIMEOUT)
-    _links[:] = [(everyone, division)]
+    _links[:] = [Link.open(job.features.transport, world, division)]
     if world.rank in ranks:
         own = replace(world, size=division.trainers, group=group, helpers=division.targets)
         finished = False
@@ -95,8 +97,38 @@ def run_in_group(
     return read_training(job.out)
 
 
-_links: list[tuple[dist.ProcessGroup, Division]] = []
-"""The group that carries features and who does what in it; empty unless features.mode=group."""
+@dataclass(frozen=True)
+class Link:
+    """What connects the processes of a launch: `host` carries headers, requests and answers through
+    CPU memory; `device` answers from one device's memory to the other's, None where there is none.
+    here: this process's device."""
+
+    host: dist.ProcessGroup
+    device: dist.ProcessGroup | None
+    division: Division
+    here: torch.device
+
+    @classmethod
+    def open(cls, transport: str, world: World, division: Division) -> Link:
+        """Collective: all processes of the launch."""
+        everyone = list(range(world.size))
+        host = dist.new_group(everyone, backend="gloo", timeout=JOIN_TIMEOUT)
+        if transport == "auto":
+            # processes that share a GPU, or have none, cannot use NCCL
+            here = f"{gethostname()} {world.device}"
+            places: list[str] = [""] * world.size
+            dist.all_gather_object(places, here, group=host)
+            direct = world.device.type == "cuda" and len({*places}) == world.size
+            transport = "device" if direct and dist.is_nccl_available() else "host"
+        if transport == "host":
+            return cls(host, None, division, world.device)
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        device = dist.new_group(everyone, backend=backend, timeout=JOIN_TIMEOUT)
+        return cls(host, device, division, world.device)
+
+
+_links: list[Link] = []
+"""The link of this launch; empty unless features.mode=group."""
 
 
 def divide(job: TrainingJob, world: World) -> Division:
@@ -139,6 +171,26 @@ class Message:
         return True
 
 
+class Arriving:
+    """An answer of `size` bytes from `target`, as it will come: itself, or its announcement."""
+
+    def __init__(self, link: Link, target: int, size: int) -> None:
+        self.link, self.target, self.size = link, target, size
+        self._first = torch.empty(1 if link.device else size, dtype=torch.uint8)
+        self._work: Any = dist.irecv(self._first, target, group=link.host, tag=ANSWER_TAG)
+
+    def take(self, timeout: timedelta) -> Tensor:
+        """The answer [size] uint8, in memory of the host or of this process's device; raises
+        `RuntimeError` when it does not come in time. Answers of one target process are taken in
+        the order in which they were asked for, which is the order in which they are sent."""
+        self._work.wait(timeout=timeout)
+        if self.link.device is None:
+            return self._first
+        answer = torch.empty(self.size, dtype=torch.uint8, device=self.link.here)
+        dist.recv(answer, self.target, group=self.link.device)
+        return answer
+
+
 class GroupSource:
     """Features from this launch's target process, once it says that it runs the same target."""
 
@@ -153,8 +205,8 @@ class GroupSource:
             config.form(target.info),
             timedelta(seconds=config.timeout_seconds),
         )
-        self.group, division = _links[0]
-        self.target = division.target_of(dist.get_rank())
+        self.link = _links[0]
+        self.target = self.link.division.target_of(dist.get_rank())
         self.wish = Ask.of(needs, self.form)
         self._sent: list[tuple[Any, Tensor]] = []
         self._coming: list[Any] = []
@@ -171,16 +223,15 @@ class GroupSource:
         body = torch.stack([getattr(packed, name).int() for name in wire.ROWS])
         self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
         for part, tag in ((header, HEADER_TAG), (body, ROWS_TAG)):
-            self._sent.append((dist.isend(part, self.target, group=self.group, tag=tag), part))
+            self._sent.append((dist.isend(part, self.target, group=self.link.host, tag=tag), part))
         count = int((packed.segments > 0).sum())
         parts = answer_parts(self.wish.taps, self.wish.last_hidden, self.form)
-        buffer = torch.empty(sum(size for *_, size in parts) * count, dtype=torch.uint8)
-        work: Any = dist.irecv(buffer, self.target, group=self.group, tag=ANSWER_TAG)
-        self._coming.append(work)
+        arriving = Arriving(self.link, self.target, sum(size for *_, size in parts) * count)
+        self._coming.append(arriving)
 
         def take() -> Content:
             try:
-                work.wait(timeout=self.timeout)
+                buffer = arriving.take(self.timeout)
             except RuntimeError as error:
                 raise UserError(
                     f"the target's process (rank {self.target}) has not sent features within "
@@ -188,15 +239,15 @@ class GroupSource:
                     "its output, or raise features.timeout_seconds; this command continues from "
                     "its last saved state."
                 ) from error
-            self._coming.remove(work)
+            self._coming.remove(arriving)
             return cut(buffer, parts, count)
 
         return Message(take)
 
     def close(self) -> None:
         """Take what was asked for and is no longer wanted, so that nothing is left under way."""
-        for work in self._coming:
-            work.wait(timeout=self.timeout)
+        for arriving in self._coming:
+            arriving.take(self.timeout)
         self._coming.clear()
 
 
@@ -205,13 +256,14 @@ class GroupSource:
 
 def serve(target: FeatureTarget, dtype: torch.dtype, trainers: list[int]) -> bool:
     """Answer requests until every trainer has said good-bye; returns whether all were content."""
-    group, _ = _links[0]
+    link = _links[0]
     key = key_of(target.info, precision_of(dtype, target.dtype))
     asks: dict[int, Ask] = {}
     ends: dict[int, int] = {}
+    sending = Sending(link)
     while len(ends) < len(trainers):
         header = torch.zeros(4, dtype=torch.int64)
-        trainer = dist.recv(header, src=None, group=group, tag=HEADER_TAG)
+        trainer = dist.recv(header, src=None, group=link.host, tag=HEADER_TAG)
         operation, rows, length, status = header.tolist()
         if operation == BYE:
             ends[trainer] = status
@@ -222,16 +274,35 @@ def serve(target: FeatureTarget, dtype: torch.dtype, trainers: list[int]) -> boo
             asks[trainer] = Ask.from_json(wish, target.info)
         else:
             body = torch.empty(3, rows, length, dtype=torch.int32)
-            dist.recv(body, src=trainer, group=group, tag=ROWS_TAG)
+            dist.recv(body, src=trainer, group=link.host, tag=ROWS_TAG)
             ask, packed = asks[trainer], PackedBatch.unsupervised(*body)
             content, form = wire.compute(target, dtype, ask, packed)
             parts = answer_parts(ask.taps, ask.last_hidden, form)
             flat = [
                 content[thing][part].contiguous().view(torch.uint8) for thing, part, *_ in parts
             ]
-            answer = torch.cat([each.flatten() for each in flat])
-            dist.send(answer, trainer, group=group, tag=ANSWER_TAG)
+            sending.send(torch.cat([each.flatten() for each in flat]), trainer)
     return not any(ends.values())
+
+
+class Sending:
+    """Answers on their way; those between devices are kept until they are taken."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._under_way: list[tuple[Any, Tensor]] = []
+
+    def send(self, answer: Tensor, trainer: int) -> None:
+        """Send bytes [S] on the target's device to a trainer; between devices without waiting until
+        it takes them."""
+        host = self.link.host
+        if self.link.device is None:
+            dist.send(answer.cpu(), trainer, group=host, tag=ANSWER_TAG)
+            return
+        self._under_way = [(work, kept) for work, kept in self._under_way if not work.is_completed()]
+        # first: NCCL joins the two at their first transfer, for which the trainer must be coming
+        dist.send(torch.ones(1, dtype=torch.uint8), trainer, group=host, tag=ANSWER_TAG)
+        self._under_way.append((dist.isend(answer, trainer, group=self.link.device), answer))
 
 
 def answer_parts(
@@ -264,7 +335,7 @@ def cut(buffer: Tensor, parts: list[tuple[str, str, torch.dtype, int, int]], cou
 
 
 def send_header(operation: int, rank: int, status: int = 0) -> None:
-    dist.send(torch.tensor([operation, 0, 0, status]), rank, group=_links[0][0], tag=HEADER_TAG)
+    dist.send(torch.tensor([operation, 0, 0, status]), rank, group=_links[0].host, tag=HEADER_TAG)
 
 
 def send_body(text: str, rank: int) -> None:
@@ -272,10 +343,10 @@ def send_body(text: str, rank: int) -> None:
     assert len(raw) <= TEXT_BYTES, f"{len(raw)} bytes of greeting"
     body = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
     body[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-    dist.send(body, rank, group=_links[0][0], tag=ROWS_TAG)
+    dist.send(body, rank, group=_links[0].host, tag=ROWS_TAG)
 
 
 def receive_body(rank: int) -> str:
     body = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
-    dist.recv(body, src=rank, group=_links[0][0], tag=ROWS_TAG)
+    dist.recv(body, src=rank, group=_links[0].host, tag=ROWS_TAG)
     return bytes(body.tolist()).rstrip(b"\0").decode()

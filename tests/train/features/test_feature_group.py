@@ -1,5 +1,5 @@
-"""Target processes within a launch: one or two of them feed trainers over gloo; the training is
-that of the trainers alone."""
+"""Target processes within a launch: one or two of them feed trainers, through the hosts' memory or
+from device to device (here over gloo too); the training is that of the trainers alone."""
 
 from __future__ import annotations
 
@@ -39,10 +39,16 @@ def figures(out: Path) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("trainers", "targets"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)]
+    ("trainers", "targets", "transport"),
+    [
+        (1, 1, "auto"),
+        pytest.param(2, 1, "host", marks=pytest.mark.slow),
+        pytest.param(2, 1, "device", marks=pytest.mark.slow),
+        (2, 2, "device"),
+    ],
 )
 def test_trainers_fed_by_target_processes_train_as_without_them(
-    micro: Path, tmp_path: Path, trainers: int, targets: int
+    micro: Path, tmp_path: Path, trainers: int, targets: int, transport: str
 ) -> None:
     launch.run(trainers, WORKER, micro, tmp_path / "online", *EAGLE3)
     output = launch.run(
@@ -51,7 +57,7 @@ def test_trainers_fed_by_target_processes_train_as_without_them(
         micro,
         tmp_path / "group",
         *EAGLE3,
-        group(targets),
+        group(targets, transport=transport),
         "energy=true",
     )
     assert figures(tmp_path / "online") == figures(tmp_path / "group"), output[-2000:]
@@ -84,7 +90,9 @@ def test_a_signal_ends_trainers_and_targets_in_order_and_the_run_continues(
 ) -> None:
     out = tmp_path / "out"
     launch.run(2, WORKER, micro, tmp_path / "whole", *EAGLE3, group(1))
-    process = launch.start(2, WORKER, micro, out, *EAGLE3, group(1), "slow=0.3")
+    process = launch.start(
+        2, WORKER, micro, out, *EAGLE3, group(1, transport="device"), "slow=0.3"
+    )
     end = time.monotonic() + 300
     while not (out / LOG_FILE).is_file() or len(read_log(out / LOG_FILE)) < 2:
         assert process.poll() is None, process.communicate()[0][-3000:]

@@ -35,6 +35,7 @@ from train.features.base import FeatureTarget
 from train.features.config import FeaturesConfig
 from train.features.remote import wire
 from train.features.remote.shared import SharedPasses
+from train.features.store.batches import to_cpu
 from train.features.store.layout import precision_of, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class FeatureServer:
         """The answer to a request; raises `UserError` for rows that the target cannot read."""
         packed = wire.unpack_rows(body, self.target.info)
         content = self.shared.answer(
-            body, ask, lambda whole: wire.compute(self.target, self.dtype, whole, packed)[0]
+            body, ask, lambda whole: to_cpu(wire.compute(self.target, self.dtype, whole, packed)[0])
         )
         return bytes(save(tensors_of(content)))
 

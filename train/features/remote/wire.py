@@ -27,7 +27,7 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from train.data.loader import PackedBatch
 from train.features.base import FeatureTarget, OnlineFeatures
-from train.features.store.batches import Content, Form, encode_batch, to_cpu
+from train.features.store.batches import Content, Form, encode_batch
 from train.features.store.codec import check_format
 
 FORMAT = 1
@@ -97,11 +97,12 @@ def key_of(info: TargetInfo, precision: str) -> str:
 def compute(
     target: FeatureTarget, dtype: torch.dtype, ask: Ask, packed: PackedBatch
 ) -> tuple[Content, Form]:
-    """The features that are asked for, as `dtype` before they are encoded, and their form."""
+    """The features that are asked for, as `dtype` before they are encoded, on the target's device,
+    and their form."""
     info = target.info
     form = Form(ask.format, info.hidden_size, info.vocab_size, ask.top_logits)
     online = OnlineFeatures(target, ask.needs, dtype)
-    return to_cpu(encode_batch(online.batch(packed), ask.taps, form, online.logits)), form
+    return encode_batch(online.batch(packed), ask.taps, form, online.logits), form
 
 
 def unpack_rows(body: bytes, info: TargetInfo) -> PackedBatch:
