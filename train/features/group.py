@@ -7,7 +7,7 @@ answer is one run of bytes whose layout both sides know.
 
 Answers go from the target's device to the trainer's (`features.transport=device`, NCCL between
 GPUs), or over gloo through the memory of both hosts (`host`). A transfer between devices is
-announced over gloo first, and the trainer receives it when it needs it: a GPU's kernel that receives
+announced over gloo first, and the trainer receives it when it needs it: a kernel that receives
 never waits for a computation of the other side, only one that sends may.
 
 Legend: b rows, T positions, N real tokens.
@@ -299,7 +299,7 @@ class Sending:
         if self.link.device is None:
             dist.send(answer.cpu(), trainer, group=host, tag=ANSWER_TAG)
             return
-        self._under_way = [(work, kept) for work, kept in self._under_way if not work.is_completed()]
+        self._under_way = [sent for sent in self._under_way if not sent[0].is_completed()]
         # first: NCCL joins the two at their first transfer, for which the trainer must be coming
         dist.send(torch.ones(1, dtype=torch.uint8), trainer, group=host, tag=ANSWER_TAG)
         self._under_way.append((dist.isend(answer, trainer, group=self.link.device), answer))
