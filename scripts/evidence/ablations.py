@@ -89,7 +89,8 @@ def report(given: argparse.Namespace) -> None:
     """Train, decode, and write the report after every arm."""
     content = earlier(given.out)
     for target in given.targets:
-        bench = Bench(PLACES[target], given.work.resolve() / target, given.threads, given.prompts)
+        work = given.work.resolve() / target
+        bench = Bench(PLACES[target], work, given.threads, given.prompts, [*STUDIES])
         for study in given.studies:
             for row in rows_of(bench, study, given.seeds):
                 row = {"target": target, "study": study, **row}

@@ -4,8 +4,8 @@
 
 PYTHON is one that has speculators. Both sides read the same documents of the same target for the
 same number of passes, 1,024 tokens a step, with drafters of the same number of layers, blocks and
-anchors. The library keeps its own recipe (its loss, optimiser, schedule and norms), ours is that of
-conf/head. Both sweep the same learning rates, and each keeps the one whose tau on the validation
+anchors, and both read what the target computes from a store. The library keeps its own recipe (its
+loss, optimiser, schedule and norms), ours is that of conf/head. Both sweep the same learning rates, and each keeps the one whose tau on the validation
 prompts is best; that rate is trained with two further seeds. The three drafters of both sides are
 decoded by our decoder on other prompts: chains of 3, 5 and 7, at temperature 0 and at 1, there by
 every rule that keeps the target's distribution.
@@ -65,7 +65,7 @@ class Contest(Bench):
     """The trainings of both sides on one target."""
 
     def __init__(self, python: str, place: Place, work: Path, threads: int, prompts: int) -> None:
-        super().__init__(place, work, threads, prompts)
+        super().__init__(place, work, threads, prompts, [*OURS])
         self.setting = Setting(python, place.answers, place.target, work / "speculators", threads)
 
     def best(self, kind: str, side: str) -> tuple[dict[float, float], list[Path]]:

@@ -84,16 +84,22 @@ def answers_facts(answers: Path) -> Facts:
 
 
 class Bench:
-    """Trainings and measurements on one target, kept in `work`."""
+    """Trainings and measurements on one target, kept in `work`.
 
-    def __init__(self, place: Place, work: Path, threads: int, prompts: int) -> None:
+    heads: those of conf/head that are trained on the place's answers; they read what the target
+    computes from a store that is written once. None: every training runs the target itself.
+    """
+
+    def __init__(
+        self, place: Place, work: Path, threads: int, prompts: int, heads: Sequence[str] = ()
+    ) -> None:
         if not place.answers.is_dir():
             raise UserError(
                 f"there are no answers in {place.answers}; make them with `headstart generate "
                 "experiment=families` or `python -m scripts.evidence.held_out`."
             )
         torch.set_num_threads(threads)
-        self.place, self.work, self.threads = place, work, threads
+        self.place, self.work, self.threads, self.heads = place, work, threads, heads
         found = load_prompts(place.measuring)
         domains = len({prompt.domain for prompt in found})
         self.measuring = select_prompts(found, max(1, prompts // domains), seed=0)
@@ -119,6 +125,21 @@ class Bench:
         """What `train` returned."""
         return {**read_json(checkpoint.parent / "done.json")}
 
+    @cached_property
+    def features(self) -> list[str]:
+        """The overrides with which a training reads the store; makes it if it is not there."""
+        first, *others = self.heads
+        words = [f"head={first}", f"features.heads=[{','.join(others)}]"]
+        words += [f"run.answers={self.place.answers}", f"run.threads={self.threads}"]
+
+        def write(out: Path) -> Facts:
+            place, at = self.work / "run", f"features.path={out}"
+            run_on_target("features", self.place.target, place, "features=store", at, *words)
+            return {}
+
+        path = self.once("features", [*self.heads, answers_facts(self.place.answers)], write)
+        return ["features=store", f"features.path={path}"]
+
     def train(self, name: str, *overrides: str, answers: Path | None = None) -> Path:
         """The checkpoint of `headstart train` with the settings of experiment=families and these
         overrides. answers: None: the place's."""
@@ -128,6 +149,7 @@ class Bench:
             place, drafter = self.work / "run", out.parent.name
             words = [f"run.answers={read}", f"run.drafter={drafter}"]
             words += [f"run.threads={self.threads}", "train.eval_every=0", "train.parity=false"]
+            words += self.features if self.heads and answers is None else []
             run_on_target("train", self.place.target, place, *overrides, *words)
             made = place / "train" / drafter
             copy_plain(made / "best", out)

@@ -50,7 +50,7 @@ def test_the_report_on_the_smallest_target(tmp_path: Path, monkeypatch: pytest.M
     words = ["--targets", "embedded", "--studies", "eagle3", "--seeds", "0", "--prompts", "1"]
     words += ["--threads", "1", "--work", str(tmp_path / "work"), "--out", str(out)]
     assert ablations.main(words) == 0
-    assert trained == ["train"] * 2
+    assert trained == ["features", "train", "train"]
     assert written == [1, 2]  # after every arm
     content = json.loads(out.with_suffix(".json").read_text())
     recipe, slow = content["rows"]
@@ -63,10 +63,10 @@ def test_the_report_on_the_smallest_target(tmp_path: Path, monkeypatch: pytest.M
     page = out.with_suffix(".md").read_text()
     assert f"Made by `{content['command']}`" in page and "| embedded | eagle3 | slow |" in page
     assert ablations.main(words) == 0
-    assert len(trained) == 2  # both were kept
+    assert len(trained) == 3  # all were kept
     monkeypatch.setitem(arms, "slow", ["optim.lr=1e-8"])
     assert ablations.main(words) == 0
-    assert len(trained) == 3  # a changed recipe is trained
+    assert len(trained) == 4  # a changed recipe is trained
     again = json.loads(out.with_suffix(".json").read_text())["rows"]
     assert [row["arm"] for row in again] == [RECIPE, "slow"]
     assert again[1]["overrides"][-1] == "optim.lr=1e-8"
