@@ -4,6 +4,7 @@ gives for each alone."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ def mixed(count: int = 12) -> list[Request]:
     ]
 
 
+@cache
 def alone(request: Request) -> list[int]:
     """What plain decoding, one request at a time, gives with the request's settings."""
     assert request.sampling is not None
