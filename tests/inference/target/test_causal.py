@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from heads.api.features import FeatureSpec
+from heads.nn.packing import Document, documents
 from inference.target import causal
 from inference.target.attention import _written_out
-from inference.target.causal import Document, Sight, causal_attention, documents, packed_attention
+from inference.target.causal import Sight, causal_attention, packed_attention
 from tests.models import random_target
 
 HEADS, GROUPS, SIZE = 2, 3, 8
