@@ -18,9 +18,9 @@ from torch import Tensor
 
 from heads.api.batch import TrainBatch
 
-TOGETHER = 256
+TOGETHER, TOGETHER_ON_CUDA = 128, 512
 """Most places of neighbouring documents that are attended to at once, under a mask: what a call
-costs besides its scores is then shared by several."""
+costs besides its scores, on a GPU its launches, is then shared by several."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,11 @@ class Packing:
         lying = documents(segments, batch.positions)
         if len(lying) == rows:
             return cls([Stretch(rows, length)])
-        if length <= TOGETHER:
+        most = TOGETHER_ON_CUDA if segments.is_cuda else TOGETHER
+        if length <= most:
             return cls([Stretch(rows, length, within_documents(segments))])
         stretches = []
-        for several in _neighbours(lying):
+        for several in _neighbours(lying, most):
             row, first, end = several[0].row, several[0].first, several[-1].end
             own = segments[row : row + 1, first:end]
             mask = within_documents(own) if len(several) > 1 else None
@@ -108,12 +109,12 @@ class Packing:
         return cls(stretches)
 
 
-def _neighbours(lying: Sequence[Document]) -> list[list[Document]]:
-    """Documents in order, those of a row together as long as they are no longer than `TOGETHER`."""
+def _neighbours(lying: Sequence[Document], most: int) -> list[list[Document]]:
+    """Documents in order, those of a row together as long as they have no more than `most` places."""
     found: list[list[Document]] = []
     for one in lying:
         last = found[-1] if found else []
-        if last and last[0].row == one.row and one.end - last[0].first <= TOGETHER:
+        if last and last[0].row == one.row and one.end - last[0].first <= most:
             last.append(one)
         else:
             found.append([one])
