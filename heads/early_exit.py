@@ -33,9 +33,10 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init, losses
-from heads.nn.attention import packed_mask, sequence_attention
+from heads.nn.attention import sequence_attention
 from heads.nn.blocks import MLP, Attention, LayerShape, RMSNorm, initialise_blocks
 from heads.nn.feature.base import layer_shape, probabilities_of, teacher_logits
+from heads.nn.packing import Packing
 from heads.nn.rope import Rotation
 from heads.nn.target.drafting import SelfDrafter
 from heads.nn.target.layers import DraftLayer, KeptLayer
@@ -235,8 +236,8 @@ class Drafter(SelfDrafter):
         if self.adapter is not None:
             rotation = self._rope.at(batch.positions, self.adapter.dtype)
             query, key, value = self.adapter.project(states, rotation)
-            mask = packed_mask(batch.segments)
-            states = self.adapter.finish(states, sequence_attention(query, key, value, mask))
+            attended = sequence_attention(query, key, value, Packing.of(batch))
+            states = self.adapter.finish(states, attended)
         return self._normalise(states)
 
     def loss(self, batch: TrainBatch) -> LossOutput:

@@ -31,7 +31,7 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init, losses
-from heads.nn.attention import CachePlace, packed_mask, sequence_attention
+from heads.nn.attention import CachePlace, sequence_attention
 from heads.nn.blocks import Attend, DecoderLayer, RMSNorm, initialise_blocks
 from heads.nn.drafting.growth import grow
 from heads.nn.drafting.state import Cached as State
@@ -39,6 +39,7 @@ from heads.nn.drafting.state import run_slots
 from heads.nn.feature.base import FeatureDrafter, add_noise, label_loss, layer_shape, require_heads
 from heads.nn.feature.chain import attend_last
 from heads.nn.matrices import set_matrix
+from heads.nn.packing import Packing
 from heads.nn.rope import Rope
 
 
@@ -203,9 +204,8 @@ class Drafter(FeatureDrafter):
             hidden = add_noise(hidden, batch, self.config.noise)
         if self.prefix_layer is None:
             return hidden
-        mask = packed_mask(batch.segments)
         rotation = self.rope.at(batch.positions, hidden.dtype)
-        attend: Attend = partial(sequence_attention, mask=mask)
+        attend: Attend = partial(sequence_attention, packing=Packing.of(batch))
         return cast(Tensor, self.prefix_layer(hidden, rotation, attend))
 
     # Training

@@ -30,11 +30,13 @@ from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
-from heads.nn.attention import packed_mask, sequence_attention
+from heads.nn import attention
+from heads.nn.attention import in_chunks, masked_attention, sequence_attention
 from heads.nn.distillation import ObjectiveConfig, Predictions, distillation_loss
 from heads.nn.drafting.growth import fill
 from heads.nn.drafting.plan import Plan
 from heads.nn.feature.masks import Masks
+from heads.nn.packing import Packing
 from heads.nn.small_lm.config import NetworkConfig
 from heads.nn.small_lm.model import SmallLM, State
 
@@ -94,11 +96,20 @@ class Drafter(SmallLM):
         tokens = torch.cat([batch.tokens, self.pard_token.expand_as(masks.place)], 1)
         behind = batch.positions.gather(1, masks.place) + masks.step
         positions = torch.cat([batch.positions, behind], 1)
-        causal, visible = packed_mask(batch.segments), masks.visible(batch.segments)
+        packing, segments, count = Packing.of(batch), batch.segments, masks.place.shape[1]
+        chunk = max(1, attention.CHUNK_ELEMENTS // (tokens.shape[0] * tokens.shape[1]))
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            text = sequence_attention(query[:, :length], key[:, :length], value[:, :length], causal)
-            return torch.cat([text, sequence_attention(query[:, length:], key, value, visible)], 1)
+            given = query[:, :length], key[:, :length], value[:, :length]
+
+            def part(span: slice) -> Tensor:
+                near = slice(length + masks.seen_from(span), length + span.stop)
+                pair = (torch.cat([each[:, :length], each[:, near]], 1) for each in (key, value))
+                asking = query[:, length + span.start : length + span.stop]
+                return masked_attention(asking, *pair, masks.visible(segments, span))
+
+            text = sequence_attention(*given, packing)
+            return torch.cat([text, in_chunks(part, count, chunk)], 1)
 
         states = self.embed(tokens)
         rotation = self._rope.at(positions, states.dtype)

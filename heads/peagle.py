@@ -33,7 +33,7 @@ from heads.api.starts import OtherKind, renamed
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init, losses
-from heads.nn.attention import additive, packed_mask, sequence_attention
+from heads.nn.attention import additive, sequence_attention
 from heads.nn.blocks import DecoderLayer, FusingLayer
 from heads.nn.drafting.growth import fill
 from heads.nn.drafting.state import Cached as State
@@ -41,6 +41,7 @@ from heads.nn.drafting.state import run_slots
 from heads.nn.feature.base import layer_shape, sum_by_state
 from heads.nn.feature.parallel import AnchoredRows, anchored_attention
 from heads.nn.feature.taps import TapConfig, TapDrafter
+from heads.nn.packing import Packing
 from heads.nn.rope import Rope, look_up
 
 
@@ -143,7 +144,7 @@ class Drafter(TapDrafter):
         rows_behind = range(1, len(anchors.sizes) + 1)
         positions = [anchors.at(batch.positions, row) + row for row in rows_behind]
         rotation = self._rope.at(torch.cat([batch.positions, *positions], 1), states.dtype)
-        mask, visible = packed_mask(batch.segments), anchors.visible(batch.segments)
+        packing, reach = Packing.of(batch), anchors.reach(batch.segments)
         for index, layer in enumerate(self._layers):
             attn = layer.self_attn
             read = self._read(index, embedded, states)
@@ -151,15 +152,14 @@ class Drafter(TapDrafter):
             query, (key, value) = attn.query(read, rotation), attn.key_value(read, rotation)
             splits = [length, *anchors.sizes]
             queries, keys, values = (list(part.split(splits, 1)) for part in (query, key, value))
-            attended = [sequence_attention(queries[0], keys[0], values[0], mask)]
+            attended = [sequence_attention(queries[0], keys[0], values[0], packing)]
             for row, size in enumerate(anchors.sizes, start=1):
-                own_keys, own_values = (
-                    [part[:, :size] for part in parts[1 : row + 1]] for parts in (keys, values)
+                seen_keys, seen_values = (
+                    [parts[0], *(part[:, :size] for part in parts[1 : row + 1])]
+                    for parts in (keys, values)
                 )
-                seen = visible[:, :, :size]
-                own = own_keys, own_values
-                found = anchored_attention(queries[row], keys[0], values[0], *own, seen)
-                attended.append(found)
+                seen = seen_keys, seen_values, reach.of(size)
+                attended.append(anchored_attention(queries[row], *seen))
             states = layer.finish(states, torch.cat(attended, 1))
         normed: Tensor = self.norm(states)
         return list(normed.split([length, *anchors.sizes], 1))

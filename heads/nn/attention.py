@@ -1,14 +1,20 @@
 """Attention of drafters: packed sequences in training, a preallocated cache in decoding.
 
-Legend: B rows, T positions, Q queries, S cache slots, N nodes, P nodes run at one tree level, R
-nodes run at all levels, h query heads, g key/value heads, D head size (of values, where they differ
-from keys, in what attention returns).
+In training nothing is as large as the square of a row: packed rows are attended to stretch by
+stretch (`heads.nn.packing`), and where scores are written out, as for columns that every row has of
+its own, more than `CHUNK_ELEMENTS` of them are computed again in the backward pass.
+
+Legend: B rows, T positions, Q queries, S keys or cache slots, N nodes, P nodes run at one tree
+level, R rows and n places of a stretch (nodes run at all levels, in drafting), h query heads, g
+key/value heads, G = h / g, D head size (of values, where they differ from keys, in what attention
+returns).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,34 +22,54 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from heads.nn.drafting.plan import LevelPlan, TreePlan
+from heads.nn.packing import Packing, Stretch
 from heads.nn.rope import Rotation, look_up
 
 CHUNK_ELEMENTS = 1 << 26
 """Most attention scores at once before queries are split into recomputed chunks."""
 
 
-def packed_mask(segments: Tensor) -> Tensor | None:
-    """[B, 1, T, T] bool: causal within equal segment numbers [B, T]; None when plain causal is the
-    same.
-
-    Padding attends to padding, so that no row is empty. Asks the device once; for training only.
-    """
-    if bool((segments == segments[:, :1]).all()):
-        return None
-    length = segments.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-    return ((segments[:, :, None] == segments[:, None, :]) & causal)[:, None]
+def sequence_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+    """Causal attention of packed sequences over themselves: query [B, T, h, D], key and value [B,
+    T, g, D] -> [B, T, h * D]."""
+    return by_stretch(_stretch_attention, packing, query, key, value)
 
 
-def sequence_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal attention of a sequence over itself: query [B, T, h, D], key and value [B, T, g, D]
-    -> [B, T, h * D]. mask [B, 1, T, T] bool replaces plain causality."""
+def _stretch_attention(stretch: Stretch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return masked_attention(query, key, value, stretch.mask)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of Q queries [B, Q, h, D] over S keys and values [B, S, g, D] -> [B, Q, h * D].
+    mask [B, 1, Q, S] bool; None: plain causal, with Q = S."""
     groups = query.shape[2] // key.shape[2]
     key, value = (states.transpose(1, 2).repeat_interleave(groups, 1) for states in (key, value))
     out = F.scaled_dot_product_attention(
         query.transpose(1, 2), key, value, attn_mask=mask, is_causal=mask is None
     )
     return out.transpose(1, 2).flatten(2)
+
+
+def by_stretch(part: Callable[..., Tensor], packing: Packing, *parts: Tensor) -> Tensor:
+    """part(stretch, *what of `parts` [B, T, ..] lies in it [R, n, ..]) -> [R, n, ..] of all
+    stretches, put together [B, T, ..]."""
+    if packing.whole is not None:
+        return part(packing.whole, *parts)
+    return _one_by_one(part, packing, *parts)
+
+
+@torch.compiler.disable
+def _one_by_one(part: Callable[..., Tensor], packing: Packing, *parts: Tensor) -> Tensor:
+    """`by_stretch` of several. Not compiled: every batch has other stretches, and would have a
+    program of its own."""
+    sizes = [stretch.rows * stretch.length for stretch in packing.stretches]
+    # The gradients of a split are put together once; those of slices would be summed as whole rows.
+    split = [states.flatten(0, 1).split(sizes) for states in parts]
+    found = []
+    for stretch, *own in zip(packing.stretches, *split, strict=True):
+        shape = stretch.rows, stretch.length
+        found.append(part(stretch, *(each.unflatten(0, shape) for each in own)).flatten(0, 1))
+    return torch.cat(found).unflatten(0, parts[0].shape[:2])
 
 
 def cache_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -155,61 +181,94 @@ class GrowingFrame:
 
 
 def chained_attention(
-    query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    packing: Packing,
+    limit: int | None = None,
 ) -> Tensor:
     """Attention of a later step of a training-time test (EAGLE-3, 2503.01840) -> [B, T, h * D].
 
-    query [B, T, h, D] at step k; keys[0], values[0] [B, T, g, D] are step 0's: seen causally (or by
-    `mask` [B, 1, T, T]); keys[j] of steps 1..k: row t sees row t only, its own chain. Equal to one
-    softmax over all those columns; the later steps add one column each instead of a [T, T] block.
+    query [B, T, h, D] at step k; keys[0], values[0] [B, T, g, D] are step 0's: seen causally within
+    documents, the latest `limit` of them (None: all); keys[j] of steps 1..k: row t sees row t only,
+    its own chain. Equal to one softmax over all those columns; the later steps add one column each
+    instead of a [T, T] block.
     """
     if len(keys) == 1:
-        return sequence_attention(query, keys[0], values[0], mask)
-    batch, length, heads, size = query.shape
-    kv_heads = keys[0].shape[2]
-    grouped = query.view(batch, length, kv_heads, heads // kv_heads, size) * size**-0.5
+        return sequence_attention(query, keys[0], values[0], packing)
+    grouped = query.unflatten(2, (keys[0].shape[2], -1)) * query.shape[-1] ** -0.5
     # [B, T, g, G, k]
     own = torch.stack([(grouped * key[:, :, :, None]).sum(-1) for key in keys[1:]], -1)
     own_values = torch.stack(values[1:], 3)  # [B, T, g, k, D]
-    chunk = max(1, CHUNK_ELEMENTS // (batch * heads * length))
-
-    def part(span: slice) -> Tensor:
-        allowed = None if mask is None else mask[:, :, span, : span.stop]
-        seen = keys[0][:, : span.stop], values[0][:, : span.stop]
-        return chained_rows(grouped[:, span], own[:, span], own_values[:, span], *seen, allowed)
-
-    return in_chunks(part, length, chunk).flatten(2)
+    part = partial(_chained_stretch, packing, limit)
+    return by_stretch(part, packing, grouped, own, own_values, keys[0], values[0])
 
 
-def in_chunks(part: Callable[[slice], Tensor], rows: int, chunk: int) -> Tensor:
-    """part(rows) for all of `rows` rows, side by side in the second dimension; `chunk` rows at a
-    time, recomputed in the backward pass, if there are more."""
-    if rows <= chunk:
-        return part(slice(0, rows))
-    spans = [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)]
-    pieces: list[Tensor] = [checkpoint(part, span, use_reentrant=False) for span in spans]
-    return torch.cat(pieces, 1)
-
-
-def chained_rows(
+def _chained_stretch(
+    packing: Packing,
+    limit: int | None,
+    stretch: Stretch,
     grouped: Tensor,
     own: Tensor,
     own_values: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
 ) -> Tensor:
-    """The last Q rows of a sequence of E: grouped [B, Q, g, G, D], own [B, Q, g, G, k], own_values
-    [B, Q, g, k, D], key and value [B, E, g, D], mask [B, 1, Q, E] -> [B, Q, h, D]."""
+    """The rows of one stretch, in chunks that are recomputed where the scores of all stretches are
+    more than a chunk's: grouped [R, n, g, G, D] and so on -> [R, n, h * D]."""
+    heads = grouped.shape[2] * grouped.shape[3]
+
+    def rows(span: slice) -> Tensor:
+        first = 0 if limit is None else min(max(0, span.start - limit + 1), span.start)
+        seen = _seen(stretch, span, first, limit, key.device)
+        past = key[:, first : span.stop], value[:, first : span.stop]
+        return chained_rows(grouped[:, span], own[:, span], own_values[:, span], *past, seen)
+
+    chunk = max(1, CHUNK_ELEMENTS // (stretch.rows * heads * stretch.length))
+    recompute = heads * packing.pairs > CHUNK_ELEMENTS
+    return in_chunks(rows, stretch.length, chunk, recompute)
+
+
+def _seen(
+    stretch: Stretch, span: slice, first: int, limit: int | None, device: torch.device
+) -> Tensor:
+    """[R or 1, 1, Q, S] bool: what the rows of `span` see of the places from `first` to its end."""
+    rows = torch.arange(span.start, span.stop, device=device)[:, None]
+    columns = torch.arange(first, span.stop, device=device)
+    if stretch.mask is None:
+        seen = (columns <= rows)[None, None]
+    else:
+        seen = stretch.mask[:, :, span, first : span.stop]
+    return seen if limit is None else seen & (columns > rows - limit)
+
+
+def in_chunks(
+    part: Callable[[slice], Tensor], rows: int, chunk: int, recompute: bool = False
+) -> Tensor:
+    """part(rows) for all of `rows` rows, side by side in the second dimension, `chunk` rows at
+    a time; recomputed in the backward pass if there are more, or where
+    `recompute` says so."""
+    if rows <= chunk and not recompute:
+        return part(slice(0, rows))
+    spans = [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)]
+    pieces: list[Tensor] = [
+        checkpoint(part, span, use_reentrant=False, preserve_rng_state=False) for span in spans
+    ]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def chained_rows(
+    grouped: Tensor, own: Tensor, own_values: Tensor, key: Tensor, value: Tensor, seen: Tensor
+) -> Tensor:
+    """Q rows that see S places and columns of their own: grouped [B, Q, g, G, D], own [B, Q, g, G,
+    k], own_values [B, Q, g, k, D], key and value [B, S, g, D], seen [B or 1, 1, Q, S] bool -> [B,
+    Q, h * D]."""
     batch, queries, kv_heads, groups, _ = grouped.shape
     end = key.shape[1]
-    # [B, g, Q * G, D] @ [B, g, D, E]: the heads of a group share one matrix product.
+    # [B, g, Q * G, D] @ [B, g, D, S]: the heads of a group share one matrix product.
     scores = grouped.transpose(1, 2).flatten(2, 3) @ key.permute(0, 2, 3, 1)
-    if mask is None:
-        rows = torch.arange(end - queries, end, device=key.device)
-        mask = (rows[:, None] >= torch.arange(end, device=key.device))[None, None]
     scores = scores.view(batch, kv_heads, queries, groups, end).masked_fill(
-        ~mask[:, :, :, None], float("-inf")
+        ~seen[:, :, :, None], float("-inf")
     )
     all_scores = torch.cat([scores, own.transpose(1, 2)], -1)
     weights = all_scores.softmax(-1, dtype=torch.promote_types(all_scores.dtype, torch.float32)).to(
@@ -218,4 +277,4 @@ def chained_rows(
     context = weights[..., :end].flatten(2, 3) @ value.transpose(1, 2)  # [B, g, Q * G, D]
     chain = weights[..., end:] @ own_values.transpose(1, 2)  # [B, g, Q, G, D]
     out = context.view(batch, kv_heads, queries, groups, value.shape[-1]) + chain
-    return out.transpose(1, 2).flatten(2, 3)
+    return out.transpose(1, 2).flatten(2)

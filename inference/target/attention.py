@@ -31,8 +31,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from heads.nn.attention import additive
+from heads.nn.packing import Document
 from inference.kernels.reference.attention import TREE_ATTENTION
-from inference.target.causal import Attend, Document, Sight, causal_attention, packed_attention
+from inference.target.causal import Attend, Sight, causal_attention, packed_attention
 from inference.target.exact import is_exact, node_by_node
 
 NAME = "headstart"

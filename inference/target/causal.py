@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from heads.nn.attention import additive
+from heads.nn.packing import Document
 
 BLOCK = 256
 """Queries whose mask is spelt out at once."""
@@ -90,30 +91,6 @@ def causal_attention(
         out = (attend or by_mask)(packed, *seen, bias)
         parts.append(out.reshape(batch, heads, stop - first, value.shape[-1]).transpose(1, 2))
     return torch.cat(parts, 1)
-
-
-@dataclass(frozen=True)
-class Document:
-    """Places [first, end) of a packed row; begin: the position of the first one."""
-
-    row: int
-    first: int
-    end: int
-    begin: int
-
-
-def documents(segments: Tensor, positions: Tensor) -> tuple[Document, ...]:
-    """The documents of packed rows: segments [B, T], equal numbers side by side; positions [B, T].
-    Asks the device once."""
-    found = []
-    starts = torch.ones_like(segments, dtype=torch.bool)
-    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    places, begins = starts.nonzero().tolist(), positions[starts].tolist()
-    for number, ((row, first), begin) in enumerate(zip(places, begins, strict=True)):
-        last = number + 1 == len(places) or places[number + 1][0] != row
-        end = segments.shape[1] if last else places[number + 1][1]
-        found.append(Document(row, first, end, begin))
-    return tuple(found)
 
 
 def packed_attention(

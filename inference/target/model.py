@@ -23,12 +23,12 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from heads.api.tree import TokenTree
+from heads.nn.packing import documents, within_documents
 from inference.kernels.dispatch import choose
 from inference.kernels.packed_linear import pack_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target import loading
 from inference.target.attention import AttentionPlan, attention_plan, mark_layers
-from inference.target.causal import documents
 from inference.target.exact import ExactHead, exactly, install_exact
 from inference.target.indexed import IndexedCache, masks
 from inference.target.kv_cache import CacheSizes, KVCache, LayerShape
@@ -179,9 +179,7 @@ class TargetModel:
         plan = AttentionPlan(None, True, positions, positions)
         if not bool((segments == segments[:, :1]).all()):
             if self.indexed:  # whose scores need a mask
-                length = tokens.shape[1]
-                causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-                allowed = (segments[:, :, None] == segments[:, None, :]) & causal
+                allowed = within_documents(segments)[:, 0]
                 plan = AttentionPlan(allowed, False, positions, positions)
             else:
                 plan.documents = documents(segments, positions)

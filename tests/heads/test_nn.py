@@ -71,27 +71,6 @@ def slow_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> T
     return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
 
-def test_sequence_attention_keeps_to_its_document() -> None:
-    query, key, value = random(1, 6, 4, 8), random(1, 6, 2, 8, seed=1), random(1, 6, 2, 8, seed=2)
-    segments = torch.tensor([[1, 1, 1, 2, 2, 0]])
-    found = attention.sequence_attention(query, key, value, attention.packed_mask(segments)).view(
-        1, 6, 4, 8
-    )
-    for t, sees in enumerate([[0], [0, 1], [0, 1, 2], [3], [3, 4], [5]]):
-        for head in range(4):
-            keys, values = (
-                [key[0, s, head // 2] for s in sees],
-                [value[0, s, head // 2] for s in sees],
-            )
-            torch.testing.assert_close(
-                found[0, t, head], slow_attention(query[0, t, head], keys, values)
-            )
-
-
-def test_single_document_needs_no_mask() -> None:
-    assert attention.packed_mask(torch.ones(2, 5, dtype=torch.int32)) is None
-
-
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_cache_attention_sees_its_mask(queries: int, kv_heads: int) -> None:

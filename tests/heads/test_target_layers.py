@@ -18,7 +18,7 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import Rotary
 from heads.api.tree import TokenTree
 from heads.early_exit import Config
-from heads.nn.attention import sequence_attention
+from heads.nn.attention import masked_attention
 from heads.nn.rope import Rope
 from heads.nn.target.layers import FAMILIES, KeptLayer, read_layers
 from inference.decoding.config import DecodeConfig
@@ -74,7 +74,7 @@ def test_a_layer_computes_what_the_targets_own_computes(
         query, key, value = layer.project(taps[:, :, number], rope.at(positions, torch.float64))
         again = layer.key_value(taps[:, :, number], rope.at(positions, torch.float64))
         assert torch.equal(key, again[0]) and torch.equal(value, again[1])
-        found = layer.finish(taps[:, :, number], sequence_attention(query, key, value, None))
+        found = layer.finish(taps[:, :, number], masked_attention(query, key, value, None))
         torch.testing.assert_close(found, taps[:, :, number + 1], rtol=1e-11, atol=1e-11)
 
 

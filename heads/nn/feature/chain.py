@@ -17,6 +17,8 @@ g key/value heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor
 from heads.api.batch import TrainBatch
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.tree import DraftShape
-from heads.nn.attention import CachePlace, Memory, additive, chained_attention, packed_mask
+from heads.nn.attention import CachePlace, Memory, additive, chained_attention
 from heads.nn.blocks import Attention
 from heads.nn.checkpointing import network_part
 from heads.nn.drafting.growth import grow
@@ -33,7 +35,12 @@ from heads.nn.drafting.plan import Plan
 from heads.nn.drafting.state import Cached, run_slots
 from heads.nn.feature.base import FeatureDrafter
 from heads.nn.feature.parallel import AnchoredRows, anchored_attention
+from heads.nn.packing import Packing
 from heads.nn.rope import Rope, Rotation, look_up
+
+AttendChain = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""(query [B, T, h, D], keys, values of all steps so far [B, T, g, D]) -> [B, T, h * D]; at A
+anchors alone from the second step on."""
 
 
 class Network(Protocol):
@@ -82,7 +89,8 @@ class Chain:
         anchors: positions t behind which steps from the second on are unrolled, [B, A, H] each;
         all by default.
         """
-        net, mask = self.network, packed_mask(batch.segments)
+        net = self.network
+        attend: AttendChain = partial(chained_attention, packing=Packing.of(batch))
         if feature is None:
             feature = net.features(batch.taps, batch.last_hidden)
         keys: list[Tensor] = []
@@ -97,10 +105,10 @@ class Chain:
                 tokens, positions = behind.at(tokens, step), behind.at(positions, step)
                 if step == 1:
                     at = behind.order[..., None].expand(-1, -1, feature.shape[-1])
-                    feature, mask = feature.gather(1, at), behind.visible(batch.segments)
-            rotation = self.rope.at(positions, feature.dtype)
-            seen = tuple(keys), tuple(values), mask, behind is not None
-            key, value, shown, feature = self._unrolled(tokens, rotation, feature, *seen)
+                    feature = feature.gather(1, at)
+                    attend = partial(anchored_attention, reach=behind.reach(batch.segments))
+            rotation, seen = self.rope.at(positions, feature.dtype), (tuple(keys), tuple(values))
+            key, value, shown, feature = self._unrolled(tokens, rotation, feature, *seen, attend)
             keys.append(key)
             values.append(value)
             emitted.append(shown)
@@ -114,24 +122,14 @@ class Chain:
         feature: Tensor,
         keys: tuple[Tensor, ...],
         values: tuple[Tensor, ...],
-        mask: Tensor | None,
-        anchored: bool,
+        attend: AttendChain,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One step behind `keys` and `values` -> its key, value, LM head's input, next feature.
-
-        anchored: the step and those before it, but for the first, are run at anchors alone, and
-        `mask` [B, 1, A, T] says what these see of the first.
-        """
+        """One step behind `keys` and `values` -> its key, value, LM head's input, next feature."""
         net = self.network
         states, residual = net.read(tokens, feature)
         key, value = net.attention.key_value(states, rotation)
-        query, keys, values = net.attention.query(states, rotation), (*keys, key), (*values, value)
-        if anchored:
-            assert mask is not None, "what anchors see is a mask"
-            own = list(keys[1:]), list(values[1:])
-            attended = anchored_attention(query, keys[0], values[0], *own, mask)
-        else:
-            attended = chained_attention(query, list(keys), list(values), mask)
+        query = net.attention.query(states, rotation)
+        attended = attend(query, (*keys, key), (*values, value))
         return key, value, *net.emit(net.finish(residual, attended))
 
     def start(self, seen: TargetStates, plan: Plan, capacity: int) -> Cached:

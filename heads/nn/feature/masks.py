@@ -5,7 +5,7 @@ masks 1..k of its own place and nothing else: exactly what it sees when it serve
 (COD; PARD, 2504.18583) keeps a falling share of the positions for deeper masks, max(keep^k, least);
 the positions of depth k + 1 are among those of depth k, so that no mask lacks the ones before it.
 
-Legend: B rows, T positions, E mask tokens per row, K drafted tokens.
+Legend: B rows, T positions, E mask tokens per row, Q of them, K drafted tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from heads.api.batch import TrainBatch
 @dataclass(frozen=True)
 class Masks:
     """Mask tokens in addition to the sequences. place [B, E] int64: the last true token they see;
-    step [B, E] int64: 1 for the first mask behind it; valid [B, E] bool: False for fillers."""
+    step [B, E] int64: 1 for the first mask behind it, of `most`; valid [B, E] bool: False for
+    fillers. Masks of a place stand side by side."""
 
     place: Tensor
     step: Tensor
     valid: Tensor
+    most: int
 
     @classmethod
     def everywhere(cls, tokens: Tensor, steps: int) -> Masks:
@@ -36,7 +38,7 @@ class Masks:
         place = torch.arange(length, device=device).repeat_interleave(steps)
         place = place.expand(tokens.shape[0], -1)
         step = torch.arange(1, steps + 1, device=device).repeat(length).expand_as(place)
-        return cls(place, step, torch.ones_like(place, dtype=torch.bool))
+        return cls(place, step, torch.ones_like(place, dtype=torch.bool), steps)
 
     @classmethod
     def sample(cls, batch: TrainBatch, depth: int, keep: float, least: float) -> Masks:
@@ -51,7 +53,8 @@ class Masks:
         rows = [_sample_row(row, shares, generator) for row, generator in drawn]
         valid = [torch.ones_like(place, dtype=torch.bool) for place, _ in rows]
         parts = *zip(*rows, strict=True), valid
-        return cls(*(pad_sequence(list(part), True).to(batch.tokens.device) for part in parts))
+        padded = (pad_sequence(list(part), True).to(batch.tokens.device) for part in parts)
+        return cls(*padded, most=depth - 1)
 
     def supervised(self, batch: TrainBatch) -> Tensor:
         """[B, E] bool: whether a mask predicts a supervised token, at place + step + 1."""
@@ -61,13 +64,21 @@ class Masks:
         same = batch.segments.gather(1, ahead) == batch.segments.gather(1, self.place)
         return self.valid & inside & same & batch.loss_mask.gather(1, ahead)
 
-    def visible(self, segments: Tensor) -> Tensor:
-        """[B, 1, E, T + E] bool: what masks see of sequence and masks; segments [B, T]."""
+    def seen_from(self, span: slice) -> int:
+        """The first mask that may be seen by those in `span`, the last being its own last one."""
+        return max(0, span.start - self.most + 1)
+
+    def visible(self, segments: Tensor, span: slice) -> Tensor:
+        """[B, 1, Q, T + n] bool: what the masks in `span` see of the sequence and of the n masks
+        from `seen_from` on; segments [B, T]."""
         places = torch.arange(segments.shape[1], device=segments.device)
-        same = segments.gather(1, self.place)[..., None] == segments[:, None]  # [B, E, T]
-        context = same & (places <= self.place[..., None])
+        place, step = self.place[:, span], self.step[:, span]
+        near = slice(self.seen_from(span), span.stop)
+        same = segments.gather(1, place)[..., None] == segments[:, None]  # [B, Q, T]
+        context = same & (places <= place[..., None])
         owner = torch.where(self.valid, self.place, -1)  # fillers are seen by fillers alone
-        own = (owner[..., None] == owner[:, None]) & (self.step[:, None] <= self.step[..., None])
+        own = owner[:, span, None] == owner[:, None, near]
+        own &= self.step[:, None, near] <= step[..., None]
         return torch.cat([context, own], -1)[:, None]
 
 

@@ -26,12 +26,13 @@ from torch import Tensor
 
 from heads.api.batch import TrainBatch
 from heads.api.drafter import Noise, Proposal, TargetStates
-from heads.nn.attention import CachePlace, Memory, additive, packed_mask, sequence_attention
+from heads.nn.attention import CachePlace, Memory, additive, sequence_attention
 from heads.nn.blocks import Attend, Attention
 from heads.nn.drafting.growth import grow
 from heads.nn.drafting.plan import Plan
 from heads.nn.drafting.state import Cached, run_slots
 from heads.nn.feature.base import FeatureDrafter
+from heads.nn.packing import Packing
 from heads.nn.rope import Rope, Rotation, look_up
 
 
@@ -55,14 +56,13 @@ class ModuleChain:
     def unroll(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Normalised outputs [B, T, H] of modules 1..`depth`, predicting t+2, t+3, ..."""
         assert batch.last_hidden is not None, "mtp needs the target's last hidden state"
-        mask = packed_mask(batch.segments)
         state = batch.last_hidden.to(self.modules[0].attention.o_proj.weight.dtype)
         # The last column of a document reads the next one's first token: neither supervised
         # nor attended to.
         embedded = self.owner.embed(batch.tokens.roll(-1, 1), state.dtype)
         rotation = self.rope.at(batch.positions, state.dtype)
         is_first = (batch.positions == 0)[..., None]
-        attend: Attend = partial(sequence_attention, mask=mask)
+        attend: Attend = partial(sequence_attention, packing=Packing.of(batch))
         found = []
         for number, module in enumerate(self.modules[:depth]):
             output = module.run(embedded, state, rotation, attend)

@@ -16,6 +16,7 @@ key/value heads, D head size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,26 @@ from torch import Tensor
 from heads.api.batch import TrainBatch
 from heads.nn import attention, losses
 from heads.nn.anchors import Anchors
+from heads.nn.packing import first_places
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The true rows that are seen behind anchors: from the place `first` to the place `last`, [B,
+    A] int64 each."""
+
+    first: Tensor
+    last: Tensor
+
+    def of(self, rows: int) -> Reach:
+        """Behind the first so many anchors."""
+        return Reach(self.first[:, :rows], self.last[:, :rows])
+
+    def mask(self, span: slice, length: int) -> Tensor:
+        """[B, 1, Q, T] bool: of the anchors in `span`, over `length` true rows."""
+        places = torch.arange(length, device=self.last.device)
+        first, last = self.first[:, span, None], self.last[:, span, None]
+        return ((places >= first) & (places <= last))[:, None]
 
 
 @dataclass(frozen=True)
@@ -94,11 +115,9 @@ class AnchoredRows:
         """Values [B, T] of the anchors that mask row `row` (1-based) has -> [B, size]."""
         return values.gather(1, self.order[:, : self.sizes[row - 1]])
 
-    def visible(self, segments: Tensor) -> Tensor:
-        """[B, 1, A, T] bool: the true rows that an anchor's mask rows see, for segments [B, T]."""
-        own = segments.gather(1, self.order)
-        earlier = torch.arange(segments.shape[1], device=segments.device) <= self.order[..., None]
-        return ((segments[:, None, :] == own[..., None]) & earlier)[:, None]
+    def reach(self, segments: Tensor) -> Reach:
+        """The true rows that the anchors' mask rows see, for segments [B, T]."""
+        return Reach(first_places(segments).gather(1, self.order), self.order)
 
     def places(self, batch: TrainBatch, depths: int) -> tuple[Tensor, Tensor]:
         """(places, wanted) for `sum_by_state`: [K, B*T] int64, where among all outputs the one of
@@ -136,27 +155,22 @@ def useful_anchors(batch: TrainBatch, depths: int) -> Tensor:
 
 
 def anchored_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    own_keys: list[Tensor],
-    own_values: list[Tensor],
-    visible: Tensor,
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], reach: Reach
 ) -> Tensor:
     """Attention of mask rows at one depth -> [B, M, h * D].
 
-    query [B, M, h, D]; key, value [B, T, g, D]: of the true rows, seen where `visible` [B, 1, M, T]
-    says so; own_keys, own_values: [B, M, g, D] of the same anchors' mask rows up to this depth.
+    query [B, M, h, D]; keys[0], values[0] [B, T, g, D]: of the true rows, seen within `reach` of M
+    anchors; the others [B, M, g, D]: of the same anchors' mask rows up to this depth.
     """
-    batch, rows, heads, size = query.shape
-    kv_heads, length = key.shape[2], key.shape[1]
-    grouped = query.view(batch, rows, kv_heads, heads // kv_heads, size) * size**-0.5
+    (batch, rows, heads, size), (key, *own_keys) = query.shape, keys
+    length = key.shape[1]
+    grouped = query.unflatten(2, (key.shape[2], -1)) * size**-0.5
     own = torch.stack([(grouped * each[:, :, :, None]).sum(-1) for each in own_keys], -1)
-    values = torch.stack(own_values, 3)  # [B, M, g, j, D]
+    own_values = torch.stack(values[1:], 3)  # [B, M, g, j, D]
     chunk = max(1, attention.CHUNK_ELEMENTS // (batch * heads * length))
 
     def part(span: slice) -> Tensor:
-        own_parts = grouped[:, span], own[:, span], values[:, span]
-        return attention.chained_rows(*own_parts, key, value, visible[:, :, span])
+        own_parts = grouped[:, span], own[:, span], own_values[:, span]
+        return attention.chained_rows(*own_parts, key, values[0], reach.mask(span, length))
 
-    return attention.in_chunks(part, rows, chunk).flatten(2)
+    return attention.in_chunks(part, rows, chunk)

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from heads.api.batch import TrainBatch
 from heads.api.drafter import Noise, Proposal, TargetStates
-from heads.nn.attention import CachePlace, Memory, additive, chained_attention, packed_mask
+from heads.nn.attention import CachePlace, Memory, additive, chained_attention
 from heads.nn.blocks import Attend
 from heads.nn.checkpointing import network_part
 from heads.nn.drafting.growth import grow
 from heads.nn.drafting.plan import Plan
 from heads.nn.drafting.state import Cached, run_slots
+from heads.nn.packing import Packing
 from heads.nn.rope import Rope, Rotation, look_up
 
 
@@ -52,7 +53,7 @@ class LayerChain:
 
     def unroll(self, batch: TrainBatch, steps: int) -> list[Tensor]:
         """Outputs [B, T, H] of steps k = 1..`steps`, which predict token t+k+1 at t."""
-        mask = packed_mask(batch.segments)
+        packing = Packing.of(batch)
         feature = self.network.features(batch.taps, batch.last_hidden)
         keys: tuple[Tensor, ...] = ()
         values: tuple[Tensor, ...] = ()
@@ -62,7 +63,7 @@ class LayerChain:
             # supervised nor attended to.
             tokens, positions = batch.tokens.roll(-(step + 1), 1), batch.positions + step
             rotation = self.rope.at(positions, feature.dtype)
-            feature, *own = self._unrolled(tokens, rotation, feature, keys, values, mask)
+            feature, *own = self._unrolled(tokens, rotation, feature, keys, values, packing)
             keys, values = (*keys, own[0]), (*values, own[1])
             outputs.append(feature)
         return outputs
@@ -75,14 +76,14 @@ class LayerChain:
         feature: Tensor,
         keys: tuple[Tensor, ...],
         values: tuple[Tensor, ...],
-        mask: Tensor | None,
+        packing: Packing,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One step behind `keys` and `values` -> its output, key and value."""
         own: list[Tensor] = []
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             own.extend((key, value))
-            return chained_attention(query, [*keys, key], [*values, value], mask)
+            return chained_attention(query, [*keys, key], [*values, value], packing)
 
         output = self.network.run(tokens, feature, rotation, attend)
         return output, own[0], own[1]

@@ -24,12 +24,13 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init
-from heads.nn.attention import CachePlace, Memory, additive, packed_mask, sequence_attention
+from heads.nn.attention import CachePlace, Memory, additive, sequence_attention
 from heads.nn.blocks import Attend, DecoderLayer, LayerShape, RMSNorm, initialise_blocks
 from heads.nn.drafting.growth import grow
 from heads.nn.drafting.plan import Plan, PlanCache
 from heads.nn.drafting.state import Cached as State
 from heads.nn.matrices import set_matrix
+from heads.nn.packing import Packing
 from heads.nn.rope import Rope, Rotation, look_up
 from heads.nn.small_lm.config import NetworkConfig, layer_shape, scaled_frequencies
 from heads.nn.small_lm.source import copy_target_layers, fill_from, resolve
@@ -110,7 +111,7 @@ class SmallLM(TrainableDrafter):
 
     def sequence(self, batch: TrainBatch) -> Tensor:
         """Normalised states [B, T, H] of packed sequences; the one at t predicts token t+1."""
-        attend: Attend = partial(sequence_attention, mask=packed_mask(batch.segments))
+        attend: Attend = partial(sequence_attention, packing=Packing.of(batch))
         states = self.embed(batch.tokens)
         rotation = self._rope.at(batch.positions, states.dtype)
         for layer in self.model.layers:

@@ -27,11 +27,12 @@ from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
-from heads.nn.attention import CachePlace, Memory, additive, chained_attention, packed_mask
+from heads.nn.attention import CachePlace, Memory, additive, chained_attention
 from heads.nn.drafting.growth import grow
 from heads.nn.drafting.plan import PlanCache
 from heads.nn.drafting.state import Cached as State
 from heads.nn.drafting.state import run_slots
+from heads.nn.packing import Packing
 from heads.nn.rope import Rope, look_up
 from heads.nn.target import layers
 from heads.nn.target.layers import DraftLayer, KeptLayer, MakeProduct, shared_linear
@@ -182,7 +183,7 @@ class SelfDrafter(LayerDrafter):
         reads the true states up to t and the true tokens up to t+k, and predicts token t+k+1."""
         table_dtype, pairs = self.target.embedding.dtype, self._true_pairs(batch)
         keys, values = [[key] for key, _ in pairs], [[value] for _, value in pairs]
-        seen = packed_mask(batch.segments)
+        packing = Packing.of(batch)
         outputs = []
         for step in range(1, steps + 1):
             # The last rows have no token this far ahead; whatever they read is supervised by
@@ -195,8 +196,10 @@ class SelfDrafter(LayerDrafter):
                     query, key, value = block.project(states, rotation)
                     keys[place].append(key)
                     values[place].append(value)
-                    mask = _within(seen, batch.tokens, step, block.window)
-                    attended = chained_attention(query, keys[place], values[place], mask)
+                    # true rows that are within the window of a token `step` behind the last
+                    limit = max(0, block.window - step) if block.window else None
+                    pairs = keys[place], values[place]
+                    attended = chained_attention(query, *pairs, packing, limit)
                     place += 1
                 states = block.finish(states, attended)
             outputs.append(self._normalise(states))
@@ -252,13 +255,3 @@ def _windowed(queries: Queries, root_position: Tensor, window: int) -> Tensor:
     places = torch.arange(mask.shape[-1], device=mask.device)
     last_hidden = torch.minimum(queries.positions - window, root_position[:, None] - 1)
     return mask.masked_fill(places <= last_hidden[..., None], float("-inf"))
-
-
-def _within(seen: Tensor | None, tokens: Tensor, step: int, window: int) -> Tensor | None:
-    """`seen` [B, 1, T, T] bool of true states (None: causality) within a window, at `step`."""
-    if not window:
-        return seen
-    numbers = torch.arange(tokens.shape[1], device=tokens.device)
-    back = numbers[:, None] - numbers
-    near = (back >= 0) & (back + step < window)
-    return near.expand(tokens.shape[0], 1, -1, -1) if seen is None else seen & near
