@@ -13,7 +13,9 @@ what is verified does not depend on whether it was made ahead. So every rule kee
 `decode.ahead` changes when drafts are made and nothing else.
 
 The guess of the bonus is the last token of a chain that is one longer than the one that is
-verified: drafting behind an outcome that was not foreseen takes one step more.
+verified: drafting behind an outcome that was not foreseen takes one step more. Under rules that
+weigh drafts it is drawn with the noise that the rule will draw the bonus with, and for nothing else
+than being compared with it.
 
 Legend: B rows, D drafted tokens that are verified, V' the drafted part of the vocabulary.
 """
@@ -36,7 +38,7 @@ from heads.api.errors import UserError
 from heads.api.state import Snapshot
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.clock import StepClock
-from inference.decoding.sampling.noise import SharedNoise
+from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 def require_ahead(drafter: Drafter) -> None:
@@ -122,7 +124,7 @@ class AheadDrafter:
         self._streams: tuple[Any, ...] = ()
         own = torch.get_num_threads()
         # The number of threads is the calling thread's, and that of threads which start later.
-        self._worker.submit(torch.set_num_threads, threads).result()
+        self._worker.submit(_use_threads, threads).result()
         torch.set_num_threads(own)
 
     # The Drafter protocol
@@ -144,7 +146,7 @@ class AheadDrafter:
             tally.hidden += kept[1]
             self._proposed = kept[0]
         else:
-            self._proposed = self.drafter.propose(state, self._keyed(noise, noise.roots))
+            self._proposed = self._propose(state, self._keyed(noise, noise.roots))
         return self._cut(self._proposed)
 
     def commit(self, state: Any, accepted: TargetStates) -> Any:
@@ -174,9 +176,7 @@ class AheadDrafter:
         """What the drafter takes the verification under way to commit: tokens [B, D+1] int64, of
         which the first `length` [B] int64 count, the bonus last."""
         assert self._proposed is not None, "nothing was proposed"
-        tokens, limit = self._proposed.tokens[:, 1:], self._proposed.limit
-        whole = torch.full_like(tokens[:, 0], self.chain.max_depth)
-        return tokens, (whole if limit is None else torch.minimum(limit, whole)) + 1
+        return self._proposed.tokens[:, 1:], self._assumed(self._proposed) + 1
 
     def begin(
         self, state: Any, run: TargetStates, active: Tensor, roots: Tensor, noise: SharedNoise
@@ -204,8 +204,29 @@ class AheadDrafter:
         before = Snapshot(state, shared=True)
         after = self.drafter.commit(state, foreseen.run)
         assert after is state, "a drafter must update its state in place to draft ahead"
-        proposal = self.drafter.propose(state, foreseen.noise)
+        proposal = self._propose(state, foreseen.noise)
         return before, proposal, time.perf_counter() - began
+
+    def _propose(self, state: Any, noise: SharedNoise) -> Proposal:
+        """A draft with the guess behind it."""
+        longer = self.drafter.propose(state, noise)
+        assert longer.tree.is_chain, "a drafter that is given a chain drafts one"
+        if longer.logits is None or noise.drafts is not Stream.DRAFT:
+            return longer
+        assert noise.roots is not None
+        last = self._assumed(longer)[:, None]
+        rows = torch.arange(last.shape[0], device=last.device)[:, None]
+        like_bonus = copy(noise)
+        like_bonus.drafts = Stream.RESIDUAL
+        positions = noise.roots[:, None] + last + 1
+        guess = like_bonus.pick(longer.logits[rows, last], positions, longer.token_ids)
+        guess = guess if longer.token_ids is None else longer.token_ids[guess]
+        return replace(longer, tokens=longer.tokens.scatter(1, last + 1, guess))
+
+    def _assumed(self, longer: Proposal) -> Tensor:
+        """How many drafts [B] int64 are assumed to be kept: all that count."""
+        whole = torch.full_like(longer.tokens[:, 0], self.chain.max_depth)
+        return whole if longer.limit is None else torch.minimum(longer.limit, whole)
 
     def _on_own_stream(self, work: Callable[[], Any]) -> Callable[[], Any]:
         """`work` behind what the caller has launched on CUDA devices, done when it returns."""
@@ -240,7 +261,6 @@ class AheadDrafter:
 
     def _cut(self, longer: Proposal) -> Proposal:
         """A draft without the guess behind it."""
-        assert longer.tree.is_chain, "a drafter that is given a chain drafts one"
         nodes, limit = self.chain.num_nodes, longer.limit
         return replace(
             longer,
@@ -250,3 +270,10 @@ class AheadDrafter:
             confidence=None if longer.confidence is None else longer.confidence[:, :nodes],
             limit=None if limit is None else limit.clamp(max=self.chain.max_depth),
         )
+
+
+def _use_threads(count: int) -> None:
+    """Give the calling thread `count` CPU threads. A thread takes over the process's number where
+    it first asks for it, which must not come later."""
+    torch.get_num_threads()
+    torch.set_num_threads(count)

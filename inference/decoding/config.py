@@ -151,8 +151,8 @@ class DecodeConfig(SamplingSettings):
 
     def without_draft(self) -> DecodeConfig:
         """These settings for plain decoding: no draft, and nothing that would adapt one."""
-        none = {"shape": "none", "adaptive": "none", "adaptive_head": "", "adaptive_lengths": ()}
-        return replace(self, **none, ahead=False)
+        bare = replace(self, ahead=False, adaptive="none", adaptive_head="", adaptive_lengths=())
+        return replace(bare, shape="none")
 
     def adaptive_settings(self) -> AdaptiveSettings:
         """What is said about adaptive length."""

@@ -96,7 +96,7 @@ def test_every_kind_that_drafts_from_tokens_alone_can(recipe: str) -> None:
 def test_lookups_are_kept_and_draft_the_same() -> None:
     """A target that repeats itself: lookups are often right."""
     target = random_target()
-    items = [replace(item, tokens=item.tokens * 4) for item in requests(4, new=60)]
+    items = [replace(item, tokens=item.tokens * 4) for item in requests(3, new=40)]
     for recipe in ("ngram", "suffix"):
         config = DecodeConfig(depth=2)
         alone, found, engine = both(target, build(recipe, target), config, items)
@@ -162,7 +162,7 @@ def test_a_draft_that_was_kept_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatc
     def careless(self: Foreseen, accepted: TargetStates) -> bool:
         return bool((accepted.valid == self.run.valid).all())
 
-    target, items = random_target(), requests(5, new=40)
+    target, items = random_target(), requests(3, new=40)
     config = DecodeConfig(depth=1, temperature=1.0)
     drafter = close_drafter(target, shaken=0.02)
     alone, found, _ = both(target, drafter, config, items)
