@@ -1,11 +1,13 @@
-"""Rows of drafter states: written anew while others go on, moved, or decoded alone.
+"""Rows of drafter states: written anew while others go on, moved, or decoded alone; and whole
+states: put back to what they were.
 
 A state is a dataclass whose tensors all have leading size B, or are marked as shared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -87,3 +89,54 @@ def _has_rows(state: Any) -> bool:
     """Whether a part of a state is a dataclass with rows of its own."""
     shared = isinstance(state, type) or getattr(state, "shared_between_rows", False)
     return is_dataclass(state) and not shared
+
+
+# Whole states
+
+
+class Snapshot:
+    """What a state is now, so that it can be put back in place.
+
+    A state may name fields in a class attribute `behind_root`: caches indexed by position of which
+    nothing behind the root is read before it is written again. Those are not copied. shared: what
+    commits write and rows share (the texts that lookups remember) is put back as well.
+    """
+
+    def __init__(self, state: Any, *, shared: bool = False) -> None:
+        self._state, self._shared = state, shared
+        self._saved = [(value, value.clone()) for value in state_tensors(state, shared)]
+
+    def restore(self) -> None:
+        """Put the state back, which must hold the tensors that it held then."""
+        now = state_tensors(self._state, self._shared)
+        for (value, before), held in zip(self._saved, now, strict=True):
+            assert held is value, "a drafter must update its state in place to have it put back"
+            value.copy_(before)
+
+
+@contextmanager
+def scratch(state: Any) -> Iterator[None]:
+    """Put every tensor of a drafter's state back at the end; see `Snapshot`."""
+    saved = Snapshot(state)
+    yield
+    saved.restore()
+
+
+def state_tensors(state: Any, shared: bool = False) -> Iterator[Tensor]:
+    """The tensors of a state that a commit changes and that must be put back. shared: with those
+    that rows share, constants (frozen dataclasses) aside."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, (list, tuple)):
+        for item in state:
+            yield from state_tensors(item, shared)
+    elif _has_rows(state) or (shared and is_dataclass(state) and not _is_constant(state)):
+        left_out = getattr(type(state), "behind_root", ())
+        for item in fields(state):
+            if item.name not in left_out:
+                yield from state_tensors(getattr(state, item.name), shared)
+
+
+def _is_constant(state: Any) -> bool:
+    """Whether a dataclass is frozen, or no instance at all."""
+    return isinstance(state, type) or bool(type(state).__dataclass_params__.frozen)

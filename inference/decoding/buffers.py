@@ -22,6 +22,7 @@ from heads.api.features import FeatureSpec
 from heads.api.state import first_rows, read_rows, write_back, write_rows
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.adaptive.cost import adaptive_parts
+from inference.decoding.ahead import AheadDrafter
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
 from inference.decoding.execution.accelerator import Pending
@@ -58,6 +59,9 @@ class Lanes:
         own_settings: bool = False,
         details: bool = False,
     ) -> None:
+        if drafter is not None and decode.ahead:
+            assert isinstance(tree, TokenTree)
+            drafter = AheadDrafter(drafter, tree, target.device, clock, decode.ahead_threads)
         self.target, self.drafter, self.decode, self.tree = target, drafter, decode, tree
         self.capacity, self.details = capacity, details
         self.needs = FeatureSpec() if drafter is None else drafter.needs
@@ -138,6 +142,7 @@ class Lanes:
 
     def move(self, source: int, target: int) -> None:
         """Continue a row's sequence in another row, which must be free."""
+        self._drop_ahead()
         self.rows.move(source, target)
         self.cache.move_row(source, target)
         if self.state is not None:
@@ -158,7 +163,13 @@ class Lanes:
 
     def stop(self) -> None:
         """Deactivate every row: what an abandoned run left is not decoded further."""
+        self._drop_ahead()
         self.rows.active.zero_()
+
+    def _drop_ahead(self) -> None:
+        """Forget what was drafted ahead: rows change hands."""
+        if isinstance(self.drafter, AheadDrafter):
+            self.drafter.drop()
 
     def prefill(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,8 +23,22 @@ AGREEMENT, SHORTEST = 0.03, 0.1
 which on they are compared."""
 
 
+@dataclass
+class AheadTally:
+    """What drafting ahead saved (`decode.ahead`): drafts that were verified; how many of them had
+    been made ahead and kept; the seconds of making those that passed while the target verified, and
+    so are part of no phase."""
+
+    drafts: int = 0
+    kept: int = 0
+    hidden: float = 0.0
+
+
 class StepClock:
     """Seconds spent per phase.
+
+    What runs beside a phase is not part of it: phases add up to the time that passed. Drafting
+    ahead is counted apart (`ahead`); waiting for it is "commit".
 
     On a CPU the host marks the end of every phase. On an accelerator it launches steps ahead and
     knows only when their results arrive. There a step writes the device's own clock to `times` at
@@ -47,6 +62,7 @@ class StepClock:
     def reset(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.passes = 0
+        self.ahead = AheadTally()
         self.waited = 0.0
         self._last = self._launched = time.perf_counter()
         self._step_ended: int | None = None

@@ -93,6 +93,12 @@ class DecodeConfig(SamplingSettings):
     `depth`; 0 drafts nothing for a step. Empty: always `depth`."""
     adaptive_costs: tuple[PositiveFloat, ...] = ()
     """Cost of passes over 1, 2, ... depth + 1 nodes per row, in any unit; empty: measured."""
+    ahead: bool = False
+    """Draft while the target verifies (inference/decoding/ahead.py): the likeliest outcome is taken
+    for granted, and the draft behind it used when it comes true. Same drafts, same text. For chains
+    and drafters that draft from tokens alone; not with `adaptive` or `compile`."""
+    ahead_threads: Rows = 1
+    """CPU threads of the drafter while it drafts ahead; the target keeps its own."""
     compile: bool = False
     """Compile all passes (torch.compile): tens of seconds once, faster steps after."""
     exact: bool = False
@@ -113,12 +119,29 @@ class DecodeConfig(SamplingSettings):
                 "decode.exact and decode.compile do not go together: a compiler chooses the order "
                 "of sums anew for every shape. Leave out one of them."
             )
+        if self.ahead:
+            self._check_ahead()
         check_shape(self.acceptance, self.tree())
         self.adaptive_settings().check(self.shape, self.depth, self.acceptance)
         if self.adaptive_costs and len(self.adaptive_costs) != self.depth + 1:
             raise UserError(
                 f"decode.adaptive_costs must be {self.depth + 1} numbers above 0, one for each "
                 f"number of nodes up to decode.depth + 1; given: {list(self.adaptive_costs)}."
+            )
+
+    def _check_ahead(self) -> None:
+        """Refuse what cannot be drafted ahead."""
+        if self.shape != "chain" or self.adaptive != "none":
+            given = f"adaptive={self.adaptive}" if self.shape == "chain" else f"shape={self.shape}"
+            raise UserError(
+                "decode.ahead=true drafts chains of one length ahead: it needs decode.shape=chain "
+                f"and decode.adaptive=none; given: decode.{given}. Change that, or leave out "
+                "decode.ahead."
+            )
+        if self.compile:
+            raise UserError(
+                "decode.ahead and decode.compile do not go together: a compiled step is one "
+                "sequence of operations, with nothing beside it. Leave out one of them."
             )
 
     @property
@@ -128,7 +151,8 @@ class DecodeConfig(SamplingSettings):
 
     def without_draft(self) -> DecodeConfig:
         """These settings for plain decoding: no draft, and nothing that would adapt one."""
-        return replace(self, shape="none", adaptive="none", adaptive_head="", adaptive_lengths=())
+        bare = replace(self, ahead=False, adaptive="none", adaptive_head="", adaptive_lengths=())
+        return replace(bare, shape="none")
 
     def adaptive_settings(self) -> AdaptiveSettings:
         """What is said about adaptive length."""

@@ -72,7 +72,8 @@ class Draft:
         """`decode` with this draft in place of its own."""
         own = {name: getattr(self, name) for name in self.plain()}
         bare = {"choices": (), "adaptive": "none", "adaptive_lengths": (), "adaptive_costs": ()}
-        return replace(decode, **{**bare, **own})
+        ahead = decode.ahead and self.family == "chain"
+        return replace(decode, **{**bare, **own}, ahead=ahead)
 
     def plain(self) -> DraftSettings:
         """As YAML and JSON hold it: the settings that matter for the shape."""

@@ -23,6 +23,7 @@ import torch
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.tree import DraftShape, TokenTree
+from inference.decoding.ahead import require_ahead, wanted_room
 from inference.decoding.batch import BatchRun, OnTokens
 from inference.decoding.buffers import Lanes
 from inference.decoding.clock import StepClock
@@ -92,6 +93,8 @@ class Engine:
     ) -> None:
         self.target, self.drafter, self.details = target, drafter, details
         self.decode = decode or DecodeConfig()
+        if drafter is not None and self.decode.ahead:
+            require_ahead(drafter)
         device, plain = target.device, drafter is None
         tree: DraftShape = TokenTree.chain(0, device) if plain else self.decode.tree(device)
         self.tree, self.capacity = tree, capacity
@@ -294,7 +297,10 @@ class Engine:
             return
         target, nodes = self.target, self.tree.num_nodes
         like, info, dtype = target.weights.embedding, target.info, target.dtype
-        state = drafter_state_bytes(self.drafter, self.tree, rows, capacity, info, like)
+        shape, room = self.tree, capacity
+        if self.decode.ahead and isinstance(shape, TokenTree):
+            shape, room = wanted_room(shape, capacity)
+        state = drafter_state_bytes(self.drafter, shape, rows, room, info, like)
         kernel = choose(TREE_ATTENTION, target.device, dtype).implementation == "triton"
         plan = plan_memory(
             *(info, dtype, target.cache_sizes(), rows, capacity, nodes, state, widest, kernel),

@@ -20,6 +20,7 @@ from heads.api.drafter import Proposal, TargetStates, Verified
 from heads.api.features import FeatureSpec
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.adaptive.lengths import Limits
+from inference.decoding.ahead import AheadDrafter
 from inference.decoding.clock import StepClock
 from inference.decoding.pass_details import pass_details
 from inference.decoding.rules.base import Rule, Verdict
@@ -150,6 +151,8 @@ class Decoder:
         proposal = self._propose(rows, state, length)
         if self.limits is not None:
             proposal = self.limits.apply(proposal, rows.active, now=longest is not None and exact)
+        if isinstance(self.drafter, AheadDrafter):
+            self._draft_ahead(self.drafter, proposal, rows, state)
         self.clock.border("draft")
         with self.target.computing(self.exact):
             logits, positions, seen = self.target.verify(
@@ -187,16 +190,37 @@ class Decoder:
             return self.limits.propose(self.drafter, state, self.noise, length, rows.root)
         return cast(Proposal, self.drafter.propose(state, self.noise))
 
-    def _cut(self, verdict: Verdict, rows: Rows, proposal: Proposal) -> StepResult:
-        """Cut what the rule kept at end of text and at the row's budget."""
-        tokens, full = verdict.tokens, verdict.accepted + 1
+    def _draft_ahead(
+        self, drafter: AheadDrafter, proposal: Proposal, rows: Rows, state: Any
+    ) -> None:
+        """Let the drafter draft behind the outcome that it takes the verification to have."""
+        tokens, full = drafter.guess
+        committed, _ = self._count(tokens, full, rows)
+        valid, positions = self._places(committed, tokens, rows)
+        run = TargetStates(proposal.tokens, tokens, positions, valid)
+        drafter.begin(state, run, rows.active, rows.lengths + committed, self.noise)
+
+    def _count(self, tokens: Tensor, full: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Of the first `full` [B] of tokens [B, D+1]: how many are committed [B], up to end of text
+        and within the row's budget, and whether the row then ends [B]."""
         place = torch.arange(tokens.shape[1], device=tokens.device)
         ends = (tokens[..., None] == self.eos).any(-1) & ~rows.endless[:, None]
         first_end = torch.where(ends, place, tokens.shape[1]).amin(1) + 1
         committed = torch.minimum(torch.minimum(full, first_end), rows.budget)
         committed = torch.where(rows.active, committed, 0)
+        return committed, (committed == first_end) | (committed == rows.budget)
+
+    def _places(self, committed: Tensor, tokens: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Which entries of a committed run count and their positions [B, D+1]; inactive rows have
+        their root's."""
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        return place < committed.clamp(min=1)[:, None], rows.lengths[:, None] + place
+
+    def _cut(self, verdict: Verdict, rows: Rows, proposal: Proposal) -> StepResult:
+        """Cut what the rule kept at end of text and at the row's budget."""
+        tokens, full = verdict.tokens, verdict.accepted + 1
+        committed, ended = self._count(tokens, full, rows)
         cut = committed < full
-        ended = (committed == first_end) | (committed == rows.budget)
         accepted = torch.where(cut, committed, committed - 1).clamp(min=0)
         rejected, live = verdict.refused & ~cut & rows.active, proposal.limit
         live = torch.full_like(full, proposal.tree.max_depth) if live is None else live
@@ -206,12 +230,10 @@ class Decoder:
         self, proposal: Proposal, result: StepResult, path: Tensor, rows: Rows, seen: Seen
     ) -> TargetStates:
         """What the drafter receives: the accepted run with true states; inactive rows, the root."""
-        place = torch.arange(path.shape[1], device=path.device)
-        valid = place < result.committed.clamp(min=1)[:, None]
+        valid, positions = self._places(result.committed, path, rows)
         tokens, taps, hidden = proposal.tokens, seen.taps, seen.last_hidden
         if not proposal.tree.is_chain:
             row = torch.arange(path.shape[0], device=path.device)[:, None]
             tokens, hidden = tokens.gather(1, path), hidden[row, path]
             taps = None if taps is None else taps[row, path]
-        positions = rows.lengths[:, None] + place
         return TargetStates(tokens, result.tokens, positions, valid, taps, hidden)

@@ -25,7 +25,8 @@ FINAL_FILE = "records.jsonl"
 
 @dataclass(frozen=True)
 class Record:
-    """One answer of one arm. passes: (accepted, committed, rejected); seconds: per phase."""
+    """One answer of one arm. passes: (accepted, committed, rejected); seconds: per phase; ahead:
+    (drafts, those of them made ahead and kept, hidden seconds), with `decode.ahead`."""
 
     arm: str
     prompt: str
@@ -33,6 +34,7 @@ class Record:
     tokens: list[int]
     passes: list[tuple[int, int, bool]]
     seconds: dict[str, float]
+    ahead: tuple[int, int, float] | None = None
 
     def outcome(self, domain: str = "") -> Outcome:
         """What tau and speed are computed from."""

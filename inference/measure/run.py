@@ -20,7 +20,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -265,9 +265,11 @@ class _Session:
         """One answer of one arm or peer."""
         if name in self.peers:
             return Record(name, prompt, repeat, *self.peers[name].answer(request))
-        completion, seconds = _answer(self.engines[name], request)
+        engine = self.engines[name]
+        completion, seconds = _answer(engine, request)
         passes = [(p.accepted, p.committed, p.rejected) for p in completion.passes]
-        return Record(name, prompt, repeat, completion.tokens, passes, seconds)
+        ahead = astuple(engine.clock.ahead) if engine.decode.ahead else None
+        return Record(name, prompt, repeat, completion.tokens, passes, seconds, ahead)
 
     # The report
 
@@ -315,6 +317,7 @@ class _Session:
                     parameters=sum(parameter.numel() for parameter in parameters),
                     draft=self.draft_facts(arm),
                     **metrics.summarise(totals, baseline, seed),
+                    **self.ahead_facts(arm),
                     memory_bytes=schema.MemoryBytes(**self.memory[arm.name]),
                     lossless=schema.LosslessCounts(**self.audits[arm.name].counts()),
                 )
@@ -353,6 +356,15 @@ class _Session:
             given = (self.prompts, requests, totals, lengths, costs, records.directory)
             blocks["lost"] = lost_block(config, target, arms, *given)
         return blocks
+
+    def ahead_facts(self, arm: Arm) -> dict[str, schema.AheadResult]:
+        """What an arm saved by drafting ahead; empty for one that did not."""
+        tallies = [record.ahead for record in self.timed(arm.name) if record.ahead is not None]
+        if not tallies:
+            return {}
+        drafts, kept, hidden = (sum(column) for column in zip(*tallies, strict=True))
+        hidden_ms = 1000.0 * divide(hidden, drafts)
+        return {"ahead": schema.AheadResult(kept=divide(kept, drafts), hidden_ms=hidden_ms)}
 
     def draft_facts(self, arm: Arm) -> schema.DraftFacts:
         """The draft that an arm is measured with."""

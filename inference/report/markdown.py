@@ -228,7 +228,13 @@ def _step_table(report: Report) -> list[str]:
         cells = [f"{times.get(phase, 0.0):.2f}" for phase in report.phases]
         cells += [f"{size / 1e6:.1f}" for size in (memory.target, memory.drafter, memory.kv)]
         rows.append([drafter.name, *cells])
-    return markdown_table(["drafter", *report.phases, "target MB", "drafter MB", "KV MB"], rows)
+    header = ["drafter", *report.phases, "target MB", "drafter MB", "KV MB"]
+    if any(drafter.ahead for drafter in report.ranked):
+        header += ["hidden", "kept ahead"]
+        for row, drafter in zip(rows, report.ranked, strict=True):
+            ahead = drafter.ahead
+            row += [f"{ahead.hidden_ms:.2f}", f"{100 * ahead.kept:.0f}%"] if ahead else ["", ""]
+    return markdown_table(header, rows)
 
 
 # Tables of optional blocks

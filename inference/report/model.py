@@ -234,6 +234,16 @@ class LosslessCounts(Block):
         return text
 
 
+class AheadResult(Block):
+    """What drafting during verifications saved (`decode.ahead`)."""
+
+    kept: float
+    """Share of verified drafts that had been made ahead."""
+    hidden_ms: float
+    """Milliseconds of making these that passed during a verification, per draft; no part of
+    `step_ms`."""
+
+
 class DrafterResult(Block):
     """One drafter with one draft."""
 
@@ -262,6 +272,8 @@ class DrafterResult(Block):
     """Milliseconds per verify pass."""
     memory_bytes: MemoryBytes
     lossless: LosslessCounts
+    ahead: AheadResult | None = None
+    """Of a drafter that drafted ahead."""
 
     @property
     def name(self) -> str:

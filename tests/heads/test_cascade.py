@@ -18,9 +18,10 @@ from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.drafter import Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
+from heads.api.state import state_tensors
 from heads.api.tree import DynamicShape, TokenTree
 from heads.cascade import Config, Drafter
-from heads.nn.cascade.chain import draft_chain, fill_tree, state_tensors
+from heads.nn.cascade.chain import draft_chain, fill_tree
 from heads.nn.cascade.join import choices_of, smaller, split_shape
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine

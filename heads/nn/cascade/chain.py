@@ -17,9 +17,7 @@ wanted, C = 1 + R * W the deepest level that can be reached, N nodes, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from heads.api.drafter import Drafter, Noise, Proposal, Reader, TargetStates
+from heads.api.state import scratch
 from heads.nn.drafting.plan import TreePlan
 
 
@@ -104,33 +103,6 @@ def _run(tokens: Tensor, following: Tensor, positions: Tensor, lengths: Tensor) 
     """A run for the lower level: `lengths` [B] of tokens [B, W] with the upper's choices."""
     place = torch.arange(tokens.shape[1], device=tokens.device)
     return TargetStates(tokens, following, positions, place < lengths[:, None])
-
-
-@contextmanager
-def scratch(state: Any) -> Iterator[None]:
-    """Put every tensor of a drafter's state back at the end.
-
-    A state may name fields in a class attribute `behind_root`: caches indexed by position of which
-    nothing behind the root is read before it is written again. Those are not copied.
-    """
-    saved = [(value, value.clone()) for value in state_tensors(state)]
-    yield
-    for value, before in saved:
-        value.copy_(before)
-
-
-def state_tensors(state: Any) -> Iterator[Tensor]:
-    """The tensors of a state that a commit changes and that must be put back."""
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, (list, tuple)):
-        for item in state:
-            yield from state_tensors(item)
-    elif is_dataclass(state) and not getattr(state, "shared_between_rows", False):
-        left_out = getattr(type(state), "behind_root", ())
-        for item in fields(state):
-            if item.name not in left_out:
-                yield from state_tensors(getattr(state, item.name))
 
 
 def fill_tree(plan: TreePlan, drafted: Drafted, root_position: Tensor, noise: Noise) -> Proposal:

@@ -29,6 +29,7 @@ from inference.decoding.requests import Completion, Request
 from inference.decoding.rules.names import LOSSLESS, RULES
 from inference.decoding.rules.registry import get_rule
 from inference.measure import run as measure_module
+from inference.measure.answers import FINAL_FILE, read_records
 from inference.measure.config import (
     BenchConfig,
     LostConfig,
@@ -556,6 +557,23 @@ def test_a_drafter_that_changes_the_text_is_reported_as_a_mismatch(
     assert entry(report, "wrong")["lossless"]["mismatches"] == 0
     divergence = report["run"]["arms"]["right"]["divergences"][0]
     assert (divergence["place"], divergence["near_tie"]) == (5, False)
+
+
+def test_what_drafting_ahead_hid_is_reported_for_the_arms_that_did(
+    target: TargetModel, arms: list[Arm], tmp_path: Path
+) -> None:
+    ngram = arms[2]
+    ahead = replace(ngram, name="ahead", decode=replace(DECODE, ahead=True))
+    measure(CONFIG, target, [ngram, ahead], prompts(), tmp_path, console=QUIET)
+    found = read_report(tmp_path).to_dict()
+    afterwards, during = entry(found, "ngram"), entry(found, "ahead")
+    assert "ahead" not in afterwards and during["tau"] == afterwards["tau"]
+    records = [item for item in read_records(tmp_path / FINAL_FILE) if item.arm == "ahead"]
+    drafts, kept, hidden = (sum(column) for column in zip(*(r.ahead for r in records), strict=True))
+    assert drafts == during["verify_passes"]
+    assert during["ahead"] == pytest.approx(
+        {"kept": kept / drafts, "hidden_ms": 1000 * hidden / drafts}
+    )
 
 
 def test_quick_tau_counts_like_the_report(target: TargetModel) -> None:

@@ -407,3 +407,14 @@ def test_a_gap_between_steps_is_shown_where_it_was_measured(tmp_path: Path) -> N
     )
     assert "| drafter | draft | verify | commit | other | gap | target MB |" in page
     assert "| eagle3 | 0.50 | 2.30 | 0.20 | 0.10 | 0.25 |" in page
+
+
+def test_what_drafting_ahead_hid_stands_beside_the_phases(tmp_path: Path) -> None:
+    ahead = {"ahead": {"kept": 0.625, "hidden_ms": 1.5}}
+    write_report(example_report(ahead), tmp_path / "measure" / "report.json")
+    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(
+        encoding="utf-8"
+    )
+    assert "| KV MB | hidden | kept ahead |" in page and "| 1.50 | 62% |" in page
+    with pytest.raises(UserError, match=r"drafters\.0\.ahead\.hidden_ms"):
+        parse_report(example_report({"ahead": {"kept": 0.5}}).to_dict(), "a report")

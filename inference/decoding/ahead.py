@@ -1,0 +1,279 @@
+"""Drafting while the target verifies (`decode.ahead`).
+
+While a draft is verified, the drafter takes an outcome for granted: everything it drafted is kept,
+and the token behind it is the drafter's own next choice. From there it drafts on, in a thread of
+its own (with threads of its own on a CPU, a stream of its own on CUDA). Where the verification ends
+as assumed, the next draft is there already; else the drafter's state is put back and it drafts as
+always. The idea is that of PEARL (2408.11850), AMUSD (2410.17375) and speculative speculative
+decoding (2603.03251), the latter with one assumed outcome instead of many.
+
+What is assumed is committed to the drafter with the operations, shapes and noise of a real commit.
+A draft that is kept is therefore the one that would have been made afterwards, bit for bit, and
+what is verified does not depend on whether it was made ahead. So every rule keeps its promise, and
+`decode.ahead` changes when drafts are made and nothing else.
+
+The guess of the bonus is the last token of a chain that is one longer than the one that is
+verified: drafting behind an outcome that was not foreseen takes one step more. Under rules that
+weigh drafts it is drawn with the noise that the rule will draw the bonus with, and for nothing else
+than being compared with it.
+
+Legend: B rows, D drafted tokens that are verified, V' the drafted part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import Drafter, Proposal, TargetStates, forget
+from heads.api.errors import UserError
+from heads.api.state import Snapshot
+from heads.api.tree import DraftShape, TokenTree
+from inference.decoding.clock import StepClock
+from inference.decoding.sampling.noise import SharedNoise, Stream
+
+
+def require_ahead(drafter: Drafter) -> None:
+    """Raise `UserError` for a drafter that cannot draft before the target has read its draft."""
+    needs = drafter.needs
+    if needs.taps or needs.last_hidden:
+        what = "drafts from the target's inner states at the newest tokens"
+    elif needs.verified:
+        what = "learns from every verification"
+    else:
+        return
+    raise UserError(
+        f"decode.ahead=true needs a drafter that drafts from tokens alone, but '{drafter.kind}' "
+        f"{what}, which are not there before a verification ends. Such drafters are ngram, suffix, "
+        "distilled, pard, and cascades of these. Use one of them, or leave out decode.ahead."
+    )
+
+
+def wanted_room(chain: TokenTree, capacity: int) -> tuple[TokenTree, int]:
+    """What a drafter is started with to draft ahead of `chain` in rows of `capacity` positions: the
+    chain with the guess, and room for an assumed run."""
+    longer = TokenTree.chain(chain.max_depth + 1, chain.parents.device)
+    return longer, capacity + longer.num_nodes
+
+
+@dataclass
+class Foreseen:
+    """What is drafted behind an assumed outcome.
+
+    run: the states that the drafter is to receive if it comes true; active [B] bool: the rows for
+    which it must; noise: the noise of the next draft.
+    """
+
+    run: TargetStates
+    active: Tensor
+    noise: SharedNoise
+
+    def is_true(self, accepted: TargetStates) -> bool:
+        """Whether a verification ended so. Waits for it."""
+        run, valid = self.run, self.run.valid
+        same = (accepted.next_tokens == run.next_tokens) | ~valid
+        alike = same.all(1) & (accepted.valid == valid).all(1)
+        return bool((alike | ~self.active).all())
+
+
+@dataclass
+class _Job:
+    """A draft under way: the assumption, and what the worker gives: the state before it, the draft,
+    its seconds."""
+
+    foreseen: Foreseen
+    future: Future[tuple[Snapshot, Proposal, float]]
+
+
+class AheadDrafter:
+    """`drafter`, drafting ahead; a `Drafter` itself, for one batch (`Lanes`) at a time.
+
+    chain: the chain that is verified, on `device`, the target's; threads: CPU threads of the
+    drafter while it drafts ahead. A step calls `propose`, `begin` with what `guess` made it assume,
+    and `commit`. `drop` stops what is under way: batches call it when rows change hands.
+    """
+
+    capturable = False
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        chain: TokenTree,
+        device: torch.device,
+        clock: StepClock,
+        threads: int,
+    ) -> None:
+        require_ahead(drafter)
+        self.drafter, self.chain, self.device, self.clock = drafter, chain, device, clock
+        self.kind: str = drafter.kind
+        self.needs = drafter.needs
+        self._proposed: Proposal | None = None  # the draft under verification, with the guess
+        self._kept: tuple[Proposal, float] | None = None  # a draft that came true, hidden seconds
+        self._job: _Job | None = None
+        self._started: tuple[tuple[TokenTree, int], int] | None = None
+        self._noise: tuple[SharedNoise, SharedNoise] | None = None
+        self._worker = ThreadPoolExecutor(1, "drafting-ahead")
+        self._streams: tuple[Any, ...] = ()
+        own = torch.get_num_threads()
+        # The number of threads is the calling thread's, and that of threads which start later.
+        self._worker.submit(_use_threads, threads).result()
+        torch.set_num_threads(own)
+
+    # The Drafter protocol
+
+    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> Any:
+        """State after prefill, with room for what is drafted ahead; see the protocol."""
+        self.drop()
+        if self._started is None or self._started[1] != capacity:
+            self._started = wanted_room(self.chain, capacity), capacity
+        return self.drafter.start(seen, *self._started[0])
+
+    def propose(self, state: Any, noise: SharedNoise) -> Proposal:
+        """The draft that was made ahead, if it came true; else a new one."""
+        kept, self._kept = self._kept, None
+        tally = self.clock.ahead
+        tally.drafts += 1
+        if kept is not None and kept[0].tokens.shape[0] == noise.seeds.shape[0]:
+            tally.kept += 1
+            tally.hidden += kept[1]
+            self._proposed = kept[0]
+        else:
+            self._proposed = self._propose(state, self._keyed(noise, noise.roots))
+        return self._cut(self._proposed)
+
+    def commit(self, state: Any, accepted: TargetStates) -> Any:
+        """Keep what was drafted ahead where its assumption came true; else put the state back and
+        commit what was accepted."""
+        job, self._job = self._job, None
+        if job is None:
+            return self.drafter.commit(state, accepted)
+        began = time.perf_counter()
+        before, proposal, seconds = job.future.result()
+        waited = time.perf_counter() - began
+        if job.foreseen.is_true(accepted):
+            self._kept = proposal, max(0.0, seconds - waited)
+            return state
+        before.restore()
+        return self.drafter.commit(state, accepted)
+
+    def forget(self) -> None:
+        """Let the drafter forget other answers, if it keeps any."""
+        self.drop()
+        forget(self.drafter)
+
+    # Drafting ahead
+
+    @property
+    def guess(self) -> tuple[Tensor, Tensor]:
+        """What the drafter takes the verification under way to commit: tokens [B, D+1] int64, of
+        which the first `length` [B] int64 count, the bonus last."""
+        assert self._proposed is not None, "nothing was proposed"
+        return self._proposed.tokens[:, 1:], self._assumed(self._proposed) + 1
+
+    def begin(
+        self, state: Any, run: TargetStates, active: Tensor, roots: Tensor, noise: SharedNoise
+    ) -> None:
+        """Draft behind the assumed `run`, while the caller verifies.
+
+        roots [B] int64: the positions of the roots that it leads to; active [B] bool: the rows that
+        are decoded. `state` is the worker's until `commit` or `drop`.
+        """
+        foreseen = Foreseen(run, active, self._keyed(noise, roots))
+        work = self._on_own_stream(lambda: self._draft(state, foreseen))
+        self._job = _Job(foreseen, self._worker.submit(work))
+
+    def drop(self) -> None:
+        """Forget what was drafted ahead; what is under way is waited for and undone."""
+        self._kept = None
+        job, self._job = self._job, None
+        if job is not None and job.future.exception() is None:
+            job.future.result()[0].restore()
+
+    @torch.no_grad()
+    def _draft(self, state: Any, foreseen: Foreseen) -> tuple[Snapshot, Proposal, float]:
+        """Commit the assumption and draft behind it. Runs in the worker."""
+        began = time.perf_counter()
+        before = Snapshot(state, shared=True)
+        after = self.drafter.commit(state, foreseen.run)
+        assert after is state, "a drafter must update its state in place to draft ahead"
+        proposal = self._propose(state, foreseen.noise)
+        return before, proposal, time.perf_counter() - began
+
+    def _propose(self, state: Any, noise: SharedNoise) -> Proposal:
+        """A draft with the guess behind it."""
+        longer = self.drafter.propose(state, noise)
+        assert longer.tree.is_chain, "a drafter that is given a chain drafts one"
+        if longer.logits is None or noise.drafts is not Stream.DRAFT:
+            return longer
+        assert noise.roots is not None
+        last = self._assumed(longer)[:, None]
+        rows = torch.arange(last.shape[0], device=last.device)[:, None]
+        like_bonus = copy(noise)
+        like_bonus.drafts = Stream.RESIDUAL
+        positions = noise.roots[:, None] + last + 1
+        guess = like_bonus.pick(longer.logits[rows, last], positions, longer.token_ids)
+        guess = guess if longer.token_ids is None else longer.token_ids[guess]
+        return replace(longer, tokens=longer.tokens.scatter(1, last + 1, guess))
+
+    def _assumed(self, longer: Proposal) -> Tensor:
+        """How many drafts [B] int64 are assumed to be kept: all that count."""
+        whole = torch.full_like(longer.tokens[:, 0], self.chain.max_depth)
+        return whole if longer.limit is None else torch.minimum(longer.limit, whole)
+
+    def _on_own_stream(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """`work` behind what the caller has launched on CUDA devices, done when it returns."""
+        devices = {self.device, getattr(self.drafter, "device", self.device)}
+        used = [device for device in devices if device.type == "cuda"]
+        if not used:
+            return work
+        if not self._streams:
+            self._streams = tuple(torch.cuda.Stream(device) for device in used)
+        launched = [torch.cuda.current_stream(device).record_event() for device in used]
+
+        def on_streams() -> Any:
+            for stream in self._streams:
+                for event in launched:
+                    stream.wait_event(event)
+            first, *more = self._streams
+            with torch.cuda.stream(first), torch.cuda.stream(more[0]) if more else nullcontext():
+                found = work()
+            for stream in self._streams:
+                stream.synchronize()
+            return found
+
+        return on_streams
+
+    def _keyed(self, noise: SharedNoise, roots: Tensor | None) -> SharedNoise:
+        """`noise` of a pass whose roots are at `roots` [B]."""
+        if self._noise is None or self._noise[0] is not noise:
+            self._noise = noise, copy(noise)
+        keyed = self._noise[1]
+        keyed.roots = roots
+        return keyed
+
+    def _cut(self, longer: Proposal) -> Proposal:
+        """A draft without the guess behind it."""
+        nodes, limit = self.chain.num_nodes, longer.limit
+        return replace(
+            longer,
+            tokens=longer.tokens[:, :nodes],
+            tree=self.chain,
+            logits=None if longer.logits is None else longer.logits[:, :nodes],
+            confidence=None if longer.confidence is None else longer.confidence[:, :nodes],
+            limit=None if limit is None else limit.clamp(max=self.chain.max_depth),
+        )
+
+
+def _use_threads(count: int) -> None:
+    """Give the calling thread `count` CPU threads. A thread takes over the process's number where
+    it first asks for it, which must not come later."""
+    torch.get_num_threads()
+    torch.set_num_threads(count)

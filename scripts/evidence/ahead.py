@@ -1,0 +1,243 @@
+"""What `decode.ahead` gains: `python -m scripts.evidence.ahead` writes ahead.{json,md}.
+
+The embedded target answers its own evaluation prompts, one at a time, with every drafter in three
+ways: drafting afterwards on one CPU thread, the same on two, and drafting ahead with one thread
+each for target and drafter. All ways of all drafters take turns within a prompt, another one first
+each time. Every text is compared with that of plain decoding, and every draft with that of
+drafting afterwards.
+
+Drafters: n-gram lookup, the small model of assets/tiny-target-small as it is, and each `--drafter`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heads.api.checkpoint import new_drafter
+from heads.api.drafter import forget
+from heads.api.registry import get_kind
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.loading import load_drafter
+from inference.decoding.requests import Completion, Request
+from inference.measure import metrics
+from inference.measure.config import process_facts
+from inference.measure.metrics import Outcome, Totals, divide
+from inference.measure.prompts import Prompt, load_prompts, to_requests
+from inference.report.markdown import markdown_table
+from inference.target.hardware import device_facts
+from inference.target.model import TargetModel
+from scripts.evidence.common import Facts, cell, write_report
+from scripts.tools.common import PROMPTS, REPORTS, ROOT, command, cpu_target
+
+SMALL = ROOT / "assets" / "tiny-target-small"
+PLAIN = "plain"
+ABOUT = (
+    "Embedded target, batch 1. **serial**: drafts are made after verifications, on 1 and on 2 CPU "
+    "threads; **ahead**: during them, with 1 thread for the target and 1 for the drafter "
+    "(`decode.ahead`). **over serial 1, over serial 2**: tokens/s over those of drafting "
+    "afterwards, same drafter, with 95% intervals over prompts. **kept ahead**: share of drafts "
+    "that had been made ahead; **hidden**: milliseconds per draft of making them that passed "
+    "during a verification. **texts**: those of plain decoding; **drafts**: answers with the very "
+    "passes of drafting afterwards."
+)
+
+
+@dataclass
+class Way:
+    """One way to decode with one drafter, and its answers. ahead: drafts, those kept, hidden
+    seconds; threads: of the calling thread."""
+
+    drafter: str
+    name: str
+    engine: Engine
+    threads: int
+    outcomes: list[Outcome] = field(default_factory=list)
+    answers: list[Completion] = field(default_factory=list)
+    ahead: tuple[int, int, float] = (0, 0, 0.0)
+
+    def answer(self, request: Request, prompt: Prompt, counts: bool) -> None:
+        """Decode one request; counts: it is no warm-up."""
+        torch.set_num_threads(self.threads)
+        forget(self.engine.drafter)
+        clock = self.engine.clock
+        clock.reset()
+        (completion,) = self.engine.run([request])
+        if not counts:
+            return
+        self.answers.append(completion)
+        seconds = dict(clock.seconds)
+        self.outcomes.append(Outcome(prompt.id, prompt.domain, completion.passes, seconds))
+        drafts, kept, hidden = self.ahead
+        tally = clock.ahead
+        self.ahead = drafts + tally.drafts, kept + tally.kept, hidden + tally.hidden
+
+    @property
+    def totals(self) -> Totals:
+        return Totals.collect(self.outcomes, self.engine.tree.max_depth)
+
+
+def report(given: argparse.Namespace) -> None:
+    """Decode and write."""
+    own, rows = torch.get_num_threads(), list[Facts]()
+    target = cpu_target()
+    drafters = load_drafters(target, given.drafter)
+    try:
+        for temperature in given.temperatures:
+            ways = all_ways(target, drafters, given, temperature)
+            decode_in_turns(target, ways, given)
+            rows += facts(ways, temperature)
+    finally:
+        torch.set_num_threads(own)
+    content = {"format": 1, "command": given.command, "device": device_facts(target.device)}
+    content |= {"versions": process_facts()["versions"], "tokens": given.tokens}
+    content |= {"prompts": given.prompts, "repeats": given.repeats, "rows": rows}
+    write_report(given.out, content, page(content))
+    print(f"{given.out}.json, {given.out}.md")
+
+
+def load_drafters(target: TargetModel, folders: Sequence[Path]) -> dict[str, Any]:
+    """Drafters by name."""
+    found: dict[str, Any] = {"ngram": load_drafter("ngram", target)}
+    settings = get_kind("distilled").config_class(from_model=str(SMALL))
+    found["small model"] = new_drafter(
+        "distilled", settings, target.info, target.weights, seed=0
+    ).eval()
+    for folder in folders:
+        found[str(folder)] = load_drafter(folder, target)
+    return found
+
+
+def all_ways(
+    target: TargetModel, drafters: dict[str, Any], given: argparse.Namespace, temperature: float
+) -> list[Way]:
+    """Plain decoding on one thread and on two, and three ways for each drafter."""
+    plain = DecodeConfig(shape="none", temperature=temperature, max_new_tokens=given.tokens)
+    ways = [Way("", f"{PLAIN} {n}", Engine(target, None, plain), n) for n in (1, 2)]
+    for name, drafter in drafters.items():
+        for number, way in enumerate(("serial 1", "serial 2", "ahead")):
+            decode = DecodeConfig(
+                depth=given.depth,
+                temperature=temperature,
+                max_new_tokens=given.tokens,
+                ahead=way == "ahead",
+            )
+            threads = 2 if number == 1 else 1
+            ways.append(Way(name, way, Engine(target, drafter, decode), threads))
+    return ways
+
+
+def decode_in_turns(target: TargetModel, ways: list[Way], given: argparse.Namespace) -> None:
+    """Every prompt in every way, the first one as a warm-up too."""
+    prompts = load_prompts(PROMPTS)
+    chosen = prompts[:: max(1, len(prompts) // given.prompts)][: given.prompts]
+    room = target.info.max_position_embeddings
+    decode = ways[0].engine.decode
+    requests = to_requests(chosen, target.tokenizer, decode, capacity=room, overlong="skip")
+    for way in ways:
+        way.answer(requests[0], chosen[0], counts=False)
+    for repeat in range(given.repeats):
+        for number, request in enumerate(requests):
+            turn = (number + repeat) % len(ways)
+            for way in (*ways[turn:], *ways[:turn]):
+                way.answer(request, chosen[request.index], counts=True)
+
+
+def facts(ways: list[Way], temperature: float) -> list[Facts]:
+    """The rows of one temperature."""
+    plain, rows = ways[0], list[Facts]()
+    for way in ways:
+        totals = way.totals
+        drafts, kept, hidden = way.ahead
+        row: Facts = {
+            "temperature": temperature,
+            "drafter": way.drafter,
+            "way": way.name,
+            "threads": way.threads,
+            "ms_per_token": 1000 / metrics.tokens_per_second(totals),
+            "tau": metrics.tau_estimate(totals).tau,
+            "step_ms": metrics.step_ms(totals),
+            "texts": sum(map(same_text, way.answers, plain.answers)),
+            "answers": len(way.answers),
+        }
+        if way.drafter:
+            row["over"] = {}
+            for other in ways:
+                if other.drafter == way.drafter and other.name.startswith("serial"):
+                    ratio, interval = metrics.speedup(totals, other.totals)
+                    row["over"][other.name] = {"ratio": ratio, "ci95": [*interval]}
+                    serial = other
+            row["drafts"] = sum(map(same_passes, way.answers, serial.answers))
+        if way.name == "ahead":
+            row["kept_ahead"] = divide(kept, drafts)
+            row["hidden_ms"] = 1000 * divide(hidden, drafts)
+        rows.append(row)
+    return rows
+
+
+def same_text(one: Completion, other: Completion) -> bool:
+    return one.tokens == other.tokens
+
+
+def same_passes(one: Completion, other: Completion) -> bool:
+    """Passes are equal only if their drafts were, as far as they were kept."""
+    return one.tokens == other.tokens and one.passes == other.passes
+
+
+def page(content: Facts) -> list[str]:
+    """The report as Markdown."""
+    header = ["drafter", "way", "temperature", "ms / token", "tau", "over serial 1"]
+    header += ["over serial 2", "draft ms", "hidden ms", "kept ahead", "texts", "drafts"]
+    body = []
+    for row in content["rows"]:
+        over = row.get("over", {})
+        ratios = [over.get(name) for name in ("serial 1", "serial 2")]
+        body.append(
+            [
+                row["drafter"] or "none",
+                row["way"],
+                f"{row['temperature']:g}",
+                f"{row['ms_per_token']:.2f}",
+                f"{row['tau']:.2f}",
+                *(cell(each["ratio"], each["ci95"]) if each else "" for each in ratios),
+                f"{row['step_ms']['draft']:.2f}" if row["drafter"] else "",
+                f"{row['hidden_ms']:.2f}" if "hidden_ms" in row else "",
+                f"{100 * row['kept_ahead']:.0f}%" if "kept_ahead" in row else "",
+                f"{row['texts']}/{row['answers']}",
+                f"{row['drafts']}/{row['answers']}" if "drafts" in row else "",
+            ]
+        )
+    device = content["device"]
+    return [
+        "# Drafting ahead",
+        "",
+        ABOUT,
+        "",
+        f"`{content['command']}` on {device['name']}: {content['prompts']} prompts x "
+        f"{content['repeats']} repeats, up to {content['tokens']} new tokens.",
+        "",
+        *markdown_table(header, body, texts=2),
+        "",
+    ]
+
+
+main = command(
+    report,
+    drafter={"action": "append", "type": Path, "default": [], "metavar": "FOLDER"},
+    temperatures={"nargs": "+", "type": float, "default": (0.0,), "metavar": "T"},
+    prompts=12,
+    tokens=96,
+    depth=4,
+    repeats=2,
+    out=REPORTS / "ahead",
+)
+
+if __name__ == "__main__":
+    sys.exit(main())
