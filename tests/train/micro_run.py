@@ -166,7 +166,7 @@ def leave_waiting() -> Callable[[], None]:
         Struck(),
         [
             logging.getLogger(name)
-            for name in ("train.features.store.reader", "train.features.remote.client")
+            for name in ("train.features.store.reader", "train.features.servers")
         ],
     )
     for each in loggers:
