@@ -93,8 +93,8 @@ class FeaturesConfig:
     timeout_seconds: Timeout = 60.0
     """remote, vllm, group: longest wait for one answer."""
     retries: Count = 5
-    """remote, vllm: how often a request is tried again, each time with the next server and after a longer
-    pause."""
+    """remote, vllm: how often a request is tried again, each time with the next server and after a
+    longer pause."""
     serve: bool = False
     """`headstart features`: serve features instead of writing a store."""
     host: str = "127.0.0.1"
@@ -162,8 +162,8 @@ class FeaturesConfig:
         last = needs.last_hidden or needs.logits
         top = self.top_logits if last else 0
         trained = (file_sha256(answers / MANIFEST_FILE), length, info.revision, info.tokenizer_hash)
-        stored = (self.format, top, needs.taps, last, domains)
-        return Identity(*trained, precision, *stored, self.source)
+        form = (precision, self.format, top)
+        return Identity(*trained, *form, needs.taps, last, domains, self.source)
 
     def folder(self, answers: Path) -> Path:
         """The store's folder for the answers in `answers`."""

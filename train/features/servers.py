@@ -81,7 +81,7 @@ class Servers:
         """Monotonic time at which a server's rest ends."""
         self._stopped = threading.Event()
 
-    def greet(self, greet: Callable[[Address], None], advice: str) -> None:
+    def greet(self, greet: Callable[[Address], object], advice: str) -> None:
         """Ask every server who it is; some may be down, but `greet` raises `UserError` for one that
         does not fit. advice: the last sentence of the error when none answers."""
         silent = []

@@ -1,9 +1,10 @@
 """A target of which only what trainers need is in memory, where features come from elsewhere.
 
 Embedding and LM head are there, since drafters share them and losses turn hidden states into
-logits, and the final norm, which engines leave to the trainer. All else has a shape and no contents: a head that starts from a layer has that layer's
-weights read from their file when it asks for them. Only safetensors files are read, tensor by
-tensor, and only those files of a Hub repository are fetched that hold what is asked for.
+logits, and the final norm, which vLLM's states come before. All else has a shape and no contents: a
+head that starts from a layer has that layer's weights read from their file when it asks for them.
+Only safetensors files are read, tensor by tensor, and only those files of a Hub repository are
+fetched that hold what is asked for.
 
 What would run the target is refused beforehand (`refuse_parts`); its self-check at loading is left
 to the process that makes the features.
@@ -57,7 +58,8 @@ def refuse_parts(job: TrainingJob) -> None:
     wishes = (
         (
             job.features.mode == "online",
-            "features.mode=online runs them in every trainer (features=store, remote, vllm or group)",
+            "features.mode=online runs them in every trainer (features=store, remote, vllm or "
+            "group)",
         ),
         (
             config.eval_every > 0,
@@ -86,8 +88,9 @@ def refuse_parts(job: TrainingJob) -> None:
 
 
 def load_parts(config: TargetConfig) -> TargetModel:
-    """The target with embedding, final norm and LM head alone, in its dtype on its device; its layers cannot
-    run. Raises `UserError` for what cannot be found or read in parts, or is no target."""
+    """The target with embedding, final norm and LM head alone, in its dtype on its device; its
+    layers cannot run. Raises `UserError` for what cannot be found or read in parts, or is no
+    target."""
     described = loading.checked_config(config)
     if getattr(described, "quantization_config", None) is not None:
         raise UserError(

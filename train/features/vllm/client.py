@@ -17,6 +17,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,12 +60,10 @@ class Answer(BaseModel):
     ]
     token: Annotated[int, Field(validation_alias=AliasPath("choices", 0, "token_ids", 0))]
     logprob: Annotated[
-        float,
-        Field(validation_alias=AliasPath("choices", 0, "logprobs", "token_logprobs", 0)),
+        float, Field(validation_alias=AliasPath("choices", 0, "logprobs", "token_logprobs", 0))
     ]
     path: Annotated[
-        str | None,
-        Field(validation_alias=AliasPath("kv_transfer_params", "hidden_states_path")),
+        str | None, Field(validation_alias=AliasPath("kv_transfer_params", "hidden_states_path"))
     ] = None
 
 
@@ -81,7 +80,7 @@ class VllmClient:
         longest: int,
         whole: bool,
     ) -> None:
-        self.config, self.target, self.longest, self.whole = config, target, longest, whole
+        self.config, self.target, self.longest = config, target, longest
         self.layers = layers_of(config, needs, target.info)
         self._require_layers(needs)
         dtype = str(target.dtype).removeprefix("torch.")
@@ -99,6 +98,9 @@ class VllmClient:
         """The model's name at servers that were looked at."""
         self._looking = {server: threading.Lock() for server in self.servers.all}
         self._require_room()
+        # once and here: threads look at servers while others may run the target
+        self._text, self._tokens = self._probe()
+        self._own = self._own_states() if whole else None
         sweep(self.folder, self.name)
         self.servers.greet(self._model_of, f"Start one with\n    {self.command}")
 
@@ -161,26 +163,36 @@ class VllmClient:
                 f"takes {listed.longest - 1} tokens and one more, but documents may have "
                 f"{self.longest} (train.sequence_length)",
             )
-        mine = self.target.tokenizer.encode(PROBE, add_special_tokens=False)
-        answer = self._complete(server, listed.name, PROBE, len(mine))
-        same_tokenizer(str(server), mine, answer.prompt)
+        answer = self._complete(server, listed.name, self._text, len(self._tokens))
+        same_tokenizer(f"{server} (features.servers)", self._tokens, answer.prompt)
         states = self._collect(server, answer)
-        if self.whole:
-            self._require_same_layers(server, mine, states)
+        if self._own is not None:
+            self._require_same_layers(server, self._own, states)
         return listed.name
 
-    def _require_same_layers(self, server: Address, tokens: list[int], states: Tensor) -> None:
-        """Raise `UserError` when the target's own states of a text are others."""
+    def _probe(self) -> tuple[str, list[int]]:
+        """A text on which tokenizers disagree, no longer than documents, and its tokens."""
+        encode = partial(self.target.tokenizer.encode, add_special_tokens=False)
+        texts = (PROBE[:end] for end in range(len(PROBE), 0, -1))
+        text = next(text for text in texts if len(encode(text)) <= self.longest)
+        return text, encode(text)
+
+    def _own_states(self) -> Tensor:
+        """The target's own states [N, L, H] of the probe, on the CPU."""
         device = self.target.device
-        text = torch.tensor(tokens, device=device)[None]
-        positions = torch.arange(len(tokens), device=device)[None]
-        ones = torch.ones_like(text, dtype=torch.int32)
-        own, _ = self.target.features(text, positions, ones, FeatureSpec(self.layers))
+        tokens = torch.tensor(self._tokens, device=device)[None]
+        positions = torch.arange(len(self._tokens), device=device)[None]
+        segments = torch.ones_like(tokens, dtype=torch.int32)
+        own, _ = self.target.features(tokens, positions, segments, FeatureSpec(self.layers))
         assert own is not None
+        return own[0].cpu()
+
+    def _require_same_layers(self, server: Address, own: Tensor, states: Tensor) -> None:
+        """Raise `UserError` when a server's states of the probe are not the target's."""
         for layer, mine, theirs in zip(
-            self.layers, own[0].unbind(1), states.to(device).unbind(1), strict=True
+            self.layers, own.float().unbind(1), states.float().unbind(1), strict=True
         ):
-            gap = float((theirs.float() - mine.float()).norm() / mine.float().norm())
+            gap = float((theirs - mine).norm() / mine.norm())
             if not gap <= LAYER_GAP:
                 raise self._misfit(
                     server,
@@ -191,13 +203,16 @@ class VllmClient:
     def _ask(self, server: Address, model: str, tokens: Sequence[int]) -> Tensor:
         return self._collect(server, self._complete(server, model, list(tokens), len(tokens)))
 
-    def _complete(
-        self, server: Address, model: str, prompt: str | list[int], count: int
-    ) -> Answer:
+    def _complete(self, server: Address, model: str, prompt: str | list[int], count: int) -> Answer:
         """One greedy token behind a text or a document of `count` tokens."""
         body = {
-            **{"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0},
-            **{"logprobs": 1, "add_special_tokens": False, "return_token_ids": True},
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "logprobs": 1,
+            "add_special_tokens": False,
+            "return_token_ids": True,
         }
         content = self.servers.request(
             server,

@@ -41,7 +41,7 @@ class Copied:
         pass
 
 
-class CpuStatesConnector(Base):  # type: ignore[misc]
+class CpuStatesConnector(Base):
     """See the module. vLLM calls `_submit_async_write` once for every request that has ended."""
 
     def _submit_async_write(self, pending: Any) -> None:
@@ -56,9 +56,7 @@ class CpuStatesConnector(Base):  # type: ignore[misc]
         content = {"hidden_states": states.contiguous(), "token_ids": tokens.clone()}
         Path(pending.filename).parent.mkdir(parents=True, exist_ok=True)
         lock, copied = self._lock_fds.pop(pending.req_id, None), Copied()
-        future = self._executor.submit(
-            self._write_tensors, content, copied, pending.filename, lock
-        )
+        future = self._executor.submit(self._write_tensors, content, copied, pending.filename, lock)
         self._req_copy_events[pending.req_id] = copied
         self._req_futures[pending.req_id] = future
         future.add_done_callback(partial(self._on_write_done, pending.req_id))

@@ -1,4 +1,4 @@
-"""The files that vLLM's connectors of hidden states leave: waiting for one, reading and evicting it.
+"""The files that vLLM's connectors of hidden states leave: one is awaited, read and evicted.
 
 A request's file `<id>.safetensors` has `hidden_states` [N, L, H] and `token_ids` [N] int64. The
 engine holds an exclusive lock (flock) on `<id>.safetensors.lock` from the request's begin until the
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 from safetensors.torch import load
 from torch import Tensor
 
@@ -34,9 +33,7 @@ STALE_SECONDS = 3600.0
 POLL_SECONDS, LONGEST_POLL = 0.002, 0.1
 
 
-def read_states(
-    path: Path, seconds: float, stopped: Callable[[], bool]
-) -> tuple[Tensor, Tensor]:
+def read_states(path: Path, seconds: float, stopped: Callable[[], bool]) -> tuple[Tensor, Tensor]:
     """hidden_states [N, L, H] and token_ids [N] of a file, and the file is gone; waits for its
     writer at most so long. Raises `FailureError` when it does not come whole."""
     try:

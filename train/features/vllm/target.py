@@ -9,7 +9,7 @@ Legend: B rows, T positions, n taps, N tokens, L layers, H hidden.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from heads.api.features import FeatureSpec
 from inference.target.model import TargetModel
 from train.features.config import FeaturesConfig
 from train.features.vllm.client import VllmClient
+from train.features.workers import Workers
 
 
 class VllmTarget:
@@ -34,7 +35,7 @@ class VllmTarget:
         whole = config.trainer_target == "whole"
         self.client = VllmClient(config, target, needs, longest, whole)
         at_once = config.concurrency * len(config.servers)
-        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="vllm")
+        self._workers: Workers[Tensor] = Workers(at_once, "vllm")
 
     @torch.no_grad()
     def features(
@@ -42,17 +43,22 @@ class VllmTarget:
     ) -> tuple[Tensor | None, Tensor | None]:
         """As `TargetModel.features`; zeros on padding. Raises `UserError` when a document's states
         cannot be had."""
+        layers = self.client.layers
+        if strange := sorted({*needs.taps} - {*layers}):
+            raise UserError(
+                f"taps {strange} are not among the layers whose states the vLLM servers leave: "
+                f"{list(layers)}. Set features.layers, and start the servers with them."
+            )
+        rows = [layers.index(tap) for tap in needs.taps]
         places = list(documents(segments, positions))
         asked = [
-            self._pool.submit(self.client.states, tokens[row, start:stop].tolist())
+            self._workers.submit(partial(self.client.states, tokens[row, start:stop].tolist()))
             for row, start, stop in places
         ]
-        layers = self.client.layers
-        rows = [layers.index(tap) for tap in needs.taps]
-        shape, kind = tokens.shape, {"dtype": self.dtype, "device": self.device}
-        taps = torch.zeros(*shape, len(rows), self.info.hidden_size, **kind) if rows else None
-        wanted = needs.last_hidden or needs.logits
-        last = torch.zeros(*shape, self.info.hidden_size, **kind) if wanted else None
+        zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
+        shape, hidden = tokens.shape, self.info.hidden_size
+        taps = zeros((*shape, len(rows), hidden)) if rows else None
+        last = zeros((*shape, hidden)) if needs.last_hidden or needs.logits else None
         try:
             for (row, start, stop), coming in zip(places, asked, strict=True):
                 states = coming.result().to(self.device)
@@ -67,7 +73,7 @@ class VllmTarget:
 
     def close(self) -> None:
         """Give up what is under way."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._workers.end()
         self.client.close()
 
 
