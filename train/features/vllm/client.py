@@ -38,7 +38,7 @@ from train.generate.backends.protocols import PROBE, same_tokenizer
 
 MOST_AROUND, TOKEN_BYTES = 1 << 20, 256
 """Bytes that an answer may have besides its tokens, and for each of them."""
-LOGPROB_GAP = {torch.float64: 0.01, torch.float32: 0.01}
+LOGPROB_GAP = {torch.float64: 1e-3, torch.float32: 1e-3}
 LARGEST_GAP = 0.5
 """Between the engine's log-probability and ours, by the target's dtype; 16 bits: the largest."""
 LAYER_GAP = 0.1
