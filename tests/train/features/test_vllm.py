@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import train.features.servers as servers
 from heads.api.errors import UserError
@@ -62,12 +63,16 @@ def own(micro: Path) -> TargetModel:
 @pytest.fixture(scope="module")
 def another(micro: Path, tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
     """Another model with the target's shape and tokenizer."""
-    model = TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.model.parameters():
-            parameter += 0.5 * parameter.std() * torch.randn_like(parameter)
-    return model
+    folder = tmp_path_factory.mktemp("another")
+    for file in (micro / "target").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: weight + 0.02 * torch.randn(weight.shape, generator=generator)
+        for name, weight in load_file(folder / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return TargetModel.load(TargetConfig(str(folder), device="cpu"))
 
 
 @pytest.fixture(autouse=True)

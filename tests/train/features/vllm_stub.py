@@ -20,7 +20,6 @@ from safetensors.torch import save
 from heads.api.features import FeatureSpec
 from inference.target.model import TargetModel
 
-
 PASS = threading.Lock()
 """Stubs may have one target together."""
 
@@ -130,13 +129,15 @@ class Stub:
         tokens = torch.tensor([prompt])
         positions = torch.arange(len(prompt))[None]
         with PASS, torch.no_grad():
-            needs = FeatureSpec(self.layers, last_hidden=True)
+            there = tuple(sorted({*self.layers}))
+            needs = FeatureSpec(there, last_hidden=True)
             ones = torch.ones_like(tokens, dtype=torch.int32)
             taps, last = self.target.features(tokens, positions, ones, needs)
             assert taps is not None
             assert last is not None
             logprob, token = self.target.weights.logits(last[0, -1:]).log_softmax(-1).max(-1)
-        return taps[0].contiguous(), {
+        states = taps[0][:, [there.index(layer) for layer in self.layers]]
+        return states, {
             "prompt_token_ids": prompt,
             "token_ids": token.tolist(),
             "logprobs": {"token_logprobs": logprob.tolist()},
