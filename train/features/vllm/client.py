@@ -230,7 +230,7 @@ class VllmClient:
             raise self._misfit(server, "leaves no states: it has no connector of hidden states")
         # the name alone: the folder is ours to say, as we read and delete in it
         path = self.folder / Path(answer.path).name
-        if NAME not in path.name:
+        if self.name not in path.name:
             raise self._misfit(server, f"names its file '{path.name}', not after the request")
         seconds = self.config.timeout_seconds
         states, tokens = read_states(path, seconds, lambda: self.servers.stopped)
