@@ -299,9 +299,9 @@ def markdown(content: Facts) -> list[str]:
         "## Drafters",
         "",
         f"The same training from both, {settings['prompts']} held-out prompts, chains of {DEPTH} "
-        "at temperature 0, intervals: 95% bootstrap over prompts and seeds. **ratio**: of (tau - 1), "
-        "vLLM's features over ours. **parity**: largest relative difference of logits between "
-        "training and decoding, and what is allowed.",
+        "at temperature 0, intervals: 95% bootstrap over prompts and seeds. **ratio**: of "
+        "(tau - 1), vLLM's features over ours. **parity**: largest relative difference of logits "
+        "between training and decoding, and what is allowed.",
         "",
     ]
     header = ["head", "target", "seeds", "tau, vLLM", "tau, ours", "ratio", "parity"]

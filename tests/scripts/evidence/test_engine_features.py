@@ -18,6 +18,7 @@ from tests.scripts.evidence.places import micro_place
 from tests.train.features.vllm_stub import serving
 
 
+@pytest.mark.slow
 def test_the_report_on_the_smallest_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -374,7 +374,7 @@ def test_a_folder_without_room_or_not_mounted_is_named(
 
 
 def test_what_readers_left_is_deleted_and_nothing_else(
-    target: TargetModel, own: TargetModel, micro: Path, tmp_path: Path
+    target: TargetModel, own: TargetModel, tmp_path: Path
 ) -> None:
     names = {
         f"cmpl-{NAME}gone-1.safetensors": STALE_SECONDS + 60,
@@ -385,13 +385,14 @@ def test_what_readers_left_is_deleted_and_nothing_else(
         (tmp_path / name).write_bytes(b"x")
         os.utime(tmp_path / name, (time.time() - age,) * 2)
     with serving(own, tmp_path) as stub:
-        features, loader = features_of(target, micro, stub, states=tmp_path)
-        stub.faults += ["hang"]
-        features.batch(loader.step(0)[0])
-        engine = features.source.stop.__self__  # type: ignore[attr-defined]
-        left = tmp_path / f"cmpl-{engine.client.name}77.safetensors"
+        client = VllmTarget(config_of(stub, states=tmp_path), target, NEEDS, LENGTH).client
+        client.states([5, 6, 7])
+        stub.faults += ["foreign"]
+        with pytest.raises(UserError, match=r"names its file '.*', not after the request"):
+            client.states([5, 6, 7])
+        left = tmp_path / f"cmpl-{client.name}77.safetensors"
         left.write_bytes(b"x")  # of a request that was given up
-        features.close()
+        client.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names][1:])
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import save
 
 from heads.api.features import FeatureSpec
 from inference.target.model import TargetModel
+from train.features.vllm.states_file import NAME
 
 PASS = threading.Lock()
 """Stubs may have one target together."""
@@ -27,7 +28,8 @@ PASS = threading.Lock()
 class Stub:
     """A server of `target` on loopback. faults: what befalls the next requests for states, in
     order: a status; "cut" (the connection), "hang", "nothing" (no file: its folder is full), "half"
-    (of the file), "late" (the file comes after the answer), "other" (states of another text)."""
+    (of the file), "late" (the file comes after the answer), "other" (states of another text),
+    "foreign" (the name of somebody else's file)."""
 
     def __init__(
         self, target: TargetModel, folder: Path, layers: tuple[int, ...], **more: Any
@@ -117,6 +119,8 @@ class Stub:
             if fault != "late":
                 release()
             answer = {"choices": [choice]}
+            if fault == "foreign":
+                path = path.with_name(f"cmpl-{NAME}other-1.safetensors")
             if self.connector:
                 answer["kv_transfer_params"] = {"hidden_states_path": str(path)}
             reply(handler, 200, answer)
