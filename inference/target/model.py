@@ -37,7 +37,7 @@ from inference.target.recurrent.cache import RecurrentCache
 from inference.target.recurrent.install import install
 from inference.target.recurrent.passes import PackedPass, Pass, PromptPass, TreePass, running
 from inference.target.recurrent.states import Key, StateShape
-from inference.target.taps import Seen, Taps, find_decoder, find_layers
+from inference.target.taps import Seen, Taps, find_decoder, find_final_norm, find_layers
 
 CHECKED_LENGTHS = (8, 300)
 """Tokens of the self-check's texts; the second one, longer than a piece in which the attention
@@ -53,6 +53,7 @@ class TargetModel:
         self.model, self.tokenizer, self.info = model, tokenizer, info
         self.decoder = find_decoder(model)
         self.taps = Taps(find_layers(self.decoder, info.num_layers))
+        self.final_norm = find_final_norm(self.decoder, self.taps.layers)
         self.weights = loading.shared_weights(model)
         self.device, self.dtype = self.weights.embedding.device, self.weights.embedding.dtype
         # sums over parts of the inputs stay in float32: what passes of other widths differ by

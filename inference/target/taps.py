@@ -126,3 +126,18 @@ def find_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
         f"{type(decoder).__name__} has no list of {num_layers} decoder layers to tap; "
         "only decoder-only models with one layer list are supported as targets."
     )
+
+
+FINAL_NORMS = (
+    *("norm", "final_layernorm", "final_layer_norm", "final_norm"),
+    *("ln_f", "norm_f", "embedding_norm"),
+)
+"""What families call the norm behind the last layer, in the module that has the layers."""
+
+
+def find_final_norm(decoder: nn.Module, layers: nn.ModuleList) -> nn.Module | None:
+    """The norm that makes the last hidden state of the stream after the last layer; None where it
+    goes by another name."""
+    holder = next(module for module in decoder.modules() if layers in module.children())
+    found = (getattr(holder, name, None) for name in FINAL_NORMS)
+    return next((module for module in found if isinstance(module, nn.Module)), None)

@@ -4,26 +4,31 @@ trainings elsewhere.
 Writing: <run>/features/<format>/ with everything that `head` (and features.heads) reads of the
 target. The same command started in several processes, by a launcher or by hand, shares the work;
 repeated, it writes what is missing. Serving (features.serve=true): a feature server that runs until
-it is stopped.
+it is stopped. features.source=vllm: vLLM servers run the target for either.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.manifest import MANIFEST_FILE
+from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from inference.writers import turn
 from scripts.config.schema import Settings, load_settings
 from scripts.run.folder import open_folder, require_answers
 from scripts.run.process import is_main_process, prepare_process, shown
+from train.features.base import FeatureTarget
 from train.features.remote.server import serve
 from train.features.store.claims import Claims
 from train.features.store.writer import StoreJob, gib, needs_of, write_features
+from train.features.vllm.target import VllmTarget
+from train.target.parts import load_parts
 
 Head = tuple[str, str, Any]
 """(name, kind, configuration) of a head whose features are stored."""
@@ -34,10 +39,14 @@ def run(settings: Settings) -> None:
     prepare_process(settings.run)
     if settings.features.serve:
         features = settings.features
-        heads = all_heads(settings) if features.heads else ()
-        target = TargetModel.load(settings.target)
+        engine = features.source == "vllm"
+        heads = all_heads(settings) if features.heads or engine else ()
+        target = loader(settings)(settings.target)
         needs = needs_of(heads, target.info) if heads else FeatureSpec()
-        serve(target, features, settings.engine.dtype, needs, say)
+        runner: FeatureTarget = target
+        if engine:
+            runner = VllmTarget(features, target, needs, settings.train.sequence_length)
+        serve(runner, features, settings.engine.dtype, needs, say)
         return
     write(settings, all_heads(settings))
 
@@ -56,6 +65,7 @@ def write(settings: Settings, heads: tuple[Head, ...]) -> None:
         seed=settings.train.seed,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         domains=settings.train.domains,
+        load=loader(settings),
     )
     with turn(job.folder):  # other writers may be starting at this moment
         if settings.run.overwrite and is_main_process():
@@ -69,6 +79,13 @@ def write(settings: Settings, heads: tuple[Head, ...]) -> None:
         f"{gib(manifest['bytes'])} in {len(manifest['shards'])} shards. Train on it with "
         "features=store and the same settings."
     )
+
+
+def loader(settings: Settings) -> Callable[[TargetConfig], TargetModel]:
+    """How this process loads the target: in parts if asked for, where vLLM runs it."""
+    features = settings.features
+    parts = features.source == "vllm" and features.trainer_target == "parts"
+    return load_parts if parts else TargetModel.load
 
 
 def require_no_writers(folder: Path) -> None:

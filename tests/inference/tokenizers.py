@@ -81,7 +81,9 @@ def tiny_tokenizer(family: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_micro_target(folder: Path, family: str = "marked", positions: int = 128) -> Path:
+def save_micro_target(
+    folder: Path, family: str = "marked", positions: int = 128, head_dim: int = 16
+) -> Path:
     """A random two-layer Llama with a tiny tokenizer, saved as a Hugging Face folder. positions:
     the longest sequence that it takes."""
     import torch
@@ -96,6 +98,7 @@ def save_micro_target(folder: Path, family: str = "marked", positions: int = 128
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
+        head_dim=head_dim,
         initializer_range=0.2,
         max_position_embeddings=positions,
         eos_token_id=tokenizer.eos_token_id,

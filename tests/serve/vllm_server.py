@@ -10,6 +10,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 SETTINGS = {
@@ -20,12 +21,16 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 READY_SECONDS = 400.0
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class VllmServer:
     """A server on a free port of loopback, always the same one."""
 
-    def __init__(self, python: str, model: Path, log: Path, rows: int = 4) -> None:
+    def __init__(
+        self, python: str, model: Path, log: Path, rows: int = 4, more: Sequence[str] = ()
+    ) -> None:
+        """more: further arguments, which override the others."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -50,11 +55,12 @@ class VllmServer:
             "127.0.0.1",
             "--port",
             str(self.port),
+            *more,
         ]
 
     def launch(self) -> None:
         """Start the process, without waiting."""
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command,

@@ -43,10 +43,10 @@ from train.tracking.tracker import TrackerConfig
 ANSWERS, PROMPT_TOKENS, ANSWER_TOKENS = 60, 5, 40
 
 
-def prepare(folder: Path) -> Path:
+def prepare(folder: Path, **target: Any) -> Path:
     """Write target/, answers/ and prompts.jsonl into `folder`. The answers are a random target's
-    own, greedy ones."""
-    save_micro_target(folder / "target")
+    own, greedy ones. target: what differs in it (`save_micro_target`)."""
+    save_micro_target(folder / "target", **target)
     target = TargetModel.load(TargetConfig(str(folder / "target")))
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(
@@ -166,7 +166,7 @@ def leave_waiting() -> Callable[[], None]:
         Struck(),
         [
             logging.getLogger(name)
-            for name in ("train.features.store.reader", "train.features.remote.client")
+            for name in ("train.features.store.reader", "train.features.servers")
         ],
     )
     for each in loggers:

@@ -9,7 +9,16 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from heads.api.config import Count, NonNegativeFloat, Port, Rows, Size, Timeout, config
+from heads.api.config import (
+    Count,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Port,
+    Rows,
+    Size,
+    Timeout,
+    config,
+)
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
@@ -24,21 +33,27 @@ from train.features.store.layout import Identity
 class FeaturesConfig:
     """How features reach the trainer, and how they are stored or served."""
 
-    mode: Literal["online", "store", "remote", "group"] = "online"
+    mode: Literal["online", "store", "remote", "group", "vllm"] = "online"
     """online: the frozen target runs in the training process. store: they were written by
     `headstart features`, or are being written. remote: feature servers compute them. group: some
-    processes of the same launch do.
+    processes of the same launch do. vllm: vLLM servers do, which leave them as files.
+    """
+    source: Literal["target", "vllm"] = "target"
+    """store, `headstart features`: what computes the features. target: the process that writes or
+    serves them; vllm: the vLLM servers in features.servers. A training gives that of its store.
     """
     trainer_target: Literal["whole", "parts"] = "whole"
-    """store, remote, group: what a trainer holds of the target. whole: all of it, so that
-    checkpoints are chosen by decoding with them. parts: embedding and LM head alone, layers only as
-    a head asks for their weights; nothing is decoded then (train.eval_every=0, train.parity=false).
+    """store, remote, group, vllm: what a trainer holds of the target. whole: all of it, so that
+    checkpoints are chosen by decoding with them. parts: embedding, final norm and LM head alone,
+    layers only as a head asks for their weights; nothing is decoded then (train.eval_every=0,
+    train.parity=false).
     """
     path: str = ""
-    """store: the store's folder; empty: features/<format> next to the folder of the answers."""
+    """store: the store's folder; empty: features/<format> next to the folder of the answers, or
+    features/vllm_<format> for features.source=vllm."""
     format: str = "bf16"
-    """store, remote, group: how states are stored or sent: bf16, fp32, fp8, int8 or int4
-    (docs/features.md)."""
+    """store, remote, group, vllm: how states are stored or sent, for vllm to the training step:
+    bf16, fp32, fp8, int8 or int4 (docs/features.md)."""
     top_logits: Size = 0
     """Keep the target's so many largest logits in place of its last hidden state; 0: the last
     hidden state, from which all logits follow exactly. For kinds that read it for nothing but the
@@ -57,20 +72,29 @@ class FeaturesConfig:
     wait_seconds: Timeout = 300.0
     """store: how long training waits for a row while the writers of the store make no progress."""
     ahead: Count = 2
-    """store, remote, group: how many steps ahead features are fetched."""
+    """store, remote, group, vllm: how many steps ahead features are fetched."""
     servers: tuple[str, ...] = ()
-    """remote: addresses of the feature servers, as http://host:port or https://host:port; requests
-    go to each in turn."""
+    """remote, vllm: addresses of the servers, as http://host:port or https://host:port; requests go
+    to each in turn."""
+    states: str = "/tmp/headstart-states"
+    """vllm: the folder in which the servers leave states, as this machine sees it. Files are
+    deleted once they are read."""
+    layers: tuple[NonNegativeInt, ...] = ()
+    """vllm: the layers whose states the servers leave, ascending, the target's last one among them;
+    empty: those that the heads read and the last one."""
+    concurrency: Count = 16
+    """vllm: how many documents a process asks each server for at once; so many files lie in
+    features.states at most."""
     ssl_cafile: str = ""
-    """remote: PEM file of the authorities that https servers are checked by; empty: the
+    """remote, vllm: PEM file of the authorities that https servers are checked by; empty: the
     system's."""
     token_variable: str = "HEADSTART_FEATURES_TOKEN"
-    """remote: environment variable with the token that servers ask for."""
+    """remote, vllm: environment variable with the token that servers ask for."""
     timeout_seconds: Timeout = 60.0
-    """remote, group: longest wait for one answer."""
+    """remote, vllm, group: longest wait for one answer."""
     retries: Count = 5
-    """remote: how often a request is tried again, each time with the next server and after a longer
-    pause."""
+    """remote, vllm: how often a request is tried again, each time with the next server and after a
+    longer pause."""
     serve: bool = False
     """`headstart features`: serve features instead of writing a store."""
     host: str = "127.0.0.1"
@@ -98,6 +122,11 @@ class FeaturesConfig:
             raise UserError(
                 "features.mode=remote needs features.servers, for instance "
                 "[http://10.0.0.5:8765]. Start one with `headstart features features.serve=true`."
+            )
+        if list(self.layers) != sorted(set(self.layers)):
+            raise UserError(
+                "features.layers must be ascending layer numbers without repetition; given: "
+                f"{list(self.layers)}."
             )
 
     def token(self) -> str:
@@ -137,8 +166,10 @@ class FeaturesConfig:
         last = needs.last_hidden or needs.logits
         top = self.top_logits if last else 0
         trained = (file_sha256(answers / MANIFEST_FILE), length, info.revision, info.tokenizer_hash)
-        return Identity(*trained, precision, self.format, top, needs.taps, last, domains)
+        form = (precision, self.format, top)
+        return Identity(*trained, *form, needs.taps, last, domains, self.source)
 
     def folder(self, answers: Path) -> Path:
         """The store's folder for the answers in `answers`."""
-        return Path(self.path) if self.path else answers.parent / "features" / self.format
+        name = self.format if self.source == "target" else f"{self.source}_{self.format}"
+        return Path(self.path) if self.path else answers.parent / "features" / name

@@ -6,15 +6,10 @@ All sources (a store on disk, feature servers, other processes of the launch) gi
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import torch
@@ -24,6 +19,7 @@ from heads.api.features import FeatureSpec
 from train.data.loader import PackedBatch, StepLoader
 from train.features.store.batches import Content, Form, Logits, decode_batch
 from train.features.store.layout import row_digests
+from train.features.workers import Workers
 
 CLOSE_SECONDS = 2.0
 SLICE_SECONDS = 0.2
@@ -114,17 +110,10 @@ class FetchedFeatures:
         self.source.close()
 
 
-class Fetch(Future[Content]):
-    """A `Coming` that a thread works on."""
-
-    def wait(self, seconds: float) -> bool:
-        return bool(wait_for([self], seconds).done)
-
-
 class ThreadedSource:
-    """A source whose `fetch` blocks, run by threads of its own: daemons, which a process that ends
-    leaves behind. stop: makes a `fetch` that waits give up; called once. pinned: the threads put
-    what they fetched into pinned memory, from which a GPU copies while it computes."""
+    """A source whose `fetch` blocks, run by threads of its own. stop: makes a `fetch` that waits
+    give up; called once. pinned: the threads put what they fetched into pinned memory, from which a
+    GPU copies while it computes."""
 
     def __init__(
         self,
@@ -135,36 +124,20 @@ class ThreadedSource:
         pinned: bool = False,
     ) -> None:
         self.fetch, self.form, self.stop, self.pinned = fetch, form, stop, pinned
-        self._asked: SimpleQueue[tuple[Fetch, PackedBatch] | None] = SimpleQueue()
-        work = partial(threading.Thread, target=self._work, name="features", daemon=True)
-        self._threads = [work() for _ in range(threads)]
-        for thread in self._threads:
-            thread.start()
+        self._workers: Workers[Content] = Workers(threads, "features")
 
     def ask(self, packed: PackedBatch) -> Coming:
-        coming = Fetch()
-        self._asked.put((coming, packed))
-        return coming
+        return self._workers.submit(partial(self._work, packed))
 
-    def _work(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            coming, packed = asked
-            try:
-                content = self.fetch(packed)
-                coming.set_result(pin(content) if self.pinned else content)
-            except Exception as error:  # noqa: BLE001 - raised where it is waited for
-                coming.set_exception(error)
+    def _work(self, packed: PackedBatch) -> Content:
+        content = self.fetch(packed)
+        return pin(content) if self.pinned else content
 
     def close(self) -> None:
         """See `Source`. Threads that compute are waited for; those that wait for others are not."""
-        with suppress(Empty):
-            while True:
-                self._asked.get_nowait()
-        for _ in self._threads:
-            self._asked.put(None)
+        self._workers.end()
         self.stop()
-        for thread in self._threads:
-            thread.join(CLOSE_SECONDS / len(self._threads))
+        self._workers.join(CLOSE_SECONDS)
 
 
 def pin(content: Content) -> Content:

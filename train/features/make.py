@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,15 +10,18 @@ import torch
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
+from inference.target.model import TargetModel
 from train.data.loader import PackedBatch, StepLoader
 from train.features.base import Features, FeatureTarget, OnlineFeatures
 from train.features.config import FeaturesConfig
 from train.features.fetch import FetchedFeatures, Source, ThreadedSource
 from train.features.group import GroupSource
+from train.features.remote import wire
 from train.features.remote.client import RemoteClient
-from train.features.store.batches import batch_on, top_word
+from train.features.store.batches import Content, batch_on, top_word
 from train.features.store.layout import precision_of
 from train.features.store.reader import StoreReader
+from train.features.vllm.target import VllmTarget
 
 
 @torch.no_grad()
@@ -43,9 +47,16 @@ def require_logits_only(
         ) from error
 
 
+def fetch_from(
+    target: FeatureTarget, dtype: torch.dtype, ask: wire.Ask, packed: PackedBatch
+) -> Content:
+    """The features of a batch, in the form that is asked for."""
+    return wire.compute(target, dtype, ask, packed)[0]
+
+
 def make_features(
     config: FeaturesConfig,
-    target: FeatureTarget,
+    target: TargetModel,
     needs: FeatureSpec,
     dtype: torch.dtype,
     *,
@@ -64,7 +75,7 @@ def make_features(
         raise UserError(
             "train.on_policy.share is above 0, so that rows change while they are trained, but "
             f"features.mode={config.mode} deals features of rows that were known beforehand. Use "
-            "features.mode=online, remote or group."
+            "features.mode=online, remote, vllm or group."
         )
     form, precision = config.form(target.info), precision_of(dtype, target.dtype)
     source: Source
@@ -77,6 +88,10 @@ def make_features(
     elif config.mode == "remote":
         client, threads = RemoteClient(config, target.info, precision, needs), len(config.servers)
         source = ThreadedSource(client.fetch, form, 2 * threads, client.stop, pinned)
+    elif config.mode == "vllm":
+        engine = VllmTarget(config, target, needs, loader.data.sequence_length)
+        fetch = partial(fetch_from, engine, dtype, wire.Ask.of(needs, form))
+        source = ThreadedSource(fetch, form, 1 + config.ahead, engine.close, pinned)
     else:
         source = GroupSource(config, target, precision, needs)
     given = (online.logits, target.device, dtype, loader, config.ahead)

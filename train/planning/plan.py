@@ -313,6 +313,7 @@ def target_pass(
         "online": "in every process; it is in the time",
         "store": "beforehand, once over all tokens, to make the store; that is not in the time",
         "remote": "on feature servers; neither their time nor their memory is counted",
+        "vllm": "on vLLM servers; neither their time nor their memory is counted",
         "group": f"in the last {division.targets} of {division.size} processes, ahead of the "
         f"{division.trainers} that train; the time has what these wait for it",
     }[job.features.mode]

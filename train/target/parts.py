@@ -1,9 +1,10 @@
 """A target of which only what trainers need is in memory, where features come from elsewhere.
 
 Embedding and LM head are there, since drafters share them and losses turn hidden states into
-logits. All else has a shape and no contents: a head that starts from a layer has that layer's
-weights read from their file when it asks for them. Only safetensors files are read, tensor by
-tensor, and only those files of a Hub repository are fetched that hold what is asked for.
+logits, and the final norm, which vLLM's states come before. All else has a shape and no contents: a
+head that starts from a layer has that layer's weights read from their file when it asks for them.
+Only safetensors files are read, tensor by tensor, and only those files of a Hub repository are
+fetched that hold what is asked for.
 
 What would run the target is refused beforehand (`refuse_parts`); its self-check at loading is left
 to the process that makes the features.
@@ -36,6 +37,7 @@ from inference.target.loading import TargetConfig, describe
 from inference.target.memory import gib
 from inference.target.model import TargetModel
 from inference.target.revision import hub_commit
+from inference.target.taps import find_decoder, find_final_norm, find_layers
 from train.config import TrainingJob
 from train.data.loader import PackedBatch
 from train.features.base import OnlineFeatures
@@ -56,7 +58,8 @@ def refuse_parts(job: TrainingJob) -> None:
     wishes = (
         (
             job.features.mode == "online",
-            "features.mode=online runs them in every trainer (features=store, remote or group)",
+            "features.mode=online runs them in every trainer (features=store, remote, vllm or "
+            "group)",
         ),
         (
             config.eval_every > 0,
@@ -85,8 +88,9 @@ def refuse_parts(job: TrainingJob) -> None:
 
 
 def load_parts(config: TargetConfig) -> TargetModel:
-    """The target with embedding and LM head alone, in its dtype on its device; its layers cannot
-    run. Raises `UserError` for what cannot be found or read in parts, or is no target."""
+    """The target with embedding, final norm and LM head alone, in its dtype on its device; its
+    layers cannot run. Raises `UserError` for what cannot be found or read in parts, or is no
+    target."""
     described = loading.checked_config(config)
     if getattr(described, "quantization_config", None) is not None:
         raise UserError(
@@ -148,12 +152,14 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def fill(model: Any, files: WeightFiles, device: torch.device) -> None:
-    """Give embedding and LM head their weights, and bring the buffers to the device."""
+    """Give embedding, final norm and LM head their weights, and bring the buffers to the device."""
     move_buffers(model, device)
-    head = model.get_output_embeddings()
+    head, decoder = model.get_output_embeddings(), find_decoder(model)
     ends = [module for module in (model.get_input_embeddings(), head) if module is not None]
+    layers = find_layers(decoder, loading.decoder_layers(model.config.get_text_config()))
+    norm = find_final_norm(decoder, layers)
     names = {id(module): name for name, module in model.named_modules()}
-    for module in ends:
+    for module in [*ends, *([] if norm is None else [norm])]:
         for key, empty in list(module.named_parameters(recurse=False)):
             if empty.device.type == "meta":  # a tied head has the embedding by now
                 value = files.read(f"{names[id(module)]}.{key}", device)

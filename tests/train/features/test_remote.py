@@ -21,8 +21,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-import train.features.remote.client as remote_client
 import train.features.remote.server as remote_server
+import train.features.servers as servers
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.target.loading import TargetConfig
@@ -34,10 +34,11 @@ from train.data.pack import PackedData
 from train.features.base import OnlineFeatures
 from train.features.config import FeaturesConfig
 from train.features.make import make_features
-from train.features.remote.client import FailureError, content_of
+from train.features.remote.client import content_of
 from train.features.remote.server import FeatureServer
 from train.features.remote.shared import SharedPasses, things
 from train.features.remote.wire import Ask
+from train.features.servers import FailureError
 from train.features.store.layout import LAST
 from train.run import train
 from train.tracking.tracker import LOG_FILE, read_log
@@ -53,7 +54,7 @@ def target(micro: Path) -> TargetModel:
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(remote_client, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(servers, "FIRST_PAUSE", 0.01)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -270,7 +271,7 @@ def test_pauses_stay_finite_however_often_it_is_asked(
 ) -> None:
     with serving(target) as server:
         features, loader = remote(target, micro, server.address, retries=1100, ahead=0)
-    monkeypatch.setattr("train.features.remote.client.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("train.features.servers.FIRST_PAUSE", 0.0)
     with pytest.raises(UserError, match="no features after 1101 attempts"):
         features.batch(loader.step(0)[0])
     features.close()

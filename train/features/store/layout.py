@@ -40,6 +40,7 @@ COMPARED = {
     "precision": "another engine.precision or target.dtype",
     "format": "another features.format",
     "top_logits": "another features.top_logits",
+    "source": "another features.source",
 }
 """What must agree before a store is read or continued, and how a difference is called."""
 
@@ -48,7 +49,8 @@ COMPARED = {
 class Identity:
     """Whose features a store holds. answers: SHA-256 of their manifest; precision: see
     `precision_of`; taps, last_hidden: what is stored; top_logits: so many logits stand in for the
-    last hidden state; domains: of the answers that were packed, empty: all."""
+    last hidden state; domains: of the answers that were packed, empty: all; source: what computed
+    the features."""
 
     answers: str
     sequence_length: int
@@ -60,6 +62,7 @@ class Identity:
     taps: tuple[int, ...]
     last_hidden: bool
     domains: tuple[str, ...] = ()
+    source: str = "target"
 
     def things(self) -> list[str]:
         """What is stored of a token: `tap.L` in ascending order, then `last_hidden` or `top`."""

@@ -12,7 +12,8 @@ import hashlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -37,13 +38,14 @@ from inference.writers import turn
 from train.data.loader import PackedBatch, packed_rows
 from train.data.pack import PackedData
 from train.data.permute import stable_permutation
-from train.features.base import OnlineFeatures
+from train.features.base import FeatureTarget, OnlineFeatures
 from train.features.config import FeaturesConfig
 from train.features.store import layout
 from train.features.store.batches import Content, Form, Logits, encode_batch, join_rows, to_cpu
 from train.features.store.claims import Claims, disk_error
 from train.features.store.codec import FORMATS, bytes_per_token, parts_of, states_of, store_bytes
 from train.features.store.layout import ShardIndex, index_path, shard_name, shard_path
+from train.features.vllm.target import VllmTarget
 from train.processes import terminable
 
 logger = logging.getLogger(__name__)
@@ -280,7 +282,8 @@ def finish_store(
 class StoreJob:
     """What is to be stored: for `heads` (name, kind, configuration) on a folder of `answers`.
     dtype, sequence_length, batch_rows, seed, domains: the training's engine.dtype,
-    train.sequence_length, micro_batch, seed and domains. local_rank: picks this process's GPU."""
+    train.sequence_length, micro_batch, seed and domains. local_rank: picks this process's GPU.
+    load: the target, whole, or in parts where features.source runs it elsewhere."""
 
     heads: tuple[tuple[str, str, Any], ...]
     target: TargetConfig
@@ -292,6 +295,7 @@ class StoreJob:
     seed: int
     local_rank: int = 0
     domains: tuple[str, ...] = ()
+    load: Callable[[TargetConfig], TargetModel] = TargetModel.load
 
     @property
     def folder(self) -> Path:
@@ -309,7 +313,7 @@ def write_features(
     device = str(pick_device(job.target.device))
     if device == "cuda":  # among several on a machine with GPUs, its own
         device = f"cuda:{job.local_rank}"
-    target = TargetModel.load(replace(job.target, device=device))
+    target = job.load(replace(job.target, device=device))
     needs = needs_of(job.heads, target.info)
     form = job.features.form(target.info)
     length = job.sequence_length
@@ -335,13 +339,28 @@ def write_features(
         say(f"checked every shard: {state}")
         plan = open_store(job.folder, plan, 0)
     stored = FeatureSpec(plan.identity.taps, plan.identity.last_hidden)
-    online = OnlineFeatures(target, stored, job.dtype)
     # the order of the training's first epoch (train/data/loader.py)
     order = stable_permutation(len(data), job.seed, 0)
-    given = (plan, data, order, online.batch, form, online.logits, job.batch_rows, say)
-    with terminable():
-        Writer(job.folder, *given).run()
+    if missing_shards(job.folder, plan):
+        with terminable(), running(job, target, stored) as (runner, rows):
+            online = OnlineFeatures(runner, stored, job.dtype)
+            given = (plan, data, order, online.batch, form, online.logits, rows, say)
+            Writer(job.folder, *given).run()
     return finish_store(job.folder, plan, provenance)
+
+
+@contextmanager
+def running(
+    job: StoreJob, target: TargetModel, needs: FeatureSpec
+) -> Iterator[tuple[FeatureTarget, int]]:
+    """What runs the target, for a block, and with how many rows at once."""
+    if job.features.source == "target":
+        yield target, job.batch_rows
+        return
+    at_once = job.features.concurrency * len(job.features.servers)
+    with closing(VllmTarget(job.features, target, needs, job.sequence_length)) as engine:
+        # documents of a pass are asked for together; rounding does not depend on its rows
+        yield engine, max(job.batch_rows, at_once)
 
 
 def needs_of(heads: tuple[tuple[str, str, Any], ...], info: TargetInfo) -> FeatureSpec:

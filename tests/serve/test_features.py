@@ -1,0 +1,168 @@
+"""Features from a real vLLM: its states are ours, a training from them is the training online, and
+an engine that is killed meanwhile loses nothing."""
+
+from __future__ import annotations
+
+import shlex
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.api.registry import get_kind
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
+from tests.serve.vllm_server import VllmServer
+from tests.train.features.test_store import job
+from tests.train.micro_run import prepare, settings
+from train.data.loader import StepLoader
+from train.data.pack import PackedData
+from train.features.base import OnlineFeatures
+from train.features.config import FeaturesConfig
+from train.features.fetch import FetchedFeatures
+from train.features.make import make_features
+from train.features.store.writer import write_features
+from train.features.vllm.command import serve_command
+from train.run import train
+from train.target.parts import load_parts
+from train.tracking.tracker import LOG_FILE, read_log
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
+
+LENGTH, LAYERS, TOKEN = 64, (0, 1, 2), "a-secret"
+HEAD: dict[str, Any] = {"taps": (0, 1), "ttt_steps": 2}
+NEEDS = FeatureSpec((0, 1), last_hidden=True, logits=True)
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A micro target with heads of a size that vLLM takes on a CPU, and its answers."""
+    return prepare(tmp_path_factory.mktemp("micro"), head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def target(micro: Path) -> TargetModel:
+    return TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def server(engine_python: str, micro: Path, target: TargetModel) -> Iterator[VllmServer]:
+    """vLLM as the printed command starts it."""
+    config = FeaturesConfig(states=str(micro / "states"))
+    command = serve_command(config, target.info, LAYERS, "float32", LENGTH, cpu=True)
+    words = shlex.split(command)
+    more = words[words.index("serve") + 2 :]
+    running = VllmServer(
+        engine_python, micro / "target", micro / "log.txt", more=[*more, "--api-key", TOKEN]
+    )
+    running.start()
+    yield running
+    running.kill()
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_FEATURES_TOKEN", TOKEN)
+
+
+def config_of(server: VllmServer, micro: Path, **more: Any) -> FeaturesConfig:
+    given = {"format": "fp32", "retries": 60, **more}
+    return FeaturesConfig(
+        mode="vllm", servers=(server.address,), states=str(micro / "states"), **given
+    )
+
+
+def logs(folder: Path) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in read_log(folder / LOG_FILE)]
+
+
+def test_its_states_are_ours_and_its_files_go(
+    server: VllmServer, target: TargetModel, micro: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = PackedData.from_manifest(micro / "answers", target.info, LENGTH)
+    loader = StepLoader(data, 4, 2, 1, 0, seed=0)
+    online = OnlineFeatures(target, NEEDS, torch.float32)
+
+    def made() -> FetchedFeatures:
+        features = make_features(
+            config_of(server, micro),
+            target,
+            NEEDS,
+            torch.float32,
+            answers=micro / "answers",
+            loader=loader,
+            steps=4,
+        )
+        assert isinstance(features, FetchedFeatures)
+        return features
+
+    features = made()
+    for step in range(4):
+        for packed in loader.step(step):
+            got, true = features.batch(packed, step), online.batch(packed, step)
+            real = got.segments > 0
+            for mine, theirs in ((got.taps, true.taps), (got.last_hidden, true.last_hidden)):
+                assert mine is not None
+                assert theirs is not None
+                torch.testing.assert_close(mine[real], theirs[real], rtol=1e-4, atol=1e-4)
+    features.close()
+    assert not any((micro / "states").iterdir())
+    monkeypatch.setenv("HEADSTART_FEATURES_TOKEN", "another")
+    with pytest.raises(UserError, match=r"refuses: Unauthorized Set HEADSTART_FEATURES_TOKEN"):
+        made()
+
+
+@pytest.mark.parametrize("holds", ["whole", "parts"])
+def test_training_from_it_is_training_online(
+    server: VllmServer, micro: Path, tmp_path: Path, holds: str
+) -> None:
+    run: dict[str, Any] = {
+        "kind": "eagle3",
+        "head": HEAD,
+        "max_steps": 6,
+        "eval_every": 0,
+        "parity": False,
+    }
+    train(out=tmp_path / "online", **settings(micro, **run))
+    config = config_of(server, micro, trainer_target=holds)
+    train(out=tmp_path / "vllm", **{**settings(micro, **run), "features": config})
+    found, wanted = logs(tmp_path / "vllm"), logs(tmp_path / "online")
+    assert len(found) == 6
+    for mine, true in zip(found, wanted, strict=True):
+        assert mine == pytest.approx(true, rel=1e-3)
+
+
+def test_an_engine_that_is_killed_while_a_store_is_written_loses_nothing(
+    server: VllmServer, micro: Path, tmp_path: Path
+) -> None:
+    head = ("eagle3", "eagle3", get_kind("eagle3").config_class(**HEAD))
+
+    def written(name: str) -> list[bytes]:
+        config = config_of(server, micro, path=str(tmp_path / name), shard_mib=0.05)
+        config = replace(config, mode="store", source="vllm", trainer_target="parts")
+        given = replace(job(micro, tmp_path / name, head), features=config, load=load_parts)
+        write_features(given)
+        return [path.read_bytes() for path in sorted((tmp_path / name / "shards").iterdir())]
+
+    whole = written("whole")
+
+    def strike() -> None:
+        shards = tmp_path / "struck" / "shards"
+        while not (shards.is_dir() and any(shards.iterdir())):
+            time.sleep(0.005)
+        server.kill()
+        server.start()
+
+    striking = threading.Thread(target=strike)
+    striking.start()
+    struck = written("struck")
+    striking.join()
+    assert len(struck) == len(whole) > 3
+    assert [len(content) for content in struck] == [len(content) for content in whole]

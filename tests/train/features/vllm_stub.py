@@ -1,0 +1,181 @@
+"""A stand-in for vLLM's server with a connector of hidden states: its API over HTTP, and files and
+locks as `ExampleHiddenStatesConnector` leaves them; a real target computes the states."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from heads.api.features import FeatureSpec
+from inference.target.model import TargetModel
+from train.features.vllm.states_file import NAME
+
+PASS = threading.Lock()
+"""Stubs may have one target together."""
+
+
+class Stub:
+    """A server of `target` on loopback. faults: what befalls the next requests for states, in
+    order: a status; "cut" (the connection), "hang", "nothing" (no file: its folder is full), "half"
+    (of the file), "late" (the file comes after the answer), "other" (states of another text),
+    "foreign" (the name of somebody else's file)."""
+
+    def __init__(
+        self, target: TargetModel, folder: Path, layers: tuple[int, ...], **more: Any
+    ) -> None:
+        self.target, self.folder, self.layers = target, folder, layers
+        self.faults: list[int | str] = []
+        self.requests: list[list[int]] = []
+        self.token, self.connector, self.longest = "", True, 65
+        self.encode = target.tokenizer.encode
+        vars(self).update(more)
+        self._lock, self.ended = threading.Lock(), threading.Event()
+        self.port = 0
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Listen, always at the same port."""
+        stub, self.ended = self, threading.Event()
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                if stub.allowed(self):
+                    model = {"id": "served", "max_model_len": stub.longest}
+                    reply(self, 200, {"object": "list", "data": [model]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if stub.allowed(self):
+                    stub.answer(self, body)
+
+        class Server(ThreadingHTTPServer):
+            allow_reuse_address = daemon_threads = True
+            request_queue_size = 64
+
+        self._server = Server(("127.0.0.1", self.port), Handler)
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Listen no more."""
+        self.ended.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def allowed(self, handler: BaseHTTPRequestHandler) -> bool:
+        if not self.token or handler.headers.get("Authorization") == f"Bearer {self.token}":
+            return True
+        reply(handler, 401, {"error": "Unauthorized"})
+        return False
+
+    def answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        """One completion, as the next fault says."""
+        prompt = body["prompt"]
+        if isinstance(prompt, str):
+            prompt = self.encode(prompt, add_special_tokens=False)
+        with self._lock:
+            self.requests.append(prompt)
+            fault = self.faults.pop(0) if self.faults else ""
+        if fault == "hang":
+            self.ended.wait(20)
+            return
+        if fault == "cut":
+            handler.close_connection = True
+            return
+        if isinstance(fault, int):
+            reply(handler, fault, {"error": {"message": "EngineCore encountered an issue"}})
+            return
+        path = self.folder / f"cmpl-{handler.headers['X-Request-Id']}-0-1a2b3c4d.safetensors"
+        states, choice = self.compute(prompt)
+        tokens = torch.tensor(prompt)
+        if fault == "other":
+            tokens = tokens.flip(0)
+        content = save({"hidden_states": states, "token_ids": tokens})
+        with held(path) as release:
+            if fault in ("", "other"):
+                path.write_bytes(content)
+            elif fault in ("half", "late"):
+                path.write_bytes(content[: len(content) // 2])
+            if fault != "late":
+                release()
+            answer = {"choices": [choice]}
+            if fault == "foreign":
+                path = path.with_name(f"cmpl-{NAME}other-1.safetensors")
+            if self.connector:
+                answer["kv_transfer_params"] = {"hidden_states_path": str(path)}
+            reply(handler, 200, answer)
+            if fault == "late":
+                time.sleep(0.2)
+                path.write_bytes(content)
+
+    def compute(self, prompt: list[int]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """States [N, L, H] and the choice of a completion."""
+        tokens = torch.tensor([prompt])
+        positions = torch.arange(len(prompt))[None]
+        with PASS, torch.no_grad():
+            there = tuple(sorted({*self.layers}))
+            needs = FeatureSpec(there, last_hidden=True)
+            ones = torch.ones_like(tokens, dtype=torch.int32)
+            taps, last = self.target.features(tokens, positions, ones, needs)
+            assert taps is not None
+            assert last is not None
+            logprob, token = self.target.weights.logits(last[0, -1:]).log_softmax(-1).max(-1)
+        states = taps[0][:, [there.index(layer) for layer in self.layers]]
+        return states, {
+            "prompt_token_ids": prompt,
+            "token_ids": token.tolist(),
+            "logprobs": {"token_logprobs": logprob.tolist()},
+        }
+
+
+@contextmanager
+def held(path: Path) -> Iterator[Any]:
+    """The lock of a file, until the block ends or what it yields is called."""
+    handle = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY, 0o644)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield lambda: fcntl.flock(handle, fcntl.LOCK_UN)
+    finally:
+        os.close(handle)
+
+
+def reply(handler: BaseHTTPRequestHandler, status: int, content: dict[str, Any]) -> None:
+    body = json.dumps(content).encode()
+    with suppress(OSError):  # a client that has given up
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+
+@contextmanager
+def serving(
+    target: TargetModel, folder: Path, layers: tuple[int, ...] = (0, 1, 2), **more: Any
+) -> Iterator[Stub]:
+    """A stub for a block."""
+    folder.mkdir(exist_ok=True)
+    stub = Stub(target, folder, layers, **more)
+    try:
+        yield stub
+    finally:
+        stub.stop()

@@ -1,0 +1,205 @@
+"""Servers that features are asked of over HTTP: each in turn, and another one after a failure.
+
+A server that failed rests for a while, which grows with its failures in a row: as long as another
+one does not rest, it is asked instead.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from heads.api.errors import UserError
+from heads.api.reading import parse_json
+from inference.server.front.tls import client_context
+from train.features.config import FeaturesConfig
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
+LATER = (http.client.REQUEST_TIMEOUT, http.client.TOO_MANY_REQUESTS)
+"""Refusals that another attempt may not meet."""
+Found = TypeVar("Found")
+
+
+class FailureError(Exception):
+    """A request that may go well another time, with the reason."""
+
+
+class Address(NamedTuple):
+    """Where a server listens. secured: https."""
+
+    secured: bool
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, text: str) -> Address:
+        """The address in `http://host:port` or `https://host:port`; raises `UserError` for anything
+        else."""
+        try:
+            parts = urlsplit(text)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host, port = None, None
+        known = parts.scheme in ("http", "https") and parts.path in ("", "/") if host else False
+        if not host or not port or not known:
+            raise UserError(
+                f"features.servers: '{text}' is not an address like http://10.0.0.5:8765 or "
+                "https://10.0.0.5:8765."
+            )
+        return cls(parts.scheme == "https", host, port)
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http{'s' if self.secured else ''}://{host}:{self.port}"
+
+
+class Servers:
+    """The servers of `config`, safe to use from several threads. what: how one is called in
+    messages; headers: of every request, besides the token."""
+
+    def __init__(self, config: FeaturesConfig, what: str, headers: Mapping[str, str]) -> None:
+        self.config, self.what = config, what
+        self.all = [Address.of(text) for text in config.servers]
+        secured = any(server.secured for server in self.all)
+        self._tls = client_context("features.ssl_cafile", config.ssl_cafile) if secured else None
+        self._headers = dict(headers)
+        if token := config.token():
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._turn, self._lock = itertools.cycle(self.all), threading.Lock()
+        self._failures = dict.fromkeys(self.all, 0)
+        self._rested = dict.fromkeys(self.all, 0.0)
+        """Monotonic time at which a server's rest ends."""
+        self._stopped = threading.Event()
+
+    def greet(self, greet: Callable[[Address], object], advice: str) -> None:
+        """Ask every server who it is; some may be down, but `greet` raises `UserError` for one that
+        does not fit. advice: the last sentence of the error when none answers."""
+        silent = []
+        for server in self.all:
+            try:
+                greet(server)
+            except FailureError as failure:
+                silent.append(f"{server}: {failure}")
+        if len(silent) == len(self.all):
+            raise UserError(f"no {self.what} answers ({'; '.join(silent)}). {advice}")
+        for line in silent:
+            logger.warning("a %s does not answer and is left out for now: %s", self.what, line)
+
+    def in_turn(self, ask: Callable[[Address], Found]) -> Found:
+        """What `ask` gets from one server after another; raises `UserError` when all attempts
+        fail, `CancelledError` after `stop`."""
+        failures: dict[str, str] = {}
+        retries = self.config.retries
+        for attempt in range(retries + 1):
+            server = self._next()
+            try:
+                found = ask(server)
+            except FailureError as failure:
+                failures[str(server)] = str(failure)
+                message = "%s %s: %s (attempt %d)"
+                logger.warning(message, self.what, server, failure, attempt + 1)
+                self._rest(server)
+            else:
+                self._failures[server] = 0
+                return found
+            if attempt < retries and self._stopped.wait(pause_after(attempt)):
+                raise CancelledError
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+        raise UserError(
+            f"no features after {retries + 1} attempts ({reasons}). Look at these "
+            "servers, or raise features.timeout_seconds and features.retries; this command "
+            "continues from its last saved state."
+        )
+
+    def _next(self) -> Address:
+        """The next server in turn that does not rest; if all do, the one whose rest ends first."""
+        with self._lock:
+            turn = [next(self._turn) for _ in self.all]
+            now = time.monotonic()
+            chosen = min(turn, key=lambda server: max(now, self._rested[server]))
+            while next(self._turn) != chosen:
+                pass
+            return chosen
+
+    def _rest(self, server: Address) -> None:
+        with self._lock:
+            self._rested[server] = time.monotonic() + pause_after(self._failures[server])
+            self._failures[server] += 1
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    def stop(self) -> None:
+        """Let those that wait between two attempts give up."""
+        self._stopped.set()
+
+    def request(
+        self,
+        server: Address,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        most: int,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
+        """An answer of at most `most` bytes; raises `FailureError` when asking again may help,
+        otherwise `UserError`."""
+        seconds = self.config.timeout_seconds
+        if server.secured:
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                server.host, server.port, timeout=seconds, context=self._tls
+            )
+        else:
+            connection = http.client.HTTPConnection(server.host, server.port, timeout=seconds)
+        try:
+            connection.request(method, path, body, {**self._headers, **(headers or {})})
+            answer = connection.getresponse()
+            content = answer.read(most + 1)
+        except TimeoutError as error:
+            raise FailureError(f"no answer within {seconds:g} s") from error
+        except ssl.SSLCertVerificationError as error:
+            raise UserError(
+                f"the certificate of the {self.what} {server} is not valid here "
+                f"({error.verify_message}). Name the file of the authority that signed it in "
+                "features.ssl_cafile."
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise FailureError(f"{type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        if len(content) > most:
+            raise FailureError(f"an answer of more than {most:,} bytes; is it a {self.what}?")
+        if answer.status == http.client.OK:
+            return content
+        sentence = error_of(content) or f"it gave no reason; is it a {self.what}?"
+        if answer.status >= http.client.INTERNAL_SERVER_ERROR or answer.status in LATER:
+            raise FailureError(f"status {answer.status}, {sentence}")
+        unknown = answer.status == http.client.UNAUTHORIZED
+        hint = f" Set {self.config.token_variable}." if unknown else ""
+        raise UserError(f"the {self.what} {server} refuses: {sentence}{hint}")
+
+
+def pause_after(failures: int) -> float:
+    """Seconds, growing with the failures before; a power of more than 1,023 is no float."""
+    return float(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failures, 16)))
+
+
+def error_of(content: bytes) -> str:
+    """The sentence in a refusal, in OpenAI's shape or bare; empty when there is none."""
+    try:
+        found: Any = parse_json(content, "the answer")["error"]
+        return found if isinstance(found, str) else str(found["message"])
+    except (UserError, LookupError, TypeError):
+        return ""

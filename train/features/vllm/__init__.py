@@ -1,0 +1,1 @@
+"""Hidden states of a vLLM engine as features."""

@@ -1,0 +1,111 @@
+"""The files that vLLM's connectors of hidden states leave: one is awaited, read and evicted.
+
+A request's file `<id>.safetensors` has `hidden_states` [N, L, H] and `token_ids` [N] int64. The
+engine holds an exclusive lock (flock) on `<id>.safetensors.lock` from the request's begin until the
+file is written, also where writing failed; a killed engine loses it. Files of a reader are named
+after it (`NAME`), so that what its abandoned requests leave is found and deleted.
+
+Legend: N tokens, L layers, H hidden.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from safetensors.torch import load
+from torch import Tensor
+
+from heads.api.errors import UserError
+from heads.api.reading import refusing
+from heads.api.tensors import BROKEN
+from inference.target.memory import gib
+from train.features.servers import FailureError
+
+LOCK = ".lock"
+NAME = "headstart-"
+STALE_SECONDS = 3600.0
+"""Age at which a file belongs to a reader that is gone: they wait for one far less."""
+POLL_SECONDS, LONGEST_POLL = 0.002, 0.1
+
+
+def read_states(path: Path, seconds: float, stopped: Callable[[], bool]) -> tuple[Tensor, Tensor]:
+    """hidden_states [N, L, H] and token_ids [N] of a file, and the file is gone; waits for its
+    writer at most so long. Raises `FailureError` when it does not come whole."""
+    try:
+        if not await_lock(path, seconds, stopped):
+            raise FailureError(f"'{path}' is not written within {seconds:g} s")
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError as error:
+            raise FailureError(missing(path)) from error
+        except OSError as error:
+            raise FailureError(f"'{path}' cannot be read ({error})") from error
+    finally:
+        evict(path)
+    try:
+        with refusing(f"'{path}'", "", *BROKEN):
+            parts = load(content)
+            return parts["hidden_states"], parts["token_ids"]
+    except UserError as error:
+        raise FailureError(f"{error} {room(path.parent)}") from error
+
+
+def await_lock(path: Path, seconds: float, stopped: Callable[[], bool]) -> bool:
+    """Whether the writer of a file has ended, after at most so many seconds. Without a lock file
+    there is none to wait for."""
+    import fcntl  # vLLM runs on Linux; this module is imported everywhere
+
+    try:
+        handle = os.open(f"{path}{LOCK}", os.O_RDONLY)
+    except OSError:
+        return True
+    end, pause = time.monotonic() + seconds, POLL_SECONDS
+    try:
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return True
+            if stopped() or time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL)
+    finally:
+        os.close(handle)
+
+
+def evict(path: Path) -> None:
+    """Delete a file and its lock."""
+    for each in (path, Path(f"{path}{LOCK}")):
+        with suppress(OSError):
+            each.unlink()
+
+
+def sweep(folder: Path, name: str) -> None:
+    """Delete what the requests of a reader left, and what readers that are gone did."""
+    now = time.time()
+    for path in folder.glob(f"*{NAME}*"):
+        with suppress(OSError):
+            if name in path.name or now - path.stat().st_mtime > STALE_SECONDS:
+                path.unlink()
+
+
+def missing(path: Path) -> str:
+    """Why there is no file."""
+    if path.parent.is_dir():
+        return f"it answered, but wrote no '{path}'. {room(path.parent)}"
+    return (
+        f"it answered, but there is no folder '{path.parent}' on this machine: features.states "
+        "must name the folder of the engine's shared_storage_path as it is mounted here"
+    )
+
+
+def room(folder: Path) -> str:
+    """What is free in the folder, for errors that a full one may explain."""
+    with suppress(OSError):
+        return f"Its folder has {gib(shutil.disk_usage(folder).free)} free."
+    return ""
