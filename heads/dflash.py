@@ -35,7 +35,6 @@ from heads.api.target_info import TargetInfo
 from heads.api.tree import DartreeShape, DraftShape
 from heads.nn import losses
 from heads.nn.anchors import Anchors
-from heads.nn.attention import CachePlace, additive
 from heads.nn.block import confidence as block_confidence
 from heads.nn.block.attention import KeyValue, View, attend_blocks
 from heads.nn.block.config import Config as Config
@@ -46,7 +45,9 @@ from heads.nn.block.taught import Taught
 from heads.nn.blocks import Attend
 from heads.nn.drafting.dartree import grow_from_pass
 from heads.nn.drafting.growth import fill, grow
+from heads.nn.drafting.places import CachePlace
 from heads.nn.drafting.plan import DartreePlan, PlanCache
+from heads.nn.drafting.sight import UpTo
 from heads.nn.drafting.state import Cached as State
 from heads.nn.drafting.state import run_slots
 from heads.nn.feature.base import teacher_logits
@@ -289,13 +290,12 @@ class Drafter(BlockModel):
         inputs = self._slots(state.root, slots)
         rows = torch.arange(inputs.shape[0], device=inputs.device)[:, None]
         places = state.root_position[:, None] + torch.arange(slots, device=inputs.device)  # [B, b]
-        reach = places if self.causal else places[:, -1:].expand_as(places)
-        numbers = torch.arange(state.slots, device=inputs.device)
-        mask = additive(numbers <= reach[..., None], inputs.dtype)  # [B, b, S]
+        # where slots see each other, all of them see what the last one does
+        sight = UpTo.run(places, None if self.causal else torch.full_like(places, slots - 1))
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             state.store(layer, rows, places, key, value)
-            return state.attend(layer, query, mask)
+            return state.attend(layer, query, sight)
 
         attends: list[Attend] = [partial(attend, layer) for layer in range(len(self.layers))]
         return self._depths(self._run(inputs, look_up(self._table(state), places), attends), depth)

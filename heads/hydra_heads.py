@@ -31,9 +31,10 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init, losses
-from heads.nn.attention import CachePlace, sequence_attention
+from heads.nn.attention import sequence_attention
 from heads.nn.blocks import Attend, DecoderLayer, RMSNorm, initialise_blocks
 from heads.nn.drafting.growth import grow
+from heads.nn.drafting.places import CachePlace
 from heads.nn.drafting.state import Cached as State
 from heads.nn.drafting.state import run_slots
 from heads.nn.feature.base import FeatureDrafter, add_noise, label_loss, layer_shape, require_heads

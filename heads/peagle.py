@@ -33,9 +33,10 @@ from heads.api.starts import OtherKind, renamed
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init, losses
-from heads.nn.attention import additive, sequence_attention
+from heads.nn.attention import sequence_attention
 from heads.nn.blocks import DecoderLayer, FusingLayer
 from heads.nn.drafting.growth import fill
+from heads.nn.drafting.sight import UpTo
 from heads.nn.drafting.state import Cached as State
 from heads.nn.drafting.state import run_slots
 from heads.nn.feature.base import layer_shape, sum_by_state
@@ -211,8 +212,7 @@ class Drafter(TapDrafter):
         slots = torch.cat([run_slots(accepted), state.root_position[:, None] + masks], 1)
         table = self._rope.table(state.slots, slots.device, states.dtype)
         cosine, sine = look_up(table, slots)
-        seen = torch.arange(state.slots, device=slots.device) <= slots[..., None]
-        mask = additive(seen, states.dtype)  # [B, W + E, S]
+        sight = UpTo.run(slots)
         wanted = torch.cat([last, (width + masks).expand(batch, -1)], 1)
         for index, layer in enumerate(self._layers):
             read = self._read(index, embedded, states)
@@ -222,11 +222,12 @@ class Drafter(TapDrafter):
             for span in (slice(0, width), slice(width, None)):
                 state.store(index, rows, slots[:, span], key[:, span], value[:, span])
             if index == len(self.layers) - 1:  # only what predicts goes on
-                read, states, mask, cosine, sine = (
-                    part[rows, wanted] for part in (read, states, mask, cosine, sine)
+                read, states, cosine, sine = (
+                    part[rows, wanted] for part in (read, states, cosine, sine)
                 )
+                sight = UpTo.run(slots, wanted)
             query = layer.self_attn.query(read, (cosine, sine))
-            states = layer.finish(states, state.attend(index, query, mask))
+            states = layer.finish(states, state.attend(index, query, sight))
         state.output.copy_(self.norm(states))
         return state
 

@@ -2,18 +2,17 @@
 
 In training nothing is as large as the square of a row: packed rows are attended to stretch by
 stretch (`heads.nn.packing`), and where scores are written out, as for columns that every row has of
-its own, more than `CHUNK_ELEMENTS` of them are computed again in the backward pass.
+its own, more than `CHUNK_ELEMENTS` of them are computed again in the backward pass. What queries
+see of a cache: `heads.nn.drafting.sight`.
 
-Legend: B rows, T positions, Q queries, S keys or cache slots, N nodes, P nodes run at one tree
-level, R rows and n places of a stretch (nodes run at all levels, in drafting), h query heads, g
-key/value heads, G = h / g, D head size (of values, where they differ from keys, in what attention
-returns).
+Legend: B rows, T positions, Q queries, S keys or cache slots, R rows and n places of a stretch, h
+query heads, g key/value heads, G = h / g, D head size (of values, where they differ from keys, in
+what attention returns).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,9 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from heads.nn.drafting.plan import LevelPlan, TreePlan
 from heads.nn.packing import Packing, Stretch
-from heads.nn.rope import Rotation, look_up
 
 CHUNK_ELEMENTS = 1 << 26
 """Most attention scores at once before queries are split into recomputed chunks."""
@@ -73,8 +70,8 @@ def _one_by_one(part: Callable[..., Tensor], packing: Packing, *parts: Tensor) -
 
 
 def cache_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attention over cache slots: query [B, Q, h, D], key and value [B, S, g, D], mask [B, Q, S]
-    bool -> [B, Q, h * D].
+    """Attention over cache slots: query [B, Q, h, D], key and value [B, S, g, D], mask [B, Q, S],
+    added to the scores -> [B, Q, h * D].
 
     Queries that share a key/value head are laid side by side: the cache is never copied.
     """
@@ -97,87 +94,6 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where allowed (bool), minus infinity elsewhere: the mask that attention adds."""
     zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return zeros.masked_fill_(~allowed, float("-inf"))
-
-
-@dataclass(frozen=True)
-class Memory:
-    """A drafter's key/value cache, as far as growing a tree must know it.
-
-    base [B] int64: the first slot behind what is committed, and the position of nodes at depth 1 in
-    the drafter's own counting; slots before it are seen by all. table [.., 2, D]: rotations of
-    every position. capacity: slots S.
-    """
-
-    base: Tensor
-    table: Tensor
-    capacity: int
-
-
-@dataclass(frozen=True)
-class CachePlace:
-    """Where the P rows that are run at one level stand: slots [B, P] int64 in the cache, the
-    rotation of their positions, and mask [B, P, S], additive: what they see. All empty for drafters
-    without a cache."""
-
-    slots: Tensor
-    rotation: Rotation
-    mask: Tensor
-
-    def at(self, level: LevelPlan) -> CachePlace:
-        """Of the rows of `static_places`, those run at `level`."""
-        (cosine, sine), span = self.rotation, level.span
-        rotation = cosine[:, span], sine[:, span]
-        return CachePlace(self.slots[:, span], rotation, self.mask[:, span])
-
-    @classmethod
-    def nowhere(cls, device: torch.device) -> CachePlace:
-        """The place of rows that keep nothing."""
-        none = torch.empty(0, device=device)
-        return cls(none, (none, none), none)
-
-
-def static_places(plan: TreePlan, memory: Memory) -> CachePlace:
-    """Where all R run rows of a static tree stand, for all its levels and layers: node i at depth d
-    in slot base + i - 1 and at position base + d - 1."""
-    base = memory.base[:, None]
-    place = torch.arange(memory.capacity, device=base.device) - base  # [B, S]
-    if plan.tree.is_chain:
-        allowed = place[:, None] < plan.run_nodes[:, None]
-    else:
-        nodes = place.clamp(0, plan.run_visible.shape[1] - 1)
-        allowed = (place < 0)[:, None] | plan.run_visible[:, nodes].transpose(0, 1)  # [B, R, S]
-    rotation = look_up(memory.table, base + (plan.run_depth - 1))
-    slots = base + (plan.run_nodes - 1)
-    return CachePlace(slots, rotation, additive(allowed, memory.table.dtype))
-
-
-class GrowingFrame:
-    """Where the run rows of a dynamic tree stand. Every level adds P rows behind the last one's;
-    row j of the level at depth d + 1 is a node at depth d in slot base + (d - 1) * P + j and at
-    position base + d - 1, and sees its own ancestors."""
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory, self._level = memory, 0
-        places = torch.arange(memory.capacity, device=memory.base.device)
-        self._place = places - memory.base[:, None]  # [B, S]
-        # [B, P, rows so far]
-        self._visible = self._place.new_zeros(len(self._place), 1, 0, dtype=torch.bool)
-
-    def next(self, above: Tensor) -> CachePlace:
-        """The next level's place; above [B, P] int64: each row's parent row in the last level."""
-        memory, rows = self._memory, above.shape[1]
-        inherited = self._visible.gather(1, above[..., None].expand(-1, -1, self._visible.shape[2]))
-        numbers = torch.arange(rows, device=above.device)
-        own = (numbers[:, None] == numbers).expand(above.shape[0], -1, -1)
-        self._visible = torch.cat([inherited, own], 2)
-        filled = self._visible.shape[2]
-        place, first = self._place[:, None], memory.base[:, None]
-        drafted = self._visible.gather(2, place.clamp(0, filled - 1).expand(-1, rows, -1))
-        allowed = (place < 0) | (drafted & (place < filled))
-        rotation = look_up(memory.table, (first + self._level).expand(-1, rows))
-        self._level += 1
-        slots = first + (filled - rows) + numbers
-        return CachePlace(slots, rotation, additive(allowed, memory.table.dtype))
 
 
 def chained_attention(

@@ -34,6 +34,7 @@ from inference.decoding.sampling.noise import SharedNoise
 from inference.decoding.sampling.processors import Prefix, Processors
 from inference.decoding.sampling.row_settings import RowNoise, RowSettings
 from inference.decoding.step import Decoder, Rows
+from inference.kernels.drafter_attention import drafter_kernel
 from inference.target.memory import tensor_bytes
 from inference.target.model import TargetModel
 from inference.target.taps import Seen
@@ -221,7 +222,8 @@ class Lanes:
         following = torch.where(place == lengths[:, None] - 1, first[:, None], following)
         valid, features = place < lengths[:, None], (seen.taps, seen.last_hidden)
         states = TargetStates(tokens, following, place.expand_as(tokens), valid, *features)
-        fresh = self.drafter.start(states, self.tree, self.capacity)
+        with drafter_kernel():
+            fresh = self.drafter.start(states, self.tree, self.capacity)
         if self.state is None:
             self.state = fresh
         else:

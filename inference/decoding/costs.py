@@ -32,6 +32,7 @@ from heads.api.features import FeatureSpec
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.arm import Arm
 from inference.decoding.sampling.noise import SharedNoise
+from inference.kernels.drafter_attention import drafter_kernel
 from inference.kernels.packed_linear import packed_linears
 from inference.target.model import TargetModel
 from inference.target.taps import Seen
@@ -280,6 +281,7 @@ def measure_grid(
             bench = Bench(target, rows, length, widest, text)
             calls: dict[StepKey, Call] = {("", "verify", n): bench.verification(n) for n in nodes}
             with ExitStack() as stack:
+                stack.enter_context(drafter_kernel())
                 for drafter in drafters:
                     stack.enter_context(packed_linears(drafter))
                 calls |= steps(bench)

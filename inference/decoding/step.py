@@ -26,6 +26,7 @@ from inference.decoding.pass_details import pass_details
 from inference.decoding.rules.base import Rule, Verdict
 from inference.decoding.sampling.noise import SharedNoise
 from inference.decoding.sampling.processors import Prefix, Processors
+from inference.kernels.drafter_attention import drafter_kernel
 from inference.target.kv_cache import KVCache
 from inference.target.model import TargetModel
 from inference.target.taps import Seen
@@ -148,7 +149,8 @@ class Decoder:
         one.
         """
         self.clock.border("")
-        proposal = self._propose(rows, state, length)
+        with drafter_kernel():
+            proposal = self._propose(rows, state, length)
         if self.limits is not None:
             proposal = self.limits.apply(proposal, rows.active, now=longest is not None and exact)
         if isinstance(self.drafter, AheadDrafter):
@@ -177,7 +179,8 @@ class Decoder:
             if self.needs.verified:
                 picks = self.noise.target_pick(logits, positions + 1)
                 accepted.verified = Verified(proposal.tokens, picks, proposal.tree, verdict.path)
-            state = self.drafter.commit(state, accepted)
+            with drafter_kernel():
+                state = self.drafter.commit(state, accepted)
         rows.advance(result)
         self.clock.border("commit")
         return result, state

@@ -31,11 +31,12 @@ def tree_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    at: Tensor | None = None,
     invariant: bool = False,
 ) -> Tensor:
     """As `inference.kernels.reference.attention.tree_attention`, as one operation of a trace.
-    invariant: it always is, node by node."""
-    arguments = query, keys, values, lengths, words, depth
+    invariant: it always is, query by query."""
+    arguments = query, keys, values, lengths, words, depth, depth if at is None else at
     return _operation(*arguments, scaling, window or 0, softcap or 0.0, sinks)
 
 
@@ -47,26 +48,27 @@ def _operation(
     lengths: Tensor,
     words: Tensor,
     depth: Tensor,
+    at: Tensor,
     scaling: float,
     window: int,
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
     arguments = query, keys, values, lengths, words, depth
-    limits = {"window": window or None, "softcap": softcap or None, "sinks": sinks}
+    limits = {"window": window or None, "softcap": softcap or None, "sinks": sinks, "at": at}
     return attention.tree_attention(*arguments, scaling=scaling, **limits)  # type: ignore[arg-type]
 
 
 @_operation.register_fake
 def _shape(query: Tensor, keys: Tensor, values: Tensor, *_: object) -> Tensor:
-    batch, heads, nodes, _size = query.shape
-    return query.new_empty(batch, nodes, heads, values.shape[3])
+    batch, heads, queries, _size = query.shape
+    return query.new_empty(batch, queries, heads, values.shape[3])
 
 
 call_in_cpp(
     _operation,
     SOURCE,
     "AtenTensorHandle query, AtenTensorHandle keys, AtenTensorHandle values, "
-    "AtenTensorHandle lengths, AtenTensorHandle words, AtenTensorHandle depth, double scaling, "
-    "int64_t window, double softcap, AtenTensorHandle* sinks",
+    "AtenTensorHandle lengths, AtenTensorHandle words, AtenTensorHandle depth, "
+    "AtenTensorHandle at, double scaling, int64_t window, double softcap, AtenTensorHandle* sinks",
 )

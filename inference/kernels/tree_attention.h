@@ -9,8 +9,8 @@
 // Included in the C++ of compiled steps by `inference.kernels.cpu_tree_attention`. Vectors are those
 // of GCC and Clang, which lower them to what the machine has.
 //
-// Legend: B rows, N nodes, S slots, W words, h key/value heads, G query heads per key/value head,
-// M = G * N query rows of a key/value head, D head size, E value size.
+// Legend: B rows, N nodes, Q queries, S slots, W words, h key/value heads, G query heads per
+// key/value head, M = G * Q query rows of a key/value head, D head size, E value size.
 
 #include <algorithm>
 #include <cmath>
@@ -170,14 +170,15 @@ struct Matrix {  // four dimensions of a tensor of floats
   }
 };
 
-struct Tree {  // words [1|B, N, W], depth [1|B, N]: steps of 0 along B where all rows have one tree
+// words [1|B, Q, W], depth [1|B, N], at [1|B, Q]: steps of 0 along B where all rows have one tree.
+struct Tree {
   const int32_t* words;
-  const int64_t* depth;
-  int64_t words_row, words_node, depth_row;
+  const int64_t *depth, *at;
+  int64_t nodes, words_row, words_query, depth_row, at_row;
 };
 
 struct Call {
-  Matrix query, keys, values, out;  // [B, h*G, N, D], [B, h, S, D], [B, h, S, E], [B, N, h*G, E]
+  Matrix query, keys, values, out;  // [B, h*G, Q, D], [B, h, S, D], [B, h, S, E], [B, Q, h*G, E]
   const int64_t* lengths;           // [B]
   Tree tree;
   const float* sinks;  // [h*G], or null
@@ -185,26 +186,26 @@ struct Call {
   int64_t window;          // 0: none
 
   int64_t rows() const { return query.size[0]; }
-  int64_t nodes() const { return query.size[2]; }
+  int64_t asked() const { return query.size[2]; }
   int64_t heads() const { return keys.size[1]; }
   int64_t groups() const { return query.size[1] / heads(); }
-  int64_t queries() const { return groups() * nodes(); }
-  // The first slot that any node sees; the root looks back furthest.
+  int64_t queries() const { return groups() * asked(); }
+  // The first slot that any query sees; the root would look back furthest.
   int64_t begin(int64_t row) const {
     return window == 0 ? 0 : std::max<int64_t>(0, lengths[row] + 1 - window);
   }
-  int64_t end(int64_t row) const { return std::min(lengths[row] + nodes(), keys.size[2]); }
+  int64_t end(int64_t row) const { return std::min(lengths[row] + tree.nodes, keys.size[2]); }
 
-  // Whether node `node` of `row` sees what slot `slot` holds.
-  bool sees(int64_t row, int64_t node, int64_t slot) const {
+  // Whether query `which` of `row` sees what slot `slot` holds.
+  bool sees(int64_t row, int64_t which, int64_t slot) const {
     const int64_t* depth = tree.depth + row * tree.depth_row;
     int64_t child = slot - lengths[row], position = slot;
     if (child >= 0) {
-      int32_t word = tree.words[row * tree.words_row + node * tree.words_node + child / 32];
+      int32_t word = tree.words[row * tree.words_row + which * tree.words_query + child / 32];
       if (!((static_cast<uint32_t>(word) >> (child % 32)) & 1)) return false;
       position = lengths[row] + depth[child];
     }
-    return window == 0 || position > lengths[row] + depth[node] - window;
+    return window == 0 || position > lengths[row] + tree.at[row * tree.at_row + which] - window;
   }
 };
 
@@ -220,7 +221,7 @@ HEADSTART_FAST void read_split(const Call& call, int64_t row, int64_t head, int6
   const int64_t stop = std::min((split + 1) * kSplit, call.end(row));
   const int64_t start = std::min(std::max(split * kSplit, call.begin(row)), stop);
   const int64_t count = stop - start, width = (count + kLanes - 1) / kLanes * kLanes;
-  const int64_t total = call.queries(), nodes = call.nodes(), committed = call.lengths[row];
+  const int64_t total = call.queries(), asked = call.asked(), committed = call.lengths[row];
   space.resize(kRows * (size + kSplit));
   float *queries = space.data(), *scores = queries + kRows * size;
   const float* keys = call.keys.at(row, head, start);
@@ -228,8 +229,8 @@ HEADSTART_FAST void read_split(const Call& call, int64_t row, int64_t head, int6
   for (int64_t first = 0; first < total; first += kRows) {
     const int64_t rows = std::min(kRows, total - first);
     for (int64_t m = 0; m < rows; ++m) {
-      const int64_t group = (first + m) / nodes, node = (first + m) % nodes;
-      const float* query = call.query.at(row, head * call.groups() + group, node);
+      const int64_t group = (first + m) / asked, which = (first + m) % asked;
+      const float* query = call.query.at(row, head * call.groups() + group, which);
       for (int64_t d = 0; d < size; ++d) queries[m * size + d] = query[d] * call.scaling;
     }
     for (int64_t s = 0; s < count; s += kLanes) {
@@ -239,12 +240,12 @@ HEADSTART_FAST void read_split(const Call& call, int64_t row, int64_t head, int6
       for (int64_t m = 0; m < rows; ++m) store(scores + m * kSplit + s, found[m]);
     }
     for (int64_t m = 0; m < rows; ++m) {
-      const int64_t node = (first + m) % nodes;
+      const int64_t which = (first + m) % asked;
       float* own = scores + m * kSplit;
       if (call.softcap != 0)
         for (int64_t s = 0; s < count; ++s) own[s] = call.softcap * std::tanh(own[s] / call.softcap);
       for (int64_t s = call.window ? 0 : std::max<int64_t>(committed - start, 0); s < count; ++s)
-        if (!call.sees(row, node, start + s)) own[s] = kNothing;
+        if (!call.sees(row, which, start + s)) own[s] = kNothing;
       for (int64_t s = count; s < width; ++s) own[s] = kNothing;
       float peak = kNothing;
       for (int64_t s = 0; s < count; ++s) peak = std::max(peak, own[s]);
@@ -272,12 +273,12 @@ HEADSTART_FAST inline void combine(const Call& call, int64_t row, int64_t head, 
                     const float* partials) {
   const int64_t size = call.values.size[3], step = call.queries() * (size + 2);
   for (int64_t m = 0; m < call.queries(); ++m) {
-    const int64_t query_head = head * call.groups() + m / call.nodes();
+    const int64_t query_head = head * call.groups() + m / call.asked();
     const float* own = partials + m * (size + 2);
     float peak = call.sinks ? call.sinks[query_head] : kNothing;
     for (int64_t i = 0; i < splits; ++i) peak = std::max(peak, own[i * step + size]);
     float total = call.sinks ? std::exp(call.sinks[query_head] - peak) : 0;
-    float* out = call.out.at(row, m % call.nodes(), query_head);
+    float* out = call.out.at(row, m % call.asked(), query_head);
     std::memset(out, 0, size * sizeof(float));
     for (int64_t i = 0; i < splits; ++i) {
       const float* part = own + i * step;
@@ -364,16 +365,18 @@ inline int64_t row_step(AtenTensorHandle tensor) {
 
 inline AtenTensorHandle tree_attention(AtenTensorHandle query, AtenTensorHandle keys,
                                        AtenTensorHandle values, AtenTensorHandle lengths,
-                                       AtenTensorHandle words, AtenTensorHandle depth, double scaling,
-                                       int64_t window, double softcap, AtenTensorHandle* sinks) {
+                                       AtenTensorHandle words, AtenTensorHandle depth,
+                                       AtenTensorHandle at, double scaling, int64_t window,
+                                       double softcap, AtenTensorHandle* sinks) {
   Call call{matrix(query), matrix(keys), matrix(values), {}, data_of<int64_t>(lengths), {},
             sinks ? data_of<float>(*sinks) : nullptr, static_cast<float>(scaling),
             static_cast<float>(softcap), window};
-  int64_t* word_step;
+  int64_t *word_step, *depth_size;
   aoti_torch_get_strides(words, &word_step);
-  call.tree = {data_of<int32_t>(words), data_of<int64_t>(depth), row_step(words), word_step[1],
-               row_step(depth)};
-  const int64_t size[4] = {call.rows(), call.nodes(), call.query.size[1], call.values.size[3]};
+  aoti_torch_get_sizes(depth, &depth_size);
+  call.tree = {data_of<int32_t>(words), data_of<int64_t>(depth), data_of<int64_t>(at),
+               depth_size[1], row_step(words), word_step[1], row_step(depth), row_step(at)};
+  const int64_t size[4] = {call.rows(), call.asked(), call.query.size[1], call.values.size[3]};
   const int64_t step[4] = {size[1] * size[2] * size[3], size[2] * size[3], size[3], 1};
   AtenTensorHandle out;
   aoti_torch_empty_strided(4, size, step, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0,

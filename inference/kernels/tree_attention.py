@@ -1,18 +1,19 @@
 """Tree attention for decoding, in Triton: few queries, a long cache, read once.
 
-Meaning: `reference_attention.tree_attention`. The cache is cut into splits of a fixed size; a
-program takes one split of one key/value head for a block of query rows, where the N nodes times the
-G query heads that share the head are all rows of one matrix, so that every key and value tile that
-is loaded serves them all. Committed tokens are visible to every node, so the loop over them has no
-mask; ancestor bits are looked at in the last tiles only, window edges in the first ones. Programs
-take splits in turn, at most 32 of them to a head, as far as the row's length goes, which is read on
-the device: cost and scratch memory follow the text and not the capacity, and one captured CUDA
-graph serves every length. A second kernel adds the programs' parts up by their log-sum-exp. Which
-program takes which split depends neither on the batch nor on the length, so a row's sums are taken
-in the same order alone and in a batch (flash decoding, Dao et al. 2023, with splits of fixed size).
+Meaning: `reference.attention.tree_attention`. The cache is cut into splits of a fixed size; a
+program takes one split of one key/value head for a block of query rows, where the Q queries times
+the G query heads that share the head are all rows of one matrix, so that every key and value tile
+that is loaded serves them all. Committed tokens are visible to every query, so the loop over them
+has no mask; ancestor bits are looked at in the last tiles only, window edges in the first ones.
+Programs take splits in turn, at most 32 of them to a head, as far as the row's length goes, which
+is read on the device: cost and scratch memory follow the text and not the capacity, and one
+captured CUDA graph serves every length. A second kernel adds the programs' parts up by their log-
+sum-exp. Which program takes which split depends neither on the batch nor on the length, so a row's
+sums are taken in the same order alone and in a batch (flash decoding, Dao et al. 2023, with splits
+of fixed size).
 
-Legend: B rows, N nodes, S slots, W words, h key/value heads, G query heads per key/value head, D
-head size, Dv value size.
+Legend: B rows, N nodes, Q queries, S slots, W words, h key/value heads, G query heads per key/value
+head, D head size, Dv value size.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Launch:
 def launch_config(
     rows: int, head_dim: int, dtype: torch.dtype, shared: int = HOPPER_SHARED
 ) -> Launch:
-    """The launch for `rows` = N * G query rows per key/value head, equal for all steps.
+    """The launch for `rows` = Q * G query rows per key/value head, equal for all steps.
 
     Chosen for H100 and H200 (132 SMs, 228 KiB of shared memory each, matrix instructions of 64 rows
     per four warps) from what the compiler reports for sm_90: 16-bit kernels with heads up to 256
@@ -108,7 +109,7 @@ def _shared_memory(device: torch.device) -> int:
 # fmt: off
 @triton.jit
 def _seen(  # type: ignore[no-untyped-def]
-    words, depth, slot, start, length, node, valid, position, window, written, word_count,
+    words, depth, slot, start, length, asked, valid, position, window, written, word_count,
     block_n: tl.constexpr, windowed: tl.constexpr,
 ):
     # fmt: on
@@ -120,7 +121,7 @@ def _seen(  # type: ignore[no-untyped-def]
     seen = (child < 0)[None, :] & valid[:, None]
     for i in tl.static_range(0, block_n // 32 + 1 + (block_n < 32)):
         number = tl.minimum(base + i, word_count - 1)
-        word = tl.load(words + node * word_count + number, mask=valid, other=0)
+        word = tl.load(words + asked * word_count + number, mask=valid, other=0)
         here = (child // 32 == base + i) & inside
         seen = seen | (here[None, :] & (((word[:, None] >> (child % 32)[None, :]) & 1) == 1))
     if windowed:
@@ -133,8 +134,8 @@ def _seen(  # type: ignore[no-untyped-def]
 # fmt: off
 @triton.jit
 def _tile(  # type: ignore[no-untyped-def]
-    query, keys, values, words, depth, start, stop, length, node, valid, position, peak, total, acc,
-    scale, softcap, window, key_s, value_s, word_count, head_dim: tl.constexpr, value_dim:
+    query, keys, values, words, depth, start, stop, length, asked, valid, position, peak, total,
+    acc, scale, softcap, window, key_s, value_s, word_count, head_dim: tl.constexpr, value_dim:
     tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr, block_n: tl.constexpr, masked:
     tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, upcast: tl.constexpr,
 ):
@@ -170,7 +171,7 @@ def _tile(  # type: ignore[no-untyped-def]
         scores = tl.where(scores < 0, -bent, bent) * softcap
     if masked:
         seen = _seen(
-            words, depth, slot, start, length, node, valid, position, window, written, word_count,
+            words, depth, slot, start, length, asked, valid, position, window, written, word_count,
             block_n, windowed
         )
         scores = tl.where(seen, scores, float("-inf"))
@@ -189,14 +190,14 @@ def _tile(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])  # drafters: another number at every level
 def _split_kernel(  # type: ignore[no-untyped-def]
-    query, keys, values, lengths, words, depth, partial, log_sums, scale, softcap, window, query_b,
-    query_h, query_n, key_b, key_h, key_s, value_b, value_h, value_s, words_b, depth_b, word_count,
-    nodes, capacity, key_heads, groups: tl.constexpr, head_dim: tl.constexpr, value_dim:
-    tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr, block_m: tl.constexpr, block_n:
-    tl.constexpr, split_size: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, upcast:
-    tl.constexpr,
+    query, keys, values, lengths, words, depth, at, partial, log_sums, scale, softcap, window,
+    query_b, query_h, query_n, key_b, key_h, key_s, value_b, value_h, value_s, words_b, depth_b,
+    at_b, word_count, queries, nodes, capacity, key_heads, groups: tl.constexpr, head_dim:
+    tl.constexpr, value_dim: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr, block_m:
+    tl.constexpr, block_n: tl.constexpr, split_size: tl.constexpr, windowed: tl.constexpr, capped:
+    tl.constexpr, upcast: tl.constexpr,
 ) -> None:
     # fmt: on
     """Program (row block, row and key/value head, part): values [M, Dv], log-sum-exp [M] of
@@ -211,11 +212,11 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     if part >= splits:
         return
     row = tl.program_id(0) * block_m + tl.arange(0, block_m)
-    node = row // groups
-    valid = node < nodes
+    asked = row // groups  # the query that a row of the matrix belongs to
+    valid = asked < queries
     words += b * words_b
     depth += b * depth_b
-    position = length + tl.load(depth + node, mask=valid, other=0).to(tl.int32)
+    position = length + tl.load(at + b * at_b + asked, mask=valid, other=0).to(tl.int32)
     oldest = 0  # the first slot that some row sees
     newest = 0  # the first one that all rows see
     if windowed:
@@ -226,7 +227,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     v = tl.arange(0, block_v)
     query += b * query_b
     head_at = (h * groups + row % groups)[:, None] * query_h
-    query_at = query + head_at + node[:, None] * query_n + d[None, :]
+    query_at = query + head_at + asked[:, None] * query_n + d[None, :]
     rows = tl.load(query_at, mask=valid[:, None] & (d < head_dim)[None, :], other=0.0)
     if upcast:
         rows = rows.to(tl.float32)
@@ -248,23 +249,23 @@ def _split_kernel(  # type: ignore[no-untyped-def]
             edge = tl.maximum(first, (newest + block_n - 1) // block_n * block_n)
             for start in tl.range(first, tl.minimum(edge, plain), block_n, num_stages=1):
                 peak, total, acc = _tile(
-                    rows, keys, values, words, depth, start, stop, length, node, valid, position,
+                    rows, keys, values, words, depth, start, stop, length, asked, valid, position,
                     peak, total, acc, scale, softcap, window, key_s, value_s, word_count, head_dim,
                     value_dim, block_d, block_v, block_n, True, True, capped, upcast)
         for start in tl.range(edge, plain, block_n):
             peak, total, acc = _tile(
-                rows, keys, values, words, depth, start, stop, length, node, valid, position, peak,
+                rows, keys, values, words, depth, start, stop, length, asked, valid, position, peak,
                 total, acc, scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim,
                 block_d, block_v, block_n, False, False, capped, upcast)
         for start in tl.range(tl.maximum(first, plain), stop, block_n, num_stages=1):
             peak, total, acc = _tile(
-                rows, keys, values, words, depth, start, stop, length, node, valid, position, peak,
+                rows, keys, values, words, depth, start, stop, length, asked, valid, position, peak,
                 total, acc, scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim,
                 block_d, block_v, block_n, True, windowed, capped, upcast)
         # fmt: on
     # a row that saw nothing here: zeros, and no weight later
     divisor = tl.where(total > 0, total, 1.0)
-    place = (head.to(tl.int64) * tl.num_programs(2) + part) * nodes * groups + row
+    place = (head.to(tl.int64) * tl.num_programs(2) + part) * queries * groups + row
     at = partial + place[:, None] * value_dim + v[None, :]
     tl.store(at, acc / divisor[:, None], mask=valid[:, None] & (v < value_dim)[None, :])
     log_sum = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
@@ -272,11 +273,11 @@ def _split_kernel(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _combine_kernel(  # type: ignore[no-untyped-def]
-    partial, log_sums, sinks, out, lengths, nodes, capacity, key_heads, parts, groups: tl.constexpr,
-    value_dim: tl.constexpr, block_v: tl.constexpr, block_r: tl.constexpr, block_s: tl.constexpr,
-    split_size: tl.constexpr, sunk: tl.constexpr,
+    partial, log_sums, sinks, out, lengths, queries, nodes, capacity, key_heads, parts, groups:
+    tl.constexpr, value_dim: tl.constexpr, block_v: tl.constexpr, block_r: tl.constexpr, block_s:
+    tl.constexpr, split_size: tl.constexpr, sunk: tl.constexpr,
 ) -> None:
     # fmt: on
     """Program (R query rows, row and key/value head): parts weighted by log-sum-exp."""
@@ -284,12 +285,12 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     h = tl.program_id(1) % key_heads
     length = tl.load(lengths + b).to(tl.int32)
     row = tl.program_id(0) * block_r + tl.arange(0, block_r)
-    node = row // groups
-    valid = node < nodes
+    asked = row // groups
+    valid = asked < queries
     head = h * groups + row % groups
     splits = (tl.minimum(length + nodes, capacity) + split_size - 1) // split_size
     stop = tl.minimum(splits, parts)  # the others were never written
-    first = tl.program_id(1).to(tl.int64) * parts * nodes * groups
+    first = tl.program_id(1).to(tl.int64) * parts * queries * groups
     v = tl.arange(0, block_v)
     peak = tl.full([block_r], float("-inf"), tl.float32)
     total = tl.zeros([block_r], tl.float32)
@@ -297,7 +298,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     for chunk in range(0, stop, block_s):
         part = chunk + tl.arange(0, block_s)
         there = valid[:, None] & (part < stop)[None, :]
-        place = first + part[None, :] * nodes * groups + row[:, None]
+        place = first + part[None, :] * queries * groups + row[:, None]
         log_sum = tl.load(log_sums + place, mask=there, other=float("-inf"))
         at = partial + place[:, :, None] * value_dim + v[None, None, :]
         found = tl.load(at, mask=there[:, :, None] & (v < value_dim)[None, None, :], other=0.0)
@@ -316,7 +317,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         total = total * shrink + tl.exp2(sink - base)
         acc = acc * shrink[:, None]
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    out_row = (b.to(tl.int64) * nodes + node) * key_heads * groups + head
+    out_row = (b.to(tl.int64) * queries + asked) * key_heads * groups + head
     at = out + out_row[:, None] * value_dim + v[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=valid[:, None] & (v < value_dim)[None, :])
 
@@ -333,45 +334,48 @@ def tree_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    at: Tensor | None = None,
     split_size: int = 256,
     invariant: bool = False,
     launch: Launch | None = None,
 ) -> Tensor:
-    """`reference.attention.tree_attention` in two kernels -> [B, N, h*G, Dv].
+    """`reference.attention.tree_attention` in two kernels -> [B, Q, h*G, Dv].
 
     keys and values may be strided in any way as long as their last dimension is contiguous.
     split_size: a multiple of the launch's block_n. launch: for measurements; `launch_config`
     otherwise. Scratch memory comes from torch's allocator, hence from the graph's own pool under
     capture; compile before capturing by calling once.
     """
-    rows, heads, nodes, head_dim = query.shape
+    rows, heads, queries, head_dim = query.shape
     key_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
-    groups = heads // key_heads
+    groups, nodes = heads // key_heads, depth.shape[1]
+    at = depth if at is None else at
     shared = _shared_memory(query.device)
-    rows_of_launch = MANY_ROWS if invariant else nodes * groups
+    rows_of_launch = MANY_ROWS if invariant else queries * groups
     launch = launch or launch_config(rows_of_launch, head_dim, query.dtype, shared)
     assert query.dtype == keys.dtype == values.dtype, (query.dtype, keys.dtype, values.dtype)
     assert keys.stride(3) == 1 and values.stride(3) == 1, "each key and value must be contiguous"
     assert split_size % launch.block_n == 0, (split_size, launch.block_n)
-    fitting = depth.shape[1] == nodes and words.shape[1:] == (nodes, -(-nodes // 32))
-    assert fitting, (words.shape, depth.shape)
+    fitting = words.shape[1] == at.shape[1] == queries and 32 * words.shape[2] >= nodes
+    assert fitting, (words.shape, depth.shape, at.shape)
     query = query if query.stride(3) == 1 else query.contiguous()
-    words, depth, lengths = words.contiguous(), depth.contiguous(), lengths.contiguous()
+    words, depth, at, lengths = (x.contiguous() for x in (words, depth, at, lengths))
     parts = parts_of(capacity, split_size)
-    shape = (rows, key_heads, parts, nodes * groups, value_dim)
+    shape = (rows, key_heads, parts, queries * groups, value_dim)
     partial = query.new_empty(shape, dtype=torch.float32)
-    log_sums = query.new_empty(rows, key_heads, parts, nodes * groups, dtype=torch.float32)
-    out = query.new_empty(rows, nodes, heads, value_dim)
+    log_sums = query.new_empty(rows, key_heads, parts, queries * groups, dtype=torch.float32)
+    out = query.new_empty(rows, queries, heads, value_dim)
     # both factors take the scores to the base 2, in which the kernels take their exponentials
     bend = 0.0 if softcap is None else softcap * LOG2E.value
     scale = scaling * LOG2E.value if softcap is None else scaling / softcap
-    words_b, depth_b = (x.stride(0) if x.shape[0] > 1 else 0 for x in (words, depth))
+    words_b, depth_b, at_b = (x.stride(0) if x.shape[0] > 1 else 0 for x in (words, depth, at))
     block_v = max(16, triton.next_power_of_2(value_dim))
-    _split_kernel[(triton.cdiv(nodes * groups, launch.block_m), rows * key_heads, parts)](
-        *(query, keys, values, lengths, words, depth, partial, log_sums, scale, bend, window or 0),
+    _split_kernel[(triton.cdiv(queries * groups, launch.block_m), rows * key_heads, parts)](
+        *(query, keys, values, lengths, words, depth, at, partial, log_sums),
+        *(scale, bend, window or 0),
         *(*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3]),
-        *(words_b, depth_b, words.shape[2]),
-        *(nodes, capacity, key_heads),
+        *(words_b, depth_b, at_b, words.shape[2]),
+        *(queries, nodes, capacity, key_heads),
         groups=groups,
         head_dim=head_dim,
         value_dim=value_dim,
@@ -387,9 +391,9 @@ def tree_attention(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-    _combine_kernel[(triton.cdiv(nodes * groups, launch.block_r), rows * key_heads)](
+    _combine_kernel[(triton.cdiv(queries * groups, launch.block_r), rows * key_heads)](
         *(partial, log_sums, log_sums if sinks is None else sinks, out, lengths),
-        *(nodes, capacity, key_heads, parts),
+        *(queries, nodes, capacity, key_heads, parts),
         groups=groups,
         value_dim=value_dim,
         block_v=block_v,

@@ -19,9 +19,8 @@ from torch import Tensor
 from heads.api.drafter import Proposal
 from heads.api.errors import UserError
 from heads.api.tree import DynamicShape, Ranking, TokenTree
-from heads.nn import attention
-from heads.nn.attention import CachePlace
 from heads.nn.drafting.growth import fill, grow
+from heads.nn.drafting.places import CachePlace, GrowingFrame, Memory
 from heads.nn.drafting.plan import DynamicPlan, Plan, TreePlan
 from heads.nn.drafting.state import Rooted
 from heads.nn.rope import Rope
@@ -335,7 +334,7 @@ def paths_of_chain(proposal: Proposal, row: int) -> list[Path]:
 def test_run_rows_see_the_past_and_their_own_ancestors() -> None:
     table = Rope(8, 10000.0).table(20, torch.device("cpu"), torch.float64)
     base = torch.tensor([3, 5])
-    frame = attention.GrowingFrame(attention.Memory(base, table, 20))
+    frame = GrowingFrame(Memory(base, table), width=3, levels=3)
     lineages: list[list[list[int]]] = [[[] for _ in range(3)] for _ in range(2)]
     for level, above in enumerate(
         [[[0, 0, 0], [0, 0, 0]], [[0, 0, 2], [1, 2, 1]], [[2, 0, 1], [2, 2, 2]]]
@@ -348,7 +347,8 @@ def test_run_rows_see_the_past_and_their_own_ancestors() -> None:
         for b, first in enumerate(base.tolist()):
             for j in range(3):
                 expected = [*range(first), *(first + run for run in lineages[b][j])]
-                assert place.mask[b, j].isfinite().nonzero()[:, 0].tolist() == expected
+                mask = place.sight.mask(20, torch.float64)
+                assert mask[b, j].isfinite().nonzero()[:, 0].tolist() == expected
                 assert int(place.slots[b, j]) == first + 3 * level + j
                 assert torch.equal(place.rotation[0][b, j, 0], table[first + level, 0])
 

@@ -22,6 +22,7 @@ from heads.api.tree import TokenTree
 from heads.nn import attention, blocks, init, vocab
 from heads.nn.block.model import default_start
 from heads.nn.blocks import LayerShape, RMSNorm
+from heads.nn.drafting.places import CachePlace, Memory, static_places
 from heads.nn.drafting.plan import TreePlan
 from heads.nn.rope import Rope, look_up, rotate
 
@@ -98,32 +99,35 @@ def test_cache_attention_sees_its_mask(queries: int, kv_heads: int) -> None:
 CHOICES = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
 
 
-def frame_of(tree: TokenTree, base: Tensor) -> attention.CachePlace:
+def frame_of(tree: TokenTree, base: Tensor) -> CachePlace:
     table = Rope(8, 10000.0).table(16, base.device, torch.float64)
-    return attention.static_places(TreePlan.of(tree), attention.Memory(base, table, 16))
+    return static_places(TreePlan.of(tree), Memory(base, table))
 
 
 def test_drafted_nodes_see_the_past_and_their_ancestors() -> None:
     tree, base = TokenTree.from_choices(CHOICES), torch.tensor([3, 5])
     plan, frame = TreePlan.of(tree), frame_of(tree, base)
     table = Rope(8, 10000.0).table(16, base.device, torch.float64)
+    run = plan.run_nodes.tolist()
     for level in plan.levels[1:]:
         at = frame.at(level)
-        slots, rotation, mask = at.slots, at.rotation, at.mask
-        for place, node in enumerate(plan.run_nodes[level.span].tolist()):
+        slots, rotation, mask = at.slots, at.rotation, at.sight.mask(16, torch.float64)
+        for place, node in enumerate(run[level.span]):
             lineage = tree.ancestors[0, node].nonzero().squeeze(1).tolist()
             for row, first in enumerate(base.tolist()):
-                expected = [*range(first), *(first + i - 1 for i in lineage if i > 0)]
+                expected = [*range(first), *(first + run.index(i) for i in lineage if i > 0)]
                 assert mask[row, place].isfinite().nonzero().squeeze(1).tolist() == expected
                 assert mask[row, place, expected].abs().max() == 0
-                assert int(slots[row, place]) == first + node - 1
+                assert int(slots[row, place]) == first + run.index(node)
                 assert torch.equal(rotation[0][row, place, 0], table[first + level.depth - 2, 0])
 
 
 def test_chain_frames_are_tree_frames() -> None:
     chain, base = TokenTree.chain(4), torch.tensor([3, 0])
     as_tree = replace(chain, is_chain=False)
-    assert torch.equal(frame_of(chain, base).mask, frame_of(as_tree, base).mask)
+    seen, also = frame_of(chain, base).sight, frame_of(as_tree, base).sight
+    assert torch.equal(seen.mask(16, torch.float64), also.mask(16, torch.float64))
+    assert torch.equal(seen.words, also.words)
 
 
 def test_plan_runs_only_nodes_with_children() -> None:

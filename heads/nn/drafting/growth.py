@@ -22,8 +22,8 @@ from torch import Tensor
 
 from heads.api.drafter import Noise, Proposal
 from heads.api.tree import DynamicShape, Ranking, TokenTree
-from heads.nn.attention import CachePlace, GrowingFrame, Memory, static_places
 from heads.nn.drafting.dartree import grow_from_pass
+from heads.nn.drafting.places import CachePlace, GrowingFrame, Memory, static_places
 from heads.nn.drafting.plan import DartreePlan, DynamicPlan, TreePlan
 from heads.nn.drafting.selection import keep_best
 from heads.nn.drafting.state import Rooted
@@ -201,7 +201,8 @@ def _grow_dynamic(
 ) -> Proposal:
     root = state.root
     rows = torch.arange(root.shape[0], device=root.device)[:, None]
-    frame = None if memory is None else GrowingFrame(memory)
+    levels = shape.max_depth - 1
+    frame = None if memory is None else GrowingFrame(memory, shape.width, levels)
     drawn = [logits]
 
     def offer(depth: int, places: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,8 @@
 A plan is made once per shape; everything a step needs from it is a small constant tensor or a plain
 number, so that no step asks the device. `heads.nn.drafting.growth` fills plans with tokens.
 
-Legend: B rows, N nodes, P nodes that are run through the drafter at one level, V' draft vocabulary,
-H hidden.
+Legend: B rows, N nodes, P nodes that are run through the drafter at one level, R at all levels, W
+words of 32 bits, V' draft vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from heads.api.one_pass import refuse_dartree
-from heads.api.tree import DartreeShape, DraftShape, DynamicShape, Level, TokenTree
+from heads.api.tree import DartreeShape, DraftShape, DynamicShape, Level, TokenTree, ancestor_words
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +51,7 @@ class TreePlan:
     best_path: Tensor  # [N] bool: the root and its rank-0 descendants
     run_nodes: Tensor  # [R] int64: the drafted nodes that have children, level by level
     run_depth: Tensor  # [R] int64: their depths
-    # [R, N] bool: column i says that they attend to node i+1; the last one is always False
-    run_visible: Tensor
+    run_words: Tensor  # [1, R, W] int32: bits of the run nodes that they attend to
     drawn_from: Tensor  # [N] int64: place of each node among the root and `run_nodes`; 0 for leaves
     shared_between_rows: ClassVar[bool] = True
 
@@ -79,7 +78,6 @@ class TreePlan:
                 best[node] = rank == 0 and best[parents[node]]
         plans, run_nodes = _plan_levels(levels, device)
         run = torch.tensor(run_nodes, dtype=torch.int64, device=device)
-        never = torch.zeros(len(run_nodes), 1, dtype=torch.bool, device=device)
         drawn_from = torch.zeros(nodes, dtype=torch.int64, device=device)
         drawn_from[run] = torch.arange(1, len(run_nodes) + 1, device=device)
         return cls(
@@ -92,7 +90,7 @@ class TreePlan:
             best_path=torch.tensor(best, device=device),
             run_nodes=run,
             run_depth=tree.depth[0][run],
-            run_visible=torch.cat([tree.ancestors[0][run, 1:], never], 1),
+            run_words=ancestor_words(tree.ancestors[:, run][:, :, run]),
             drawn_from=drawn_from,
         )
 

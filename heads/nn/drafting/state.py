@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from heads.api.drafter import TargetStates
-from heads.nn.attention import cache_attention
 from heads.nn.drafting.plan import Plan
+from heads.nn.drafting.sight import Sight, attend_cache
 
 
 @dataclass
@@ -79,10 +79,10 @@ class Cached(Rooted):
         self.keys[layer][rows, slots] = key
         self.values[layer][rows, slots] = value
 
-    def attend(self, layer: int, query: Tensor, mask: Tensor) -> Tensor:
-        """Attention over a layer's cache: query [B, Q, h, D], mask [B, Q, S] -> [B, Q, h * D],
-        D the size of a value."""
-        return cache_attention(query, self.keys[layer], self.values[layer], mask)
+    def attend(self, layer: int, query: Tensor, sight: Sight, window: int = 0) -> Tensor:
+        """Attention over a layer's cache: query [B, Q, h, D] -> [B, Q, h * D], D the size of a
+        value. window: see `Sight.mask`."""
+        return attend_cache(query, self.keys[layer], self.values[layer], sight, window)
 
 
 def last_valid(states: TargetStates) -> tuple[Tensor, Tensor, Tensor, Tensor]:

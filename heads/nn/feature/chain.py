@@ -27,11 +27,13 @@ from torch import Tensor
 from heads.api.batch import TrainBatch
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.tree import DraftShape
-from heads.nn.attention import CachePlace, Memory, additive, chained_attention
+from heads.nn.attention import chained_attention
 from heads.nn.blocks import Attention
 from heads.nn.checkpointing import network_part
 from heads.nn.drafting.growth import grow
+from heads.nn.drafting.places import CachePlace, Memory
 from heads.nn.drafting.plan import Plan
+from heads.nn.drafting.sight import UpTo
 from heads.nn.drafting.state import Cached, run_slots
 from heads.nn.feature.base import FeatureDrafter
 from heads.nn.feature.parallel import AnchoredRows, anchored_attention
@@ -158,7 +160,7 @@ class Chain:
         """
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
         # A node at depth d stands one position before its own token, at root_position + d - 1.
-        memory = Memory(state.root_position, self._table(state), state.slots)
+        memory = Memory(state.root_position, self._table(state))
 
         def step(place: CachePlace, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
             return self._advance(state, place, rows, tokens, feature)
@@ -173,7 +175,7 @@ class Chain:
         net = self.network
         states, residual = net.read(tokens, feature)
         state.store(0, rows, place.slots, *net.attention.key_value(states, place.rotation))
-        attended = state.attend(0, net.attention.query(states, place.rotation), place.mask)
+        attended = state.attend(0, net.attention.query(states, place.rotation), place.sight)
         shown, following = net.emit(net.finish(residual, attended))
         return net.logits(shown), following
 
@@ -198,9 +200,7 @@ def attend_last(
     cosine, sine = rotation = look_up(table, slots)
     state.store(0, at[0], slots, *attention.key_value(states, rotation))
     query = attention.query(states[at], (cosine[at], sine[at]))
-    places = torch.arange(state.slots, device=slots.device)
-    seen = places < state.root_position[:, None, None]
-    return state.attend(0, query, additive(seen, query.dtype))
+    return state.attend(0, query, UpTo.run(slots, at[1]))
 
 
 class ChainDrafter(FeatureDrafter):

@@ -26,14 +26,15 @@ from torch import Tensor
 
 from heads.api.batch import TrainBatch
 from heads.api.drafter import Noise, Proposal, TargetStates
-from heads.nn.attention import CachePlace, Memory, additive, sequence_attention
+from heads.nn.attention import sequence_attention
 from heads.nn.blocks import Attend, Attention
 from heads.nn.drafting.growth import grow
+from heads.nn.drafting.places import CachePlace, Memory
 from heads.nn.drafting.plan import Plan
 from heads.nn.drafting.state import Cached, run_slots
 from heads.nn.feature.base import FeatureDrafter
 from heads.nn.packing import Packing
-from heads.nn.rope import Rope, Rotation, look_up
+from heads.nn.rope import Rope, Rotation
 
 
 class Module(Protocol):
@@ -88,10 +89,7 @@ class ModuleChain:
         rows, last = state.advance(accepted)
         states = accepted.last_hidden.to(state.output.dtype)
         embedded = self.owner.embed(accepted.next_tokens, states.dtype)
-        slots = run_slots(accepted)
-        seen = torch.arange(state.slots, device=slots.device) <= slots[..., None]
-        # [B, W, S]
-        place = CachePlace(slots, look_up(self._table(state), slots), additive(seen, states.dtype))
+        place = CachePlace.run(run_slots(accepted), self._table(state))
         at_last = []
         for index in range(len(state.keys)):
             output = self._run(state, index, embedded, states, place, rows)
@@ -103,7 +101,7 @@ class ModuleChain:
     def propose(self, state: Cached, noise: Noise, columns: Tensor | None = None) -> Proposal:
         """Grow level by level; nodes at depth j run modules j+1 and on. See the protocol."""
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
-        memory = Memory(state.root_position, self._table(state), state.slots)
+        memory = Memory(state.root_position, self._table(state))
         depth = 0
 
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +132,7 @@ class ModuleChain:
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             state.store(index, rows, place.slots, key, value)
-            return state.attend(index, query, place.mask)
+            return state.attend(index, query, place.sight)
 
         return self.modules[index].run(embedded, states, place.rotation, attend)
 

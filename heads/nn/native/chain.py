@@ -14,14 +14,15 @@ from torch import Tensor
 
 from heads.api.batch import TrainBatch
 from heads.api.drafter import Noise, Proposal, TargetStates
-from heads.nn.attention import CachePlace, Memory, additive, chained_attention
+from heads.nn.attention import chained_attention
 from heads.nn.blocks import Attend
 from heads.nn.checkpointing import network_part
 from heads.nn.drafting.growth import grow
+from heads.nn.drafting.places import CachePlace, Memory
 from heads.nn.drafting.plan import Plan
 from heads.nn.drafting.state import Cached, run_slots
 from heads.nn.packing import Packing
-from heads.nn.rope import Rope, Rotation, look_up
+from heads.nn.rope import Rope, Rotation
 
 
 class WholeLayer(Protocol):
@@ -99,11 +100,8 @@ class LayerChain:
         """Run a committed run. Padded entries are written behind it, and overwritten before
         anything sees them."""
         rows, last = state.advance(accepted)
-        slots = run_slots(accepted)
-        seen = torch.arange(state.slots, device=slots.device) <= slots[..., None]  # [B, W, S]
         features = self.network.features(accepted.taps, accepted.last_hidden)
-        rotation = look_up(self._table(state), slots)
-        place = CachePlace(slots, rotation, additive(seen, features.dtype))
+        place = CachePlace.run(run_slots(accepted), self._table(state))
         output = self._run(state, place, rows, accepted.next_tokens, features)
         state.output.copy_(output[rows, last])
         return state
@@ -111,7 +109,7 @@ class LayerChain:
     def propose(self, state: Cached, noise: Noise, columns: Tensor | None = None) -> Proposal:
         """Grow the draft level by level from the last committed row's output; see the protocol."""
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
-        memory = Memory(state.root_position, self._table(state), state.slots)
+        memory = Memory(state.root_position, self._table(state))
 
         def step(place: CachePlace, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
             output = self._run(state, place, rows, tokens, feature)
@@ -127,7 +125,7 @@ class LayerChain:
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             state.store(0, rows, place.slots, key, value)
-            return state.attend(0, query, place.mask)
+            return state.attend(0, query, place.sight)
 
         return self.network.run(tokens, feature, place.rotation, attend)
 

@@ -24,10 +24,12 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init
-from heads.nn.attention import CachePlace, Memory, additive, sequence_attention
+from heads.nn.attention import sequence_attention
 from heads.nn.blocks import Attend, DecoderLayer, LayerShape, RMSNorm, initialise_blocks
 from heads.nn.drafting.growth import grow
+from heads.nn.drafting.places import CachePlace, Memory
 from heads.nn.drafting.plan import Plan, PlanCache
+from heads.nn.drafting.sight import Sight, UpTo
 from heads.nn.drafting.state import Cached as State
 from heads.nn.matrices import set_matrix
 from heads.nn.packing import Packing
@@ -161,17 +163,13 @@ class SmallLM(TrainableDrafter):
         among them (all: None)."""
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         rotation = look_up(self._table(state), slots)
-        places = torch.arange(state.slots, device=tokens.device)
-        states, count = self.embed(tokens), len(self.model.layers)
-        only = None if wanted is None else (rows, wanted)
-        if only is None or count > 1:
-            mask = additive(places <= slots[..., None], states.dtype)  # [B, P, S]
-            for index in range(count if only is None else count - 1):
-                states = self._layer(state, index, states, rotation, rows, slots, mask)
+        states, count, sight = self.embed(tokens), len(self.model.layers), UpTo.run(slots)
+        for index in range(count if wanted is None else count - 1):
+            states = self._layer(state, index, states, rotation, rows, slots, sight)
         # behind the last layer's keys and values nothing else needs the other states
-        if only is not None:
-            mask = additive(places <= slots[only][..., None], states.dtype)  # [B, Q, S]
-            states = self._layer(state, -1, states, rotation, rows, slots, mask, only)
+        if wanted is not None:
+            last = UpTo.run(slots, wanted), (rows, wanted)
+            states = self._layer(state, -1, states, rotation, rows, slots, *last)
         return cast(Tensor, self.model.norm(states))
 
     def _layer(
@@ -182,7 +180,7 @@ class SmallLM(TrainableDrafter):
         rotation: Rotation,
         rows: Tensor,
         slots: Tensor,
-        mask: Tensor,
+        sight: Sight,
         only: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """One layer over the cache: keys and values of all P states, the rest for `only`."""
@@ -193,16 +191,16 @@ class SmallLM(TrainableDrafter):
             states, normed = states[only], normed[only]
             rotation = rotation[0][only], rotation[1][only]
         query = layer.self_attn.query(normed, rotation)
-        return layer.finish(states, state.attend(index, query, mask))
+        return layer.finish(states, state.attend(index, query, sight))
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """Grow the tree level by level from the root's output; see the protocol."""
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
-        memory = Memory(state.root_position + 1, self._table(state), state.slots)
+        memory = Memory(state.root_position + 1, self._table(state))
 
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
             states = self.embed(tokens)
-            at = place.rotation, rows, place.slots, place.mask
+            at = place.rotation, rows, place.slots, place.sight
             for index in range(len(self.model.layers)):
                 states = self._layer(state, index, states, *at)
             states = self.model.norm(states)

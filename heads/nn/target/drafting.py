@@ -17,7 +17,6 @@ cache slots, n taps, L blocks that attend, g key/value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,8 +26,9 @@ from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
-from heads.nn.attention import CachePlace, Memory, additive, chained_attention
+from heads.nn.attention import chained_attention
 from heads.nn.drafting.growth import grow
+from heads.nn.drafting.places import CachePlace, Memory
 from heads.nn.drafting.plan import PlanCache
 from heads.nn.drafting.state import Cached as State
 from heads.nn.drafting.state import run_slots
@@ -36,14 +36,6 @@ from heads.nn.packing import Packing
 from heads.nn.rope import Rope, look_up
 from heads.nn.target import layers
 from heads.nn.target.layers import DraftLayer, KeptLayer, MakeProduct, shared_linear
-
-
-@dataclass(frozen=True)
-class Queries:
-    """Where run tokens stand: positions [B, P], and place in the cache, windows aside."""
-
-    positions: Tensor
-    place: CachePlace
 
 
 class LayerDrafter(TrainableDrafter):
@@ -143,27 +135,22 @@ class LayerDrafter(TrainableDrafter):
             true = accepted.taps[:, :, self._sources[index]]
             state.store(index, rows, slots, *block.key_value(true, rotation))
 
-    def _chain(self, state: State, positions: Tensor) -> Queries:
-        """Tokens at positions [B, W] that see everything up to themselves."""
-        places, table = torch.arange(state.slots, device=positions.device), self._table(state)
-        mask = additive(places <= positions[..., None], table.dtype)
-        return Queries(positions, CachePlace(positions, look_up(table, positions), mask))
+    def _chain(self, state: State, positions: Tensor) -> CachePlace:
+        """The place of tokens at positions [B, W], one behind the other."""
+        return CachePlace.run(positions, self._table(state))
 
     def _run(
-        self, state: State, states: Tensor, queries: Queries, blocks: Sequence[DraftLayer]
+        self, state: State, states: Tensor, place: CachePlace, blocks: Sequence[DraftLayer]
     ) -> Tensor:
         """Embeddings [B, P, H] through `blocks` and the cache -> what enters the LM head."""
         rows = torch.arange(states.shape[0], device=states.device)[:, None]
-        number, place = 0, queries.place
-        masks = {0: place.mask}
+        number = 0
         for block in blocks:
             attended = None
             if block.attends:
-                if block.window not in masks:
-                    masks[block.window] = _windowed(queries, state.root_position, block.window)
                 query, key, value = block.project(states, place.rotation)
                 state.store(number, rows, place.slots, key, value)
-                attended = state.attend(number, query, masks[block.window].to(query.dtype))
+                attended = state.attend(number, query, place.sight, block.window)
                 number += 1
             states = block.finish(states, attended)
         return self._normalise(states)
@@ -222,14 +209,10 @@ class SelfDrafter(LayerDrafter):
         return state
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        memory = Memory(state.root_position + 1, self._table(state), state.slots)
-        level = 0
+        memory = Memory(state.root_position + 1, self._table(state))
 
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal level
-            level += 1
-            positions = (state.root_position[:, None] + level).expand_as(place.slots)
-            output = self._read(state, tokens, Queries(positions, place))
+            output = self._read(state, tokens, place)
             return self._logits(output), output
 
         return grow(state, self._logits(state.output), state.output, step, noise, memory=memory)
@@ -244,14 +227,6 @@ class SelfDrafter(LayerDrafter):
         chain = self._chain(state, first + torch.arange(tokens.shape[1], device=tokens.device))
         return self._logits(self._read(state, tokens, chain))
 
-    def _read(self, state: State, tokens: Tensor, queries: Queries) -> Tensor:
+    def _read(self, state: State, tokens: Tensor, place: CachePlace) -> Tensor:
         """Tokens [B, P] through all blocks and the cache -> what enters the LM head [B, P, H]."""
-        return self._run(state, self.target.embed(tokens), queries, self._blocks)
-
-
-def _windowed(queries: Queries, root_position: Tensor, window: int) -> Tensor:
-    """The mask [B, P, S] without committed tokens `window` positions or more back."""
-    mask = queries.place.mask
-    places = torch.arange(mask.shape[-1], device=mask.device)
-    last_hidden = torch.minimum(queries.positions - window, root_position[:, None] - 1)
-    return mask.masked_fill(places <= last_hidden[..., None], float("-inf"))
+        return self._run(state, self.target.embed(tokens), place, self._blocks)

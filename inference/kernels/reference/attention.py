@@ -3,10 +3,11 @@
 Every node of a row's token tree sees the row's committed tokens and its own ancestors, itself
 included. Keys and values come as the whole preallocated buffers of a layer: row b's committed
 tokens fill slots 0 .. lengths[b]-1, its node i is in slot lengths[b]+i, and whatever lies beyond is
-never looked at.
+never looked at. Queries are those of all nodes, or of some: a drafter runs a level of its tree
+behind the levels that lie in its cache.
 
-Legend: B rows, N nodes, S slots, W words, h key/value heads, G query heads per key/value head, D
-head size, Dv value size.
+Legend: B rows, N nodes, Q queries, S slots, W words, h key/value heads, G query heads per key/value
+head, D head size, Dv value size.
 """
 
 from __future__ import annotations
@@ -29,32 +30,35 @@ def tree_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    at: Tensor | None = None,
     split_size: int = 256,
     invariant: bool = False,
 ) -> Tensor:
-    """Attention of tree nodes over a slot-addressed cache -> [B, N, h*G, Dv] as `query`.
+    """Attention of tree nodes over a slot-addressed cache -> [B, Q, h*G, Dv] as `query`.
 
-    query [B, h*G, N, D]; keys [B, h, S, D] and values [B, h, S, Dv] of the same dtype, the nodes'
-    own entries already written. lengths [B] int64 committed tokens; words [1|B, N, W] int32
-    ancestor bits (`heads.api.tree.ancestor_words`); depth [1|B, N] int64. A key counts `scaling` *
-    its product with the query, bent by softcap * tanh(score / softcap) if `softcap` (Gemma 2).
-    window: only keys less than `window` positions back are seen; committed tokens stand at their
-    slot, node j at lengths + depth[j]. sinks [h*G]: a learned extra score per query head that takes
-    weight and gives nothing (GPT-OSS). A node that sees nothing gets zeros. split_size: in how
-    large pieces the kernel reads the cache; invariant: its tiles are the same for every number of
-    nodes. Both change rounding only, and nothing here.
+    query [B, h*G, Q, D]; keys [B, h, S, D] and values [B, h, S, Dv] of the same dtype, the nodes'
+    own entries already written. lengths [B] int64 committed tokens; words [1|B, Q, W] int32: which
+    nodes each query sees, in bits (`heads.api.tree.ancestor_words`), at least as many as there are
+    nodes; depth [1|B, N] int64. at [1|B, Q] int64: the queries' depths; None: they are the nodes,
+    one by one. A key counts `scaling` * its product with the query, bent by softcap * tanh(score /
+    softcap) if `softcap` (Gemma 2). window: only keys less than `window` positions back are seen;
+    committed tokens stand at their slot, node j at lengths + depth[j], query i at lengths + at[i].
+    sinks [h*G]: a learned extra score per query head that takes weight and gives nothing (GPT-OSS).
+    A query that sees nothing gets zeros. split_size: in how large pieces the kernel reads the
+    cache; invariant: its tiles are the same for every number of nodes. Both change rounding only,
+    and nothing here.
 
     Computed in float32, in float64 for float64 inputs.
     """
-    rows, heads, nodes, size = query.shape
-    key_heads, slots = keys.shape[1], keys.shape[2]
+    rows, heads, queries, size = query.shape
+    key_heads, slots, nodes = keys.shape[1], keys.shape[2], depth.shape[1]
     groups = heads // key_heads
     precise = torch.promote_types(query.dtype, torch.float32)
-    seen = visible(lengths, words, depth, slots, window)
+    seen = visible(lengths, words, depth, slots, window, at)
     written = (torch.arange(slots, device=keys.device) < lengths[:, None] + nodes)[:, None, :, None]
     # a weight of 0 does not silence what was never written: 0 * NaN is NaN
     keys, values = (torch.where(written, x, x.new_zeros(())).to(precise) for x in (keys, values))
-    packed = query.to(precise).reshape(rows, key_heads, groups, nodes, size)
+    packed = query.to(precise).reshape(rows, key_heads, groups, queries, size)
     scores = torch.einsum("bhgnd,bhsd->bhgns", packed, keys) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -69,18 +73,23 @@ def tree_attention(
     if sinks is not None:
         total = total + torch.exp(sink - peak)
     out = torch.einsum("bhgns,bhsd->bhgnd", weights, values) / torch.where(total > 0, total, 1)
-    return out.reshape(rows, heads, nodes, -1).transpose(1, 2).contiguous().to(query.dtype)
+    return out.reshape(rows, heads, queries, -1).transpose(1, 2).contiguous().to(query.dtype)
 
 
 def visible(
-    lengths: Tensor, words: Tensor, depth: Tensor, slots: int, window: int | None
+    lengths: Tensor,
+    words: Tensor,
+    depth: Tensor,
+    slots: int,
+    window: int | None,
+    at: Tensor | None = None,
 ) -> Tensor:
-    """Which of S = `slots` each node sees, [B, N, S] bool; see `tree_attention`."""
-    nodes = depth.shape[1]
+    """Which of S = `slots` each query sees, [B, Q, S] bool; see `tree_attention`."""
+    nodes, queries = depth.shape[1], words.shape[1]
     slot = torch.arange(slots, device=lengths.device)
     node = slot - lengths[:, None]  # [B, S]: which node a slot holds; negative for committed tokens
     known = node.clamp(0, nodes - 1)
-    word = (known // 32)[:, None].expand(-1, nodes, -1)
+    word = (known // 32)[:, None].expand(-1, queries, -1)
     bits = words.expand(node.shape[0], -1, -1).gather(2, word)
     ancestor = (bits >> (known % 32)[:, None].to(torch.int32)) & 1 == 1
     committed = (node < 0)[:, None]
@@ -88,7 +97,8 @@ def visible(
     if window is not None:
         positions = lengths[:, None] + depth
         key_positions = torch.where(node < 0, slot, positions.gather(1, known))
-        seen = seen & (key_positions[:, None] > positions[:, :, None] - window)
+        own = positions if at is None else lengths[:, None] + at
+        seen = seen & (key_positions[:, None] > own[:, :, None] - window)
     return seen
 
 
@@ -102,10 +112,10 @@ def parts_of(capacity: int, split_size: int = 256) -> int:
 
 
 def workspace_bytes(
-    rows: int, heads: int, nodes: int, value_dim: int, capacity: int, split_size: int = 256
+    rows: int, heads: int, queries: int, value_dim: int, capacity: int, split_size: int = 256
 ) -> int:
     """Bytes of float32 scratch of one call of the kernel; layers take turns."""
-    return rows * heads * nodes * parts_of(capacity, split_size) * (value_dim + 1) * 4
+    return rows * heads * queries * parts_of(capacity, split_size) * (value_dim + 1) * 4
 
 
 TREE_ATTENTION = Op(

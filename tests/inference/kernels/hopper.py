@@ -55,6 +55,18 @@ def attention(op: Op) -> None:
         keys = zeros(2, 8, 1024, size, dtype=torch.bfloat16)
         query = zeros(2, 32, nodes, size, dtype=torch.bfloat16)
         op.triton()(query, keys, keys, zeros(2), tree.words(), tree.depth, scaling=1.0, **more)
+    # a drafter's: a level of ten nodes, one of a chain, one with a window and smaller heads
+    for nodes, asked, size, limits in (
+        (40, 10, 128, {}),
+        (5, 1, 128, {}),
+        (7, 1, 64, {"window": 500}),
+    ):
+        tree = TokenTree.chain(nodes - 1)
+        keys = zeros(2, 1000, 8, size, dtype=torch.bfloat16).transpose(1, 2)
+        query = zeros(2, asked, 32, size, dtype=torch.bfloat16).transpose(1, 2)
+        given = zeros(2), tree.words()[:, -asked:], tree.depth
+        more = {"at": tree.depth[:, -asked:], **limits}
+        op.triton()(query, keys, keys, *given, scaling=1.0, **more)
 
 
 def cache(op: Op) -> None:

@@ -1,6 +1,7 @@
 """Tree attention: the reference against loops over single nodes, the kernels against the reference.
 
-Legend: B rows, N nodes, S slots, h key/value heads, G query heads per key/value head, D head size.
+Legend: B rows, N nodes, Q queries, S slots, h key/value heads, G query heads per key/value head, D
+head size.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class Case:
     sinks: bool = False
     seed: int = 0
     split: int = 32
+    asked: int = 0
+    """Queries: the last so many nodes; 0: all."""
+    words: int = 0
+    """Words of bits that are there besides those of the nodes."""
 
 
 Inputs = tuple[list[Tensor], dict[str, Any]]
@@ -76,7 +81,8 @@ def inputs(case: Case, device: str = "cpu") -> Inputs:
     tree, rows = tree_of(case), len(case.lengths)
     heads, value_size = case.key_heads * case.groups, case.value_size or case.size
     # as models have it: nodes before heads in memory; wide enough scores that a softcap bends them
-    query = (2 * torch.randn(rows, case.nodes, heads, case.size)).transpose(1, 2)
+    queries = case.asked or case.nodes
+    query = (2 * torch.randn(rows, queries, heads, case.size)).transpose(1, 2)
     keys = torch.randn(rows, 2, case.key_heads, case.capacity, case.size)[:, 1]
     values = torch.randn(rows, case.key_heads, case.capacity, value_size)
     for row, length in enumerate(case.lengths):
@@ -84,8 +90,11 @@ def inputs(case: Case, device: str = "cpu") -> Inputs:
             buffer[row, :, length + case.nodes :] = float("nan")
     sinks = 4 * torch.randn(heads) if case.sinks else None  # some above all scores, some below
     floats = [x.to(case.dtype).to(device) for x in (query, keys, values)]
-    whole = [torch.tensor(case.lengths).to(device), tree.words().to(device), tree.depth.to(device)]
-    named = {"scaling": case.size**-0.5, "window": case.window, "softcap": case.softcap}
+    words = torch.nn.functional.pad(tree.words()[:, -queries:], (0, case.words), value=-1)
+    whole = [torch.tensor(case.lengths).to(device), words.to(device), tree.depth.to(device)]
+    named: dict[str, Any] = {"scaling": case.size**-0.5, "window": case.window}
+    named["softcap"] = case.softcap
+    named["at"] = tree.depth[:, -queries:].to(device) if case.asked else None
     named["sinks"] = None if sinks is None else sinks.to(case.dtype).to(device)
     return floats + whole, named
 
@@ -127,26 +136,27 @@ def check(case: Case, device: str) -> None:
 
 
 def node_by_node(arguments: Inputs) -> Tensor:
-    """Every node alone, over a list of the keys on its path, in float64."""
+    """Every query alone, over a list of the keys on its path, in float64."""
     (query, keys, values, lengths, words, depth), named = arguments
-    rows, heads, nodes, _ = query.shape
-    groups = heads // keys.shape[1]
-    out = torch.zeros(rows, nodes, heads, values.shape[-1], dtype=torch.float64)
+    rows, heads, queries, _ = query.shape
+    groups, nodes = heads // keys.shape[1], depth.shape[1]
+    at = depth if named["at"] is None else named["at"]
+    out = torch.zeros(rows, queries, heads, values.shape[-1], dtype=torch.float64)
     for row in range(rows):
         length, tree = int(lengths[row]), row if words.shape[0] > 1 else 0
-        for node in range(nodes):
+        for node in range(queries):
             bits = [int(words[tree, node, j // 32]) >> (j % 32) & 1 for j in range(nodes)]
             path = [(length + j, length + int(depth[tree, j])) for j in range(nodes) if bits[j]]
             seen = [(slot, slot) for slot in range(length)] + path
             if named["window"] is not None:
-                here = length + int(depth[tree, node])
+                here = length + int(at[tree, node])
                 seen = [
                     (slot, position) for slot, position in seen if here - position < named["window"]
                 ]
             for head in range(heads):
-                at = [slot for slot, _ in seen]
+                slots = [slot for slot, _ in seen]
                 one = (
-                    keys[row, head // groups, at].double()
+                    keys[row, head // groups, slots].double()
                     @ query[row, head, node].double()
                     * named["scaling"]
                 )
@@ -158,7 +168,7 @@ def node_by_node(arguments: Inputs) -> Tensor:
                     total = total + named["sinks"][head].double().exp()
                 if total > 0:
                     out[row, node, head] = (
-                        weights @ values[row, head // groups, at].double() / total
+                        weights @ values[row, head // groups, slots].double() / total
                     )
     return out
 
@@ -173,6 +183,10 @@ REFERENCE = {
         nodes=19, lengths=(4, 9), capacity=30, window=3, softcap=2.0, key_heads=2, groups=1
     ),
     "lone root": Case(nodes=1, lengths=(0,), capacity=1),
+    "a level": Case(nodes=11, asked=4, lengths=(5, 2), capacity=18, window=4),
+    "a level of a static tree": Case(
+        shape="static", nodes=40, asked=3, lengths=(4, 0), capacity=44, words=1
+    ),
 }
 
 
@@ -212,12 +226,44 @@ CASES = {
     ),
     "80 columns": Case(size=80, dtype=torch.float16),
 }
+LEVELS = {
+    "of a dynamic tree": Case(nodes=40, asked=10, lengths=(50, 9, 33), capacity=95),
+    "of a static tree": Case(shape="static", nodes=37, asked=5, capacity=90, words=1),
+    "of a chain": Case(shape="chain", nodes=6, asked=1, lengths=(64, 0), capacity=80),
+    "the first behind an empty prefix": Case(nodes=3, asked=3, lengths=(0, 30), capacity=40),
+    "heads of 64, in bfloat16": Case(
+        nodes=20, asked=10, key_heads=2, groups=4, size=64, dtype=torch.bfloat16
+    ),
+    "heads of 128": Case(nodes=12, asked=4, key_heads=2, groups=2, size=128),
+    "a committed run's last token": Case(shape="chain", nodes=6, asked=1, size=128, groups=8),
+    "in a window": Case(nodes=33, asked=8, window=7, lengths=(50, 3), capacity=85),
+    "values of another size": Case(nodes=9, asked=3, size=24, value_size=16),
+}
+"""Some of the nodes ask, as a level of a draft does."""
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_equals_the_reference(case: Case, device: str) -> None:
     check(case, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", LEVELS.values(), ids=LEVELS.keys())
+def test_a_level_equals_the_reference(case: Case, device: str) -> None:
+    check(case, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_level_comes_out_as_among_all_nodes(device: str) -> None:
+    """But for rounding, since a GPU's tiles follow the number of queries."""
+    for window in (None, 9):
+        case = Case(nodes=33, groups=2, window=window)
+        (query, keys, values, lengths, words, depth), named = inputs(case, device)
+        every = run_kernels(([query, keys, values, lengths, words, depth], named), 32)
+        level = [query[:, :, 25:], keys, values, lengths, words[:, 25:], depth]
+        found = run_kernels((level, named | {"at": depth[:, 25:]}), 32)
+        torch.testing.assert_close(found, every[:, 25:], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -352,6 +398,7 @@ def cases(draw: st.DrawFn) -> Case:
         sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
         split=draw(st.sampled_from([16, 32, 64])),
+        asked=draw(st.integers(0, nodes)),
     )
 
 
@@ -445,8 +492,10 @@ def test_all_kernels_compile_for_hopper(repository: Path, tmp_path: Path) -> Non
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 0, ran.stderr[-3000:]
     kernels = [json.loads(line) for line in ran.stdout.splitlines()]
-    large, lone = (kernel for kernel in kernels if kernel["kernel"] == "_split_kernel")
+    split = [kernel for kernel in kernels if kernel["kernel"] == "_split_kernel"]
+    large, lone, *levels = split
     # what `launch_config` counts on: two programs per SM, nothing spilled, Hopper's matrix
     # instructions
     assert large["wgmma"] and 2 * (large["shared"] + 1024) <= 228 * 1024
     assert large["spilled"] == lone["spilled"] == 0
+    assert len(levels) == 3 and all(level["spilled"] == 0 for level in levels)
