@@ -65,6 +65,11 @@ def widen(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+def probabilities_of(logits: Tensor) -> Tensor:
+    """Softmax in float32 (float64 stays float64)."""
+    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
 def _log_softmax(logits: Tensor) -> Tensor:
     return F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
 

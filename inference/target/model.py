@@ -23,7 +23,7 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from heads.api.tree import TokenTree
-from inference.kernels.dispatch import choose
+from heads.kernels.dispatch import choose
 from inference.kernels.packed_linear import pack_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target import loading

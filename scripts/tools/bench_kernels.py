@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heads.api.errors import UserError, suggest
 from heads.api.tree import TokenTree
-from inference.kernels.dispatch import triton_version
+from heads.kernels.dispatch import triton_version
 from inference.kernels.reference.attention import TREE_ATTENTION, visible
 from inference.kernels.reference.commit import ACCEPT_WALK, COMPACT
 from inference.kernels.reference.heads import RESIDUAL_BLOCKS

@@ -214,7 +214,7 @@ def label_loss(
     if hard == 1:
         return losses.cross_entropy(flat, labels.flatten()).view(labels.shape), labels
     teacher = teacher_logits(batch, states_at.flatten())
-    values = losses.soft_cross_entropy(flat, probabilities_of(teacher))
+    values = losses.soft_cross_entropy(flat, losses.probabilities_of(teacher))
     if hard > 0:
         values = torch.lerp(values, losses.cross_entropy(flat, labels.flatten()), hard)
     return values.view(labels.shape), losses.best_column(teacher).view(labels.shape)
@@ -224,8 +224,3 @@ def next_tokens(batch: TrainBatch, states_at: Tensor) -> Tensor:
     """The token [M] behind each flat state [M]; behind the last of all it means nothing."""
     tokens = batch.tokens.flatten()
     return tokens[(states_at + 1).clamp(max=tokens.shape[0] - 1)]
-
-
-def probabilities_of(logits: Tensor) -> Tensor:
-    """Softmax in float32 (float64 stays float64)."""
-    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -24,7 +24,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from heads.api.tree import TokenTree
-from inference.kernels.dispatch import Op, all_ops
+from heads.kernels.dispatch import Op
+from inference.kernels.registry import all_ops
 
 
 class Hopper:

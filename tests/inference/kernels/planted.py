@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from heads.api.tree import TokenTree
-from inference.kernels.dispatch import Op
+from heads.kernels.dispatch import Op
 from inference.kernels.reference.attention import TREE_ATTENTION
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scripts.tools.bench_kernels import BENCHES, KERNEL, Call, Sizes, main, measure
-from tests.inference.kernels.devices import DEVICES
+from tests.heads.kernels.devices import DEVICES
 
 TOY = Sizes(
     heads=2,
