@@ -88,7 +88,8 @@ def test_values_and_gradients_are_those_of_float64(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [1, 17, 64])
 def test_any_number_of_rows(device: str, rows: int) -> None:
-    compare(device, sample(rows, vocab=301), ALL)
+    names = ("cross_entropy", "soft_cross_entropy", "total_variation")
+    compare(device, sample(rows, vocab=301), names)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -172,10 +173,13 @@ def test_a_divergence_of_equal_rows_is_zero_and_no_less(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_nan_is_not_hidden(device: str) -> None:
     logits, target, labels = (part.to(device) for part in sample(2, vocab=301))
-    logits[0, 1, 300] = torch.nan
-    found = ROW_LOSSES.triton()(logits, target, labels, ALL)
-    for name in ALL:
-        assert found[name].isnan().tolist() == [[False, True]], name
+    for spoilt in (logits[0], target):
+        right = spoilt[1, 300].clone()
+        spoilt[1, 300] = torch.nan
+        found = ROW_LOSSES.triton()(logits, target, labels, ALL)
+        spoilt[1, 300] = right
+        for name in ALL[1:]:
+            assert found[name].isnan().tolist() == [[False, True]], name
 
 
 @pytest.mark.parametrize("device", DEVICES)
