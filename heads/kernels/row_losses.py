@@ -34,13 +34,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from heads.kernels.dispatch import on_device
-from heads.kernels.reference.row_losses import CROSS_ENTROPY, NAMES, RowLosses
+from heads.kernels.reference.row_losses import (
+    ACCEPTANCE_NLL,
+    CROSS_ENTROPY,
+    FORWARD_KL,
+    JENSEN_SHANNON,
+    NAMES,
+    REVERSE_KL,
+    SOFT_CROSS_ENTROPY,
+    TOTAL_VARIATION,
+    RowLosses,
+)
 
 BLOCK = 2048
 """Columns of a tile: 16 bytes of bfloat16 for each thread of 8 warps."""
 WARPS = 8
-TWO_PASSES = ("reverse_kl", "jensen_shannon", "total_variation", "acceptance_nll")
-SUMS = 8
+TWO_PASSES = {REVERSE_KL, JENSEN_SHANNON, TOTAL_VARIATION, ACCEPTANCE_NLL}
+SUMS = 10
 """Numbers that the forward kernel leaves per row for the backward kernel (`_forward_kernel`)."""
 
 
@@ -95,7 +105,7 @@ class _RowLosses(torch.autograd.Function):
                 *(logits, wanted, aims, values, sums, best, target_best),
                 *(vocab, target_rows, 1.0 / temperature, beta),
                 **_constants(names, temperature, wanted is not None),
-                PASSES=2 if any(name in TWO_PASSES for name in names) else 1,
+                PASSES=2 if TWO_PASSES & set(names) else 1,
                 BLOCK=min(BLOCK, triton.next_power_of_2(vocab)),
                 num_warps=WARPS,
             )
@@ -132,12 +142,12 @@ def _constants(names: Sequence[str], temperature: float, soft: bool) -> dict[str
     places = {name: names.index(name) if name in names else -1 for name in NAMES}
     return {
         "CE": places[CROSS_ENTROPY],
-        "SOFT": places["soft_cross_entropy"],
-        "KL": places["forward_kl"],
-        "RKL": places["reverse_kl"],
-        "JSD": places["jensen_shannon"],
-        "TV": places["total_variation"],
-        "NLL": places["acceptance_nll"],
+        "SOFT": places[SOFT_CROSS_ENTROPY],
+        "KL": places[FORWARD_KL],
+        "RKL": places[REVERSE_KL],
+        "JSD": places[JENSEN_SHANNON],
+        "TV": places[TOTAL_VARIATION],
+        "NLL": places[ACCEPTANCE_NLL],
         "TARGET": soft,
         # the cross entropy is at temperature 1
         "TEMPERED": temperature != 1.0,
@@ -188,8 +198,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]  # noqa: C901
     PASSES: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):
     # fmt: on
-    """One program per row. Left in `sums` [8, R]: norms of q, of p, and of q at temperature 1; then
-    KL(q || p), sum q log(q / m), sum q sign(q - p), log sum min(p, q), and q's part of that."""
+    """One program per row. Left in `sums` [10, R]: the largest logit of q and its log-sum-exp above
+    that, the same of p, and q's at temperature 1; then KL(q || p), sum q log(q / m), sum q sign(q -
+    p), log sum min(p, q), and q's part of that."""
     place = tl.program_id(0).to(tl.int64)
     count = tl.num_programs(0).to(tl.int64)
     row = logits + place * vocab
@@ -235,24 +246,28 @@ def _forward_kernel(  # type: ignore[no-untyped-def]  # noqa: C901
     peak = tl.max(top, 0)
     tl.store(best + place, tl.min(tl.where(top == peak, at, vocab), 0).to(tl.int64))
     scale = tl.exp((top - peak) * inverse_temperature)
-    norm = peak * inverse_temperature + tl.log(tl.sum(mass * scale, 0))
-    tl.store(sums + place, norm)
+    above = tl.log(tl.sum(mass * scale, 0))
+    norm = peak * inverse_temperature + above
+    tl.store(sums + place, peak)
+    tl.store(sums + count + place, above)
     if CE >= 0:
-        plain_norm = norm
+        plain_above = above
         if TEMPERED:
-            plain_norm = peak + tl.log(tl.sum(plain * tl.exp(top - peak), 0))
+            plain_above = tl.log(tl.sum(plain * tl.exp(top - peak), 0))
         label = tl.load(labels + place)
         said = tl.load(row + label).to(tl.float32)
-        tl.store(sums + 2 * count + place, plain_norm)
-        tl.store(values + CE * count + place, plain_norm - said)
+        tl.store(sums + 4 * count + place, plain_above)
+        tl.store(values + CE * count + place, plain_above + (peak - said))
     if TARGET:
         target_peak = tl.max(target_top, 0)
         found = tl.min(tl.where(target_top == target_peak, target_at, vocab), 0)
         tl.store(target_best + place, found.to(tl.int64), mask=place < target_rows)
         scale = tl.exp((target_top - target_peak) * inverse_temperature)
         whole = tl.sum(target_mass * scale, 0)
-        target_norm = target_peak * inverse_temperature + tl.log(whole)
-        tl.store(sums + count + place, target_norm)
+        target_above = tl.log(whole)
+        target_norm = target_peak * inverse_temperature + target_above
+        tl.store(sums + 2 * count + place, target_peak)
+        tl.store(sums + 3 * count + place, target_above)
         if SOFT >= 0:
             mean = tl.sum(score * scale, 0) / whole
             tl.store(values + SOFT * count + place, norm - mean * inverse_temperature)
@@ -271,8 +286,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]  # noqa: C901
         own = tl.zeros([BLOCK], tl.float32)
         for start in range(0, vocab, BLOCK):
             column = start + lanes
-            log_q = _load(row, column, vocab) * inverse_temperature - norm
-            log_p = _load(other, column, vocab) * inverse_temperature - target_norm
+            log_q = (_load(row, column, vocab) - peak) * inverse_temperature - above
+            log_p = (_load(other, column, vocab) - target_peak) * inverse_temperature - target_above
             q = tl.exp(log_q)
             p = tl.exp(log_p)
             if RKL >= 0:
@@ -296,15 +311,15 @@ def _forward_kernel(  # type: ignore[no-untyped-def]  # noqa: C901
                 own = own * old + new * _share(log_q, log_p)
         if RKL >= 0:
             found = tl.sum(reverse, 0)
-            tl.store(sums + 3 * count + place, found)
+            tl.store(sums + 5 * count + place, found)
             tl.store(values + RKL * count + place, _not_below_zero(found))
         if JSD >= 0:
             drafted = tl.sum(from_q, 0)
             found = beta * tl.sum(from_p, 0) + (1.0 - beta) * drafted
-            tl.store(sums + 4 * count + place, drafted)
+            tl.store(sums + 6 * count + place, drafted)
             tl.store(values + JSD * count + place, _not_below_zero(found))
         if TV >= 0:
-            tl.store(sums + 5 * count + place, tl.sum(ahead, 0))
+            tl.store(sums + 7 * count + place, tl.sum(ahead, 0))
             tl.store(values + TV * count + place, 0.5 * tl.sum(apart, 0))
         if NLL >= 0:
             low_peak = tl.max(low_top, 0)
@@ -312,8 +327,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]  # noqa: C901
             whole = tl.sum(common * scale, 0)
             # a comparison drops NaN, of which both norms still know
             found = low_peak + tl.log(whole) + 0.0 * (norm + target_norm)
-            tl.store(sums + 6 * count + place, found)
-            tl.store(sums + 7 * count + place, tl.sum(own * scale, 0) / whole)
+            tl.store(sums + 8 * count + place, found)
+            tl.store(sums + 9 * count + place, tl.sum(own * scale, 0) / whole)
             tl.store(values + NLL * count + place, -found)
 
 
@@ -340,38 +355,40 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     slope = tl.zeros([BLOCK], tl.float32)
     if size > 0.0:
         z = _load(logits + place * vocab, column, vocab)
-        log_q = z * inverse_temperature - tl.load(sums + place)
+        peak = tl.load(sums + place)
+        log_q = (z - peak) * inverse_temperature - tl.load(sums + count + place)
         q = tl.exp(log_q)
         if TARGET:
             y = _load(wanted + (place % target_rows) * vocab, column, vocab)
-            log_p = y * inverse_temperature - tl.load(sums + count + place)
+            log_p = (y - tl.load(sums + 2 * count + place)) * inverse_temperature
+            log_p -= tl.load(sums + 3 * count + place)
             p = tl.exp(log_p)
         if SOFT >= 0:
             slope += tl.load(grad + SOFT * count + place) * (q - p)
         if KL >= 0:
             slope += tl.load(grad + KL * count + place) * (q - p)
         if RKL >= 0:
-            mean = tl.load(sums + 3 * count + place)
+            mean = tl.load(sums + 5 * count + place)
             part = tl.where(q > 0.0, q * (log_q - log_p - mean), q)
             slope += tl.load(grad + RKL * count + place) * part
         if JSD >= 0:
-            mean = tl.load(sums + 4 * count + place)
+            mean = tl.load(sums + 6 * count + place)
             part = tl.where(q > 0.0, q * (log_q - _mixture(log_p, log_q, beta) - mean), q)
             slope += tl.load(grad + JSD * count + place) * (1.0 - beta) * part
         if TV >= 0:
-            mean = tl.load(sums + 5 * count + place)
+            mean = tl.load(sums + 7 * count + place)
             sign = tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0))
             slope += tl.load(grad + TV * count + place) * 0.5 * q * (sign - mean)
         if NLL >= 0:
-            common = tl.load(sums + 6 * count + place)
+            common = tl.load(sums + 8 * count + place)
             least = tl.where(log_q < log_p, log_q, log_p)
-            part = q * tl.load(sums + 7 * count + place)
+            part = q * tl.load(sums + 9 * count + place)
             part -= tl.exp(least - common) * _share(log_q, log_p)
             slope += tl.load(grad + NLL * count + place) * part
         slope *= inverse_temperature
         if CE >= 0:
             if TEMPERED:
-                q = tl.exp(z - tl.load(sums + 2 * count + place))
+                q = tl.exp(z - peak - tl.load(sums + 4 * count + place))
             said = column == tl.load(labels + place)
             slope += tl.load(grad + CE * count + place) * (q - tl.where(said, 1.0, 0.0))
     at = out + place * vocab + column

@@ -174,13 +174,6 @@ def total_variation(logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 @full_precision
-def acceptance_rate(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """sum min(p, q) = 1 - TV(p, q) per position [M]: the chance that one draft is kept."""
-    log_q, log_p = _log_softmax(logits), _log_softmax(target_logits.detach())
-    return torch.minimum(log_q, log_p).exp().sum(-1)
-
-
-@full_precision
 def acceptance_nll(logits: Tensor, target_logits: Tensor) -> Tensor:
     """-log sum min(p, q) per position [M] (LK losses, 2602.23881: L_alpha). Gradients
     do not vanish where p and q hardly overlap, as those of TV do."""
@@ -188,19 +181,17 @@ def acceptance_nll(logits: Tensor, target_logits: Tensor) -> Tensor:
     return -smallest.logsumexp(-1)
 
 
-@full_precision
 def annealed_lk(
-    logits: Tensor, target_logits: Tensor, eta: float = 3.0, acceptance: Tensor | None = None
+    divergence: Tensor, distance: Tensor, eta: float = 3.0, acceptance: Tensor | None = None
 ) -> Tensor:
-    """w KL(p || q) + (1 - w) TV(p, q) per position [M] with w = exp(-eta alpha) (LK losses,
+    """w KL(p || q) + (1 - w) TV(p, q) of both per position [M] with w = exp(-eta alpha) (LK losses,
     2602.23881: L_lambda): KL while the drafter is poor, TV once it is good.
 
     acceptance [M], without gradient: each position's alpha; None: the mean of all.
     """
-    distance = total_variation(logits, target_logits)
     alpha = 1.0 - distance.detach().mean() if acceptance is None else acceptance
     weight = torch.exp(-eta * alpha)
-    return weight * forward_kl(logits, target_logits) + (1.0 - weight) * distance
+    return weight * divergence + (1.0 - weight) * distance
 
 
 @full_precision

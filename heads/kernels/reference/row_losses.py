@@ -20,14 +20,20 @@ from heads.kernels.dispatch import FLOATS, Op
 from heads.nn import losses
 
 CROSS_ENTROPY = "cross_entropy"
+SOFT_CROSS_ENTROPY = "soft_cross_entropy"
+FORWARD_KL = "forward_kl"
+REVERSE_KL = "reverse_kl"
+JENSEN_SHANNON = "jensen_shannon"
+TOTAL_VARIATION = "total_variation"
+ACCEPTANCE_NLL = "acceptance_nll"
 NAMES = (
     CROSS_ENTROPY,
-    "soft_cross_entropy",
-    "forward_kl",
-    "reverse_kl",
-    "jensen_shannon",
-    "total_variation",
-    "acceptance_nll",
+    SOFT_CROSS_ENTROPY,
+    FORWARD_KL,
+    REVERSE_KL,
+    JENSEN_SHANNON,
+    TOTAL_VARIATION,
+    ACCEPTANCE_NLL,
 )
 """Losses that can be asked for. `cross_entropy` needs labels, all others the target's logits."""
 
@@ -84,12 +90,12 @@ def at_temperature(logits: Tensor, temperature: float) -> Tensor:
 def _soft(beta: float) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     """The losses against the target's distribution, as functions of both logits."""
     return {
-        "soft_cross_entropy": lambda q, p: losses.soft_cross_entropy(q, losses.probabilities_of(p)),
-        "forward_kl": losses.forward_kl,
-        "reverse_kl": losses.reverse_kl,
-        "jensen_shannon": lambda q, p: losses.jensen_shannon(q, p, beta),
-        "total_variation": losses.total_variation,
-        "acceptance_nll": losses.acceptance_nll,
+        SOFT_CROSS_ENTROPY: lambda q, p: losses.soft_cross_entropy(q, losses.probabilities_of(p)),
+        FORWARD_KL: losses.forward_kl,
+        REVERSE_KL: losses.reverse_kl,
+        JENSEN_SHANNON: lambda q, p: losses.jensen_shannon(q, p, beta),
+        TOTAL_VARIATION: losses.total_variation,
+        ACCEPTANCE_NLL: losses.acceptance_nll,
     }
 
 

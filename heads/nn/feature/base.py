@@ -20,6 +20,7 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
+from heads.kernels.reference.row_losses import CROSS_ENTROPY, ROW_LOSSES, SOFT_CROSS_ENTROPY
 from heads.nn import init, losses
 from heads.nn.blocks import LayerShape
 from heads.nn.drafting.plan import PlanCache
@@ -207,17 +208,22 @@ def teacher_logits(batch: TrainBatch, states_at: Tensor) -> Tensor:
 def label_loss(
     batch: TrainBatch, logits: Tensor, labels: Tensor, states_at: Tensor, hard: float
 ) -> tuple[Tensor, Tensor]:
-    """Losses [X, Y] of logits [X, Y, V] against the answer's tokens `labels` [X, Y], whose share is
-    `hard`, and the target's distributions at flat states [X, Y]; and the tokens that count as
-    right: the target's likeliest where it is asked, else the answer's."""
-    flat = logits.flatten(0, 1)
+    """Losses [..., M] of logits [..., M, V] against the answer's tokens `labels` [..., M] or [M],
+    whose share is `hard`, and the target's distributions at flat states of the same shape as the
+    labels; and whether the likeliest token [..., M] is the right one: the target's likeliest where
+    it is asked, else the answer's."""
     if hard == 1:
-        return losses.cross_entropy(flat, labels.flatten()).view(labels.shape), labels
+        found = ROW_LOSSES(logits, None, labels, (CROSS_ENTROPY,))
+        return found[CROSS_ENTROPY], found.best == labels
+    rows = logits.flatten(0, labels.dim() - 1) if labels.dim() > 1 else logits
     teacher = teacher_logits(batch, states_at.flatten())
-    values = losses.soft_cross_entropy(flat, losses.probabilities_of(teacher))
+    names = (SOFT_CROSS_ENTROPY, CROSS_ENTROPY) if hard > 0 else (SOFT_CROSS_ENTROPY,)
+    found = ROW_LOSSES(rows, teacher, labels.flatten(), names)
+    values = found[SOFT_CROSS_ENTROPY]
     if hard > 0:
-        values = torch.lerp(values, losses.cross_entropy(flat, labels.flatten()), hard)
-    return values.view(labels.shape), losses.best_column(teacher).view(labels.shape)
+        values = torch.lerp(values, found[CROSS_ENTROPY], hard)
+    shape = logits.shape[:-1]
+    return values.view(shape), (found.best == found.target_best).view(shape)
 
 
 def next_tokens(batch: TrainBatch, states_at: Tensor) -> Tensor:

@@ -47,7 +47,8 @@ def graded(
 
 def weights_of(given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """A weight per loss and row, one row having none."""
-    drawn = torch.rand(len(NAMES), *given[2].shape) + 0.5
+    generator = torch.Generator().manual_seed(5)
+    drawn = torch.rand(len(NAMES), *given[2].shape, generator=generator) + 0.5
     drawn[:, 0, 0] = 0.0
     return drawn.to(given[0].device)
 
