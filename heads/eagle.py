@@ -151,7 +151,8 @@ class Drafter(ChainDrafter):
         noisy = base.add_noise(self.features(None, batch.last_hidden), batch, config.noise)
         unrolled = self.chain.unroll(batch, config.align_steps, noisy)
         judge = partial(self._judge, batch)
-        return base.unrolled_loss(batch, unrolled, self.info.vocab_size, weights, judge)
+        columns = self.info.vocab_size
+        return base.unrolled_loss(batch, unrolled, columns, weights, judge, frozen=True)
 
     def _judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor

@@ -125,7 +125,8 @@ class Drafter(ReducedDrafter):
         weights = self.config.decay ** torch.arange(1, count + 1, device=batch.tokens.device)
         taught = self.info.vocab_size if self.config.soft_labels else 0
         judge = partial(self._judge, batch)
-        return unrolled_loss(batch, by_head, self.columns_drafted, weights, judge, taught)
+        frozen, columns = self.lm_heads is None, self.columns_drafted
+        return unrolled_loss(batch, by_head, columns, weights, judge, taught, frozen=frozen)
 
     def _judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor

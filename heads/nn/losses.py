@@ -207,18 +207,21 @@ def distractor_penalty(logits: Tensor, target_logits: Tensor, labels: Tensor) ->
 Sums = tuple[Tensor, ...]
 
 
-def sum_over_rows(part: Callable[[Tensor], Sums], rows: Tensor, columns: int) -> Sums:
+def sum_over_rows(
+    part: Callable[[Tensor], Sums], rows: Tensor, columns: int, recompute: bool = True
+) -> Sums:
     """Add up part(rows) over chunks of `rows` [M] int64 of at most `chunk_elements` / columns.
 
     part returns tensors that are sums over its rows. With more than one chunk each is recomputed in
-    the backward pass instead of being kept.
+    the backward pass instead of being kept, unless `part` itself keeps nothing as wide as the
+    vocabulary (recompute=False; see `heads.nn.early_gradient`).
     """
     chunk = max(1, chunk_elements(rows.device) // columns)
     if rows.shape[0] <= chunk:
         return part(rows)
     total: Sums | None = None
     for piece in rows.split(chunk):
-        sums: Sums = checkpoint(part, piece, use_reentrant=False)
+        sums: Sums = checkpoint(part, piece, use_reentrant=False) if recompute else part(piece)
         total = sums if total is None else tuple(a + b for a, b in zip(total, sums, strict=True))
     assert total is not None
     return total

@@ -43,7 +43,8 @@ class DepthDrafter(ChainDrafter):
         weights = config.beta**depths
         weights, judge = weights / weights.sum(), partial(self._judge, batch)
         unrolled = self.chain.unroll(batch, config.depths)
-        return base.unrolled_loss(batch, unrolled, self.info.vocab_size, weights, judge)
+        columns = self.info.vocab_size
+        return base.unrolled_loss(batch, unrolled, columns, weights, judge, frozen=True)
 
     def _judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor

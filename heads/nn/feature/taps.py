@@ -118,6 +118,11 @@ class TapDrafter(ReducedDrafter):
         """Elements that `judge` computes for one prediction: logits, and scores if there are."""
         return self.lm_head.out_features * (1 if self.shortlist is None else 2)
 
+    @property
+    def frozen_head(self) -> bool:
+        """Whether `judge` knows no trained weight."""
+        return not self.config.train_lm_head and self.shortlist is None
+
     def fuse(self, taps: Tensor) -> Tensor:
         """taps [B, T, n, H] -> g [B, T, H]."""
         taps = taps.to(self.fc.weight.dtype)
