@@ -18,6 +18,7 @@ TOY = Sizes(
     layers=2,
     hidden=32,
     vocab=300,
+    rows=2,
     contexts=((2, 20),),
     nodes=(3,),
     splits=(64,),
