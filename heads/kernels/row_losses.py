@@ -255,7 +255,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]  # noqa: C901
         if TEMPERED:
             plain_above = tl.log(tl.sum(plain * tl.exp(top - peak), 0))
         label = tl.load(labels + place)
-        said = tl.load(row + label).to(tl.float32)
+        valid = (label >= 0) & (label < vocab)
+        said = tl.load(row + label, mask=valid, other=float("nan")).to(tl.float32)
         tl.store(sums + 4 * count + place, plain_above)
         tl.store(values + CE * count + place, plain_above + (peak - said))
     if TARGET:
