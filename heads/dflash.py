@@ -33,13 +33,13 @@ from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DartreeShape, DraftShape
+from heads.kernels.reference.row_losses import CROSS_ENTROPY, ROW_LOSSES, TOTAL_VARIATION, RowLosses
 from heads.nn import losses
 from heads.nn.anchors import Anchors
 from heads.nn.block import confidence as block_confidence
 from heads.nn.block.attention import KeyValue, View, attend_blocks
 from heads.nn.block.config import Config as Config
 from heads.nn.block.lattice import Lattice
-from heads.nn.block.losses import log_probability
 from heads.nn.block.model import BlockModel
 from heads.nn.block.taught import Taught
 from heads.nn.blocks import Attend
@@ -174,7 +174,8 @@ class Drafter(BlockModel):
         states_at = taught.states_at[block, depth]
         target_logits = teacher_logits(batch, states_at) if self.needs.logits else None
         objective = config.objective()
-        values = objective(logits, labels, target_logits)
+        found = ROW_LOSSES(logits, target_logits, labels, config.losses())
+        values = objective(found)
         if config.distractor > 0:
             assert target_logits is not None
             penalty = losses.distractor_penalty(logits, target_logits, labels)
@@ -186,27 +187,34 @@ class Drafter(BlockModel):
             values = torch.where(teaches, values, torch.zeros_like(values))
         if share > 0:
             assert base is not None
-            values = (1 - share) * values + share * objective(base, labels, target_logits)
-        right = values.new_full(taught.mask.shape, float("-inf"))
-        right = right.index_put((block, depth), log_probability(logits, labels))
-        weights = config.weighting()(right, taught.mask) * taught.scale[:, None].to(values.dtype)
-        weights = weights[block, depth]
+            alone = ROW_LOSSES(base, target_logits, labels, objective.names)
+            values = (1 - share) * values + share * objective(alone)
+        weights = self._weights(taught, found, values)[block, depth]
         if batch.weights is not None:
             weights = weights * batch.weights.flatten()[states_at + 1].to(weights.dtype)
         doubt = torch.zeros_like(values)
         if self.confidence_head is not None:
-            assert target_logits is not None
             odds = self.confidence_head(states, rule.hint(taught.parents[block, depth]))
-            acceptance = losses.acceptance_rate(logits.detach(), target_logits)
+            acceptance = 1.0 - found[TOTAL_VARIATION].detach()
             doubt = block_confidence.confidence_loss(odds, acceptance)
         total = (weights * (values + config.confidence_weight * doubt)).sum()
 
         def by_depth(items: Tensor) -> Tensor:
             return items.new_zeros(self.depths).index_add_(0, depth, items)
 
-        correct = (losses.best_column(logits) == objective.aim(labels, target_logits)).long()
-        counted = by_depth(values.detach()), by_depth(correct), taught.mask.sum(0)
+        correct = by_depth(objective.hits(found, labels).long())
+        counted = by_depth(values.detach()), correct, taught.mask.sum(0)
         return total, *counted, doubt.detach().sum()
+
+    def _weights(self, taught: Taught, found: RowLosses, values: Tensor) -> Tensor:
+        """How much each depth of each block weighs [M, K], by what was `found` of the supervised
+        ones, whose losses are `values`."""
+        weighting, scale = self.config.weighting(), taught.scale[:, None]
+        right = values.new_full(taught.mask.shape, float("-inf"))
+        if weighting.by_probability:
+            right = right.masked_scatter(taught.mask, -found[CROSS_ENTROPY].detach())
+        weights: Tensor = weighting(right, taught.mask)
+        return weights * scale.to(weights.dtype)
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V] of depths 1..depth of a block behind each position; see the contract."""

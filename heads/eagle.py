@@ -31,6 +31,7 @@ from heads.api.config import Depth, Fraction, Rows, Weight, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
+from heads.kernels.reference.row_losses import ROW_LOSSES, SOFT_CROSS_ENTROPY
 from heads.nn import losses
 from heads.nn.blocks import MLP, Attention, LayerShape, RMSNorm, initialise_blocks
 from heads.nn.feature import base
@@ -150,7 +151,8 @@ class Drafter(ChainDrafter):
         noisy = base.add_noise(self.features(None, batch.last_hidden), batch, config.noise)
         unrolled = self.chain.unroll(batch, config.align_steps, noisy)
         judge = partial(self._judge, batch)
-        return base.unrolled_loss(batch, unrolled, self.info.vocab_size, weights, judge)
+        columns = self.info.vocab_size
+        return base.unrolled_loss(batch, unrolled, columns, weights, judge, frozen=True)
 
     def _judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
@@ -159,16 +161,17 @@ class Drafter(ChainDrafter):
         config: Config = self.config
         logits = self.logits(outputs)  # [K, M, V]
         wanted = base.teacher_logits(batch, states_at)
-        probabilities = base.probabilities_of(wanted)
-        parts = []
+        names = (SOFT_CROSS_ENTROPY,) if config.logit_weight > 0 else ()
+        found, parts = ROW_LOSSES(logits, wanted, None, names), []
         if config.feature_weight > 0:
             assert batch.last_hidden is not None
             true = batch.last_hidden.flatten(0, 1)[states_at]
             parts.append(config.feature_weight * losses.feature_distance(outputs, true))
         if config.logit_weight > 0:
-            parts.append(config.logit_weight * losses.soft_cross_entropy(logits, probabilities))
+            parts.append(config.logit_weight * found[SOFT_CROSS_ENTROPY])
         if config.top_k_weight > 0:
+            probabilities = losses.probabilities_of(wanted)
             narrowed = losses.top_k_cross_entropy(logits, probabilities, config.top_k)
             parts.append(config.top_k_weight * narrowed)
         counts = torch.ones_like(states_at, dtype=torch.bool)
-        return torch.stack(parts).sum(0), counts, losses.best_column(logits) == wanted.argmax(-1)
+        return torch.stack(parts).sum(0), counts, found.best == found.target_best

@@ -161,7 +161,9 @@ class Drafter(TapDrafter, ChainDrafter):
         unrolled = self.chain.unroll(batch, steps, anchors=anchors)
         columns, taught = self.judged_columns, self.info.vocab_size
         judge = partial(self.judge, batch)
-        return unrolled_loss(batch, unrolled, columns, weights, judge, taught, anchors)
+        return unrolled_loss(
+            batch, unrolled, columns, weights, judge, taught, anchors, self.frozen_head
+        )
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         self.set_columns()

@@ -35,7 +35,7 @@ from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init, losses
 from heads.nn.attention import sequence_attention
 from heads.nn.blocks import MLP, Attention, LayerShape, RMSNorm, initialise_blocks
-from heads.nn.feature.base import layer_shape, probabilities_of, teacher_logits
+from heads.nn.feature.base import label_loss, layer_shape
 from heads.nn.packing import Packing
 from heads.nn.rope import Rotation
 from heads.nn.target.drafting import SelfDrafter
@@ -252,14 +252,10 @@ class Drafter(SelfDrafter):
 
         def part(rows: Tensor) -> losses.Sums:
             logits = self._logits(outputs.index_select(0, rows))  # [M, V]
-            teacher = teacher_logits(batch, rows + ahead - 1)
-            values = losses.soft_cross_entropy(logits, probabilities_of(teacher))
-            if weight > 0:
-                hard = losses.cross_entropy(logits, tokens[rows + ahead])
-                values = torch.lerp(values, hard, weight)
-            values = batch.weighed(values, rows + ahead - 1)
-            hits = losses.best_column(logits) == losses.best_column(teacher)
-            return values.sum(0, keepdim=True), hits.sum(0, keepdim=True)
+            states_at = rows + ahead - 1
+            values, right = label_loss(batch, logits, tokens[rows + ahead], states_at, weight)
+            values = batch.weighed(values, states_at)
+            return values.sum(0, keepdim=True), right.sum(0, keepdim=True)
 
         rows = batch.supervised(ahead).flatten().nonzero().squeeze(1)
         total, correct = losses.sum_over_rows(part, rows, self.info.vocab_size)

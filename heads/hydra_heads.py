@@ -230,10 +230,10 @@ class Drafter(FeatureDrafter):
             logits = torch.stack([self._head_logits(read[:, :end]) for end in ends])
             labels = tokens[(places + 1).clamp(max=tokens.shape[0] - 1)].T  # [K, M]
             # Token t+k+1 is drawn from the target's distribution at state t+k.
-            values, best = label_loss(batch, logits, labels, places.T, hard)
+            values, right = label_loss(batch, logits, labels, places.T, hard)
             values = batch.weighed(values, places.T, ahead[:, None])
-            hits = (losses.best_column(logits) == best) & mask
-            return losses.masked_sum(values.T, mask.T), hits.sum(1), mask.sum(1)
+            hits = (right & mask).sum(1)
+            return losses.masked_sum(values.T, mask.T), hits, mask.sum(1)
 
         rows = wanted.any(1).nonzero().squeeze(1)
         sums = losses.sum_over_rows(part, rows, count * self.info.vocab_size)

@@ -27,7 +27,8 @@ from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
-from heads.nn import blocks, init, losses
+from heads.kernels.reference.row_losses import CROSS_ENTROPY, ROW_LOSSES, SOFT_CROSS_ENTROPY
+from heads.nn import blocks, init
 from heads.nn.drafting.growth import fill
 from heads.nn.drafting.state import Rooted, last_valid
 from heads.nn.feature.base import next_tokens, require_heads, unrolled_loss
@@ -124,19 +125,20 @@ class Drafter(ReducedDrafter):
         weights = self.config.decay ** torch.arange(1, count + 1, device=batch.tokens.device)
         taught = self.info.vocab_size if self.config.soft_labels else 0
         judge = partial(self._judge, batch)
-        return unrolled_loss(batch, by_head, self.columns_drafted, weights, judge, taught)
+        frozen, columns = self.lm_heads is None, self.columns_drafted
+        return unrolled_loss(batch, by_head, columns, weights, judge, taught, frozen=frozen)
 
     def _judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Cross entropy [K, M] of outputs [K, M, H] against the next tokens, or the target."""
-        logits, labels = self._logits(outputs), next_tokens(batch, states_at)
-        columns, known = self.columns_of(labels)
-        right = (losses.best_column(logits) == columns) & known
-        if not self.config.soft_labels:
-            return self.hard_loss(logits, labels), known, right
-        probabilities, _, known = self.teach(batch, states_at)
-        return losses.soft_cross_entropy(logits, probabilities), known, right
+        columns, said = self.columns_of(next_tokens(batch, states_at))
+        name, wanted, known = CROSS_ENTROPY, None, said
+        if self.config.soft_labels:
+            name = SOFT_CROSS_ENTROPY
+            wanted, known = self.teach(batch, states_at)
+        found = ROW_LOSSES(self._logits(outputs), wanted, columns, (name,))
+        return found[name], known, (found.best == columns) & said
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V'] of heads 1..depth; see the contract."""

@@ -177,7 +177,8 @@ class Drafter(TapDrafter):
         # of all depths, of the target
         columns = max(config.depths * self.judged_columns, self.info.vocab_size)
         judge = partial(self.judge, batch)
-        sums = sum_by_state(batch, outputs, places, wanted, columns, judge)
+        frozen = self.frozen_head
+        sums = sum_by_state(batch, outputs, places, wanted, columns, judge, frozen=frozen)
         depths = torch.arange(config.depths, device=outputs.device, dtype=sums[0].dtype)
         return losses.weighted_output(config.decay**depths, *sums)
 

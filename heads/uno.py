@@ -42,6 +42,7 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
+from heads.kernels.reference.row_losses import ROW_LOSSES
 from heads.nn import init, losses
 from heads.nn.anchors import Anchors
 from heads.nn.block.attention import KeyValue, View, attend_blocks
@@ -253,7 +254,8 @@ class Drafter(LayerDrafter):
         logits = self._logits(outputs[block, slot])
         wanted = teacher_logits(batch, states_at)
         objective = config.objective()
-        values = objective(logits, labels, wanted)
+        found = ROW_LOSSES(logits, wanted, labels, objective.names)
+        values = objective(found)
         weights = taught.scale[block].to(values.dtype)
         if batch.weights is not None:
             weights = weights * batch.weights.flatten()[states_at + 1].to(weights.dtype)
@@ -261,8 +263,8 @@ class Drafter(LayerDrafter):
         def by_depth(items: Tensor) -> Tensor:
             return items.new_zeros(config.block_size - 1).index_add_(0, slot, items)
 
-        hits = losses.best_column(logits) == objective.aim(labels, wanted)
-        counted = by_depth(values.detach()), by_depth(hits.long()), by_depth(torch.ones_like(slot))
+        hits = by_depth(objective.hits(found, labels).long())
+        counted = by_depth(values.detach()), hits, by_depth(torch.ones_like(slot))
         return (weights * values).sum(), *counted
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:

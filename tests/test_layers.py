@@ -16,7 +16,7 @@ import grimp
 import pytest
 
 from heads.api.kinds import own_kinds
-from inference.kernels.dispatch import all_ops
+from inference.kernels.registry import all_ops
 from inference.measure.vllm_process import SCRIPT
 from scripts.evidence.sides import WORKER
 

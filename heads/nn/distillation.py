@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,16 @@ from torch import Tensor
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.config import OpenFraction, Warmth, Weight, config
 from heads.api.errors import UserError
+from heads.kernels.reference.row_losses import (
+    ACCEPTANCE_NLL,
+    CROSS_ENTROPY,
+    FORWARD_KL,
+    JENSEN_SHANNON,
+    REVERSE_KL,
+    ROW_LOSSES,
+    TOTAL_VARIATION,
+    RowLosses,
+)
 from heads.nn import losses
 from heads.nn.feature.base import next_tokens, teacher_logits
 
@@ -63,6 +73,25 @@ class ObjectiveConfig:
                 "a distilled drafter needs an objective: give a positive weight to one or more of "
                 f"head.{', head.'.join(OBJECTIVES)}, and none below 0; given {weights}."
             )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Those above 0 of losses of rows, by the losses' names; all but `lk_annealed`."""
+        weights = {
+            CROSS_ENTROPY: self.ce,
+            FORWARD_KL: self.forward_kl,
+            REVERSE_KL: self.reverse_kl,
+            JENSEN_SHANNON: self.jsd,
+            TOTAL_VARIATION: self.tv,
+            ACCEPTANCE_NLL: self.lk,
+        }
+        return {name: weight for name, weight in weights.items() if weight > 0}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The losses of rows that the objectives are made of."""
+        annealed = (FORWARD_KL, TOTAL_VARIATION) if self.lk_annealed > 0 else ()
+        return tuple(dict.fromkeys([*self.weights, *annealed]))
 
     @property
     def soft(self) -> bool:
@@ -109,11 +138,10 @@ def distillation_loss(
     def part(rows: Tensor) -> losses.Sums:
         chosen = predictions.only(rows)
         logits, wanted, labels = _look(config, batch, chosen, head)
-        alpha = None if acceptance is None else acceptance[rows]
-        values = objective(config, logits, wanted, labels, alpha)
+        found = compare(config, logits, wanted, labels)
+        values = objective(config, found, None if acceptance is None else acceptance[rows])
         values = batch.weighed(values, chosen.states, chosen.depth + 1)
-        best = labels if wanted is None else losses.best_column(wanted)
-        hits = losses.best_column(logits) == best
+        hits = found.best == (labels if found.target_best is None else found.target_best)
         if predictions.depths == 1:
             return values.sum(0, keepdim=True), hits.sum(0, keepdim=True)
         depths = F.one_hot(chosen.depth, predictions.depths)
@@ -128,35 +156,22 @@ def distillation_loss(
     return LossOutput(total.sum(), losses.depth_metrics(total, correct, count))
 
 
-def objective(
-    config: ObjectiveConfig,
-    logits: Tensor,
-    wanted: Tensor | None,
-    labels: Tensor,
-    alpha: Tensor | None,
-) -> Tensor:
-    """Weighted sum of the objectives per prediction [M]: logits and the target's `wanted` [M, V]
-    (None: no soft objective), labels [M] int64, alpha [M]: mean acceptance rates for lk_annealed.
-    """
-    values = [config.ce * losses.cross_entropy(logits, labels)] if config.ce > 0 else []
-    if wanted is None:
-        return torch.stack(values).sum(0)
-    drafted, wanted = at_temperature(config, logits), at_temperature(config, wanted)
-    soft: tuple[tuple[float, Callable[..., Tensor], tuple[Any, ...]], ...] = (
-        (config.forward_kl, losses.forward_kl, ()),
-        (config.reverse_kl, losses.reverse_kl, ()),
-        (config.jsd, losses.jensen_shannon, (config.jsd_beta,)),
-        (config.tv, losses.total_variation, ()),
-        (config.lk, losses.acceptance_nll, ()),
-        (config.lk_annealed, losses.annealed_lk, (config.lk_eta, alpha)),
-    )
-    values += [weight * loss(drafted, wanted, *more) for weight, loss, more in soft if weight > 0]
+def compare(
+    config: ObjectiveConfig, logits: Tensor, wanted: Tensor | None, labels: Tensor
+) -> RowLosses:
+    """The losses that the objectives are made of, for logits and the target's `wanted` [M, V]
+    (None: no soft objective) and labels [M] int64."""
+    return ROW_LOSSES(logits, wanted, labels, config.names, config.temperature, config.jsd_beta)
+
+
+def objective(config: ObjectiveConfig, found: RowLosses, alpha: Tensor | None) -> Tensor:
+    """Weighted sum of the objectives per prediction [M]; alpha [M]: mean acceptance rates for
+    lk_annealed (None: the mean of all)."""
+    values = [weight * found[name] for name, weight in config.weights.items()]
+    if config.lk_annealed > 0:
+        kl, tv = found[FORWARD_KL], found[TOTAL_VARIATION]
+        values.append(config.lk_annealed * losses.annealed_lk(kl, tv, config.lk_eta, alpha))
     return torch.stack(values).sum(0)
-
-
-def at_temperature(config: ObjectiveConfig, logits: Tensor) -> Tensor:
-    """Logits at the objectives' temperature, divided in float32; at 1 without a pass over them."""
-    return logits if config.temperature == 1.0 else losses.widen(logits) / config.temperature
 
 
 def _look(
@@ -181,10 +196,8 @@ def _mean_acceptance(
 
     def rates(chosen: Predictions) -> Tensor:
         logits, wanted, _ = _look(config, batch, chosen, head)
-        assert wanted is not None
-        return losses.acceptance_rate(
-            at_temperature(config, logits), at_temperature(config, wanted)
-        )
+        names = (TOTAL_VARIATION,)
+        return 1.0 - ROW_LOSSES(logits, wanted, None, names, config.temperature)[TOTAL_VARIATION]
 
     found = _in_chunks(rates, predictions, columns)
     group = (predictions.states // batch.tokens.shape[1]) * predictions.depths + predictions.depth
@@ -219,8 +232,7 @@ def furthest_behind(
 
     def values(side: tuple[Predictions, Head]) -> Tensor:
         def one(chosen: Predictions) -> Tensor:
-            logits, wanted, labels = _look(config, batch, chosen, side[1])
-            return objective(config, logits, wanted, labels, None)
+            return objective(config, compare(config, *_look(config, batch, chosen, side[1])), None)
 
         return _in_chunks(one, side[0], columns)
 

@@ -65,6 +65,11 @@ def widen(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+def probabilities_of(logits: Tensor) -> Tensor:
+    """Softmax in float32 (float64 stays float64)."""
+    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
 def _log_softmax(logits: Tensor) -> Tensor:
     return F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
@@ -169,13 +174,6 @@ def total_variation(logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 @full_precision
-def acceptance_rate(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """sum min(p, q) = 1 - TV(p, q) per position [M]: the chance that one draft is kept."""
-    log_q, log_p = _log_softmax(logits), _log_softmax(target_logits.detach())
-    return torch.minimum(log_q, log_p).exp().sum(-1)
-
-
-@full_precision
 def acceptance_nll(logits: Tensor, target_logits: Tensor) -> Tensor:
     """-log sum min(p, q) per position [M] (LK losses, 2602.23881: L_alpha). Gradients
     do not vanish where p and q hardly overlap, as those of TV do."""
@@ -183,19 +181,17 @@ def acceptance_nll(logits: Tensor, target_logits: Tensor) -> Tensor:
     return -smallest.logsumexp(-1)
 
 
-@full_precision
 def annealed_lk(
-    logits: Tensor, target_logits: Tensor, eta: float = 3.0, acceptance: Tensor | None = None
+    divergence: Tensor, distance: Tensor, eta: float = 3.0, acceptance: Tensor | None = None
 ) -> Tensor:
-    """w KL(p || q) + (1 - w) TV(p, q) per position [M] with w = exp(-eta alpha) (LK losses,
+    """w KL(p || q) + (1 - w) TV(p, q) of both per position [M] with w = exp(-eta alpha) (LK losses,
     2602.23881: L_lambda): KL while the drafter is poor, TV once it is good.
 
     acceptance [M], without gradient: each position's alpha; None: the mean of all.
     """
-    distance = total_variation(logits, target_logits)
     alpha = 1.0 - distance.detach().mean() if acceptance is None else acceptance
     weight = torch.exp(-eta * alpha)
-    return weight * forward_kl(logits, target_logits) + (1.0 - weight) * distance
+    return weight * divergence + (1.0 - weight) * distance
 
 
 @full_precision
@@ -211,18 +207,21 @@ def distractor_penalty(logits: Tensor, target_logits: Tensor, labels: Tensor) ->
 Sums = tuple[Tensor, ...]
 
 
-def sum_over_rows(part: Callable[[Tensor], Sums], rows: Tensor, columns: int) -> Sums:
+def sum_over_rows(
+    part: Callable[[Tensor], Sums], rows: Tensor, columns: int, recompute: bool = True
+) -> Sums:
     """Add up part(rows) over chunks of `rows` [M] int64 of at most `chunk_elements` / columns.
 
     part returns tensors that are sums over its rows. With more than one chunk each is recomputed in
-    the backward pass instead of being kept.
+    the backward pass instead of being kept, unless `part` itself keeps nothing as wide as the
+    vocabulary (recompute=False; see `heads.nn.early_gradient`).
     """
     chunk = max(1, chunk_elements(rows.device) // columns)
     if rows.shape[0] <= chunk:
         return part(rows)
     total: Sums | None = None
     for piece in rows.split(chunk):
-        sums: Sums = checkpoint(part, piece, use_reentrant=False)
+        sums: Sums = checkpoint(part, piece, use_reentrant=False) if recompute else part(piece)
         total = sums if total is None else tuple(a + b for a, b in zip(total, sums, strict=True))
     assert total is not None
     return total

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heads.api.errors import UserError
-from inference.kernels.dispatch import choose
+from heads.kernels.dispatch import choose
 from inference.kernels.reference.device_clock import WRITE_CLOCK
 from inference.target.hardware import wait_for
 

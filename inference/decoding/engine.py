@@ -23,6 +23,7 @@ import torch
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.tree import DraftShape, TokenTree
+from heads.kernels.dispatch import choose
 from inference.decoding.ahead import require_ahead, wanted_room
 from inference.decoding.batch import BatchRun, OnTokens
 from inference.decoding.buffers import Lanes
@@ -32,7 +33,6 @@ from inference.decoding.decode_file import advice
 from inference.decoding.loading import checkpoint_folder, load_drafter
 from inference.decoding.requests import Completion, Request
 from inference.decoding.sampling.distribution import pick_bytes
-from inference.kernels.dispatch import choose
 from inference.kernels.packed_linear import packed_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.kernels.reference.heads import decoding_kernels

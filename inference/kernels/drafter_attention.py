@@ -16,8 +16,8 @@ from typing import cast
 
 from torch import Tensor
 
+from heads.kernels.dispatch import choose
 from heads.nn.drafting.sight import Sight, cache_kernel
-from inference.kernels.dispatch import choose
 from inference.kernels.reference.attention import TREE_ATTENTION
 
 MOST_QUERIES = 64

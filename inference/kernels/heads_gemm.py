@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference.kernels.dispatch import is_interpreted
+from heads.kernels.dispatch import is_interpreted
 from inference.kernels.reference import heads as reference_heads
 
 MAX_ROWS = 16

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference.kernels.dispatch import is_interpreted
+from heads.kernels.dispatch import is_interpreted
 
 ROWS, OUTPUTS, INPUTS = 16, 32, 128
 """Tiles: of rows; of outputs and inputs, 8 KiB of the weight in bfloat16."""

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference.kernels.dispatch import is_interpreted
+from heads.kernels.dispatch import is_interpreted
 from inference.kernels.reference.attention import parts_of
 
 LOG2E = tl.constexpr(1.4426950408889634)

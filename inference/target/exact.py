@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from heads.api.errors import UserError
-from inference.kernels.dispatch import choose
+from heads.kernels.dispatch import choose
 from inference.kernels.reference.row_linear import ROW_LINEAR, InTiles
 
 _NOW: ContextVar[bool] = ContextVar("headstart_exact", default=False)

@@ -23,8 +23,8 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from heads.api.tree import TokenTree
+from heads.kernels.dispatch import choose
 from heads.nn.packing import documents, within_documents
-from inference.kernels.dispatch import choose
 from inference.kernels.packed_linear import pack_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target import loading

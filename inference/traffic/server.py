@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from heads.kernels.dispatch import choose
 from inference.decoding.config import DecodeConfig
 from inference.decoding.draft import NONE, Draft
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.decoding.sampling.distribution import pick_bytes
-from inference.kernels.dispatch import choose
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.measure.metrics import divide
 from inference.target.memory import drafter_state_bytes, plan_memory

@@ -31,12 +31,12 @@ from transformers import Qwen3Config
 
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
+from heads.kernels.dispatch import Op
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.execution.layers import compile_layers
 from inference.decoding.requests import Request
-from inference.kernels.dispatch import Op
 from inference.report.markdown import markdown_table
 from inference.target.model import TargetModel
 from scripts.evidence.acceptance.shapes import (

@@ -5,10 +5,11 @@
 PYTHON is one that has speculators. Both sides read the same documents of the same target for the
 same number of passes, 1,024 tokens a step, with drafters of the same number of layers, blocks and
 anchors, and both read what the target computes from a store. The library keeps its own recipe (its
-loss, optimiser, schedule and norms), ours is that of conf/head. Both sweep the same learning rates, and each keeps the one whose tau on the validation
-prompts is best; that rate is trained with two further seeds. The three drafters of both sides are
-decoded by our decoder on other prompts: chains of 3, 5 and 7, at temperature 0 and at 1, there by
-every rule that keeps the target's distribution.
+loss, optimiser, schedule and norms), ours is that of conf/head. Both sweep the same learning rates,
+and each keeps the one whose tau on the validation prompts is best; that rate is trained with two
+further seeds. The three drafters of both sides are decoded by our decoder on other prompts: chains
+of 3, 5 and 7, at temperature 0 and at 1, there by every rule that keeps the target's
+distribution.
 
 Writes docs/reports/peers.{json,md}. Every training and every measurement is kept under --work, and
 the command goes on where it was interrupted; the report is written after every kind.

@@ -26,7 +26,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heads.api.errors import UserError, suggest
 from heads.api.tree import TokenTree
-from inference.kernels.dispatch import triton_version
+from heads.kernels.dispatch import triton_version
+from heads.kernels.reference.row_losses import NAMES, ROW_LOSSES
 from inference.kernels.reference.attention import TREE_ATTENTION, visible
 from inference.kernels.reference.commit import ACCEPT_WALK, COMPACT
 from inference.kernels.reference.heads import RESIDUAL_BLOCKS
@@ -56,6 +57,8 @@ class Sizes:
     layers: int = 32
     """Layers whose cache is compacted."""
     hidden: int = 4096
+    rows: int = 1024
+    """Rows of logits of a loss."""
     vocab: int = 128256
     contexts: tuple[tuple[int, int], ...] = CONTEXTS
     """Pairs of rows and committed tokens per row."""
@@ -265,13 +268,39 @@ def residual_blocks(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
         yield Contest({"heads": heads, "rows": rows, "hidden": size}, calls, moved, difference)
 
 
+def row_losses(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
+    """Losses that drafters are trained with, forward and backward, against plain torch."""
+    for names in (("soft_cross_entropy",), ("cross_entropy", "total_variation"), NAMES):
+        logits, target = (torch.randn(sizes.rows, sizes.vocab, device=device) for _ in range(2))
+        labels = torch.randint(sizes.vocab, (sizes.rows,), device=device)
+        given = (4 * logits).to(BF16).requires_grad_(), (4 * target).to(BF16), labels, names
+        calls: dict[str, Call] = {
+            KERNEL: partial(gradient, ROW_LOSSES.triton(), *given),
+            "reference": partial(gradient, ROW_LOSSES.reference, *given),
+        }
+        difference = furthest(calls[KERNEL](), calls["reference"]())
+        # both are read twice, the gradient is written
+        moved = 5 * given[0].nbytes
+        what = {"losses": len(names), "rows": sizes.rows, "vocab": sizes.vocab}
+        yield Contest(what, calls, moved, difference)
+
+
+def gradient(losses: Any, logits: Tensor, *given: Any) -> Tensor:
+    """That of the logits, of the sum of all losses."""
+    with torch.enable_grad():
+        found = losses(logits, *given)
+        (slope,) = torch.autograd.grad(torch.stack(list(found.values.values())).sum(), logits)
+    return slope
+
+
 def both(op: Any, operands: tuple[Any, ...]) -> dict[str, Call]:
     """The kernel of an operation and its reference, as calls."""
     return {KERNEL: partial(op.triton(), *operands), "reference": partial(op.reference, *operands)}
 
 
 BENCHES: dict[str, Callable[[torch.device, Sizes], Iterator[Contest]]] = {
-    bench.__name__: bench for bench in (tree_attention, walk_commit, noise_pick, residual_blocks)
+    bench.__name__: bench
+    for bench in (tree_attention, walk_commit, noise_pick, residual_blocks, row_losses)
 }
 """What can be measured, by name; a new kernel adds its own."""
 

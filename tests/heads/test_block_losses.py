@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
-from heads.nn.block.losses import Objective, Weighting, d_pace, log_probability
+from heads.kernels.reference.row_losses import ROW_LOSSES
+from heads.nn.block.losses import Objective, Weighting, d_pace
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.5, 1.0])
@@ -71,7 +72,8 @@ def test_a_mix_is_the_weighted_sum_of_its_parts() -> None:
     alpha = torch.minimum(p, q).sum(-1)
     kl, tv = (p * (p / q).log()).sum(-1), 1 - alpha
     share = torch.exp(-3.0 * alpha.mean())
-    found = Objective(0.5, 2.0, 3.0, 0.7, 0.2)(logits, labels, target)
+    objective = Objective(0.5, 2.0, 3.0, 0.7, 0.2)
+    found = objective(ROW_LOSSES(logits, target, labels, objective.names))
     expected = (
         0.5 * -q[range(6), labels].log()
         + 2 * kl
@@ -80,14 +82,15 @@ def test_a_mix_is_the_weighted_sum_of_its_parts() -> None:
         + 0.2 * (share * kl + (1 - share) * tv)
     )
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(log_probability(logits, labels), q[range(6), labels].log())
 
 
 def test_accuracy_is_measured_against_what_weighs_more() -> None:
-    labels, target = torch.tensor([3]), torch.tensor([[0.0, 5.0, 0.0, 0.0]])
-    assert Objective(1.0, 0.0, 0.5, 0.0, 0.0).aim(labels, target).tolist() == [3]
-    assert Objective(0.1, 0.0, 1.8, 0.0, 0.0).aim(labels, target).tolist() == [1]
-    assert Objective(1.0, 0.0, 0.0, 0.0, 0.0).aim(labels, None).tolist() == [3]
+    labels, target = torch.tensor([3, 3]), torch.tensor([0.0, 5.0, 0.0, 0.0]).expand(2, -1)
+    found = ROW_LOSSES(torch.eye(4)[[3, 1]], target)  # the label's token, and the target's
+    alone = ROW_LOSSES(torch.eye(4)[[3, 1]])
+    assert Objective(1.0, 0.0, 0.5, 0.0, 0.0).hits(found, labels).tolist() == [True, False]
+    assert Objective(0.1, 0.0, 1.8, 0.0, 0.0).hits(found, labels).tolist() == [False, True]
+    assert Objective(1.0, 0.0, 0.0, 0.0, 0.0).hits(alone, labels).tolist() == [True, False]
 
 
 def test_no_objective_at_all_is_refused() -> None:

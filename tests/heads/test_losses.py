@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from heads.kernels.reference.row_losses import ROW_LOSSES
 from heads.nn import losses
 from heads.nn.block.confidence import confidence_loss
-from heads.nn.block.losses import Objective, log_probability
-from heads.nn.distillation import OBJECTIVES, ObjectiveConfig, objective
+from heads.nn.block.losses import Objective
+from heads.nn.distillation import OBJECTIVES, ObjectiveConfig, compare, objective
 
 PAIRS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "forward_kl": (losses.forward_kl, lambda q, p: (p * (p / q).log()).sum()),
@@ -25,7 +27,6 @@ PAIRS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Ten
         ),
     ),
     "tv": (losses.total_variation, lambda q, p: 1 - torch.minimum(p, q).sum()),
-    "acceptance_rate": (losses.acceptance_rate, lambda q, p: torch.minimum(p, q).sum()),
     "acceptance_nll": (losses.acceptance_nll, lambda q, p: -torch.minimum(p, q).sum().log()),
     "soft_cross_entropy": (
         lambda a, b: losses.soft_cross_entropy(a, b.softmax(-1)),
@@ -55,6 +56,11 @@ def test_gradient_equals_finite_differences(name: str) -> None:
     assert torch.autograd.gradcheck(lambda x: PAIRS[name][0](x, target), drafted.requires_grad_())
 
 
+def annealed(drafted: Tensor, target: Tensor, *more: Any) -> Tensor:
+    divergence = losses.forward_kl(drafted, target)
+    return losses.annealed_lk(divergence, losses.total_variation(drafted, target), *more)
+
+
 def test_annealed_lk_weighs_by_the_mean_acceptance_rate() -> None:
     """w = exp(-eta alpha) with alpha over all positions (SpecForge's reading of 2602.23881) or as
     given, and no gradient in w."""
@@ -65,7 +71,7 @@ def test_annealed_lk_weighs_by_the_mean_acceptance_rate() -> None:
     for alpha in (rates.mean(), rates):
         weight = torch.exp(-2.0 * alpha)
         given = None if alpha.dim() == 0 else alpha
-        found = losses.annealed_lk(drafted, target, 2.0, given)
+        found = annealed(drafted, target, 2.0, given)
         torch.testing.assert_close(found, weight * kl + (1 - weight) * (1 - rates))
     fixed = torch.exp(-3.0 * rates.mean())
 
@@ -76,7 +82,7 @@ def test_annealed_lk_weighs_by_the_mean_acceptance_rate() -> None:
 
     grads = [
         torch.autograd.grad(loss(drafted.requires_grad_()).sum(), drafted)[0]
-        for loss in (expected, lambda x: losses.annealed_lk(x, target))
+        for loss in (expected, lambda x: annealed(x, target))
     ]
     torch.testing.assert_close(*grads)
 
@@ -128,7 +134,7 @@ def soft(logits: Tensor) -> Tensor:
 def mixed(name: str, temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
     """One objective of distilled drafters."""
     config = ObjectiveConfig(**{"forward_kl": 0.0, name: 0.7, "temperature": temperature})
-    return lambda q, p: objective(config, q, p, p.argmax(-1), None)
+    return lambda q, p: objective(config, compare(config, q, p, p.argmax(-1)), None)
 
 
 def test_distractors_cost_what_the_target_holds_against_them() -> None:
@@ -150,18 +156,18 @@ def test_distractors_cost_what_the_target_holds_against_them() -> None:
     assert aware.grad is None
 
 
+BLOCK = Objective(0.3, 0.5, 0.4, 0.2, 0.1)
 UNDER_AUTOCAST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     **{name: loss for name, (loss, _) in PAIRS.items() if name != "soft_cross_entropy"},
     "soft_cross_entropy": lambda q, p: losses.soft_cross_entropy(q, soft(p)),
     "cross_entropy": lambda q, p: losses.cross_entropy(q, p.argmax(-1)),
-    "annealed_lk": losses.annealed_lk,
+    "annealed_lk": annealed,
     "top_k_cross_entropy": lambda q, p: losses.top_k_cross_entropy(q[None], soft(p), 9)[0],
     "feature_distance": losses.feature_distance,
     "distractor_penalty": lambda q, p: losses.distractor_penalty(q, p, p.argmax(-1)),
     "kl_divergence": lambda q, p: losses.kl_divergence(soft(p).log(), soft(q).log()),
     "confidence_loss": lambda q, p: confidence_loss(q[:, 0], soft(p)[:, 0]),
-    "log_probability": lambda q, p: log_probability(q, p.argmax(-1)),
-    "block_objective": lambda q, p: Objective(0.3, 0.5, 0.4, 0.2, 0.1)(q, p.argmax(-1), p),
+    "block_objective": lambda q, p: BLOCK(ROW_LOSSES(q, p, p.argmax(-1), BLOCK.names)),
     **{f"distilled_{name}": mixed(name, 1.0) for name in OBJECTIVES},
     **{f"distilled_{name}_at_0.7": mixed(name, 0.7) for name in OBJECTIVES if name != "ce"},
 }

@@ -26,6 +26,7 @@ from heads.api.batch import LossOutput, TrainBatch
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
+from heads.kernels.reference.row_losses import FORWARD_KL, ROW_LOSSES
 from heads.nn import losses
 from train.data.loader import PackedBatch
 from train.features.store.batches import batch_on
@@ -132,10 +133,12 @@ class JointDrafter(TrainableDrafter):
         before, after = before.flatten(0, 1), after.flatten(0, 1)
 
         def part(chosen: Tensor) -> losses.Sums:
-            values = losses.forward_kl(
-                self._logits(after[chosen]), self._logits_for_drafter(before[chosen])
+            found = ROW_LOSSES(
+                self._logits(after[chosen]),
+                self._logits_for_drafter(before[chosen]),
+                names=(FORWARD_KL,),
             )
-            return (values.sum(),)
+            return (found[FORWARD_KL].sum(),)
 
         (total,) = losses.sum_over_rows(part, rows, self.info.vocab_size)
         return total, wanted.sum()

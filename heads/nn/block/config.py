@@ -19,6 +19,7 @@ from heads.api.config import (
     config,
 )
 from heads.api.errors import UserError
+from heads.kernels.reference.row_losses import CROSS_ENTROPY, TOTAL_VARIATION
 from heads.nn.block.lattice import CorrelatorConfig
 from heads.nn.block.losses import Objective, Weighting
 from heads.nn.feature.base import SizeConfig
@@ -117,6 +118,14 @@ class Config(SizeConfig):
     def objective(self) -> Objective:
         """What a slot is compared with."""
         return Objective(self.ce, self.kl, self.tv, self.lk, self.annealed_lk)
+
+    def losses(self) -> tuple[str, ...]:
+        """The losses of rows that training asks for: the objective's, the surprise of right tokens
+        for weights that depend on it, and the acceptance rate for the confidence."""
+        names = list(self.objective().names)
+        names += [CROSS_ENTROPY] if self.weighting().by_probability else []
+        names += [TOTAL_VARIATION] if self.confidence else []
+        return tuple(dict.fromkeys(names))
 
     def weighting(self) -> Weighting:
         """How much each depth weighs."""

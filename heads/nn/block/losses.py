@@ -23,6 +23,13 @@ import torch
 from torch import Tensor
 
 from heads.api.errors import UserError, suggest
+from heads.kernels.reference.row_losses import (
+    ACCEPTANCE_NLL,
+    CROSS_ENTROPY,
+    FORWARD_KL,
+    TOTAL_VARIATION,
+    RowLosses,
+)
 from heads.nn import losses
 
 WEIGHTINGS = ("exponential", "uniform", "d_pace")
@@ -53,31 +60,38 @@ class Objective:
         """Whether anything is compared with the target's distribution."""
         return max(self.kl, self.tv, self.lk, self.annealed_lk) > 0
 
-    def aim(self, labels: Tensor, target_logits: Tensor | None) -> Tensor:
-        """The tokens [R] that a drafter of this objective is to rank first: the answer's, or the
-        target's best where the target's distribution weighs more."""
-        if target_logits is None or self.kl + self.tv + self.lk + self.annealed_lk <= self.ce:
-            return labels
-        return losses.best_column(target_logits)
+    @property
+    def weights(self) -> dict[str, float]:
+        """Those above 0 of losses of rows, by the losses' names; all but `annealed_lk`."""
+        weights = {
+            CROSS_ENTROPY: self.ce,
+            FORWARD_KL: self.kl,
+            TOTAL_VARIATION: self.tv,
+            ACCEPTANCE_NLL: self.lk,
+        }
+        return {name: weight for name, weight in weights.items() if weight > 0}
 
-    def __call__(self, logits: Tensor, labels: Tensor, target_logits: Tensor | None) -> Tensor:
-        """logits [R, V], labels [R] int64, target_logits [R, V] (None unless `soft`) -> [R]."""
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        total = logits.new_zeros(labels.shape, dtype=wide)
-        if self.ce > 0:
-            total = total + self.ce * losses.cross_entropy(logits, labels)
-        if not self.soft:
-            return total
-        assert target_logits is not None, "soft objectives need the target's logits"
-        for weight, loss in (
-            (self.kl, losses.forward_kl),
-            (self.tv, losses.total_variation),
-            (self.lk, losses.acceptance_nll),
-            (self.annealed_lk, losses.annealed_lk),
-        ):
-            if weight > 0:
-                total = total + weight * loss(logits, target_logits)
-        return total
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The losses of rows that it is made of."""
+        annealed = (FORWARD_KL, TOTAL_VARIATION) if self.annealed_lk > 0 else ()
+        return tuple(dict.fromkeys([*self.weights, *annealed]))
+
+    def hits(self, found: RowLosses, labels: Tensor) -> Tensor:
+        """Whether the drafter's likeliest token is the one [R] that a drafter of this objective is
+        to rank first: the answer's, or the target's best where the target's distribution weighs
+        more."""
+        soft = self.kl + self.tv + self.lk + self.annealed_lk > self.ce
+        aim = found.target_best if soft and found.target_best is not None else labels
+        return found.best == aim
+
+    def __call__(self, found: RowLosses) -> Tensor:
+        """The weighted sum [R] of the losses `names`."""
+        values = [weight * found[name] for name, weight in self.weights.items()]
+        if self.annealed_lk > 0:
+            annealed = losses.annealed_lk(found[FORWARD_KL], found[TOTAL_VARIATION])
+            values.append(self.annealed_lk * annealed)
+        return torch.stack(values).sum(0)
 
 
 @dataclass(frozen=True)
@@ -98,9 +112,15 @@ class Weighting:
         if self.gamma < 0:
             raise UserError(f"head.gamma must not be below 0; given {self.gamma}.")
 
+    @property
+    def by_probability(self) -> bool:
+        """Whether weights depend on the drafter's probabilities of the right tokens."""
+        return self.name == "d_pace"
+
     def __call__(self, right: Tensor, valid: Tensor) -> Tensor:
-        """Weights [M, K] without gradient, by `right` log-probabilities where `valid` [M, K]."""
-        if self.name == "d_pace":
+        """Weights [M, K] without gradient, where `valid` [M, K]; right [M, K]: log-probabilities of
+        the right tokens, which mean nothing unless `by_probability`."""
+        if self.by_probability:
             return d_pace(right, valid, self.smoothing)
         depths = torch.arange(right.shape[1], device=right.device, dtype=right.dtype)
         if self.name == "uniform":
@@ -114,10 +134,3 @@ def d_pace(right: Tensor, valid: Tensor, smoothing: float) -> Tensor:
     confidence = torch.lerp(right.detach().exp(), torch.ones_like(right), smoothing)
     reached = (confidence * valid).cumprod(1)
     return reached.flip(1).cumsum(1).flip(1)
-
-
-@losses.full_precision
-def log_probability(logits: Tensor, labels: Tensor) -> Tensor:
-    """log softmax(logits)[label] [R] without gradient, for logits [R, V] and labels [R]."""
-    scores = losses.widen(logits.detach())
-    return scores.gather(-1, labels[:, None])[:, 0] - scores.logsumexp(-1)

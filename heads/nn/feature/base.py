@@ -20,9 +20,11 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
+from heads.kernels.reference.row_losses import CROSS_ENTROPY, ROW_LOSSES, SOFT_CROSS_ENTROPY
 from heads.nn import init, losses
 from heads.nn.blocks import LayerShape
 from heads.nn.drafting.plan import PlanCache
+from heads.nn.early_gradient import with_gradient
 from heads.nn.feature.parallel import AnchoredRows
 
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -132,6 +134,7 @@ def sum_by_state(
     columns: int,
     judge: Judge,
     shares: Tensor | None = None,
+    frozen: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, correct and supervised predictions per step [K], each target state being looked at once
     for all its steps. Losses are weighed as `batch` says.
@@ -139,13 +142,18 @@ def sum_by_state(
     outputs [R, H]: all predictions; places [K, B*T] int64: which of them predicts from each flat
     state at each step; wanted [B*T, K] bool: which of these are supervised; columns: elements of
     the widest row that `judge` works on; shares [R]: how many predictions each of `outputs` stands
-    for, in all three sums; None: itself alone.
+    for, in all three sums; None: itself alone. frozen: no trained weight enters `judge`, so that
+    gradients are taken at once.
     """
 
     def part(states_at: Tensor) -> losses.Sums:
         mask, at = wanted[states_at].T, places[:, states_at]  # [K, M]
         chosen = outputs.index_select(0, at.flatten()).unflatten(0, mask.shape)
-        values, counts, hits = judge(chosen, states_at)
+
+        def look(seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return judge(seen, states_at)
+
+        values, counts, hits = with_gradient(look, chosen) if frozen else look(chosen)
         values, counted = batch.weighed(values, states_at, depths), mask
         if shares is not None:
             values, counted = values * shares[at].to(values.dtype), mask * shares[at]
@@ -154,7 +162,7 @@ def sum_by_state(
 
     depths = torch.arange(1, places.shape[0] + 1, device=places.device)[:, None]
     rows = wanted.any(1).nonzero().squeeze(1)
-    total, correct, counts = losses.sum_over_rows(part, rows, columns)
+    total, correct, counts = losses.sum_over_rows(part, rows, columns, recompute=not frozen)
     return total, correct, counts
 
 
@@ -166,17 +174,20 @@ def unrolled_loss(
     judge: Judge,
     taught: int = 0,
     anchors: AnchoredRows | None = None,
+    frozen: bool = False,
 ) -> LossOutput:
     """Weighted loss of unrolled steps: outputs [B, T, H] each, step k at row t predicting token
     t+k+1; weights [K]; columns: width of the logits that `judge` makes at every step; taught: width
     of the target's logits, which it makes once for all steps (wider where the draft vocabulary is
     reduced). anchors: those behind which later steps were unrolled alone, whose outputs are [B, A,
-    H]; they stand for all."""
+    H]; they stand for all. frozen: see
+    `sum_by_state`."""
     steps = len(unrolled)
     flat, width = torch.cat([each.flatten(0, 1) for each in unrolled]), max(steps * columns, taught)
     if anchors is not None:
         places, wanted = anchors.places(batch, steps)
-        sums = sum_by_state(batch, flat, places, wanted, width, judge, anchors.shares(batch))
+        shares = anchors.shares(batch)
+        sums = sum_by_state(batch, flat, places, wanted, width, judge, shares, frozen)
         return losses.weighted_output(weights, *sums)
     wanted = losses.supervised_states(batch, steps)
     # Among the outputs laid end to end, where step k's prediction from each state lies: step k at
@@ -184,7 +195,7 @@ def unrolled_loss(
     behind = torch.arange(1, steps + 1, device=wanted.device)[:, None]
     rows = (torch.arange(wanted.shape[0], device=wanted.device) - behind).clamp(min=0)
     places = (behind - 1) * wanted.shape[0] + rows
-    sums = sum_by_state(batch, flat, places, wanted, width, judge)
+    sums = sum_by_state(batch, flat, places, wanted, width, judge, frozen=frozen)
     return losses.weighted_output(weights, *sums)
 
 
@@ -207,25 +218,25 @@ def teacher_logits(batch: TrainBatch, states_at: Tensor) -> Tensor:
 def label_loss(
     batch: TrainBatch, logits: Tensor, labels: Tensor, states_at: Tensor, hard: float
 ) -> tuple[Tensor, Tensor]:
-    """Losses [X, Y] of logits [X, Y, V] against the answer's tokens `labels` [X, Y], whose share is
-    `hard`, and the target's distributions at flat states [X, Y]; and the tokens that count as
-    right: the target's likeliest where it is asked, else the answer's."""
-    flat = logits.flatten(0, 1)
+    """Losses [..., M] of logits [..., M, V] against the answer's tokens `labels` [..., M] or [M],
+    whose share is `hard`, and the target's distributions at flat states of the same shape as the
+    labels; and whether the likeliest token [..., M] is the right one: the target's likeliest where
+    it is asked, else the answer's."""
     if hard == 1:
-        return losses.cross_entropy(flat, labels.flatten()).view(labels.shape), labels
+        found = ROW_LOSSES(logits, None, labels, (CROSS_ENTROPY,))
+        return found[CROSS_ENTROPY], found.best == labels
+    rows = logits.flatten(0, labels.dim() - 1) if labels.dim() > 1 else logits
     teacher = teacher_logits(batch, states_at.flatten())
-    values = losses.soft_cross_entropy(flat, probabilities_of(teacher))
+    names = (SOFT_CROSS_ENTROPY, CROSS_ENTROPY) if hard > 0 else (SOFT_CROSS_ENTROPY,)
+    found = ROW_LOSSES(rows, teacher, labels.flatten(), names)
+    values = found[SOFT_CROSS_ENTROPY]
     if hard > 0:
-        values = torch.lerp(values, losses.cross_entropy(flat, labels.flatten()), hard)
-    return values.view(labels.shape), losses.best_column(teacher).view(labels.shape)
+        values = torch.lerp(values, found[CROSS_ENTROPY], hard)
+    shape = logits.shape[:-1]
+    return values.view(shape), (found.best == found.target_best).view(shape)
 
 
 def next_tokens(batch: TrainBatch, states_at: Tensor) -> Tensor:
     """The token [M] behind each flat state [M]; behind the last of all it means nothing."""
     tokens = batch.tokens.flatten()
     return tokens[(states_at + 1).clamp(max=tokens.shape[0] - 1)]
-
-
-def probabilities_of(logits: Tensor) -> Tensor:
-    """Softmax in float32 (float64 stays float64)."""
-    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.config import Depth, Fraction, config
-from heads.nn import losses
 from heads.nn.feature import base
 from heads.nn.feature.chain import ChainDrafter
 
@@ -44,20 +43,14 @@ class DepthDrafter(ChainDrafter):
         weights = config.beta**depths
         weights, judge = weights / weights.sum(), partial(self._judge, batch)
         unrolled = self.chain.unroll(batch, config.depths)
-        return base.unrolled_loss(batch, unrolled, self.info.vocab_size, weights, judge)
+        columns = self.info.vocab_size
+        return base.unrolled_loss(batch, unrolled, columns, weights, judge, frozen=True)
 
     def _judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Cross entropy and correctness [D, M] of outputs [D, M, H] at states [M]; see `Judge`."""
-        logits = self.logits(outputs)  # [D, M, V]
-        if self.config.soft_labels:
-            wanted = base.teacher_logits(batch, states_at)
-            best = wanted.argmax(-1)
-            values = losses.soft_cross_entropy(logits, base.probabilities_of(wanted))
-        else:
-            best = base.next_tokens(batch, states_at)
-            values = losses.cross_entropy(logits.flatten(0, 1), best.repeat(logits.shape[0]))
-            values = values.view(logits.shape[:2])
-        counts = torch.ones_like(states_at, dtype=torch.bool)
-        return values, counts, losses.best_column(logits) == best
+        logits, labels = self.logits(outputs), base.next_tokens(batch, states_at)  # [D, M, V]
+        hard = 0.0 if self.config.soft_labels else 1.0
+        values, right = base.label_loss(batch, logits, labels, states_at, hard)
+        return values, torch.ones_like(states_at, dtype=torch.bool), right

@@ -14,8 +14,9 @@ from torch import Tensor
 from heads.api.batch import TrainBatch
 from heads.api.errors import UserError
 from heads.api.target_info import TargetWeights
-from heads.nn import losses, vocab
-from heads.nn.feature.base import FeatureDrafter, probabilities_of, teacher_logits
+from heads.kernels.reference.row_losses import ROW_LOSSES
+from heads.nn import vocab
+from heads.nn.feature.base import FeatureDrafter, teacher_logits
 
 
 class ReducedDrafter(FeatureDrafter):
@@ -66,23 +67,14 @@ class ReducedDrafter(FeatureDrafter):
         self.columns = vocab.to_target_ids(self.d2t) if self.reduced else None
 
     @torch.no_grad()
-    def teach(self, batch: TrainBatch, states_at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The target's word at flat states [M]: probabilities [M, V'] renormalised on the draft
-        vocabulary, the best draft column [M], and whether the target's own best token is in the
-        draft vocabulary [M]."""
+    def teach(self, batch: TrainBatch, states_at: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's word at flat states [M]: logits [M, V'] of the draft vocabulary, and whether
+        the target's own best token is in it [M]."""
         logits = teacher_logits(batch, states_at)
-        known = torch.ones_like(states_at, dtype=torch.bool)
-        if self.reduced:
-            known = self.t2d[logits.argmax(-1)]
-            logits = logits[:, vocab.to_target_ids(self.d2t)]
-        return probabilities_of(logits), logits.argmax(-1), known
-
-    def hard_loss(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Cross entropy [K, M] of logits [K, M, V'] against tokens [M]; 0 where the draft
-        vocabulary lacks them."""
-        columns, known = self.columns_of(tokens)
-        values = losses.cross_entropy(logits.flatten(0, 1), columns.repeat(logits.shape[0]))
-        return torch.where(known, values.view(logits.shape[:2]), values.new_zeros(()))
+        if not self.reduced:
+            return logits, torch.ones_like(states_at, dtype=torch.bool)
+        known = self.t2d[ROW_LOSSES(logits).best]
+        return logits[:, vocab.to_target_ids(self.d2t)], known
 
     def columns_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The draft columns of target tokens [...], and whether they have one; those that have none

@@ -22,7 +22,8 @@ from heads.api.config import Layers, Size, UnitInterval, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec, default_taps
 from heads.api.target_info import TargetInfo, TargetWeights
-from heads.nn import init, losses
+from heads.kernels.reference.row_losses import CROSS_ENTROPY, ROW_LOSSES, SOFT_CROSS_ENTROPY
+from heads.nn import init
 from heads.nn.blocks import FusingLayer, RMSNorm, initialise_blocks
 from heads.nn.feature import base
 from heads.nn.feature.reduced import ReducedDrafter
@@ -117,6 +118,11 @@ class TapDrafter(ReducedDrafter):
         """Elements that `judge` computes for one prediction: logits, and scores if there are."""
         return self.lm_head.out_features * (1 if self.shortlist is None else 2)
 
+    @property
+    def frozen_head(self) -> bool:
+        """Whether `judge` knows no trained weight."""
+        return not self.config.train_lm_head and self.shortlist is None
+
     def fuse(self, taps: Tensor) -> Tensor:
         """taps [B, T, n, H] -> g [B, T, H]."""
         taps = taps.to(self.fc.weight.dtype)
@@ -145,18 +151,20 @@ class TapDrafter(ReducedDrafter):
         scores of a shortlist have the same loss, which reaches no other weights; a right token
         that is not on it counts as wrong.
         """
-        logits = self.lm_head(outputs)  # [K, M, V']
-        probabilities, best, known = self.teach(batch, states_at)
-        values = losses.soft_cross_entropy(logits, probabilities)
-        share = self.config.hard_label_weight
+        wanted, known = self.teach(batch, states_at)
+        logits, share = self.lm_head(outputs), self.config.hard_label_weight  # [K, M, V']
+        labels, said = self.columns_of(base.next_tokens(batch, states_at))
+        names = (SOFT_CROSS_ENTROPY, CROSS_ENTROPY) if share > 0 else (SOFT_CROSS_ENTROPY,)
+        found = ROW_LOSSES(logits, wanted, labels, names)
+        values, best = found[SOFT_CROSS_ENTROPY], found.target_best
         if share > 0:
-            values = torch.lerp(
-                values, self.hard_loss(logits, base.next_tokens(batch, states_at)), share
-            )
-        right = (losses.best_column(logits) == best) & known
+            hard = found[CROSS_ENTROPY].masked_fill(~said, 0.0)
+            values = torch.lerp(values, hard, share)
+        right = (found.best == best) & known
         if self.shortlist is not None:
             scores = self.shortlist.scores(outputs.detach())
-            values = values + losses.soft_cross_entropy(scores, probabilities)
+            found = ROW_LOSSES(scores, wanted, None, (SOFT_CROSS_ENTROPY,))
+            values = values + found[SOFT_CROSS_ENTROPY]
             right = right & self.shortlist.holds(scores.detach(), best)
         return values, known, right
 

@@ -43,9 +43,9 @@ from torch.fx.node import map_arg
 from torch.fx.passes.split_module import split_module
 
 from heads.api.errors import UserError
+from heads.kernels.dispatch import choose, traced_for_cpu
 from inference.decoding.execution.inductor import compile_graph
 from inference.decoding.step import Decoder, Rows
-from inference.kernels.dispatch import choose, traced_for_cpu
 from inference.kernels.packed_linear import unpacked_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target.kv_cache import KVCache

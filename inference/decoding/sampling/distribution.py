@@ -19,7 +19,7 @@ from torch import Tensor
 
 from heads.api.config import Fraction, Size, Temperature, TokenId, UnitInterval, config
 from heads.api.errors import UserError
-from inference.kernels.dispatch import choose
+from heads.kernels.dispatch import choose
 from inference.kernels.reference.filters import FILTER_LOGITS
 
 Bias = Annotated[float, Ge(-1e6), Le(1e6)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inference.kernels.dispatch import FLOATS, Op
+from heads.kernels.dispatch import FLOATS, Op
 
 
 def tree_attention(

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from heads.kernels.dispatch import Op
 from inference.decoding.rules.accept import walk
-from inference.kernels.dispatch import Op
 
 
 def compact(

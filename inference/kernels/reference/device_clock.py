@@ -7,7 +7,7 @@ import time
 
 from torch import Tensor
 
-from inference.kernels.dispatch import Op
+from heads.kernels.dispatch import Op
 
 
 def write_clock(out: Tensor, place: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inference.kernels.dispatch import Op
+from heads.kernels.dispatch import Op
 
 
 def filter_logits(scaled: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from heads.kernels.dispatch import FLOATS, Op
 from heads.nn.blocks import residual_blocks
-from inference.kernels.dispatch import FLOATS, Op
 
 RESIDUAL_BLOCKS = Op(
     "residual_blocks",

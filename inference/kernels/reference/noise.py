@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inference.kernels.dispatch import FLOATS, Op
+from heads.kernels.dispatch import FLOATS, Op
 
 _MASK32 = 0xFFFFFFFF
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from inference.kernels.dispatch import FLOATS, Op
+from heads.kernels.dispatch import FLOATS, Op
 
 TILE = 8
 """Rows of a product on a CPU, where rows that are not needed cost time: a chain of seven drafts and

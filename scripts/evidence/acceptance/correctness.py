@@ -25,14 +25,15 @@ from torch import Tensor
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.features import FeatureSpec
 from heads.api.tree import DraftShape, TokenTree
+from heads.kernels.dispatch import triton_version
 from inference.audit.comparison import audit, flips_alone
 from inference.audit.drafters import ScriptedDrafter
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
-from inference.kernels.dispatch import all_ops, triton_version
-from inference.kernels.dispatch import report as kernels_in_use
 from inference.kernels.reference.attention import TREE_ATTENTION
+from inference.kernels.registry import all_ops
+from inference.kernels.registry import report as kernels_in_use
 from inference.measure.prompts import load_prompts, select_prompts, to_requests
 from inference.target.loading import DTYPES, TargetConfig
 from inference.target.model import TargetModel

@@ -2,9 +2,10 @@
 `python -m scripts.evidence.gpu training`.
 
 EAGLE-3 (seven unrolled steps) and DSpark learn from a target of the shape of Llama-3.1-8B with
-random weights, features computed on the way, as `headstart train` does it. Before that, gradients
-of small drafters in float32 are compared with those of a CPU: attention over blocks runs as a
-fused kernel on a GPU that no CPU can run backward.
+random weights, features computed on the way, as `headstart train` does it. Before that, losses of
+logits, which a GPU computes in fused kernels, are compared with plain torch; and gradients of small
+drafters in float32 with those of a CPU: attention over blocks runs as a fused kernel on a GPU that
+no CPU can run backward.
 
 Legend: T positions of a row.
 """
@@ -12,7 +13,7 @@ Legend: T positions of a row.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,6 +25,7 @@ from heads.api.checkpoint import new_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.dflash import Config as BlockConfig
 from heads.eagle3 import Config as Eagle3Config
+from heads.kernels.reference.row_losses import NAMES, ROW_LOSSES, RowLosses
 from heads.medusa import Config as MedusaConfig
 from inference.parity import check_parity
 from inference.target.model import TargetModel
@@ -41,6 +43,10 @@ LLAMA = "llama31_8b"
 GRADIENT_GAP = 2e-2
 """Largest difference of a gradient from a CPU's, as a share of its largest value: products in
 float32 may be TF32 on a GPU."""
+LOSS_GAP = 1e-4
+"""Largest difference of losses from float64's, of all rows together, as a share of their norm; of
+the gradients too, which are rounded to the logits' dtype."""
+LOSS_ROWS = 8
 DOCUMENTS = 4
 """Documents of a packed row."""
 UTILISATION = 0.30
@@ -96,6 +102,49 @@ def gradients(setting: Setting) -> Found:
         rows.append({"recipe": recipe, "gap": worst, "weights": len(there)})
         checks.append(Check(f"gradients against a CPU's, {recipe}", worst, most=GRADIENT_GAP))
     return Found({"rows": rows}, checks)
+
+
+def row_losses(setting: Setting) -> Found:
+    """Losses of logits as wide as Llama's and their gradients, as this device computes them,
+    against plain torch in float64."""
+    vocab, rows, checks = setting.sizes.shapes[LLAMA].vocab, [], []
+    generator = torch.Generator().manual_seed(0)
+    wanted = 10 + 4 * torch.randn(LOSS_ROWS, vocab, generator=generator)
+    drafted = wanted + torch.randn(2, LOSS_ROWS, vocab, generator=generator)
+    labels = torch.randint(vocab, (2, LOSS_ROWS), generator=generator).to(setting.device)
+    upstream = torch.rand(2, LOSS_ROWS, generator=generator).to(setting.device)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits, target = (part.to(setting.device, dtype) for part in (drafted, wanted))
+        exact, worst = (logits.double(), target.double(), labels), {"value": 0.0, "gradient": 0.0}
+        for name in NAMES:
+            for temperature in (1.0, 0.7):
+                here = graded(ROW_LOSSES, (logits, target, labels), name, temperature, upstream)
+                there = graded(ROW_LOSSES.reference, exact, name, temperature, upstream)
+                gaps = [
+                    float((a.double() - b).norm() / b.norm())
+                    for a, b in zip(here, there, strict=True)
+                ]
+                rows.append({"loss": name, "temperature": temperature, "gaps": gaps})
+                worst = {k: max(worst[k], gap) for k, gap in zip(worst, gaps, strict=True)}
+        kind = str(dtype).removeprefix("torch.")
+        most = {"value": LOSS_GAP, "gradient": {torch.float32: LOSS_GAP}.get(dtype, 2.0**-7)}
+        checks += [Check(f"{k}s in {kind}", gap, most=most[k]) for k, gap in worst.items()]
+    return Found({"rows": rows, "vocab": vocab}, checks)
+
+
+def graded(
+    losses: Callable[..., RowLosses],
+    given: tuple[Tensor, Tensor, Tensor],
+    name: str,
+    temperature: float,
+    upstream: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """A loss of logits, the target's and labels; and the gradient of the logits."""
+    logits = given[0].clone().requires_grad_()
+    values = losses(logits, given[1], given[2], (name,), temperature)[name]
+    (values * upstream).sum().backward()
+    assert logits.grad is not None
+    return values.detach(), logits.grad
 
 
 def gradients_on(recipe: str, device: torch.device | str) -> dict[str, Tensor]:
@@ -191,6 +240,7 @@ def now(setting: Setting) -> float:
 
 
 PARTS: Sequence[Part] = (
+    Part("losses", row_losses, 30),
     Part("gradients", gradients, 60),
     Part("eagle3", lambda setting: training(setting, "eagle3"), 120),
     Part("dspark", lambda setting: training(setting, "dspark"), 120),

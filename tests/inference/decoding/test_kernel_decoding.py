@@ -20,7 +20,8 @@ import os, sys
 import torch
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.kernels import dispatch
+from heads.kernels import dispatch
+from inference.kernels.registry import all_ops
 from tests.inference.decoding.test_lossless import SHAPES, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.models import random_target
@@ -31,7 +32,7 @@ config = DecodeConfig(batch_size=2, lag=1, temperature=1.0, **SHAPES[shape])
 texts, used = [], set()
 for mode in ("reference", "triton"):
     os.environ[dispatch.VARIABLE] = mode
-    for op in dispatch.all_ops():
+    for op in all_ops():
         original = op.triton()
         def watched(*args, _original=original, _name=op.name, **kwargs):
             used.add((mode, _name))

@@ -1,7 +1,7 @@
-"""Compiles every kernel for Hopper GPUs (sm_90) on a machine without one: the interpreter accepts
-much that the compiler does not.
+"""Compiles every kernel for a GPU, Hopper (sm_90) unless told otherwise, on a machine without one:
+the interpreter accepts much that the compiler does not.
 
-`python -m tests.inference.kernels.hopper`, in a process with TRITON_INTERPRET=0, calls the kernels'
+`python -m tests.inference.kernels.hopper [CAPABILITY] [OPERATION ...]`, in a process with TRITON_INTERPRET=0, calls the kernels'
 own host functions with CPU tensors and with launching taken out, so that what is compiled is what a
 GPU would be given. Prints a line of JSON per kernel: kernel, shared (bytes), spilled (bytes of
 registers per thread that went to memory), wgmma (Hopper's matrix instructions are used).
@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,19 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from heads.api.tree import TokenTree
-from inference.kernels.dispatch import Op, all_ops
+from heads.kernels.dispatch import Op
+from heads.kernels.reference.row_losses import NAMES
+from inference.kernels.registry import all_ops
 
 
-class Hopper:
-    """As much of a driver as compiling asks for."""
+@dataclass(frozen=True)
+class Pretended:
+    """As much of a driver as compiling asks for; capability: 90 for sm_90."""
+
+    capability: int
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -74,6 +81,21 @@ def cache(op: Op) -> None:
     op.triton()(keys, keys.clone(), zeros(2), zeros(2, 6))
 
 
+def losses(op: Op) -> None:
+    """What EAGLE-3, DSpark and a distilled model at a temperature ask for, and everything at once;
+    with gradients."""
+    logits = zeros(2, 3, 32000, dtype=torch.bfloat16).requires_grad_()
+    target, labels = zeros(3, 32000, dtype=torch.bfloat16), zeros(2, 3)
+    for names, temperature in (
+        (("soft_cross_entropy",), 1.0),
+        (("cross_entropy", "total_variation"), 1.0),
+        (("forward_kl", "cross_entropy"), 0.7),
+        (NAMES, 0.7),
+    ):
+        found = op.triton()(logits, target, labels, names, temperature)
+        torch.stack([found[name] for name in names]).sum().backward()
+
+
 SAMPLES: dict[str, Callable[[Op], Any]] = {
     "tree_attention": attention,
     "compact": cache,
@@ -96,6 +118,7 @@ SAMPLES: dict[str, Callable[[Op], Any]] = {
     "row_linear": lambda op: op.triton()(
         zeros(6, 4096, dtype=torch.bfloat16), zeros(1024, 4096, dtype=torch.bfloat16)
     ),
+    "row_losses": losses,
     "residual_blocks": lambda op: op.triton()(
         *(zeros(*shape, dtype=torch.bfloat16) for shape in ((4, 5, 256), (4, 256, 256), (4, 256)))
     ),
@@ -103,11 +126,11 @@ SAMPLES: dict[str, Callable[[Op], Any]] = {
 """A call of every operation; what its results are does not matter."""
 
 
-def compile_only() -> list[Any]:
+def compile_only(capability: int = 90) -> list[Any]:
     """From now on kernels are compiled when they are called, and kept in the returned list instead
     of being launched.
     """
-    driver.set_active(Hopper())
+    driver.set_active(Pretended(capability))
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -132,9 +155,11 @@ def spilled(cubin: bytes) -> int:
 
 
 def main() -> None:
-    compiled = compile_only()
+    capability, *names = sys.argv[1:] or ["90"]
+    compiled = compile_only(int(capability))
     for op in all_ops():
-        SAMPLES[op.name](op)
+        if not names or op.name in names:
+            SAMPLES[op.name](op)
     for kernel in compiled:
         row = {"kernel": kernel.metadata.name, "shared": kernel.metadata.shared}
         row |= {"spilled": spilled(kernel.asm["cubin"]), "wgmma": "wgmma" in kernel.asm["ptx"]}

@@ -1,4 +1,4 @@
-"""Attention kernels with planted faults, to be run in the kernel's place on a CPU."""
+"""Kernels with planted faults, to be run in a kernel's place on a CPU."""
 
 from __future__ import annotations
 
@@ -10,18 +10,43 @@ import torch
 from torch import Tensor
 
 from heads.api.tree import TokenTree
-from inference.kernels.dispatch import Op
+from heads.kernels.dispatch import Op
+from heads.kernels.reference.row_losses import ROW_LOSSES, RowLosses
 from inference.kernels.reference.attention import TREE_ATTENTION
 
 
-def run_in_its_place(monkeypatch: pytest.MonkeyPatch, attention: Callable[..., Tensor]) -> None:
-    """Let targets decode through "the kernel", which is `attention`."""
+def run_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Any], of: Op = TREE_ATTENTION
+) -> None:
+    """Let everything run through "the kernel" of an operation, by default targets' attention."""
     pytest.importorskip("triton", reason="`choose` names a kernel only where triton is installed")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("HEADSTART_KERNELS", "triton")
-    monkeypatch.setattr(
-        Op, "triton", lambda op: attention if op is TREE_ATTENTION else op.reference
-    )
+    monkeypatch.setattr(Op, "triton", lambda op: kernel if op is of else op.reference)
+
+
+def one_tile_lost(logits: Tensor, target_logits: Tensor | None = None, *rest: Any) -> RowLosses:
+    """Losses that leave out the last eighth of the vocabulary."""
+    lost = torch.arange(logits.shape[-1]) >= logits.shape[-1] * 7 // 8
+    logits = logits.masked_fill(lost, -1e4)
+    if target_logits is not None:
+        target_logits = target_logits.masked_fill(lost, -1e4)
+    return ROW_LOSSES.reference(logits, target_logits, *rest)
+
+
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / 2
+
+
+def half_the_gradient(logits: Tensor, *rest: Any) -> RowLosses:
+    """Losses with right values, whose gradients are half of theirs."""
+    return ROW_LOSSES.reference(_Halved.apply(logits), *rest)
 
 
 def one_piece_lost(query: Tensor, keys: Tensor, values: Tensor, *rest: Any, **more: Any) -> Tensor:

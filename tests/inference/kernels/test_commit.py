@@ -14,7 +14,7 @@ from heads.api.tree import TokenTree
 from inference.decoding.rules.accept import Walk, walk
 from inference.kernels.reference import commit as reference_commit
 from inference.kernels.reference.commit import ACCEPT_WALK, COMPACT, WRITE_SLOTS
-from tests.inference.kernels.devices import DEVICES, ON_CPU
+from tests.heads.kernels.devices import DEVICES, ON_CPU
 
 Move = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 

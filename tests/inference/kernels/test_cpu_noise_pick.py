@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from heads.kernels.dispatch import traced_for_cpu
 from inference.decoding.execution.inductor import compile_graph
-from inference.kernels.dispatch import traced_for_cpu
 from inference.kernels.reference.noise import NOISE_PICK, noise_pick
 from tests.inference.kernels.test_cpu_tree_attention import threads
 

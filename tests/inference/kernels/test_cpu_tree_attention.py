@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from heads.kernels.dispatch import choose, traced_for_cpu
 from inference.decoding.execution.inductor import compile_graph
-from inference.kernels.dispatch import choose, traced_for_cpu
 from inference.kernels.reference.attention import TREE_ATTENTION
 from tests.inference.kernels.test_tree_attention import Case, Inputs, in_float32, inputs
 

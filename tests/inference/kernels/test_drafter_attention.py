@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.tree import DraftShape
+from heads.kernels.dispatch import traced_for_cpu
 from heads.nn.drafting.sight import UpTo, cache_kernel
 from heads.nn.drafting.state import Cached
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.kernels.dispatch import traced_for_cpu
 from inference.kernels.drafter_attention import MOST_QUERIES, drafter_attention
 from inference.kernels.reference.attention import TREE_ATTENTION
 from tests.heads.recipes import RECIPES, REMEMBERING

@@ -11,7 +11,7 @@ from torch import Tensor
 from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
 from inference.kernels.reference import filters as reference_filters
 from inference.kernels.reference.filters import FILTER_LOGITS
-from tests.inference.kernels.devices import DEVICES
+from tests.heads.kernels.devices import DEVICES
 
 CASES = {
     "none": (10**9, 1.0, 0.0),

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads.kernels.dispatch import FLOATS, VARIABLE, choose
 from heads.medusa import Config, Drafter
 from inference.kernels import heads_gemm
-from inference.kernels.dispatch import FLOATS, VARIABLE, choose
 from inference.kernels.reference import heads as reference_heads
 from inference.kernels.reference.heads import RESIDUAL_BLOCKS
-from tests.inference.kernels.devices import DEVICES, ON_CPU
+from tests.heads.kernels.devices import DEVICES, ON_CPU
 from tests.models import random_target
 
 LAST_PLACE = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from heads.kernels.dispatch import VARIABLE
 from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
 from inference.kernels import noise_pick as kernels
-from inference.kernels.dispatch import VARIABLE
 from inference.kernels.noise_pick import _gumbel
 from inference.kernels.reference.noise import (
     GUMBEL_NOISE,
@@ -20,7 +20,7 @@ from inference.kernels.reference.noise import (
     noise_bits,
     noise_pick,
 )
-from tests.inference.kernels.devices import DEVICES, ON_CPU, ON_CUDA
+from tests.heads.kernels.devices import DEVICES, ON_CPU, ON_CUDA
 
 NAN, INF = float("nan"), float("inf")
 SEEDS = torch.tensor([0, 7, (1 << 62) + 12345678901])

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from heads.api.tree import TokenTree
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.kernels.reference.row_linear import ROW_LINEAR, TILE, InTiles, row_linear
-from tests.inference.kernels.devices import DEVICES
+from tests.heads.kernels.devices import DEVICES
 
 
 @pytest.fixture(autouse=True)

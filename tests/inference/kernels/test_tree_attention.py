@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.api.tree import TokenTree, ancestor_words
-from inference.kernels.dispatch import is_interpreted
+from heads.kernels.dispatch import is_interpreted
 from inference.kernels.reference.attention import TREE_ATTENTION, tree_attention, workspace_bytes
-from tests.inference.kernels.devices import DEVICES, ON_CPU, ON_CUDA
+from tests.heads.kernels.devices import DEVICES, ON_CPU, ON_CUDA
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
+from heads.kernels.dispatch import choose
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
 from inference.decoding.execution.accelerator import accelerator_of
-from inference.kernels.dispatch import choose
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target.hardware import found_device, wait_for
 from inference.target.loading import TargetConfig, pick_device

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scripts.tools.bench_kernels import BENCHES, KERNEL, Call, Sizes, main, measure
-from tests.inference.kernels.devices import DEVICES
+from tests.heads.kernels.devices import DEVICES
 
 TOY = Sizes(
     heads=2,
@@ -18,6 +18,7 @@ TOY = Sizes(
     layers=2,
     hidden=32,
     vocab=300,
+    rows=2,
     contexts=((2, 20),),
     nodes=(3,),
     splits=(64,),

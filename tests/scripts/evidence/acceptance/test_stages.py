@@ -15,6 +15,7 @@ from heads.api.batch import LossOutput
 from heads.api.drafter import Proposal
 from heads.api.errors import UserError
 from heads.dflash import Drafter as BlockDrafter
+from heads.kernels.reference.row_losses import ROW_LOSSES
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
 from inference.decoding.execution.graphs import StepRunner
@@ -29,7 +30,9 @@ from scripts.evidence.acceptance import correctness, shapes
 from scripts.evidence.acceptance.parts import Setting, run_part
 from tests.inference.kernels.planted import (
     blind_to_branches,
+    half_the_gradient,
     one_piece_lost,
+    one_tile_lost,
     run_in_its_place,
     wrong_scale,
 )
@@ -50,7 +53,9 @@ def no_timing_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(correctness.CLOCKS_APART, "cpu", 0.9)
 
 
-@pytest.mark.parametrize("name", ["environment", "attention", "verification", "gradients"])
+@pytest.mark.parametrize(
+    "name", ["environment", "attention", "verification", "losses", "gradients"]
+)
 def test_a_part_passes_as_things_are(name: str) -> None:
     found = result(name)
     assert (found["result"], found["failures"]) == ("passed", [])
@@ -80,6 +85,17 @@ def test_a_wrong_kernel_fails(
 ) -> None:
     run_in_its_place(monkeypatch, fault)
     assert result(name)["result"] == "failed"
+
+
+@pytest.mark.parametrize("fault", [one_tile_lost, half_the_gradient])
+def test_a_wrong_kernel_of_losses_fails(
+    fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_in_its_place(monkeypatch, fault, ROW_LOSSES)
+    found = result("losses")
+    assert found["result"] == "failed"
+    wrong = {line.split(" in ")[0] for line in found["failures"]}
+    assert wrong == ({"gradients"} if fault is half_the_gradient else {"values", "gradients"})
 
 
 def test_a_right_kernel_passes_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:

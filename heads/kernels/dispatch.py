@@ -1,6 +1,7 @@
 """Which implementation of a kernel runs: Triton's on a GPU, the plain-torch reference elsewhere.
 
-An operation is declared once, with its reference, in `inference.kernels.reference`:
+An operation is declared once, with its reference, in `heads.kernels.reference` if training computes
+it and in `inference.kernels.reference` if only decoding does:
 
     COMPACT = Op("compact", compact, "inference.kernels.commit:compact")
 
@@ -17,11 +18,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -39,7 +39,8 @@ OLDEST_GPU = (8, 0)
 """Compute capability that Triton asks of NVIDIA GPUs."""
 
 OPS: dict[str, Op] = {}
-"""Every operation by its name, as far as its module was imported; `all_ops` imports them all."""
+"""Every operation by its name, as far as its module was imported (`inference.kernels.registry`
+imports them all)."""
 
 
 @dataclass(frozen=True)
@@ -145,19 +146,6 @@ def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None)
             f"Use {VARIABLE}=auto, a CUDA device with triton installed, or {INTERPRET}=1 for tests."
         )
     return Choice("reference", obstacle)
-
-
-def report(device: torch.device | str) -> list[dict[str, str]]:
-    """For every operation by name: op, implementation and why, for tensors on `device`."""
-    return [{"op": op.name, **asdict(choose(op, device))} for op in all_ops()]
-
-
-def all_ops() -> Iterator[Op]:
-    """Every operation, in order of their names; imports the modules that declare them."""
-    package = importlib.import_module("inference.kernels.reference")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
-    yield from (OPS[name] for name in sorted(OPS))
 
 
 def is_interpreted() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.kernels.dispatch import is_interpreted
+from heads.kernels.dispatch import is_interpreted
 
 ON_CPU = pytest.mark.skipif(
     not is_interpreted(), reason="on the CPU kernels need TRITON_INTERPRET=1"

@@ -1,0 +1,1 @@
+"""Plain-torch meanings of operations that have kernels, with their declarations."""

@@ -1,0 +1,70 @@
+"""The gradient of losses on an LM head's logits, taken while the logits are there.
+
+A loss per row needs the logits [M, V] again for its gradient. They are too many to keep, and
+computing them again costs the LM head's product, the target's logits and the loss a second time.
+Where no weight behind the states is trained, as with the target's own LM head, there is another
+way: a row's loss depends on that row's state alone, so the gradient of the sum of all losses holds
+every row's own gradient [M, H], whatever factor the row's loss gets later. That is kept, and scaled
+in the backward pass: three products of the LM head's size in place of five (Liger Kernel takes
+gradients in the forward pass too, 2410.10989).
+
+Legend: M rows, K steps, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Judged = tuple[Tensor, ...]
+"""Losses [K, M] of states [K, M, H], and what else was found, without gradient."""
+
+
+def with_gradient(judge: Callable[[Tensor], Judged], states: Tensor) -> Judged:
+    """`judge(states)`, keeping nothing for the backward pass but the gradient of `states`.
+
+    No trained weight may enter `judge`, and every loss must depend on its own row of states alone.
+    """
+    if not (torch.is_grad_enabled() and states.requires_grad):
+        return judge(states)
+    return cast(Judged, _GradientNow.apply(states, judge))
+
+
+class _GradientNow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, judge: Callable[[Tensor], Judged]) -> Judged:
+        with torch.enable_grad():
+            rows = states.detach().requires_grad_()
+            values, *rest = judge(rows)
+            others = [leaf for leaf in _leaves(values) if leaf is not rows]
+            assert not others, "a weight that is trained would get no gradient"
+            (slope,) = torch.autograd.grad(values.sum(), rows)
+        ctx.save_for_backward(slope)
+        ctx.mark_non_differentiable(*rest)
+        return values.detach(), *rest
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None]:
+        (slope,) = ctx.saved_tensors
+        scale = grad[..., None]
+        # a row that does not count may hold anything
+        return torch.where(scale == 0, 0.0, slope * scale).to(slope.dtype), None
+
+
+def _leaves(values: Tensor) -> list[Tensor]:
+    """The tensors that gradients of `values` would reach."""
+    found, seen, waiting = [], set(), [values.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        found += [] if variable is None else [variable]
+        waiting += [before for before, _ in node.next_functions]
+    return found

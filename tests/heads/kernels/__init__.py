@@ -1,0 +1,1 @@
+"""Kernels of training, interpreted where there is no GPU: see tests/conftest.py."""
