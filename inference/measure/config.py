@@ -84,6 +84,10 @@ class BenchConfig:
     """Domains to measure; empty: all."""
     prompts_per_domain: PositiveInt = 16
     """Measured prompts of each domain, at most."""
+    contexts: tuple[PositiveInt, ...] = ()
+    """Put other prompts of its domain before every prompt, as many as fit into so many tokens; each
+    length gives a prompt of its own. Empty: prompts stay as they are. For real documents see
+    bench=long."""
     warmup_prompts: PositiveInt = 2
     """Prompts decoded beforehand by every arm, not measured."""
     repeats: Repeats = 2

@@ -42,6 +42,8 @@ PHASES = ("draft", "verify", "commit", "other")
 GAP = "gap"
 """The part between steps, where a clock can tell it (CUDA); decode time as well."""
 CLOCK = (*PHASES, GAP, "prefill")
+FIRST_BIN = 512
+"""Contexts of fewer tokens share a bin; every further bin ends at twice the one before."""
 TIMING_NOISE = 0.03
 """How far a speedup may exceed tau: what a quiet machine's clock does."""
 
@@ -84,6 +86,16 @@ class PerPrompt:
             name: [i for i, domain in enumerate(self.domains) if domain == name]
             for name in sorted(set(self.domains))
         }
+
+    def context_rows(self, contexts: Mapping[str, int]) -> dict[tuple[int, int], list[int]]:
+        """`context_bin` -> its rows, short contexts first; bins without a prompt are absent.
+
+        contexts: tokens of each prompt by its id.
+        """
+        found: dict[tuple[int, int], list[int]] = {}
+        for row, prompt in enumerate(self.prompts):
+            found.setdefault(context_bin(contexts[prompt]), []).append(row)
+        return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True)
@@ -157,6 +169,12 @@ class TauEstimate:
     """alpha_i for i = 1 .. depth."""
     tokens: int
     verify_passes: int
+
+
+def context_bin(tokens: int) -> tuple[int, int]:
+    """The bin [first, end) of a context: [0, 512), [512, 1024), [1024, 2048) and so on."""
+    end = max(FIRST_BIN, 1 << tokens.bit_length())
+    return (0 if end == FIRST_BIN else end // 2), end
 
 
 def divide(numerator: float, denominator: float) -> float:
@@ -317,8 +335,14 @@ def repeat_spread(seconds: Mapping[int, float], repeats: Sequence[int]) -> float
     return max(0.0, divide(max(times), min(times)) - 1.0)
 
 
-def summarise(arm: Totals, baseline: Totals, seed: int = 0) -> dict[str, Any]:
-    """The measured numbers of one entry of `drafters` in report.json."""
+def summarise(
+    arm: Totals, baseline: Totals, contexts: Mapping[str, int], seed: int = 0
+) -> dict[str, Any]:
+    """The measured numbers of one entry of `drafters` in report.json.
+
+    contexts: tokens of each prompt by its id. The context of an answer is that at its start: one
+    prompt is in one bin, so that bins, like domains, are resampled over prompts.
+    """
     arm = arm.like(baseline)
     estimate, (ratio, ratio_ci95) = tau_estimate(arm, seed), speedup(arm, baseline, seed)
     return {
@@ -332,9 +356,13 @@ def summarise(arm: Totals, baseline: Totals, seed: int = 0) -> dict[str, Any]:
             "conditional": list(estimate.conditional),
         },
         "domains": {
-            name: _domain(arm.take(rows), baseline.take(rows), seed)
+            name: _part(arm.take(rows), baseline.take(rows), seed)[0]
             for name, rows in arm.domain_rows().items()
         },
+        "contexts": [
+            _context(place, arm.take(rows), baseline.take(rows), seed)
+            for place, rows in arm.context_rows(contexts).items()
+        ],
         "tokens_per_second": tokens_per_second(arm),
         "speedup": ratio,
         "speedup_ci95": list(ratio_ci95),
@@ -343,12 +371,20 @@ def summarise(arm: Totals, baseline: Totals, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _domain(arm: Totals, baseline: Totals, seed: int) -> dict[str, Any]:
-    if not arm.passes.sum():  # every answer of this domain was a single token
-        return {"tau": 0.0, "tau_ci95": [0.0, 0.0], "tar": 0.0, "speedup": 0.0}
-    estimate, (ratio, _) = tau_estimate(arm, seed), speedup(arm, baseline, seed)
+def _part(arm: Totals, baseline: Totals, seed: int) -> tuple[dict[str, Any], list[float]]:
+    """The numbers of some of the prompts, and the 95% interval of their speedup."""
+    if not arm.passes.sum():  # every answer of this part was a single token
+        return {"tau": 0.0, "tau_ci95": [0.0, 0.0], "tar": 0.0, "speedup": 0.0}, [0.0, 0.0]
+    estimate, (ratio, ratio_ci95) = tau_estimate(arm, seed), speedup(arm, baseline, seed)
     found = {"tau": estimate.tau, "tau_ci95": list(estimate.ci95), "tar": estimate.tar}
-    return {**found, "speedup": ratio}
+    return {**found, "speedup": ratio}, list(ratio_ci95)
+
+
+def _context(place: tuple[int, int], arm: Totals, baseline: Totals, seed: int) -> dict[str, Any]:
+    """One bin of contexts."""
+    found, interval = _part(arm, baseline, seed)
+    span = {"first": place[0], "end": place[1], "prompts": len(arm.prompts)}
+    return {**span, **found, "speedup_ci95": interval}
 
 
 def domain_speedup_ci95(

@@ -14,7 +14,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from heads.api.errors import UserError
 from heads.api.reading import parse_json, read_text
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Request
-from inference.target.chat import Message, check_messages, render_prompt
+from inference.target.chat import TURN_SEPARATOR, Message, check_messages, render_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,22 @@ class Prompt:
             return encode_text(tokenizer, self.text)
         assert self.messages is not None
         return render_prompt(tokenizer, self.messages, self.tools, self.arguments)
+
+    @property
+    def asked(self) -> str:
+        """The last message, or the beginning of the text; raises `UserError` for token ids."""
+        if self.tokens is not None:
+            raise UserError(
+                f"prompt '{self.id}' is given as token ids, so nothing can be put before it. Leave "
+                "bench.contexts out, or give its text."
+            )
+        return self.messages[-1]["content"] if self.messages else self.text or ""
+
+    def asking(self, text: str) -> Prompt:
+        """The same prompt with another `asked`."""
+        if not self.messages:
+            return replace(self, text=text)
+        return replace(self, messages=(*self.messages[:-1], {**self.messages[-1], "content": text}))
 
     def to_line(self) -> dict[str, object]:
         """The prompt as a line of a prompt file, as `load_prompts` reads it."""
@@ -120,6 +136,37 @@ def prompt_seed(seed: int, prompt_id: str) -> int:
     """The sampling seed of one prompt: 63 bits of a stable hash of (seed, id)."""
     digest = hashlib.blake2b(f"{seed}:{prompt_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def behind_others(
+    prompts: Sequence[Prompt], others: Sequence[Prompt], tokenizer: Any, lengths: Sequence[int]
+) -> list[Prompt]:
+    """Every prompt once per length, behind as many others of its domain as fit into so many tokens:
+    documents, and what is asked about the last one. Ids become "<id>@<length>".
+
+    others: all prompts, `prompts` among them; taken in their order, from the prompt's own place on,
+    each at most once. Without lengths prompts stay as they are. Raises `UserError` for prompts of
+    token ids, which have no text to put anything before.
+    """
+    if not lengths:
+        return list(prompts)
+    sizes = {one.id: len(one.render(tokenizer)) for one in others}
+    domains: dict[str, list[Prompt]] = {}
+    for one in others:
+        domains.setdefault(one.domain, []).append(one)
+    longer = []
+    for length in lengths:
+        for prompt in prompts:
+            mates = domains[prompt.domain]
+            own = mates.index(prompt)
+            before, room = list[str](), length - sizes[prompt.id]
+            for one in (*mates[own + 1 :], *mates[:own]):
+                if sizes[one.id] <= room:
+                    before.append(one.asked)
+                    room -= sizes[one.id]
+            text = TURN_SEPARATOR.join([*before, prompt.asked])
+            longer.append(replace(prompt.asking(text), id=f"{prompt.id}@{length}"))
+    return longer
 
 
 def to_requests(

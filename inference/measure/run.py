@@ -59,7 +59,7 @@ from inference.measure.datasets import Loaded, prompt_facts
 from inference.measure.loops import Loop, baseline_block, served_loops
 from inference.measure.metrics import Outcome, TauEstimate, Totals, divide
 from inference.measure.profile import profile
-from inference.measure.prompts import Prompt, Requests, to_requests
+from inference.measure.prompts import Prompt, Requests, behind_others, to_requests
 from inference.measure.roofline import roofline
 from inference.measure.verifications import write_records
 from inference.report import claims
@@ -304,6 +304,7 @@ class _Session:
     def results(self) -> tuple[schema.Baseline, list[schema.DrafterResult]]:
         """The blocks `baseline` and `drafters`."""
         baseline, seed = self.totals(BASELINE), self.config.seed
+        contexts = {name: len(request.tokens) for name, request in self.by_id.items()}
         drafters = []
         for arm in self.arms:
             totals = self.totals(arm.name)
@@ -316,7 +317,7 @@ class _Session:
                     path=arm.path,
                     parameters=sum(parameter.numel() for parameter in parameters),
                     draft=self.draft_facts(arm),
-                    **metrics.summarise(totals, baseline, seed),
+                    **metrics.summarise(totals, baseline, contexts, seed),
                     **self.ahead_facts(arm),
                     memory_bytes=schema.MemoryBytes(**self.memory[arm.name]),
                     lossless=schema.LosslessCounts(**self.audits[arm.name].counts()),
@@ -431,7 +432,10 @@ def _prepare(
     """Choose the prompts that fit, and build engines with the same room in their caches."""
     checked = check_arms(config, arms)
     decode, limit = checked[0].decode, target.info.max_position_embeddings
-    measured, spare = split_prompts(config, prompts)
+    measured, spare = (
+        behind_others(some, prompts, target.tokenizer, config.contexts)
+        for some in split_prompts(config, prompts)
+    )
     requests, warmup = (
         to_requests(some, target.tokenizer, decode, capacity=limit, overlong="skip")
         for some in (measured, spare)

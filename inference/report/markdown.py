@@ -33,6 +33,7 @@ NO_REPORT = "no report was given. Name at least one report.json, or a folder tha
 TABLE_WIDTH = 120
 """Columns of a table that goes to a file or a pipe."""
 MAIN_HEADER = "drafter draft tau TAR tokens/s speedup ideal efficiency lossless".split()
+CONTEXTS = "By tokens of the prompt: tau [interval], TAR, speedup [interval]"
 LOSS_ROWS = {"sample": "sample (rest)", "clock": "clock (rest)"}
 
 
@@ -88,6 +89,7 @@ def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
         lines += [*facts(report), ""]
         captioned = [
             ("Per domain: tau [interval], TAR, speedup", domain_table(report)),
+            *([(CONTEXTS, context_table(report))] if report.contexts else []),
             (
                 "Acceptance by depth: share of passes in which the depth was accepted (given the "
                 "depth before)",
@@ -202,6 +204,19 @@ def domain_table(report: Report) -> list[str]:
                 cells[name] += f" ({words})"
         rows.append([drafter.name, *cells.values()])
     return markdown_table(["drafter", *report.domains], rows)
+
+
+def context_table(report: Report) -> list[str]:
+    """tau, TAR and speedup per drafter and bin of contexts as a markdown table."""
+    rows = []
+    for drafter in report.ranked:
+        cells = dict.fromkeys(report.contexts, "-")
+        for found in drafter.contexts:
+            tau, speedup = with_interval(found.tau, found.tau_ci95), found.speedup
+            ratio = ratio_text(speedup, found.speedup_ci95)
+            cells[found.label] = f"{tau}, {found.tar:.2f}, {ratio}"
+        rows.append([drafter.name, *cells.values()])
+    return markdown_table(["drafter", *report.contexts], rows)
 
 
 def depth_table(report: Report) -> list[str]:

@@ -24,8 +24,9 @@ from inference.measure.metrics import GAP, PHASES, divide
 
 FORMAT = 1
 REPORT_FILE = "report.json"
-PLOTS = ("acceptance", "speedup", "step_time", "speedup_by_batch")
-"""Names of the plots' files, without .png; the last one only with a profile."""
+PLOTS = ("acceptance", "speedup", "step_time", "by_context", "speedup_by_batch")
+"""Names of the plots' files, without .png; the last two only where contexts differ, and with a
+profile."""
 
 
 def _check_order(interval: tuple[float, float]) -> tuple[float, float]:
@@ -177,6 +178,26 @@ class DomainResult(Block):
     speedup: float
 
 
+class Span(Block):
+    """Places [first, end) of tokens."""
+
+    first: Count
+    end: Count
+    """0: no end."""
+
+    @property
+    def label(self) -> str:
+        """ "1 to 16" or "257 and on"."""
+        return f"{self.first} to {self.end - 1}" if self.end else f"{self.first} and on"
+
+
+class ContextResult(DomainResult, Span):
+    """The same on the prompts of [first, end) tokens: by the context at the answer's start."""
+
+    prompts: Count
+    speedup_ci95: Interval
+
+
 class PhaseValues(Block):
     """One number per phase of a decoding step."""
 
@@ -262,6 +283,8 @@ class DrafterResult(Block):
     """Accepted drafted tokens / tested drafted tokens."""
     acceptance: Acceptance
     domains: dict[str, DomainResult]
+    contexts: list[ContextResult] = []
+    """Bins that hold a prompt, the shortest first; empty in reports from before version 0.1.0."""
     tokens_per_second: float
     speedup: float
     """tokens_per_second / the baseline's."""
@@ -551,21 +574,10 @@ class DraftStates(Block):
     missed_ci95: Interval
 
 
-class _Span(Block):
-    first: Count
-    end: Count
-    """Positions [first, end) of the answer; end 0: no end."""
-
-
-class PositionStates(DraftStates, _Span):
-    """The drafted tokens of a part of the answers."""
+class PositionStates(DraftStates, Span):
+    """The drafted tokens at some positions of the answers."""
 
     calibration: CalibrationGap | None = None
-
-    @property
-    def label(self) -> str:
-        """ "1 to 16" or "257 and on"."""
-        return f"{self.first} to {self.end - 1}" if self.end else f"{self.first} and on"
 
 
 class _TemperatureTau(Block):
@@ -746,6 +758,13 @@ class Report(Block):
     def domains(self) -> list[str]:
         """All domains, in alphabetical order."""
         return sorted({domain for drafter in self.drafters for domain in drafter.domains})
+
+    @property
+    def contexts(self) -> list[str]:
+        """Labels of the bins of contexts, the shortest first. None where all prompts are in one
+        bin, which repeats the numbers of the whole."""
+        bins = {(one.first, one.label) for drafter in self.drafters for one in drafter.contexts}
+        return [label for _, label in sorted(bins)] if len(bins) > 1 else []
 
     @property
     def ranked(self) -> list[DrafterResult]:

@@ -1,5 +1,6 @@
-"""The PNGs of reports: acceptance by depth, speedup by domain, time per step by phase, and speedup
-by batch size where that was measured. One panel per report.
+"""The PNGs of reports: acceptance by depth, speedup by domain, time per step by phase; tau and
+speedup by context where contexts differ, and speedup by batch size where that was measured. One
+panel per report.
 
 They are at most 10 inches wide, so that labels can be read at the 800 pixels of a model card.
 """
@@ -35,14 +36,21 @@ MOST_WIDTH = 8.5
 
 
 def plot_all(reports: Mapping[str, Report], out: Path) -> list[Path]:
-    """Write acceptance.png, speedup.png, step_time.png and, with a profile, speedup_by_batch.png.
+    """Write the PNGs of `PLOTS` that the reports have numbers for.
 
     reports: by label. Returns the paths of what was written.
     """
+    binned = {label: report for label, report in reports.items() if report.contexts}
     profiled = {label: report for label, report in reports.items() if _batch_points(report)}
-    drawn = [acceptance(reports), speedup(reports), step_time(reports)]
-    drawn += [speedup_by_batch(profiled)] if profiled else []
-    return [_save(figure, out / f"{name}.png") for figure, name in zip(drawn, PLOTS, strict=False)]
+    drawn = [
+        acceptance(reports),
+        speedup(reports),
+        step_time(reports),
+        by_context(binned) if binned else None,
+        speedup_by_batch(profiled) if profiled else None,
+    ]
+    named = zip(drawn, PLOTS, strict=True)
+    return [_save(figure, out / f"{name}.png") for figure, name in named if figure is not None]
 
 
 def _save(figure: Figure, path: Path) -> Path:
@@ -194,6 +202,39 @@ def step_time(reports: Mapping[str, Report]) -> Figure:
 
     rows = max((len(report.drafters) for report in reports.values()), default=1)
     return _panels(reports, 7.0, 0.5 * rows + 1.2, draw, x_label="ms per verify pass")
+
+
+def by_context(reports: Mapping[str, Report]) -> Figure:
+    """tau (above) and speedup (below) by tokens of the prompt, with 95% intervals."""
+    styles = _styles(reports)
+    size = (min(5.2 * len(reports), MOST_WIDTH), 6.6)
+    figure, grid = plt.subplots(2, len(reports), figsize=size, sharey="row", squeeze=False)
+    for column, (label, report) in enumerate(reports.items()):
+        for row, which in enumerate(("tau", "speedup")):
+            _draw_contexts(grid[row][column], report, which, styles)
+        grid[0][column].set_title(_title(label, report))
+        grid[1][column].set_xlabel("tokens of the prompt")
+    grid[0][0].set_ylabel("tau (committed tokens per verify pass)")
+    grid[1][0].set_ylabel("speedup over plain decoding")
+    figure.tight_layout()
+    _add_legend(figure, grid[0])
+    return figure
+
+
+def _draw_contexts(
+    axes: Axes, report: Report, which: str, styles: Mapping[str, tuple[str, str]]
+) -> None:
+    places = {label: place for place, label in enumerate(report.contexts)}
+    for drafter in report.ranked:
+        colour, marker = styles[drafter.name]
+        at = [places[one.label] for one in drafter.contexts]
+        values = [getattr(one, which) for one in drafter.contexts]
+        axes.plot(at, values, color=colour, marker=marker, label=drafter.name)
+        for place, one in zip(at, drafter.contexts, strict=True):
+            axes.plot([place, place], getattr(one, f"{which}_ci95"), color=colour, linewidth=1.2)
+    _mark_plain_speed(axes)
+    axes.set_xticks(range(len(places)), list(places))
+    _tidy(axes)
 
 
 def _batch_points(report: Report) -> list[ProfilePoint]:

@@ -16,7 +16,7 @@ from train.data.held_out import load_any_prompts
 
 EMBEDDED = "embedded"
 """The data and the bench that come with the embedded target's prompts."""
-EMBEDDED_BENCHES = (EMBEDDED, "profile", "thorough", "baselines")
+EMBEDDED_BENCHES = (EMBEDDED, "profile", "thorough", "baselines", "embedded_long")
 """Benches with these prompts."""
 FIRST_ROUND = "round-0"
 """Folder of a loop's first round, which holds prompts out for all rounds."""
@@ -26,7 +26,7 @@ def bench_of(settings: Settings) -> BenchConfig:
     """`bench` with the prompts that it stands for.
 
     Prompts that were held out of the run's own data come before the embedded ones, unless
-    bench=embedded was asked for; benches that build on it (profile, thorough, baselines) take the
+    bench=embedded was asked for; benches that build on it (`EMBEDDED_BENCHES`) take the
     embedded ones for the embedded data alone. Raises `UserError` without any.
     """
     bench, chosen = settings.bench, settings.choices.get("bench")

@@ -61,6 +61,19 @@ def domains(run: Run) -> list[Figure]:
     return [*_dots("Speedup", speedups, "×"), *_dots("Tokens per verification", taus, "", 1.0)]
 
 
+def contexts(run: Run) -> list[Figure]:
+    """tau, then speedup, by tokens of the prompt; nothing where all prompts are in one bin."""
+    taus: dict[str, list[Dot]] = {label: [] for label in run.report.contexts}
+    speedups: dict[str, list[Dot]] = {label: [] for label in run.report.contexts}
+    for one in run.drafters if taus else ():
+        for found in one.contexts:
+            best = one is run.best
+            taus[found.label].append(Dot(one.name, found.tau, found.tau_ci95, best))
+            speed = Dot(one.name, found.speedup, found.speedup_ci95, best)
+            speedups[found.label].append(speed)
+    return [*_dots("Tokens per verification", taus, "", 1.0), *_dots("Speedup", speedups, "×")]
+
+
 def depths(run: Run) -> list[Figure]:
     """Acceptance by depth, of all passes and given the depth before."""
     ranked = sorted(run.drafters, key=lambda drafter: -drafter.tau)

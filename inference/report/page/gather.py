@@ -89,6 +89,11 @@ class Page:
         return list(dict.fromkeys(one.name for run in self.runs for one in run.drafters))
 
     @property
+    def contexts(self) -> bool:
+        """Whether a measurement has prompts in several bins of contexts."""
+        return any(run.report.contexts for run in self.runs)
+
+    @property
     def ranked_trainings(self) -> list[Course]:
         """The trainings, the one with the best tau first."""
         return sorted(self.trainings, key=lambda one: -max(point.tau for point in one.points))

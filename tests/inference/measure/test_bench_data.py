@@ -105,6 +105,22 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "multiturn": False,
         },
     ],
+    "long": [
+        {
+            "_id": "66f3",
+            "domain": "Single-Document QA",
+            "sub_domain": "Academic",
+            "difficulty": "easy",
+            "length": "short",
+            "question": "Who?",
+            "choice_A": "Ada",
+            "choice_B": "Bob",
+            "choice_C": "Cleo",
+            "choice_D": "Dan",
+            "answer": "A",
+            "context": "Ada was there.",
+        }
+    ],
 }
 """Rows in the columns that each dataset has on the Hub."""
 WANTED = {
@@ -165,6 +181,14 @@ WANTED = {
     ],
     "spec_bench": [("1", "qa", "Who?"), ("2", "translation", "Say it in French.")],
     "speed_bench": [("q1", "coding", "Write a loop.")],
+    "long": [
+        (
+            "66f3",
+            "Single-Document QA",
+            "Ada was there.\n\nWho?\n\nA: Ada\nB: Bob\nC: Cleo\nD: Dan\n\n"
+            "Say which answer is right, and why.",
+        )
+    ],
 }
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ from inference.report.page.render import write_page
 from inference.target.model import TargetModel
 from inference.verifications import SEQUENCES, RecordsConfig, read_table
 from tests.fakes import AlwaysRight, AlwaysWrong, SometimesRight
-from tests.models import VOCAB, random_target
+from tests.models import VOCAB, TokenIds, random_target
 
 DECODE = DecodeConfig(depth=3, max_new_tokens=13)  # 12 committed tokens: three full passes of four
 QUIET = Console(quiet=True)
@@ -628,3 +629,37 @@ def test_prompts_that_do_not_fit_the_target(
 def test_bench_settings_are_checked() -> None:
     with pytest.raises(UserError, match=r"bench\.repeats must lie in \[1, "):
         BenchConfig(repeats=0)
+
+
+class Words(TokenIds):
+    """A token per word."""
+
+    def __call__(self, text: str) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=[3 + len(word) % 7 for word in text.split()])
+
+
+def test_prompts_of_several_lengths_are_told_apart_by_the_context_at_their_start(
+    tmp_path: Path,
+) -> None:
+    """Lengthened prompts end in bins of their own tokens, and all bins together are the whole."""
+    target = random_target(dtype=torch.float32, max_position_embeddings=1200)
+    target.eos_token_ids = ()
+    texts = [
+        Prompt(f"t{i}", "prose", text=" ".join("the same words".split() * 9)) for i in range(50)
+    ]
+    target.tokenizer = Words()
+    drafter = new_drafter("ngram", NgramConfig(), target.info, target.weights, seed=0)
+    config = BenchConfig(
+        prompts_per_domain=2, warmup_prompts=1, repeats=1, contexts=(27, 700, 3000)
+    )
+    measure(config, target, [Arm("ngram", drafter, DECODE)], texts, tmp_path, console=QUIET)
+    found = read_report(tmp_path)
+    (ngram,) = found.drafters
+    assert [(one.label, one.prompts) for one in ngram.contexts] == [
+        ("0 to 511", 2),
+        ("512 to 1023", 2),
+    ]
+    for prompt in found.run.prompts["hashes"]:
+        assert prompt.split("@")[1] in ("27", "700")  # 3000 is beyond the target's positions
+    passes = [one.prompts * 12 / one.tau for one in ngram.contexts]
+    assert sum(passes) == pytest.approx(ngram.verify_passes)

@@ -14,6 +14,8 @@ from inference.measure.metrics import Outcome, Totals
 from tests.inference.example_report import outcome
 
 DEPTH = 3
+CONTEXTS = {"a": 30, "b": 40, "c": 50}
+"""Tokens of the prompts, for what does not depend on them."""
 
 
 def arm() -> Totals:
@@ -82,10 +84,8 @@ def test_speedup_is_a_ratio_of_sums_over_the_same_prompts() -> None:
 def test_speedup_pairs_prompts_whatever_their_order() -> None:
     shuffled = plain().take([2, 0, 1])
     assert metrics.speedup(arm(), shuffled)[0] == pytest.approx(metrics.speedup(arm(), plain())[0])
-    assert (
-        metrics.summarise(arm(), shuffled)["domains"]
-        == metrics.summarise(arm(), plain())["domains"]
-    )
+    found = metrics.summarise(arm(), shuffled, CONTEXTS)["domains"]
+    assert found == metrics.summarise(arm(), plain(), CONTEXTS)["domains"]
 
 
 def test_paired_interval_is_free_of_what_both_arms_share() -> None:
@@ -128,7 +128,7 @@ def test_ideal_speedup_uses_measured_draft_time() -> None:
     )
     base = Totals.collect([outcome("a", "x", [0] * 12, 0, 1.2)], 0)
     assert metrics.ideal_speedup(drafted, base) == pytest.approx(3 / (1 + 0.05 / 0.1))
-    summary = metrics.summarise(drafted, base)
+    summary = metrics.summarise(drafted, base, CONTEXTS)
     assert summary["step_ms"] == pytest.approx(
         {"draft": 50, "verify": 125, "commit": 0, "other": 25}
     )
@@ -147,7 +147,7 @@ def test_prefill_time_is_apart() -> None:
 
 
 def test_summary_by_domain() -> None:
-    domains = metrics.summarise(arm(), plain())["domains"]
+    domains = metrics.summarise(arm(), plain(), CONTEXTS)["domains"]
     assert list(domains) == ["code", "prose"]
     assert domains["code"]["tau"] == pytest.approx(13 / 5)
     assert domains["prose"].pop("speedup") == pytest.approx(0.9)
@@ -156,10 +156,31 @@ def test_summary_by_domain() -> None:
     assert intervals["prose"] == pytest.approx([0.9, 0.9])
 
 
+def test_summary_by_context_sums_the_prompts_of_a_bin() -> None:
+    """Against taus that are counted by hand, with the bins' bounds on both sides."""
+    tokens = {"a": 0, "b": 511, "c": 512, "d": 1023, "e": 4096, "f": 2048}
+    accepted = {"a": [3, 1], "b": [1], "c": [2, 2], "d": [0], "e": [3], "f": []}
+    rows = [outcome(name, "x", each, DEPTH, 0.1 * len(each)) for name, each in accepted.items()]
+    base = [outcome(x, "x", [0] * sum(n + 1 for n in c), 0, 0.5) for x, c in accepted.items()]
+    summary = metrics.summarise(Totals.collect(rows, DEPTH), Totals.collect(base, 0), tokens)
+    found = summary["contexts"]
+    assert [(one["first"], one["end"], one["prompts"]) for one in found] == [
+        *((0, 512, 2), (512, 1024, 2), (2048, 4096, 1), (4096, 8192, 1))
+    ]
+    assert [one["tau"] for one in found] == pytest.approx([8 / 3, 7 / 3, 0.0, 4.0])
+    assert [one["tar"] for one in found] == pytest.approx([5 / 7, 4 / 7, 0.0, 1.0])
+    # the same tokens in one tenth of a second per pass against half a second per prompt
+    speeds = [1.0 / 0.3, 1.0 / 0.3, 0.0, 5.0]
+    assert [one["speedup"] for one in found] == pytest.approx(speeds)
+    low, high = found[0]["tau_ci95"]
+    assert (low, high) == pytest.approx((2.0, 3.0))  # prompts are drawn, not passes
+    assert found[3]["speedup_ci95"] == pytest.approx([5.0, 5.0])
+
+
 def test_a_domain_of_one_token_answers_is_reported_as_zero() -> None:
     rows = [outcome("a", "code", [1], DEPTH, 0.1), outcome("b", "yes/no", [], DEPTH)]
     base = [outcome("a", "code", [0, 0], 0, 0.2), outcome("b", "yes/no", [], 0)]
-    summary = metrics.summarise(Totals.collect(rows, DEPTH), Totals.collect(base, 0))
+    summary = metrics.summarise(Totals.collect(rows, DEPTH), Totals.collect(base, 0), CONTEXTS)
     nothing = {"tau": 0.0, "tau_ci95": [0.0, 0.0], "tar": 0.0, "speedup": 0.0}
     assert summary["domains"]["yes/no"] == nothing
     assert summary["tau"] == 2.0

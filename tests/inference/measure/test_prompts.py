@@ -9,7 +9,14 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
-from inference.measure.prompts import Prompt, load_prompts, prompt_seed, select_prompts, to_requests
+from inference.measure.prompts import (
+    Prompt,
+    behind_others,
+    load_prompts,
+    prompt_seed,
+    select_prompts,
+    to_requests,
+)
 from tests.inference.tokenizers import tiny_tokenizer
 
 
@@ -114,3 +121,45 @@ def test_overlong_prompts_are_refused_or_skipped_with_a_count(caplog):
         kept = to_requests(prompts, None, decode, capacity=37, overlong="skip")
     assert [r.index for r in kept] == [1]
     assert "1 of 2 prompts skipped" in caplog.text
+
+
+def asking(domain, count):
+    words = "one two three four five six seven eight nine ten".split()
+    return [
+        Prompt(f"{domain}-{i}", domain, messages=({"role": "user", "content": words[i] * 4},))
+        for i in range(count)
+    ]
+
+
+def test_prompts_behind_others_fill_a_length_with_their_own_domain():
+    tokenizer = tiny_tokenizer("marked")
+    everything = [*asking("a", 8), *asking("b", 3)]
+    sizes = {one.id: len(one.render(tokenizer)) for one in everything}
+    room = sizes["a-6"] + sizes["a-7"] + sizes["a-0"]
+    longer = behind_others([everything[6], everything[9]], everything, tokenizer, (room, 4096))
+    assert [one.id for one in longer] == [*(f"a-6@{room}", f"b-1@{room}", "a-6@4096", "b-1@4096")]
+    # those that come next in the file, the question last; each at most once, none of another domain
+    assert longer[0].asked == "\n\n".join(everything[i].asked for i in (7, 0, 6))
+    assert longer[2].asked == "\n\n".join(everything[i].asked for i in (7, 0, 1, 2, 3, 4, 5, 6))
+    assert longer[3].asked == "\n\n".join(everything[i].asked for i in (10, 8, 9))
+    assert len(longer[0].render(tokenizer)) <= room
+    assert {one.domain for one in longer} == {"a", "b"}
+    assert behind_others(everything, everything, tokenizer, ()) == everything
+
+
+def test_a_prompt_longer_than_the_length_stays_alone_and_keeps_its_other_messages():
+    system = {"role": "system", "content": "Be short."}
+    first = Prompt("s", "a", messages=(system, {"role": "user", "content": "Why? " * 9}))
+    (same,) = behind_others([first], [*asking("a", 2), first], tiny_tokenizer("marked"), (5,))
+    assert (same.id, same.messages) == ("s@5", first.messages)
+    (longer,) = behind_others([first], [*asking("a", 2), first], tiny_tokenizer("marked"), (4096,))
+    assert longer.messages[0] == system
+    assert longer.messages[1]["content"].endswith("\n\n" + first.messages[1]["content"])
+
+
+def test_a_text_is_put_behind_texts_and_token_ids_are_refused():
+    texts = [Prompt("x", "a", text="once upon"), Prompt("y", "a", text="a time")]
+    (longer,) = behind_others(texts[1:], texts, tiny_tokenizer("marked"), (99,))
+    assert longer.text == "once upon\n\na time"
+    with pytest.raises(UserError, match="prompt 'a-1' is given as token ids"):
+        behind_others(many("a", 2)[:1], many("a", 2), tiny_tokenizer("marked"), (99,))

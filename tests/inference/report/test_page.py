@@ -155,6 +155,18 @@ def test_what_is_said_is_what_was_measured(tame: str) -> None:
     assert "1·1" in text  # the best tree's path of two first candidates
 
 
+def test_contexts_are_drawn_where_they_differ(tame: str, tmp_path: Path) -> None:
+    section = tame.split('id="contexts-0"')[1].split("</section>")[0]
+    assert 'aria-label="Tokens per verification, 512 to 1023"' in section
+    assert "no difference shown" in section  # 0.95 to 1.25
+    assert 'href="#contexts-0"' in tame
+    one_bin = example_report()
+    del one_bin["drafters"][0]["contexts"][1:]
+    write_report(one_bin, tmp_path / "report.json")
+    page = write_page([("measure", tmp_path)], tmp_path / "out").read_text(encoding="utf-8")
+    assert "contexts-0" not in page and "By context" not in page
+
+
 def test_the_cost_of_a_step_is_drawn_without_cost_curves(tmp_path: Path) -> None:
     write_report(example_report(), tmp_path / "report.json")
     page = write_page([("measure", tmp_path)], tmp_path / "out").read_text(encoding="utf-8")

@@ -188,7 +188,11 @@ def test_render_writes_markdown_and_plots(tmp_path: Path) -> None:
     )  # took part in one report only
     assert "- command: `headstart measure`" in text
     assert report_module.DEFINITIONS in text
-    for name in ("acceptance.png", "speedup.png", "step_time.png"):
+    assert (
+        "| medusa | 2.80 [2.60, 3.00], 0.73, 1.90 [1.75, 2.05] | "
+        "2.40 [2.10, 2.70], 0.66, 1.10 [0.95, 1.25], no difference shown |"
+    ) in text
+    for name in ("acceptance.png", "by_context.png", "speedup.png", "step_time.png"):
         assert f"({name})" in text
         image = imread(tmp_path / "out" / name)
         assert image.shape[0] > 200
@@ -196,6 +200,7 @@ def test_render_writes_markdown_and_plots(tmp_path: Path) -> None:
         assert image.shape[1] < min(1500, 2 * image.shape[0])  # labels are read at 800 pixels
     assert sorted(file.name for file in path.parent.iterdir()) == [
         "acceptance.png",
+        "by_context.png",
         "report.md",
         "speedup.png",
         "step_time.png",
@@ -206,7 +211,7 @@ def test_every_markdown_row_has_as_many_cells_as_its_header(tmp_path: Path) -> N
     text = report_module.render(two_reports(tmp_path), tmp_path / "out").read_text(encoding="utf-8")
     widths = [line.count("|") for line in text.splitlines() if line.startswith("|")]
     starts = [i for i, line in enumerate(text.splitlines()) if line.startswith("|---")]
-    assert len(starts) == 9
+    assert len(starts) == 11
     table: list[int] = []
     for line in text.splitlines():
         if line.startswith("|"):
@@ -367,6 +372,18 @@ def test_optional_blocks_are_checked_and_shown(tmp_path: Path) -> None:
         assert line in page, line
     assert "speedup_by_batch.png" in page
     assert imread(tmp_path / "out" / "speedup_by_batch.png").ndim == 3
+
+
+def test_contexts_are_shown_where_they_differ(tmp_path: Path) -> None:
+    report = example_report()
+    for entry in report["drafters"]:
+        del entry["contexts"][1:]
+    write_report(report, tmp_path / "measure" / "report.json")
+    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(
+        encoding="utf-8"
+    )
+    assert report_module.CONTEXTS not in page and "by_context" not in page
+    assert not (tmp_path / "out" / "by_context.png").exists()
 
 
 def test_without_blocks_nothing_of_them_is_shown(tmp_path: Path) -> None:
