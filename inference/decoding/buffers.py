@@ -26,6 +26,7 @@ from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
 from inference.decoding.execution.accelerator import Pending
 from inference.decoding.execution.graphs import StepRunner
+from inference.decoding.requests import Request
 from inference.decoding.rules.names import sampling_rule
 from inference.decoding.rules.registry import get_rule
 from inference.decoding.sampling.distribution import SamplingSettings
@@ -33,6 +34,9 @@ from inference.decoding.sampling.noise import SharedNoise
 from inference.decoding.sampling.processors import Prefix, Processors
 from inference.decoding.sampling.row_settings import RowNoise, RowSettings
 from inference.decoding.step import Decoder, Rows
+from inference.decoding.structured.constraint import Constraint
+from inference.decoding.structured.grammars import Grammars
+from inference.decoding.structured.rows import RowGrammars, forbid
 from inference.target.memory import tensor_bytes
 from inference.target.model import TargetModel
 from inference.target.taps import Seen
@@ -76,12 +80,16 @@ class Lanes:
             static, vocab = target.device.type == "cuda" or decode.compile, target.info.vocab_size
             self.own = RowSettings(rows, self.settings, vocab, target.device, static)
         self.limits, self.lengths = adaptive_parts(target, drafter, decode, tree, rows)
+        size, forces = target.info.vocab_size, self.needs.forced
+        self.grammars = RowGrammars(rows, tree.num_nodes, size, target.device, forces)
+        self.constraint = Constraint.read(decode.structure)
         self.keeps_logits = details or (self.limits is not None and self.limits.wants_logits)
         noise = self.noise(self.rows.seeds, self.rows.lengths, self.own)
         rule, processors, needs, limits = self.rule, self.processors, self.needs, self.limits
         decoder = Decoder(
             *(target, drafter, tree, noise, rule, processors, needs, clock, eos, limits, details),
             exact=decode.exact,
+            grammars=self.grammars,
         )
         self.runner = StepRunner(decoder, self.cache, self.rows, decode)
         self._narrow: dict[int, _Narrow] = {}
@@ -143,6 +151,7 @@ class Lanes:
         if self.state is not None:
             index = torch.tensor([source, target], device=self.target.device)
             write_rows(self.state, index[1:], read_rows(self.state, index[:1]))
+        self.grammars.move(source, target)
         if self.own is not None:
             self.own.move(source, target)
             self._arranged = None
@@ -156,9 +165,17 @@ class Lanes:
         pending, self.state = self.runner.step(self.state, longest, exact, length)
         return pending
 
+    def constrain(self, rows: Sequence[int], requests: Sequence[Request]) -> None:
+        """Give rows the grammars of their requests; raises `UserError` for one that is none."""
+        for row, request in zip(rows, requests, strict=True):
+            constraint = request.constraint or self.constraint
+            if constraint is not None:
+                self.grammars.put(row, Grammars.of(self.target).matcher(constraint))
+
     def stop(self) -> None:
         """Deactivate every row: what an abandoned run left is not decoded further."""
         self.rows.active.zero_()
+        self.grammars.clear()
 
     def prefill(
         self,
@@ -168,12 +185,14 @@ class Lanes:
         seeds: Tensor,
         budgets: Tensor,
         own: tuple[Sequence[int], Sequence[SamplingSettings]] | None = None,
+        masks: Tensor | None = None,
     ) -> Tensor:
         """Read prompts into rows and pick their first tokens [R].
 
         index [R] rows, tokens [R, T] right-padded, lengths [R], seeds [R], budgets [R] new tokens
         after the first; all int64. The rows are inactive until `activate`. own: the rows and the
-        settings they bring, where rows have their own.
+        settings they bring, where rows have their own. masks [R, 1, W]: what may come first
+        (`RowGrammars.first_masks`).
         """
         held = None
         if self.own is not None and own is not None:
@@ -189,6 +208,8 @@ class Lanes:
             last = tokens[place, lengths - 1][:, None]
             root = TokenTree.chain(0, tokens.device)
             logits = self.processors(logits, Prefix(tokens, lengths - 1, last, root))
+        if masks is not None:
+            logits = forbid(logits, masks)
         first = self.noise(seeds, lengths, held).target_pick(logits, lengths[:, None])[:, 0]
         self._start_drafter(index, tokens, lengths, first, seen)
         rows = self.rows

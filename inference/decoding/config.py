@@ -27,6 +27,7 @@ from inference.decoding.adaptive.lengths import DEFAULT_THRESHOLDS, AdaptiveSett
 from inference.decoding.rules.names import AUTO, RULES, best_rule
 from inference.decoding.rules.registry import check_shape
 from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.structured.constraint import Constraint
 
 Shape = Literal["none", "chain", "tree", "dynamic", "dartree"]
 
@@ -99,6 +100,9 @@ class DecodeConfig(SamplingSettings):
     """Compute every token in shapes that depend on no other: plain and drafted text are the same in
     bfloat16 too, whatever the draft and the batch (inference/target/exact.py). Slower. Not with
     `compile`, experts, recurrent layers or quantised weights."""
+    structure: str = ""
+    """What every answer follows: json (any JSON object), or a file with a JSON schema (.json), a
+    regular expression (.regex) or a grammar (.ebnf). Empty: free text. Needs xgrammar."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,6 +117,8 @@ class DecodeConfig(SamplingSettings):
                 "decode.exact and decode.compile do not go together: a compiler chooses the order "
                 "of sums anew for every shape. Leave out one of them."
             )
+        if self.structure:
+            self._check_structure()
         check_shape(self.acceptance, self.tree())
         self.adaptive_settings().check(self.shape, self.depth, self.acceptance)
         if self.adaptive_costs and len(self.adaptive_costs) != self.depth + 1:
@@ -120,6 +126,14 @@ class DecodeConfig(SamplingSettings):
                 f"decode.adaptive_costs must be {self.depth + 1} numbers above 0, one for each "
                 f"number of nodes up to decode.depth + 1; given: {list(self.adaptive_costs)}."
             )
+
+    def _check_structure(self) -> None:
+        if self.bad_words:
+            raise UserError(
+                "decode.structure and decode.bad_words do not go together: a place may be left at "
+                "which no token is allowed. Leave out one of them."
+            )
+        Constraint.read(self.structure)
 
     @property
     def acceptance(self) -> str:
