@@ -34,7 +34,6 @@ from inference.decoding.sampling.noise import SharedNoise
 from inference.decoding.sampling.processors import Prefix, Processors
 from inference.decoding.sampling.row_settings import RowNoise, RowSettings
 from inference.decoding.step import Decoder, Rows
-from inference.decoding.structured.constraint import Constraint
 from inference.decoding.structured.grammars import Grammars
 from inference.decoding.structured.rows import RowGrammars, forbid
 from inference.target.memory import tensor_bytes
@@ -82,7 +81,6 @@ class Lanes:
         self.limits, self.lengths = adaptive_parts(target, drafter, decode, tree, rows)
         size, forces = target.info.vocab_size, self.needs.forced
         self.grammars = RowGrammars(rows, tree.num_nodes, size, target.device, forces)
-        self.constraint = Constraint.read(decode.structure)
         self.keeps_logits = details or (self.limits is not None and self.limits.wants_logits)
         noise = self.noise(self.rows.seeds, self.rows.lengths, self.own)
         rule, processors, needs, limits = self.rule, self.processors, self.needs, self.limits
@@ -166,11 +164,10 @@ class Lanes:
         return pending
 
     def constrain(self, rows: Sequence[int], requests: Sequence[Request]) -> None:
-        """Give rows the grammars of their requests; raises `UserError` for one that is none."""
+        """Give rows the grammars of their requests."""
         for row, request in zip(rows, requests, strict=True):
-            constraint = request.constraint or self.constraint
-            if constraint is not None:
-                self.grammars.put(row, Grammars.of(self.target).matcher(constraint))
+            if request.constraint is not None:
+                self.grammars.put(row, Grammars.of(self.target).matcher(request.constraint))
 
     def stop(self) -> None:
         """Deactivate every row: what an abandoned run left is not decoded further."""

@@ -27,7 +27,6 @@ from inference.decoding.adaptive.lengths import DEFAULT_THRESHOLDS, AdaptiveSett
 from inference.decoding.rules.names import AUTO, RULES, best_rule
 from inference.decoding.rules.registry import check_shape
 from inference.decoding.sampling.distribution import SamplingSettings
-from inference.decoding.structured.constraint import Constraint
 
 Shape = Literal["none", "chain", "tree", "dynamic", "dartree"]
 
@@ -117,8 +116,6 @@ class DecodeConfig(SamplingSettings):
                 "decode.exact and decode.compile do not go together: a compiler chooses the order "
                 "of sums anew for every shape. Leave out one of them."
             )
-        if self.structure:
-            self._check_structure()
         check_shape(self.acceptance, self.tree())
         self.adaptive_settings().check(self.shape, self.depth, self.acceptance)
         if self.adaptive_costs and len(self.adaptive_costs) != self.depth + 1:
@@ -126,14 +123,6 @@ class DecodeConfig(SamplingSettings):
                 f"decode.adaptive_costs must be {self.depth + 1} numbers above 0, one for each "
                 f"number of nodes up to decode.depth + 1; given: {list(self.adaptive_costs)}."
             )
-
-    def _check_structure(self) -> None:
-        if self.bad_words:
-            raise UserError(
-                "decode.structure and decode.bad_words do not go together: a place may be left at "
-                "which no token is allowed. Leave out one of them."
-            )
-        Constraint.read(self.structure)
 
     @property
     def acceptance(self) -> str:

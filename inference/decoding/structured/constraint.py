@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -58,7 +57,7 @@ class Constraint:
     @classmethod
     def choice(cls, options: list[str]) -> Constraint:
         """One of these texts."""
-        return cls("regex", "|".join(re.escape(option) for option in options))
+        return cls("grammar", "root ::= " + " | ".join(map(json.dumps, options)))
 
     @classmethod
     def read(cls, structure: str) -> Constraint | None:

@@ -16,6 +16,8 @@ from inference.target.model import TargetModel
 
 MOST_KEPT = 256
 """Compiled grammars that are kept, those used last."""
+CONTROL = frozenset(range(0x20)) - {*b"\n\r"}
+"""Bytes that JSON does not need."""
 _known: WeakKeyDictionary[TargetModel, Grammars] = WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -28,15 +30,22 @@ class Grammars:
 
     def __init__(self, target: TargetModel) -> None:
         self._ends = tuple(target.eos_token_ids)
-        self._texts = token_texts(target)
-        info = _xgrammar().TokenizerInfo(
-            self._texts, vocab_size=target.info.vocab_size, stop_token_ids=list(self._ends)
-        )
-        # it keeps none itself: schemas of many clients would add up
-        self._compiler = _xgrammar().GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        texts = token_texts(target)
+        self._tokens = {text: token for token, text in enumerate(texts) if text}
+        self._text_compiler = self._compiler(texts)
+        # a string of JSON holds no control characters, which xgrammar lets into one of bounded
+        # length; of those between values two are enough
+        self._json_compiler = self._compiler([b"" if CONTROL & {*t} else t for t in texts])
         self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
-        self._tokens = {text: token for token, text in enumerate(self._texts) if text}
-        self._lock = threading.Lock()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
+
+    def _compiler(self, texts: list[bytes]) -> Any:
+        """Compiles for tokens of these bytes. It keeps nothing: schemas of many clients would add
+        up."""
+        info = _xgrammar().TokenizerInfo(
+            texts, vocab_size=len(texts), stop_token_ids=list(self._ends)
+        )
+        return _xgrammar().GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     @classmethod
     def of(cls, target: TargetModel) -> Grammars:
@@ -48,12 +57,21 @@ class Grammars:
 
     def compile(self, constraint: Constraint) -> Any:
         """xgrammar's compiled grammar; raises `UserError` for one that is none."""
+        known = self._known(constraint)
+        if known is None:
+            with self._compiling:  # whoever finds what is known does not wait for it
+                known = self._known(constraint) or self._compile(constraint)
+            with self._lock:
+                self._compiled[constraint] = known
+                if len(self._compiled) > MOST_KEPT:
+                    self._compiled.popitem(last=False)
+        return known
+
+    def _known(self, constraint: Constraint) -> Any:
         with self._lock:
-            known = self._compiled.pop(constraint, None)
-            self._compiled[constraint] = known or self._compile(constraint)
-            if len(self._compiled) > MOST_KEPT:
-                self._compiled.popitem(last=False)
-            return self._compiled[constraint]
+            if constraint in self._compiled:
+                self._compiled.move_to_end(constraint)
+            return self._compiled.get(constraint)
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """The beginning of an answer that follows `constraint`."""
@@ -62,13 +80,15 @@ class Grammars:
         )
 
     def _compile(self, constraint: Constraint) -> Any:
-        compiler, text = self._compiler, constraint.text
+        compiler, text = self._text_compiler, constraint.text
         try:
             if constraint.kind == "regex":
                 return compiler.compile_regex(text)
             if constraint.kind == "grammar":
                 return compiler.compile_grammar(text)
-            return compiler.compile_json_schema(text, any_whitespace=constraint.any_whitespace)
+            return self._json_compiler.compile_json_schema(
+                text, any_whitespace=constraint.any_whitespace
+            )
         except RuntimeError as error:
             words = {"json_schema": "JSON schema", "regex": "regular expression"}
             what = words.get(constraint.kind, constraint.kind)

@@ -22,7 +22,7 @@ NOTES = frozenset(
 ALONE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
 """Keywords beside which only `type` and notes are kept."""
 STRING = ("pattern", "format", "minLength", "maxLength")
-NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 OBJECT = (
     "properties required additionalProperties patternProperties propertyNames minProperties "
     "maxProperties"
@@ -32,6 +32,8 @@ KEPT = frozenset((*NOTES, *ALONE, "type", *STRING, *NUMBER, *OBJECT, *ARRAY))
 NEED_TYPE = {**dict.fromkeys(STRING, ("string",)), **dict.fromkeys(NUMBER, ("number", "integer"))}
 UNKEPT_PATTERN = re.compile(r"\(\?(?!:)|\\[bB]|\\[1-9]")
 """Lookaround, named and inline groups, word boundaries, references back."""
+UNQUOTED = re.compile(r'"|\\[\\nrtfv0cxu]')
+"""What a pattern of a string may not spell, since JSON writes it in another way."""
 DEEPEST = 64
 
 
@@ -54,6 +56,16 @@ def check_pattern(pattern: str, where: str = "the regular expression") -> None:
         )
 
 
+def _check_string_pattern(pattern: str, where: str) -> None:
+    check_pattern(pattern, where)
+    found = UNQUOTED.search(pattern)
+    if found is not None:
+        raise UserError(
+            f"{where} contains '{found[0]}': quotes, backslashes and control characters are written "
+            "otherwise in JSON and cannot be kept in a pattern."
+        )
+
+
 def _check(schema: Any, where: str, depth: int) -> None:
     if isinstance(schema, bool):
         return
@@ -69,7 +81,7 @@ def _check(schema: Any, where: str, depth: int) -> None:
         )
     _check_together(schema, where)
     if "pattern" in schema:
-        check_pattern(str(schema["pattern"]), f"'pattern' of {where}")
+        _check_string_pattern(str(schema["pattern"]), f"'pattern' of {where}")
     reference = schema.get("$ref", "#")
     if not (isinstance(reference, str) and reference.startswith("#")):
         raise UserError(f"{where} refers to '{reference}'; only '#...' is looked up.")
@@ -89,6 +101,10 @@ def _check_together(schema: dict[str, Any], where: str) -> None:
     lengths = any(name in schema for name in ("minLength", "maxLength"))
     if ("pattern" in schema) + ("format" in schema) + lengths > 1:
         raise UserError(f"{where}: of pattern, format and length a string keeps only one.")
+    required, known = schema.get("required", []), schema.get("properties", {})
+    if isinstance(required, list) and isinstance(known, dict) and set(required) - set(known):
+        name = sorted(set(required) - set(known))[0]
+        raise UserError(f"{where} requires '{name}', which is none of its properties.")
     given = schema.get("type")
     types = given if isinstance(given, list) else [given]
     for name in asserts:
