@@ -28,7 +28,7 @@ REFUSED: dict[str, Any] = {
     "more than one schema": {"allOf": [{"type": "integer"}, {"type": "number"}]},
     "keeps only one": {"type": "string", "pattern": "a", "maxLength": 3},
     "without type": {"minimum": 3},
-    "'(?='": {"type": "string", "pattern": "(?=a)b"},
+    "'(?'": {"type": "string", "pattern": "(?=a)b"},
     "quotes": {"type": "string", "pattern": '"'},
     "control characters": {"type": "string", "pattern": r"a\nb"},
     "none of its properties": {"type": "object", "required": ["a"]},
