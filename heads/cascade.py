@@ -217,6 +217,12 @@ class Drafter(TrainableDrafter):
         heard = noise if len(asked) == 1 else Quiet(noise)
         return join([self.drafters[i].propose(state.parts[i], heard) for i in asked])
 
+    def guide(self, state: State, forced: Tensor) -> None:
+        """Tell the parts that draft what a grammar forces; see `heads.api.drafter.Guided`."""
+        for drafter, part in zip(self.drafters, state.parts, strict=True):
+            if drafter.needs.forced:
+                drafter.guide(part, forced)
+
     def forget(self) -> None:
         """Let the parts that remember other answers forget them."""
         for drafter in self.drafters:

@@ -26,6 +26,9 @@ from heads.api.starts import OtherKind
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape, TokenTree
 
+FORCED_TOKENS = 32
+"""Most tokens that a drafter is told that a row's grammar forces next."""
+
 
 @dataclass
 class Verified:
@@ -157,6 +160,16 @@ def forget(drafter: Any) -> None:
     drop = getattr(drafter, "forget", None)
     if drop is not None:
         drop()
+
+
+class Guided(Drafter, Protocol):
+    """A drafter that drafts what a row's grammar forces (`heads/jump_forward.py`); its
+    `FeatureSpec.forced` says so."""
+
+    def guide(self, state: Any, forced: Tensor) -> None:
+        """Take over, before every `propose`, the tokens that must follow each row's root: forced
+        [B, `FORCED_TOKENS`] int64, -1 behind them and in rows without a grammar. In place."""
+        ...
 
 
 class Reader(Drafter, Protocol):

@@ -20,13 +20,15 @@ class FeatureSpec:
     norm. last_hidden: whether the post-final-norm state is read. logits: whether training compares
     with the target's full distribution (computed from `last_hidden` on demand). verified: whether
     `commit` also receives what the target picked at every verified node, kept or not
-    (`TargetStates.verified`).
+    (`TargetStates.verified`). forced: whether it is told the tokens that a row's grammar forces
+    next (`heads.api.drafter.Guided`).
     """
 
     taps: tuple[int, ...] = ()
     last_hidden: bool = False
     logits: bool = False
     verified: bool = False
+    forced: bool = False
 
     def __post_init__(self) -> None:
         if list(self.taps) != sorted(set(self.taps)):

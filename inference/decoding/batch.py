@@ -64,7 +64,7 @@ class BatchRun:
             if completion is not None and completion.request.index in self.cancelled:
                 self.lanes.rows.active[row] = False
                 completion.finish = "cancelled"
-                self.running[row] = None
+                self._leave(row)
                 dropped.append(completion)
         for request in [request for request in self.waiting if request.index in self.cancelled]:
             self.waiting.remove(request)
@@ -78,9 +78,14 @@ class BatchRun:
         """Launch a step if needed, read the oldest result that is due; returns what ended."""
         if self._needs_another():
             self.launched.append((self._launch(), list(self.running)))
-            if len(self.launched) <= self.lag:
+            if len(self.launched) <= self._lag:
                 return []
         return self._read(*self.launched.popleft())
+
+    @property
+    def _lag(self) -> int:
+        """Steps that may be unread: none where a row's grammar has to know what was committed."""
+        return 0 if self.lanes.grammars.active else self.lag
 
     def drain(self) -> list[Completion]:
         """Read the results of all steps under way; returns what ended."""
@@ -102,6 +107,7 @@ class BatchRun:
 
     def _launch(self) -> Pending:
         """Launch a step; with results on their way, the longest row is only bounded."""
+        self.lanes.grammars.force()
         running = [item for item in self.running if item is not None]
         known = max(len(item.request.tokens) + len(item.tokens) - 1 for item in running)
         ahead = known + len(self.launched) * (self.lanes.tree.max_depth + 1)
@@ -144,13 +150,17 @@ class BatchRun:
             if self.lanes.lengths is not None:
                 self.lanes.lengths.observe(accepted, accepted + rejected)
             completion.passes.append(record)
-            self._add(completion, tokens[:committed], record)
+            self._add(row, completion, tokens[:committed], record)
             if ended:
                 finished.append(self._finish(completion))
         return finished
 
-    def _add(self, completion: Completion, tokens: list[int], record: PassRecord | None) -> None:
+    def _add(
+        self, row: int, completion: Completion, tokens: list[int], record: PassRecord | None
+    ) -> None:
         completion.tokens += tokens
+        # nothing is unread where a row has a grammar: it still sits in this one
+        self.lanes.grammars.accept(row, tokens)
         if self.on_tokens is not None:
             self.on_tokens(completion.request, tokens, record)
 
@@ -158,8 +168,14 @@ class BatchRun:
         stopped = self._is_end(completion.request, completion.tokens[-1])
         completion.finish = "stop" if stopped else "length"
         # looked for, as it may sit elsewhere than when the step was launched
-        self.running = [None if item is completion else item for item in self.running]
+        for row, item in enumerate(self.running):
+            if item is completion:
+                self._leave(row)
         return completion
+
+    def _leave(self, row: int) -> None:
+        self.running[row] = None
+        self.lanes.grammars.put(row, None)
 
     def _is_end(self, request: Request, token: int) -> bool:
         return token in self.end_ids and not request.ignore_eos
@@ -178,6 +194,7 @@ class BatchRun:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
         index = column(free)
+        self.lanes.constrain(free, requests)
         first = self.lanes.prefill(
             index,
             tokens.to(device),
@@ -185,12 +202,13 @@ class BatchRun:
             column([request.seed for request in requests]),
             column([request.max_new_tokens - 1 for request in requests]),
             (free, [request.sampling or self.lanes.settings for request in requests]),
+            self.lanes.grammars.first_masks(free),
         )
         finished, alive = [], []
         for row, request, token in zip(free, requests, first.tolist(), strict=True):
             completion = Completion(request)
             self.running[row] = completion
-            self._add(completion, [token], None)
+            self._add(row, completion, [token], None)
             ends = self._is_end(request, token) or request.max_new_tokens == 1
             alive.append(not ends)
             if ends:

@@ -27,6 +27,7 @@ from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
 from inference.decoding.execution.accelerator import Pending
 from inference.decoding.execution.graphs import StepRunner
+from inference.decoding.requests import Request
 from inference.decoding.rules.names import sampling_rule
 from inference.decoding.rules.registry import get_rule
 from inference.decoding.sampling.distribution import SamplingSettings
@@ -34,6 +35,8 @@ from inference.decoding.sampling.noise import SharedNoise
 from inference.decoding.sampling.processors import Prefix, Processors
 from inference.decoding.sampling.row_settings import RowNoise, RowSettings
 from inference.decoding.step import Decoder, Rows
+from inference.decoding.structured.grammars import Grammars
+from inference.decoding.structured.rows import RowGrammars, forbid
 from inference.kernels.drafter_attention import drafter_kernel
 from inference.target.memory import tensor_bytes
 from inference.target.model import TargetModel
@@ -81,12 +84,15 @@ class Lanes:
             static, vocab = target.device.type == "cuda" or decode.compile, target.info.vocab_size
             self.own = RowSettings(rows, self.settings, vocab, target.device, static)
         self.limits, self.lengths = adaptive_parts(target, drafter, decode, tree, rows)
+        size, forces = target.info.vocab_size, self.needs.forced
+        self.grammars = RowGrammars(rows, tree.num_nodes, size, target.device, forces)
         self.keeps_logits = details or (self.limits is not None and self.limits.wants_logits)
         noise = self.noise(self.rows.seeds, self.rows.lengths, self.own)
         rule, processors, needs, limits = self.rule, self.processors, self.needs, self.limits
         decoder = Decoder(
             *(target, drafter, tree, noise, rule, processors, needs, clock, eos, limits, details),
             exact=decode.exact,
+            grammars=self.grammars,
         )
         self.runner = StepRunner(decoder, self.cache, self.rows, decode)
         self._narrow: dict[int, _Narrow] = {}
@@ -149,6 +155,7 @@ class Lanes:
         if self.state is not None:
             index = torch.tensor([source, target], device=self.target.device)
             write_rows(self.state, index[1:], read_rows(self.state, index[:1]))
+        self.grammars.move(source, target)
         if self.own is not None:
             self.own.move(source, target)
             self._arranged = None
@@ -162,10 +169,17 @@ class Lanes:
         pending, self.state = self.runner.step(self.state, longest, exact, length)
         return pending
 
+    def constrain(self, rows: Sequence[int], requests: Sequence[Request]) -> None:
+        """Give rows the grammars of their requests."""
+        for row, request in zip(rows, requests, strict=True):
+            if request.constraint is not None:
+                self.grammars.put(row, Grammars.of(self.target).matcher(request.constraint))
+
     def stop(self) -> None:
         """Deactivate every row: what an abandoned run left is not decoded further."""
         self._drop_ahead()
         self.rows.active.zero_()
+        self.grammars.clear()
 
     def _drop_ahead(self) -> None:
         """Forget what was drafted ahead: rows change hands."""
@@ -180,12 +194,14 @@ class Lanes:
         seeds: Tensor,
         budgets: Tensor,
         own: tuple[Sequence[int], Sequence[SamplingSettings]] | None = None,
+        masks: Tensor | None = None,
     ) -> Tensor:
         """Read prompts into rows and pick their first tokens [R].
 
         index [R] rows, tokens [R, T] right-padded, lengths [R], seeds [R], budgets [R] new tokens
         after the first; all int64. The rows are inactive until `activate`. own: the rows and the
-        settings they bring, where rows have their own.
+        settings they bring, where rows have their own. masks [R, 1, W]: what may come first
+        (`RowGrammars.first_masks`).
         """
         held = None
         if self.own is not None and own is not None:
@@ -201,6 +217,8 @@ class Lanes:
             last = tokens[place, lengths - 1][:, None]
             root = TokenTree.chain(0, tokens.device)
             logits = self.processors(logits, Prefix(tokens, lengths - 1, last, root))
+        if masks is not None:
+            logits = forbid(logits, masks)
         first = self.noise(seeds, lengths, held).target_pick(logits, lengths[:, None])[:, 0]
         self._start_drafter(index, tokens, lengths, first, seen)
         rows = self.rows

@@ -105,6 +105,9 @@ class DecodeConfig(SamplingSettings):
     """Compute every token in shapes that depend on no other: plain and drafted text are the same in
     bfloat16 too, whatever the draft and the batch (inference/target/exact.py). Slower. Not with
     `compile`, experts, recurrent layers or quantised weights."""
+    structure: str = ""
+    """What every answer follows: json (any JSON object), or a file with a JSON schema (.json), a
+    regular expression (.regex) or a grammar (.ebnf). Empty: free text. Needs xgrammar."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

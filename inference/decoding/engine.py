@@ -33,6 +33,8 @@ from inference.decoding.decode_file import advice
 from inference.decoding.loading import checkpoint_folder, load_drafter
 from inference.decoding.requests import Completion, Request
 from inference.decoding.sampling.distribution import pick_bytes
+from inference.decoding.structured.constraint import Constraint
+from inference.decoding.structured.grammars import Grammars
 from inference.kernels.packed_linear import packed_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.kernels.reference.heads import decoding_kernels
@@ -98,6 +100,7 @@ class Engine:
         device, plain = target.device, drafter is None
         tree: DraftShape = TokenTree.chain(0, device) if plain else self.decode.tree(device)
         self.tree, self.capacity = tree, capacity
+        self.constraint = Constraint.read(self.decode.structure)
         self.clock = StepClock(target.device)
         self._lanes: Lanes | None = None
         self._run: BatchRun | None = None
@@ -222,7 +225,7 @@ class Engine:
         the record of their pass (None for the first token, which prefill gives). yield_steps: yield
         unfinished completions as well, after every step.
         """
-        waiting = list(requests)
+        waiting = [self.constrained(request) for request in requests]
         if not waiting:
             return
         lanes, lag = self._lanes_for(waiting), self.decode.steps_behind(self.target.device)
@@ -237,6 +240,25 @@ class Engine:
             run.abandon()
             self._run = None
             self._last_bytes = run.lanes.bytes()
+
+    def constrained(self, request: Request) -> Request:
+        """The request with what its answer follows: its own constraint, or the engine's. Raises
+        `UserError` for one that cannot be kept."""
+        constraint = request.constraint or self.constraint
+        if constraint is None:
+            return request
+        if request.ignore_eos:
+            raise UserError(
+                "an answer that follows a grammar ends where the grammar does: ignore_eos does not "
+                "go with it."
+            )
+        if self.decode.bad_words:
+            raise UserError(
+                "structured output does not go with decode.bad_words: a place may be left at which "
+                "no token is allowed."
+            )
+        Grammars.of(self.target).compile(constraint)
+        return replace(request, constraint=constraint)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:

@@ -99,6 +99,11 @@ class PlacedDrafter:
     def commit(self, state: Any, accepted: TargetStates) -> Any:
         return self.drafter.commit(state, self._states(accepted))
 
+    def guide(self, state: Any, forced: Tensor) -> None:
+        """See `heads.api.drafter.Guided`."""
+        guided: Any = self.drafter
+        guided.guide(state, self._over(forced))
+
     def forget(self) -> None:
         """Let the drafter forget other answers, if it keeps any."""
         forget(self.drafter)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from inference.decoding.pass_details import PassDetails
 from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.structured.constraint import Constraint
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,8 @@ class Request:
     """One sequence to continue: the prompt's ids; `seed` keys its noise (63 bits).
 
     sampling: settings of its own, in a session; None: the engine's. ignore_eos: the answer goes on
-    after end-of-text tokens, up to max_new_tokens.
+    after end-of-text tokens, up to max_new_tokens. constraint: what the answer has to follow; None:
+    the engine's (`decode.structure`).
     """
 
     index: int
@@ -22,6 +24,7 @@ class Request:
     max_new_tokens: int
     sampling: SamplingSettings | None = None
     ignore_eos: bool = False
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True)

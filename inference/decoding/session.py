@@ -119,11 +119,12 @@ class Session:
                 f"prompt ({len(request.tokens)} tokens) and answer (up to "
                 f"{request.max_new_tokens}) need {total} positions; {self.capacity} are there."
             )
+        self.engine.constrained(request)
 
     def add(self, request: Request) -> None:
         """Let a request wait for a row; raises `UserError` (see `check`)."""
         self.check(request)
-        self._run.waiting.append(request)
+        self._run.waiting.append(self.engine.constrained(request))
 
     def cancel(self, index: int) -> None:
         """Stop the request with that index at the next step; unknown ones are ignored."""

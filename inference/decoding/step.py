@@ -26,6 +26,7 @@ from inference.decoding.pass_details import pass_details
 from inference.decoding.rules.base import Rule, Verdict
 from inference.decoding.sampling.noise import SharedNoise
 from inference.decoding.sampling.processors import Prefix, Processors
+from inference.decoding.structured.rows import RowGrammars
 from inference.kernels.drafter_attention import drafter_kernel
 from inference.target.kv_cache import KVCache
 from inference.target.model import TargetModel
@@ -132,6 +133,7 @@ class Decoder:
     limits: Limits | None = None  # adaptive length
     details: bool = False  # passes say what was drafted
     exact: bool = False  # see inference/target/exact.py
+    grammars: RowGrammars | None = None  # structured output
 
     def step(
         self,
@@ -148,11 +150,14 @@ class Decoder:
         the device knows. length: drafted tokens of this step's chain, where it is not the whole
         one.
         """
+        grammars = self.grammars if self.constrained else None
         self.clock.border("")
         with drafter_kernel():
             proposal = self._propose(rows, state, length)
         if self.limits is not None:
             proposal = self.limits.apply(proposal, rows.active, now=longest is not None and exact)
+        if grammars is not None:
+            grammars.ask(proposal)
         if isinstance(self.drafter, AheadDrafter):
             self._draft_ahead(self.drafter, proposal, rows, state)
         self.clock.border("draft")
@@ -166,6 +171,9 @@ class Decoder:
             if rows.history is not None:
                 prefix = Prefix(rows.history, rows.lengths, proposal.tokens, proposal.tree)
             logits = self.processors(logits, prefix)
+        if grammars is not None:
+            grammars.fill()
+            logits = grammars.forbid(logits)
         verdict = self.rule.judge(proposal, logits, positions, self.noise)
         result = self._cut(verdict, rows, proposal)
         if self.limits is not None:
@@ -185,10 +193,18 @@ class Decoder:
         self.clock.border("commit")
         return result, state
 
+    @property
+    def constrained(self) -> bool:
+        """Whether a row has a grammar: then the step has a place that waits for the host."""
+        return self.grammars is not None and self.grammars.active
+
     def _propose(self, rows: Rows, state: Any, length: int | None) -> Proposal:
         if self.drafter is None:
             assert isinstance(self.tree, TokenTree)
             return Proposal(rows.root[:, None], self.tree)
+        if self.drafter.needs.forced and self.grammars is not None:
+            assert self.grammars.forced is not None
+            self.drafter.guide(state, self.grammars.forced[: rows.root.shape[0]])
         if length is not None and self.limits is not None:
             return self.limits.propose(self.drafter, state, self.noise, length, rows.root)
         return cast(Proposal, self.drafter.propose(state, self.noise))

@@ -3,7 +3,8 @@ answer.
 
 One line is {"id": ..., "domain": ..., and one of "messages" (OpenAI style), "prompt" (one user
 message), "tokens" (ids), "text" (continued as it is, without the chat template)}. Messages may come
-with "tools" and "template_arguments" for the template. In a .txt file every line is a user message.
+with "tools" and "template_arguments" for the template; a "json_schema" is
+what the answer follows (structured output). In a .txt file every line is a user message.
 A folder holds one `<domain>.jsonl` per domain. Ids are unique, and each prompt's sampling seed
 comes from its id, so a prompt gets the same answer in any order, batch or process.
 """
@@ -11,6 +12,7 @@ comes from its id, so a prompt gets the same answer in any order, batch or proce
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,7 @@ from heads.api.errors import UserError
 from heads.api.reading import parse_json, read_text
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Request
+from inference.decoding.structured.constraint import Constraint
 from inference.target.chat import TURN_SEPARATOR, Message, check_messages, render_prompt
 
 logger = logging.getLogger(__name__)
@@ -36,7 +39,8 @@ Requests = Mapping[str, Request]
 @dataclass(frozen=True)
 class Prompt:
     """Something to answer: `messages` for the chat template, ready token ids, or the beginning of
-    a text. tools, arguments: what the template is given besides messages."""
+    a text. tools, arguments: what the template is given besides messages. constraint: what the
+    answer follows."""
 
     id: str
     domain: str
@@ -45,6 +49,7 @@ class Prompt:
     text: str | None = None
     tools: tuple[Mapping[str, object], ...] | None = None
     arguments: Mapping[str, object] | None = None
+    constraint: Constraint | None = None
 
     def render(self, tokenizer: Any) -> list[int]:
         """Token ids that the target continues."""
@@ -75,6 +80,7 @@ class Prompt:
         """The prompt as a line of a prompt file, as `load_prompts` reads it."""
         content = {name: getattr(self, name) for name in ("messages", "tokens", "text", "tools")}
         content["template_arguments"] = self.arguments
+        content["json_schema"] = None if self.constraint is None else json.loads(self.constraint.text)
         given = {name: value for name, value in content.items() if value}
         return {"id": self.id, "domain": self.domain, **given}
 
@@ -197,7 +203,8 @@ def to_requests(
             skipped.append(prompt.id)
             continue
         seed = prompt_seed(decode.seed, prompt.id)
-        requests.append(Request(index, tokens, seed, decode.max_new_tokens))
+        limit, follows = decode.max_new_tokens, prompt.constraint
+        requests.append(Request(index, tokens, seed, limit, constraint=follows))
     if skipped:
         logger.warning(
             "%d of %d prompts skipped: longer than %s positions with their answers",
@@ -234,17 +241,18 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
             f"{where}: needs exactly one of {', '.join(CONTENT_KEYS)}; found: "
             f"{', '.join(given) or 'none'}."
         )
+    follows = _constraint(row.get("json_schema"), where)
     name, domain = str(row.get("id", f"{file.stem}-{number}")), str(row.get("domain") or file.stem)
     if given == ["tokens"]:
         tokens = row["tokens"]
         if not tokens or not isinstance(tokens, list) or not all(map(_is_id, tokens)):
             words = "tokens must be a non-empty list of non-negative integers."
             raise UserError(f"{where}: {words}")
-        return Prompt(name, domain, tokens=tuple(tokens))
+        return Prompt(name, domain, tokens=tuple(tokens), constraint=follows)
     if given == ["text"]:
         if not isinstance(row["text"], str) or not row["text"].strip():
             raise UserError(f"{where}: text must be text that is not empty.")
-        return Prompt(name, domain, text=row["text"])
+        return Prompt(name, domain, text=row["text"], constraint=follows)
     asked = [{"role": "user", "content": row.get("prompt")}]
     try:
         checked = check_messages(row["messages"] if given == ["messages"] else asked)
@@ -257,9 +265,17 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
     if not (tools is None or isinstance(tools, list)) or not isinstance(arguments or {}, Mapping):
         raise UserError(f"{where}: tools must be a list, template_arguments an object.")
     described = tuple(tools) if tools else None
-    return Prompt(
-        name, domain, messages=tuple(checked), tools=described, arguments=arguments or None
-    )
+    own = {"tools": described, "arguments": arguments or None, "constraint": follows}
+    return Prompt(name, domain, messages=tuple(checked), **own)
+
+
+def _constraint(schema: Any, where: str) -> Constraint | None:
+    if schema is None:
+        return None
+    try:
+        return Constraint.schema(schema)
+    except UserError as error:
+        raise UserError(f"{where}: json_schema: {error}") from error
 
 
 def _parse_text(line: str, file: Path, number: int) -> Prompt:

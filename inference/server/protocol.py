@@ -15,7 +15,9 @@ from typing import Any
 
 from heads.api.errors import UserError, suggest
 from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.structured.constraint import Constraint
 from inference.server.errors import ApiError
+from inference.server.structure import FIELDS, read_constraint
 
 CHAT, TEXT = "chat", "text"
 LARGEST_SEED = (1 << 63) - 1
@@ -39,7 +41,7 @@ TYPES = {
     dict: "stream_options",
     object: "stop",
 }
-COMMON = {name: kind for kind, names in TYPES.items() for name in names.split()}
+COMMON = {name: kind for kind, names in TYPES.items() for name in names.split()} | FIELDS
 KNOWN: dict[str, dict[str, type]] = {
     CHAT: {"messages": list, "max_completion_tokens": int, "chat_template_kwargs": dict, **COMMON},
     TEXT: {"prompt": object, **COMMON},
@@ -56,14 +58,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("continue_final_message", "return_token_strs"), (False,)),
     **dict.fromkeys(("tools", "functions", "stop_token_ids"), ([],)),
     **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
-    **dict.fromkeys(("moderation", "guided_json"), ()),
+    "moderation": (),
     "logprobs": (False, 0),
     "suffix": ("",),
     "logit_bias": ({},),
     "tool_choice": ("none", "auto"),
     "function_call": ("none",),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     **dict.fromkeys(("skip_special_tokens", "add_special_tokens"), (True,)),
     "add_generation_prompt": (True,),
@@ -79,6 +80,7 @@ Json = dict[str, object]
 class Asked:
     """A request that was understood. content: messages (chat), text, or token ids. limit: None for
     the server's own. ids: the answer's token ids are wanted as well. ignore_eos: see `Request`.
+    constraint: the parameter that asks for structured output, and what it asks for.
     """
 
     kind: str
@@ -92,6 +94,7 @@ class Asked:
     ids: bool
     template: Mapping[str, object]
     ignore_eos: bool
+    constraint: tuple[str, Constraint] | None
 
 
 def parse(kind: str, body: Any, default: SamplingSettings, names: tuple[str, ...]) -> Asked:
@@ -132,6 +135,7 @@ def parse(kind: str, body: Any, default: SamplingSettings, names: tuple[str, ...
         given.get("return_token_ids", False),
         given.get("chat_template_kwargs", {}),
         given.get("ignore_eos", False),
+        read_constraint(given),
     )
 
 

@@ -238,7 +238,8 @@ class Scheduler:
         job.index = self._count
         self._count += 1
         try:
-            own = (job.asked.sampling, job.asked.ignore_eos)
+            follows = None if job.asked.constraint is None else job.asked.constraint[1]
+            own = (job.asked.sampling, job.asked.ignore_eos, follows)
             request = Request(job.index, job.prompt, job.seed, job.limit, *own)
             session.check(request)
         except UserError as error:

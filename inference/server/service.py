@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from heads.api.errors import UserError
 from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.decoding.rules.names import sampling_rule
 from inference.server.config import ServeConfig
 from inference.server.errors import ApiError
@@ -32,6 +33,7 @@ from inference.target.chat import render_prompt
 from inference.verifications import VerificationLog, record_facts
 
 logger = logging.getLogger(__name__)
+Made = TypeVar("Made")
 LARGEST_DEFAULT_CONTEXT = 4096
 SHORT_PROMPT = 16384
 """Characters of a prompt that is tokenised in a few milliseconds. Longer ones have a thread of
@@ -218,6 +220,9 @@ class Service:
     async def ticket(self, asked: Asked, domain: str, created: float, place: Place) -> Ticket:
         """Turn a request into a job and hand it to the worker; raises `ApiError`."""
         prompt = await self.tokens(asked, created, place)
+        if asked.constraint is not None or self.engine.constraint is not None:
+            late = "the structure of the answer was not compiled"
+            await self._in_turn(self._long, partial(self._compile, asked), created, place, late)
         self._require_ready()  # again: reading the prompt took a while
         room = self.context - len(prompt)
         limit = min(self.engine.decode.max_new_tokens, room) if asked.limit is None else asked.limit
@@ -255,17 +260,32 @@ class Service:
         weight = characters(asked.content, names=True) + characters(asked.template, names=True)
         if weight > SHORT_PROMPT:
             lane, tokenizer = self._long, self._other_tokenizer
-        work = partial(self._tokens, asked, tokenizer)
+        work, what = partial(self._tokens, asked, tokenizer), f"the prompt, of {size} characters,"
+        return await self._in_turn(lane, work, created, place, f"{what} was not tokenised")
+
+    async def _in_turn(
+        self, lane: FairWorkers, work: Callable[[], Made], created: float, place: Place, late: str
+    ) -> Made:
+        """What `work` returns, done on a thread when it is the client's turn; raises `ApiError`.
+        late: what has not happened within `serve.queue_seconds`."""
         seconds = self.config.queue_seconds
         try:
             async with asyncio.timeout(max(0.0, created + seconds - time.monotonic())):
                 return await work_in_turn(lane, place, work, self.displaced)
         except TimeoutError as error:
-            why = f"the prompt, of {size} characters, was not tokenised within {seconds:g} s"
-            raise self.overloaded(why) from error
+            raise self.overloaded(f"{late} within {seconds:g} s") from error
         except asyncio.CancelledError:
             self._require_ready()  # what waited when the server stopped
             raise
+
+    def _compile(self, asked: Asked) -> None:
+        """Compile what an answer has to follow before the worker needs it; raises `ApiError`."""
+        name, constraint = asked.constraint or ("ignore_eos", None)
+        try:
+            more = {"ignore_eos": asked.ignore_eos, "constraint": constraint}
+            self.engine.constrained(Request(0, (0,), 0, 1, **more))
+        except UserError as error:
+            raise ApiError(400, f"'{name}': {error}", name) from error
 
     def _check(self, prompt: tuple[int, ...], limit: int, room: int) -> None:
         vocab = self.engine.target.info.vocab_size

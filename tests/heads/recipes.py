@@ -45,6 +45,7 @@ MICRO: dict[str, dict[str, Any]] = {
     "fastmtp": {"depths": 2},
     "hass": {"align_steps": 2},
     "jacobi": {},
+    "jump_forward": {},
     "hydra_heads": {},
     "hydra_pp": {"num_layers": 2},
     "medusa": {},

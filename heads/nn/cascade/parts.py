@@ -82,6 +82,7 @@ def union(specs: list[FeatureSpec]) -> FeatureSpec:
         taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
         last_hidden=any(spec.last_hidden for spec in specs),
         logits=any(spec.logits for spec in specs),
+        forced=any(spec.forced for spec in specs),
     )
 
 

@@ -74,7 +74,7 @@ class CompiledStep:
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows) -> None:
         self._decoder, self._cache, self._rows = decoder, cache, rows
-        self._plans: dict[tuple[int, int], _Plan] = {}
+        self._plans: dict[tuple[int, int, bool], _Plan] = {}
         with traced_for_cpu():
             choice = choose(TREE_ATTENTION, "cpu", decoder.target.dtype)
         self._reads_committed = choice.implementation == "cpp"
@@ -102,10 +102,10 @@ class CompiledStep:
         clock. Raises `UserError` when it fails.
         """
         bound = self.bound(longest)
-        key = bound, self._decoder.noise.mode
+        key = bound, self._decoder.noise.mode, self._decoder.constrained
         plan = self._plans.get(key)
         if plan is not None and plan.ready:
-            return plan.run(self._decoder.clock)
+            return plan.run(self._decoder)
         begin = time.perf_counter()
         try:
             if plan is None:
@@ -114,7 +114,7 @@ class CompiledStep:
                     plan.build()
                 self._plans[key] = plan
             else:
-                packed = plan.first_run()
+                packed = plan.first_run(self._decoder)
         except (RuntimeError, TypeError, OSError) as error:
             raise UserError(
                 f"compiling a decoding step failed ({type(error).__name__}: "
@@ -313,22 +313,25 @@ class _Plan:
             part.build([self.values[place] for place in part.takes])
 
     @torch.no_grad()
-    def first_run(self) -> Tensor:
+    def first_run(self, decoder: Decoder) -> Tensor:
         """Wait for the C++ compiler and run one step -> its result."""
         for part in self.parts:
-            self._run(part)
+            self._run(part, decoder)
         self.ready = True
         return cast(Tensor, self.values[self.result])
 
     @torch.no_grad()
-    def run(self, clock: Any) -> Tensor:
+    def run(self, decoder: Decoder) -> Tensor:
         """One step; the clock is marked after every part."""
         for part in self.parts:
-            self._run(part)
-            clock.mark(part.phase)
+            self._run(part, decoder)
+            decoder.clock.mark(part.phase)
         return cast(Tensor, self.values[self.result])
 
-    def _run(self, part: _Part) -> None:
+    def _run(self, part: _Part, decoder: Decoder) -> None:
+        if part.phase == "commit" and decoder.constrained:
+            assert decoder.grammars is not None
+            decoder.grammars.fill()  # what a trace leaves out
         values = self.values
         assert part.compiled is not None
         found = part.compiled(*[values[place] for place in part.takes])

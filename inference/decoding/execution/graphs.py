@@ -63,7 +63,7 @@ class StepRunner:
         elif decode.compile:
             self.compiled = CompiledStep(decoder, cache, rows)
         self.slots = decode.steps_behind(device) + 2
-        self.variants: dict[tuple[int | None, int], _Variant] = {}
+        self.variants: dict[tuple[int | None, int, bool], _Variant] = {}
 
     def step(
         self, state: Any, longest: int, exact: bool = True, length: int | None = None
@@ -86,7 +86,8 @@ class StepRunner:
         self, accelerator: Accelerator, state: Any, length: int | None
     ) -> tuple[Pending, Any]:
         """A step of `length` on its way: captured where that is due, replayed where it was."""
-        key = length, self.decoder.noise.mode
+        constrained = self.decoder.constrained
+        key = length, self.decoder.noise.mode, constrained
         if key not in self.variants:
             self.variants[key] = _Variant(accelerator.ring(self.slots))
         variant, clock = self.variants[key], self.decoder.clock
@@ -98,7 +99,8 @@ class StepRunner:
             result, after = self.decoder.step(self.cache, self.rows, state, None, length=length)
             return result.packed(clock.times), after
 
-        if self.captures and variant.replay is None and variant.launched == WARM_UP_STEPS:
+        due = variant.replay is None and variant.launched == WARM_UP_STEPS
+        if self.captures and due and not constrained:  # a graph cannot wait for the host
             variant.replay = self._capture(accelerator, step, state)
         if variant.replay is not None:
             packed = variant.replay()

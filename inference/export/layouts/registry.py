@@ -45,6 +45,7 @@ Ways = dict[str, Route | str]
 """Engine -> its route, or the reason why there is none."""
 
 _STATES = "its assisted generation takes language models; this one reads the target's inner states"
+_FORCED = "it drafts what a grammar forces, and engines have grammars of their own"
 _LOOKUP = "it has no weights, and engines have a lookup of their own"
 _SELF = "it drafts with layers of the target itself, which no engine runs apart from the rest"
 _LOOP = "it needs a decoding loop of its own, which no engine has"
@@ -140,6 +141,7 @@ ROUTES: dict[str, Ways] = {
     **dict.fromkeys(("early_exit", "quantized_self"), _nowhere(_SELF)),
     **dict.fromkeys(("cascade", "jacobi", "lookahead"), _nowhere(_LOOP)),
     **dict.fromkeys(("ngram", "suffix"), _nowhere(_LOOKUP)),
+    "jump_forward": _nowhere(_FORCED),
 }
 """Method -> engine -> the way there, or why there is none."""
 

@@ -35,7 +35,7 @@ BAD: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"logprobs": True}, 400, "logprobs", "not supported"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "not supported"),
     ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "set it to 0"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    ({"response_format": {"type": "xml"}}, 400, "response_format", "needs a .type. of"),
     ({"temprature": 1}, 400, "temprature", "not a parameter.*temperature"),
     ({"temperature": -1}, 400, "temperature", r"must lie in \[0, 1000\]; given: -1"),
     ({"temperature": 1e308}, 400, "temperature", r"must lie in \[0, 1000\]; given: 1e\+308"),

@@ -1,0 +1,122 @@
+"""Constraints as grammars over a target's tokens, compiled once each. The only module that imports
+xgrammar, and only when a constraint is there."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from heads.api.errors import UserError
+from inference.decoding.structured.constraint import Constraint
+from inference.decoding.structured.matcher import Matcher
+from inference.target.model import TargetModel
+
+MOST_KEPT = 256
+"""Compiled grammars that are kept, those used last."""
+CONTROL = frozenset(range(0x20)) - {*b"\n\r"}
+"""Bytes that JSON does not need."""
+_known: WeakKeyDictionary[TargetModel, Grammars] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+class Grammars:
+    """The grammars of one target's requests. Threads may share it.
+
+    Raises `UserError` where xgrammar is not installed.
+    """
+
+    def __init__(self, target: TargetModel) -> None:
+        self._ends = tuple(target.eos_token_ids)
+        texts = token_texts(target)
+        self._tokens = {text: token for token, text in enumerate(texts) if text}
+        self._text_compiler = self._compiler(texts)
+        # a string of JSON holds no control characters, which xgrammar lets into one of bounded
+        # length; of those between values two are enough
+        self._json_compiler = self._compiler([b"" if CONTROL & {*t} else t for t in texts])
+        self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
+
+    def _compiler(self, texts: list[bytes]) -> Any:
+        """Compiles for tokens of these bytes. It keeps nothing: schemas of many clients would add
+        up."""
+        info = _xgrammar().TokenizerInfo(
+            texts, vocab_size=len(texts), stop_token_ids=list(self._ends)
+        )
+        return _xgrammar().GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    @classmethod
+    def of(cls, target: TargetModel) -> Grammars:
+        """Those of `target`, made when first asked for."""
+        with _lock:
+            if target not in _known:
+                _known[target] = cls(target)
+            return _known[target]
+
+    def compile(self, constraint: Constraint) -> Any:
+        """xgrammar's compiled grammar; raises `UserError` for one that is none."""
+        known = self._known(constraint)
+        if known is None:
+            with self._compiling:  # whoever finds what is known does not wait for it
+                known = self._known(constraint) or self._compile(constraint)
+            with self._lock:
+                self._compiled[constraint] = known
+                if len(self._compiled) > MOST_KEPT:
+                    self._compiled.popitem(last=False)
+        return known
+
+    def _known(self, constraint: Constraint) -> Any:
+        with self._lock:
+            if constraint in self._compiled:
+                self._compiled.move_to_end(constraint)
+            return self._compiled.get(constraint)
+
+    def matcher(self, constraint: Constraint) -> Matcher:
+        """The beginning of an answer that follows `constraint`."""
+        return Matcher(
+            _xgrammar().GrammarMatcher(self.compile(constraint)), self._ends, self._tokens
+        )
+
+    def _compile(self, constraint: Constraint) -> Any:
+        compiler, text = self._text_compiler, constraint.text
+        try:
+            if constraint.kind == "regex":
+                return compiler.compile_regex(text)
+            if constraint.kind == "grammar":
+                return compiler.compile_grammar(text)
+            return self._json_compiler.compile_json_schema(
+                text, any_whitespace=constraint.any_whitespace
+            )
+        except RuntimeError as error:
+            words = {"json_schema": "JSON schema", "regex": "regular expression"}
+            what = words.get(constraint.kind, constraint.kind)
+            raise UserError(f"the {what} cannot be used: {_reason(error)}") from error
+
+
+def token_texts(target: TargetModel) -> list[bytes]:
+    """The bytes that every token stands for [V]; empty for special tokens, which text is not made
+    of, and for rows of the LM head without a token."""
+    size = target.info.vocab_size
+    found: Sequence[bytes] = (
+        _xgrammar().TokenizerInfo.from_huggingface(target.tokenizer, vocab_size=size).decoded_vocab
+    )
+    special = set(target.tokenizer.all_special_ids) | set(target.eos_token_ids)
+    return [b"" if token in special else text for token, text in enumerate(found)]
+
+
+def _xgrammar() -> Any:
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise UserError(
+            "structured output needs xgrammar, which is not installed: pip install "
+            "'headstart[structured]'."
+        ) from error
+    return xgrammar
+
+
+def _reason(error: RuntimeError) -> str:
+    """xgrammar's message without its place in xgrammar's sources."""
+    return str(error).strip().split(": ", 1)[-1].splitlines()[0]

@@ -1,0 +1,84 @@
+"""An answer's place in its grammar: what may follow, at every node of a draft, and what must.
+
+The grammar is walked on the host. A draft's masks are found depth first: a node's token is
+accepted, its children are visited, the token is taken back; so after every walk the place is that
+of the committed text again.
+
+Legend: N nodes, W = V / 32 words of 32 tokens each, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from heads.api.errors import UserError
+
+
+class Matcher:
+    """See the module. grammar: an xgrammar `GrammarMatcher`; ends: end-of-text tokens; tokens: the
+    token of every text."""
+
+    def __init__(self, grammar: Any, ends: Sequence[int], tokens: Mapping[bytes, int]) -> None:
+        self._grammar, self._ends, self._tokens = grammar, frozenset(ends), tokens
+        self._longest = max(map(len, tokens), default=0)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Move on behind committed tokens, which masks have allowed."""
+        for token in tokens:
+            if not self._grammar.accept_token(token):
+                raise UserError(
+                    f"token {token} was committed where the grammar does not allow it: the "
+                    "target's logits are not finite, or sampling settings forbid every token that "
+                    "the grammar allows."
+                )
+
+    def masks(
+        self, words: Tensor, tokens: Sequence[int], children: Sequence[Sequence[int]]
+    ) -> None:
+        """Write the tokens allowed behind every node to words [N, W] int32 on the CPU: bit t % 32 of
+        word t // 32 stands for token t.
+
+        tokens [N], children [N]: the nodes of a draft, root first, whose token is committed. Nodes
+        that the grammar does not reach, and end of text, keep all tokens: no rule keeps the first,
+        and nothing follows the second.
+        """
+        words.fill_(-1)
+        self._visit(0, words, tokens, children)
+
+    def _visit(
+        self,
+        node: int,
+        words: Tensor,
+        tokens: Sequence[int],
+        children: Sequence[Sequence[int]],
+    ) -> None:
+        self._grammar.fill_next_token_bitmask(words, node)
+        for child in children[node]:
+            token = tokens[child]
+            if token in self._ends or not allows(words[node], token):
+                continue
+            if self._grammar.accept_token(token):
+                self._visit(child, words, tokens, children)
+                self._grammar.rollback(1)
+
+    def forced(self, most: int) -> list[int]:
+        """Up to `most` tokens that spell the text that must follow, the longest token at each place
+        first; the answer may be the same text in other tokens."""
+        rest = self._grammar.find_jump_forward_string().encode()
+        found: list[int] = []
+        while rest and len(found) < most:
+            sizes = range(min(self._longest, len(rest)), 0, -1)
+            size = next((size for size in sizes if rest[:size] in self._tokens), 0)
+            if not size:
+                break
+            found.append(self._tokens[rest[:size]])
+            rest = rest[size:]
+        return found
+
+
+def allows(words: Tensor, token: int) -> bool:
+    """Whether a mask [W] int32 has the bit of `token`."""
+    return bool((int(words[token // 32]) >> (token % 32)) & 1)

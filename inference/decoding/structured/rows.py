@@ -1,0 +1,182 @@
+"""The grammars of a batch's rows: their masks on the device, and the tokens that they force.
+
+A step with a constrained row has a place at which the host is waited for: the drafted tokens come
+to the host (`ask`), the masks of all nodes are found there while the target verifies (`fill`), and
+what they forbid is taken from the logits (`forbid`). The masks of rows without a grammar allow
+everything. Steps of a batch without a constrained row have none of this.
+
+Legend: B rows, R rows that are decoded, N nodes, W = ceil(V / 32) words of 32 tokens each, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from heads.api.drafter import FORCED_TOKENS, Proposal
+from inference.decoding.structured.matcher import Matcher
+
+
+class RowGrammars:
+    """See the module. forced: int64 [B, `FORCED_TOKENS`], the tokens that a row's grammar forces
+    behind its root, -1 behind them; None where the drafter does not ask.
+
+    Buffers are made when the first constrained request comes.
+    """
+
+    def __init__(
+        self, rows: int, nodes: int, vocab_size: int, device: torch.device, forces: bool
+    ) -> None:
+        self.nodes, self.vocab_size, self.device = nodes, vocab_size, device
+        self._matchers: list[Matcher | None] = [None] * rows
+        self._buffers: _Buffers | None = None
+        self.forced: Tensor | None = None
+        if forces:
+            self.forced = torch.full((rows, FORCED_TOKENS), -1, device=device)
+
+    @property
+    def active(self) -> bool:
+        """Whether any row has a grammar."""
+        return any(matcher is not None for matcher in self._matchers)
+
+    # Who sits where
+
+    def put(self, row: int, matcher: Matcher | None) -> None:
+        """Give a row its grammar, or none."""
+        before, self._matchers[row] = self._matchers[row], matcher
+        if matcher is not None and self._buffers is None:
+            self._buffers = _Buffers(len(self._matchers), self.nodes, self._words, self.device)
+        if before is not None and matcher is None:
+            assert self._buffers is not None
+            self._buffers.host[row] = -1
+            if self.forced is not None:
+                self.forced[row] = -1
+
+    def move(self, source: int, target: int) -> None:
+        """Continue a row's sequence in another row."""
+        self.put(target, self._matchers[source])
+        self.put(source, None)
+
+    def clear(self) -> None:
+        """No row has a grammar any more."""
+        for row in range(len(self._matchers)):
+            self.put(row, None)
+
+    def accept(self, row: int, tokens: list[int]) -> None:
+        """Committed tokens of a row have come to the host."""
+        matcher = self._matchers[row]
+        if matcher is not None:
+            matcher.accept(tokens)
+
+    # Before a step
+
+    def first_masks(self, rows: list[int]) -> Tensor | None:
+        """The masks [R, 1, W] of the first tokens of `rows`; None where none has a grammar."""
+        matchers = [self._matchers[row] for row in rows]
+        if not any(matchers):
+            return None
+        words = torch.full((len(rows), 1, self._words), -1, dtype=torch.int32)
+        for matcher, own in zip(matchers, words, strict=True):
+            if matcher is not None:
+                matcher.masks(own, [0], [[]])
+        return words.to(self.device)
+
+    def force(self) -> None:
+        """Write down what every row's grammar forces next."""
+        if self.forced is None or not self.active:
+            return
+        found = []
+        for matcher in self._matchers:
+            tokens = [] if matcher is None else matcher.forced(FORCED_TOKENS)
+            found.append([*tokens, *[-1] * (FORCED_TOKENS - len(tokens))])
+        self.forced.copy_(torch.tensor(found))
+
+    # Within a step
+
+    def ask(self, proposal: Proposal) -> None:
+        """A draft of R rows is there: let the host have it."""
+        assert self._buffers is not None
+        self._buffers.ask(proposal.tokens, proposal.tree.parents)
+
+    def fill(self) -> None:
+        """Wait for the draft, find its masks and let the device have them. On the host: no part of
+        a step that is traced (`inference.decoding.execution.compiled`)."""
+        assert self._buffers is not None
+        with disable_proxy_modes_tracing():
+            tokens, parents = self._buffers.asked()
+            for row, matcher in enumerate(self._matchers[: len(tokens)]):
+                if matcher is not None:
+                    children = children_of(parents[row])
+                    words = self._buffers.host[row, : len(children)]
+                    matcher.masks(words, tokens[row], children)
+            self._buffers.send(len(tokens))
+
+    def forbid(self, logits: Tensor) -> Tensor:
+        """Logits [R, N, V] with -inf at what the masks forbid."""
+        assert self._buffers is not None
+        rows, nodes, _ = logits.shape
+        return forbid(logits, self._buffers.words[:rows, :nodes])
+
+    @property
+    def _words(self) -> int:
+        return -(-self.vocab_size // 32)
+
+
+class _Buffers:
+    """What crosses between host and device, always at the same place. words [B, N, W] int32: the
+    masks; host: the same on the host; draft [2, B, N] int64: tokens and parents."""
+
+    def __init__(self, rows: int, nodes: int, words: int, device: torch.device) -> None:
+        self.words = torch.full((rows, nodes, words), -1, dtype=torch.int32, device=device)
+        self.draft = torch.zeros(2, rows, nodes, dtype=torch.int64, device=device)
+        self.host, self._read, self._event = self.words, self.draft, None
+        if device.type == "cuda":
+            self.host, self._read = (
+                torch.full_like(part, -1, device="cpu").pin_memory()
+                for part in (self.words, self.draft)
+            )
+            self._event = torch.cuda.Event()
+        self._size = 0, 0
+
+    def ask(self, tokens: Tensor, parents: Tensor) -> None:
+        """tokens [R, N] and parents [1|R, N] to the host."""
+        rows, nodes = self._size = tokens.shape[0], tokens.shape[1]
+        self.draft[0, :rows, :nodes].copy_(tokens)
+        self.draft[1, :rows, :nodes].copy_(parents.expand(rows, -1))
+        if self._event is not None:
+            self._read.copy_(self.draft, non_blocking=True)
+            self._event.record()
+
+    def asked(self) -> list[list[list[int]]]:
+        """The draft's tokens and parents, [2][R][N]."""
+        if self._event is not None:
+            self._event.synchronize()
+        rows, nodes = self._size
+        found: list[list[list[int]]] = self._read[:, :rows, :nodes].tolist()
+        return found
+
+    def send(self, rows: int) -> None:
+        """The first `rows` masks to the device."""
+        if self.host is not self.words:
+            self.words[:rows].copy_(self.host[:rows], non_blocking=True)
+
+
+def children_of(parents: list[int]) -> list[list[int]]:
+    """The children of every node, in their order; the root is its own parent."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents):
+        if node:
+            children[parent].append(node)
+    return children
+
+
+def forbid(logits: Tensor, words: Tensor) -> Tensor:
+    """Logits [R, N, V] with -inf where words [R, N, W] int32 lack the token's bit."""
+    place = torch.arange(32, dtype=torch.int32, device=words.device)
+    bits = (words[..., None] >> place) & 1
+    allowed = bits.flatten(-2)[..., : logits.shape[-1]] > 0
+    return logits.masked_fill(~allowed, float("-inf"))
+
+
