@@ -42,6 +42,8 @@ PHASES = ("draft", "verify", "commit", "other")
 GAP = "gap"
 """The part between steps, where a clock can tell it (CUDA); decode time as well."""
 CLOCK = (*PHASES, GAP, "prefill")
+FIRST_BIN = 512
+"""Contexts of fewer tokens share a bin; every further bin ends at twice the one before."""
 TIMING_NOISE = 0.03
 """How far a speedup may exceed tau: what a quiet machine's clock does."""
 
@@ -157,6 +159,12 @@ class TauEstimate:
     """alpha_i for i = 1 .. depth."""
     tokens: int
     verify_passes: int
+
+
+def context_bin(tokens: int) -> tuple[int, int]:
+    """The bin [first, end) of a context: [0, 512), [512, 1024), [1024, 2048) and so on."""
+    end = max(FIRST_BIN, 1 << tokens.bit_length())
+    return (0 if end == FIRST_BIN else end // 2), end
 
 
 def divide(numerator: float, denominator: float) -> float:
