@@ -178,11 +178,9 @@ class Endpoint:
                     if data == "[DONE]":
                         ended = True
                         break
-                    self._take(answer, pieces, json.loads(data))
+                    self._take(answer, pieces, data)
         except httpx.HTTPError as error:
             raise PassingError(self._words(error)) from error
-        except ValueError as error:  # of JSON, which is cut where a connection is
-            raise PassingError(f"{self.base} sent an event that is no JSON ({error})") from error
         answer.end = time.perf_counter()
         answer.text = "".join(pieces)
         if not ended:
@@ -194,9 +192,14 @@ class Endpoint:
             )
         return answer
 
-    def _take(self, answer: Answer, pieces: list[str], event: Any) -> None:
+    def _take(self, answer: Answer, pieces: list[str], data: str) -> None:
+        """Add an event to an answer."""
+        try:
+            event = json.loads(data)
+        except ValueError as error:  # it is cut where a connection is
+            raise PassingError(f"{self.base} sent an event that is no JSON ({error})") from error
         if not isinstance(event, dict):
-            raise ValueError("an event must be an object")
+            raise PassingError(f"{self.base} sent an event that is no JSON object")
         if event.get("error"):
             raise PassingError(
                 f"{self.base} failed in the middle of an answer: {self._quote(event['error'])}"

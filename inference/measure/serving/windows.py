@@ -34,7 +34,7 @@ from inference.measure.serving.config import ServingConfig
 
 logger = logging.getLogger(__name__)
 
-SETTLE_SECONDS, POLL_SECONDS = 10.0, 0.05
+SETTLE_SECONDS, POLL_SECONDS = 5.0, 0.02
 """How long counters may lag behind the answers, and how often they are looked at until then."""
 RESPONSES, COUNTERS, CHUNKS, NOTHING = "responses", "counters", "chunks", "none"
 """Where acceptance comes from."""
@@ -227,7 +227,8 @@ class Side:
             why = (
                 "somebody else uses it"
                 if ended > len(answers)
-                else "these are metrics of one replica of several, or of another server"
+                else "these are metrics of one replica of several, of another server, or of one that "
+                "was started again"
             )
             raise PassingError(
                 f"{self.endpoint.base} counts {ended} answers where {len(answers)} were asked for: "

@@ -157,6 +157,7 @@ def last_event(stub: Stub, steps: list[int]) -> dict[str, Any]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # head and body in one packet
     stub: Stub
 
     def log_message(self, *_: Any) -> None:

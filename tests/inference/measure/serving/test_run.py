@@ -215,7 +215,6 @@ def test_a_window_that_failed_is_measured_again(fault: Any, tmp_path: Path) -> N
         (503, "answers with status 503"),
         ("hang", "sent nothing for 0.6 seconds"),
         ("cut", "ended a stream in the middle"),
-        ("restart", "the server was started again"),
         ("twice", "counts 2 answers where 1 were asked for: somebody else uses it"),
     ],
 )
