@@ -227,8 +227,8 @@ class Side:
             why = (
                 "somebody else uses it"
                 if ended > len(answers)
-                else "these are metrics of one replica of several, of another server, or of one that "
-                "was started again"
+                else "these are metrics of one replica of several, of another server, or of one "
+                "that was started again"
             )
             raise PassingError(
                 f"{self.endpoint.base} counts {ended} answers where {len(answers)} were asked for: "
