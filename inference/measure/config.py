@@ -35,6 +35,7 @@ from inference.measure.baselines import BaselinesConfig
 from inference.measure.datasets import DatasetConfig
 from inference.measure.profile import ProfileConfig
 from inference.measure.prompts import Prompt, select_prompts
+from inference.measure.serving.config import ServingConfig
 from inference.report.model import ReportSettings
 
 BASELINE = "baseline"
@@ -115,6 +116,29 @@ class BenchConfig:
     """Other people's decoding loops on the same prompts; nothing unless asked for."""
     lost: LostConfig = field(default_factory=LostConfig)
     """What the missing speed is lost to, and answers token by token; nothing unless asked for."""
+    server: str = ""
+    """Address of a running server (http://127.0.0.1:8000) to measure instead of drafters."""
+    baseline_server: str = ""
+    """Address of the same server without speculation, for the speedup."""
+    serving: ServingConfig = field(default_factory=ServingConfig)
+    """How a running server is asked, and where its acceptance comes from."""
+
+    def __post_init__(self) -> None:
+        if self.baseline_server and not self.server:
+            raise UserError(
+                "bench.baseline_server is what bench.server is compared with: give both."
+            )
+        loaded = {
+            "bench.profile": self.profile.wanted,
+            "bench.costs.nodes": bool(self.costs.nodes),
+            "bench.roofline": self.roofline,
+            "bench.lost.enabled": self.lost.enabled,
+        }
+        if self.server and (asked := [name for name, wanted in loaded.items() if wanted]):
+            raise UserError(
+                f"bench.server measures a server from outside; {asked[0]} needs the target in this "
+                "process. Leave one of them out."
+            )
 
 
 def report_settings(decodes: Mapping[str, DecodeConfig], prompts: int) -> ReportSettings:

@@ -24,9 +24,11 @@ from inference.measure.metrics import GAP, PHASES, divide
 
 FORMAT = 1
 REPORT_FILE = "report.json"
-PLOTS = ("acceptance", "speedup", "step_time", "by_context", "speedup_by_batch")
-"""Names of the plots' files, without .png; the last two only where contexts differ, and with a
-profile."""
+SERVER_RULE = "server"
+"""The rule of a running server above temperature 0, which is not known from outside."""
+PLOTS = ("acceptance", "speedup", "step_time", "by_context", "speedup_by_batch", "server")
+"""Names of the plots' files, without .png. The first three are of drafters, then come contexts,
+where they differ, a profile, and running servers."""
 
 
 def _check_order(interval: tuple[float, float]) -> tuple[float, float]:
@@ -112,6 +114,8 @@ class ReportSettings(Block):
     @property
     def rule_text(self) -> str:
         """The rule with what it does not promise in brackets."""
+        if self.rule == SERVER_RULE:
+            return f"{SERVER_RULE} (its own)"
         return rule_text(self.rule, self.temperature)
 
 
@@ -653,6 +657,104 @@ class Losses(Block):
     """By drafter."""
 
 
+# A running server
+
+
+class ServerCell(Block):
+    """A running server on some prompts at one concurrency; intervals are 95% bootstraps."""
+
+    concurrency: Count
+    """Requests under way at once, at most."""
+    domain: str
+    """Empty for all."""
+    first: Count
+    end: Count
+    """Prompts of [first, end) tokens; end 0: all."""
+    requests: Count
+    windows: Count
+    """Stretches between two looks at the counters: what intervals of tokens/s resample."""
+    prompt_tokens: float
+    """Mean tokens of a prompt."""
+    tokens: Count
+    """Generated tokens, the first one of every answer included."""
+    seconds: float
+    """From the first request of a window to the end of its last answer, prompts included."""
+    running: float
+    """Requests under way on average."""
+    tokens_per_second: float
+    tokens_per_second_ci95: Interval
+    first_token_ms: float
+    """Median time to the first token, of the first repeat."""
+    first_token_ms_ci95: Interval
+    first_token_ms_p99: float
+    token_ms: float
+    """Inter-token latency: time after the first token / tokens after it."""
+    token_ms_ci95: Interval
+    gap_ms_p99: float
+    """99th percentile of the time between two pieces of a stream."""
+    tau: float | None = None
+    """Missing where the server does not speculate."""
+    tau_ci95: Interval | None = None
+    units: Count | None = None
+    """What the intervals of tau and acceptance resample: prompts, or windows."""
+    passes: Count | None = None
+    accepted: Count | None = None
+    drafted: Count | None = None
+    accepted_share: float | None = None
+    """accepted / drafted."""
+    acceptance: list[float] | None = None
+    acceptance_ci95: list[Interval] | None = None
+    """Share of passes in which each position was accepted."""
+    baseline_tokens_per_second: float | None = None
+    """Of the server without speculation."""
+    speedup: float | None = None
+    speedup_ci95: Interval | None = None
+    identical: Count | None = None
+    """Answers with the text of the server without speculation, at temperature 0."""
+
+    @property
+    def label(self) -> str:
+        """ "all prompts", "code", "512 to 1023 tokens"."""
+        span = f"{self.first} to {self.end - 1} tokens" if self.end else ""
+        return ", ".join(filter(None, (self.domain, span))) or "all prompts"
+
+
+class ServerSide(Block):
+    """One running server."""
+
+    url: str
+    model: str
+    engine: str
+    """Empty where it is not known."""
+    source: str
+    """Where acceptance is from: "responses", "counters", "chunks" or "none"."""
+    definition: str
+    """What its tau is."""
+    caveat: str
+    """What to keep in mind; empty for nothing."""
+    repeated: Count
+    """Windows that failed and were measured again."""
+    restarts: Count
+    """How often it was started again meanwhile."""
+    cells: list[ServerCell]
+
+    def whole(self) -> list[ServerCell]:
+        """The cells of all prompts, one per concurrency."""
+        return [cell for cell in self.cells if not cell.domain and not cell.end]
+
+
+class ServerMeasurement(Block):
+    """A running server, measured through its API (`bench.server`)."""
+
+    api: str
+    """"chat", "completions", or both by prompt."""
+    lengths: str
+    """How prompts were put into ranges of tokens: "tokenizer" (the server's), or "estimate"."""
+    speculative: ServerSide
+    baseline: ServerSide | None = None
+    """The same server without speculation."""
+
+
 # How it was measured
 
 
@@ -726,6 +828,8 @@ class Report(Block):
     baselines: dict[str, LoopResult] | None = None
     """Other decoding loops (`bench.baselines`), by name."""
     lost: Losses | None = None
+    server: ServerMeasurement | None = None
+    """Instead of drafters and a baseline of ours."""
     command: str | None = None
     versions: dict[str, str] = {}
     """Versions of Python and of packages."""

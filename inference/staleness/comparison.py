@@ -1,8 +1,8 @@
 """Fresh traffic against a reference: answers decoded now, the records that a server wrote, or the
 counters that it shows Prometheus.
 
-All give one thing per answer: its domain and the drafted tokens that each of its passes accepted.
-Counters give totals only.
+Answers give their domain and the drafted tokens that each of their passes accepted; counters give
+windows or totals (`scrapes`).
 """
 
 from __future__ import annotations
@@ -19,27 +19,32 @@ import pyarrow.compute as pc
 
 from heads.api.checkpoint import load_drafter, read_config, weights_file
 from heads.api.errors import UserError
-from heads.api.reading import read_text
 from inference.decoding.config import DecodeConfig
 from inference.decoding.draft import DraftSettings
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.integrity import require_unchanged
 from inference.manifest import file_sha256
+from inference.measure.metrics import divide
 from inference.measure.prompts import Prompt, to_requests
-from inference.server.scrape import read_samples
 from inference.staleness.config import WatchConfig
 from inference.staleness.evidence import Sums
 from inference.staleness.reference import DomainAnswers, Reference, first_passes, passes_within
+from inference.staleness.scrapes import (
+    LEAST_WINDOWS,
+    Observation,
+    Windows,
+    follow,
+    read_files,
+    spread_of,
+)
 from inference.staleness.sequential_test import DriftTest
 from inference.target.chat import Message
 from inference.target.model import TargetModel
 from inference.verifications import SEQUENCES, VERIFICATIONS, read_facts, read_table, recorded_rule
 
-ACCEPTED, PASSES = "headstart_accepted_drafts_total", "headstart_verify_passes_total"
-Totals = dict[str, tuple[float, float]]
-"""Domain -> (accepted drafted tokens, passes)."""
-NOTHING = (0.0, 0.0)
+ANSWERS, WINDOWS, TOTALS = "answers", "windows", "totals"
+"""What the test looks at, one by one."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,15 @@ class Comparison:
     config: WatchConfig
     reference: Reference
     answers: dict[str, DomainAnswers] = field(default_factory=dict)
+    reached: dict[str, list[float]] = field(default_factory=dict)
+    """Of counters: domain -> share of the passes that accepted each depth."""
+    unit: str = ANSWERS
 
     def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the test against the reference."""
         known, config = self.reference, self.config
         evidence = known.evidence()
         self.test = DriftTest(known.grid, known.most, evidence, config.tolerance, config.alarm_rate)
@@ -82,15 +94,74 @@ class Comparison:
         """Give the test the answers that a server, a measurement or a generation recorded."""
         self.add(read_recorded(folder, self.reference))
 
-    def add_metrics(self, paths: Sequence[str]) -> None:
-        """Give the test one look per scrape of a server's metrics."""
+    def add_scrapes(self, paths: Sequence[str]) -> None:
+        """Give the test saved scrapes of a server's metrics: window by window where there are
+        enough of them, else their sum."""
+        windows = Windows(self.config.window, self.reference.depth)
+        for where, samples in read_files([Path(path) for path in paths]):
+            windows.take(samples, where)
+        totals = windows.totals()
+        self.choose_domains(totals)
+        for domain, total in totals.items():
+            whole, name = windows.whole.get(domain, []), self.domain_of(domain)
+            self.note(name, total)
+            if len(whole) >= LEAST_WINDOWS:
+                for window in whole:
+                    self.add_window(name, window)
+            else:
+                self.add_total(name, total, spread_of(whole))
+
+    def add_running(self, address: str) -> None:
+        """Give the test a running server's windows as they end; stops as decoding does."""
+        windows = Windows(self.config.window, self.reference.depth)
+        begun = False
+        for finished in follow(self.config, address, windows):
+            if finished and not begun:
+                self.choose_domains(finished)
+                begun = True
+            for domain in finished:
+                name = self.domain_of(domain)
+                self.add_window(name, windows.whole[domain][-1])
+                self.note(name, windows.totals()[domain])
+            if self.config.stop and self.test.alarms:
+                break
+
+    def choose_domains(self, counted: Iterable[str]) -> None:
+        """Let counters that do not tell domains apart be compared with one domain of the reference,
+        or with all together. Raises `UserError` where a domain is named for counters that do."""
+        if set(counted) == {""}:
+            self.reference = self.reference.for_counters(self.config.domain)
+            self.begin()
+        elif self.config.domain:
+            raise UserError(
+                "watch.domain is for counters that do not tell domains apart; these count "
+                f"{', '.join(sorted(counted))}. Leave it out."
+            )
+
+    def domain_of(self, domain: str) -> str:
+        """The reference's domain for a domain of counters; engines that do not tell domains apart
+        have one, which stands for the only one there is."""
+        return domain or next(iter(self.test.reference))
+
+    def add_window(self, domain: str, window: Observation) -> None:
+        """Count a window as one answer of `test.most` passes, all of its acceptance."""
+        most = self.test.most
+        self.test.add(domain, window.accepted / window.passes * most, most)
+        self.unit = WINDOWS
+
+    def add_total(self, domain: str, total: Observation, spread: float) -> None:
+        """Look at a sum. spread: variance per pass that was seen in its parts."""
         test, reference = self.test, self.reference
         widest = max(reference.domains, key=reference.spread)
-        for totals in read_scrapes([Path(path) for path in paths]):
-            for domain, (accepted, passes) in totals.items():
-                known = domain if domain in test.reference else widest
-                spread, prior = reference.spread(known), test.reference[known].passes
-                test.replace(domain, Sums(test.grid, accepted, passes, spread, prior))
+        known = domain if domain in test.reference else widest
+        spread, prior = max(spread, reference.spread(known)), test.reference[known].passes
+        test.replace(domain, Sums(test.grid, total.accepted, total.passes, spread, prior))
+        self.unit = TOTALS
+
+    def note(self, domain: str, total: Observation) -> None:
+        """Keep the acceptance by depth of everything so far."""
+        if total.reached:
+            self.reached[domain] = [divide(count, total.passes) for count in total.reached]
 
     def require_fresh(self) -> None:
         """Raise `UserError` where no answer was of a domain that the reference knows."""
@@ -295,59 +366,3 @@ def require_same_draft(folder: Path, draft: Mapping[str, object], reference: Ref
                 f"had {name} {value}, so they cannot be compared. Make a reference of that draft "
                 "with watch.learn=true, or record with the reference's."
             )
-
-
-# Prometheus
-
-
-def read_scrapes(paths: Sequence[Path]) -> list[Totals]:
-    """Per look, the totals since the first server started.
-
-    paths: files with what /metrics showed, or folders of such files, in the order of time (of names
-    in a folder). Counters that fall belong to a server that was started again. Raises `UserError`
-    for a file that cannot be read or has none of the counters.
-    """
-    files: list[Path] = []
-    for path in paths:
-        files += sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
-    if not files:
-        raise UserError(f"watch.metrics: there are no files in {', '.join(map(str, paths))}.")
-    looks: list[Totals] = []
-    before: Totals = {}
-    base: Totals = {}
-    for file in files:
-        now = read_counters(file)
-        if any(now.get(domain, NOTHING)[1] < passes for domain, (_, passes) in before.items()):
-            base = _sum(base, before)
-        before = now
-        looks.append(_sum(base, now))
-    return looks
-
-
-def _sum(one: Totals, other: Totals) -> Totals:
-    pairs = {name: (one.get(name, NOTHING), other.get(name, NOTHING)) for name in {*one, *other}}
-    return {name: (a[0] + b[0], a[1] + b[1]) for name, (a, b) in pairs.items()}
-
-
-def read_counters(path: Path) -> Totals:
-    """Domain -> (accepted drafted tokens, passes) of a scrape in Prometheus' text format."""
-    try:
-        text = read_text(path, "Give what the server shows at /metrics.")
-    except UserError as error:
-        raise UserError(f"watch.metrics: {error}") from error
-    found: dict[str, dict[str, float]] = {ACCEPTED: {}, PASSES: {}}
-    try:
-        for sample in read_samples(text):
-            if sample.name in found:
-                found[sample.name][sample.labels.get("domain", "")] = float(sample.value)
-    except ValueError as error:
-        raise UserError(
-            f"watch.metrics: '{path}', {error}. Give what a server of Headstart shows at /metrics."
-        ) from error
-    if not found[PASSES]:
-        raise UserError(
-            f"watch.metrics: '{path}' has no {PASSES}. Give what a server of Headstart shows at "
-            "/metrics, as text (format 0.0.4)."
-        )
-    counted = {domain: passes for domain, passes in found[PASSES].items() if passes}
-    return {name: (found[ACCEPTED].get(name, 0.0), passes) for name, passes in counted.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from heads.api.config import OpenFraction, PositiveInt, Seed, config
+from heads.api.config import OpenFraction, PositiveInt, Seed, Timeout, config
 from heads.api.errors import UserError
 from inference.folders import require_folder_name
 
@@ -26,7 +26,21 @@ class WatchConfig:
     records: str = ""
     """Folder of records that a server, a measurement or a generation wrote."""
     metrics: tuple[str, ...] = ()
-    """Files with what a server's /metrics showed, oldest first, or folders of such files."""
+    """A running server's address (http://127.0.0.1:8000/metrics), or files with what /metrics
+    showed, oldest first, or folders of such files."""
+    domain: str = ""
+    """The domain of `metrics` from an engine that does not tell domains apart; empty: all domains
+    of the reference together, in the shares that they have there."""
+    window: PositiveInt = 256
+    """Fewest verify passes between two looks at `metrics` that count as one observation."""
+    every: Timeout = 15.0
+    """Seconds between two looks at a running server."""
+    seconds: Timeout = 3600.0
+    """How long a running server is watched, at most."""
+    timeout: Timeout = 30.0
+    """Seconds after which a look at a running server has failed."""
+    key_variable: str = "HEADSTART_SERVER_KEY"
+    """Environment variable with the running server's key, if it wants one."""
     system: str = ""
     """System prompt to put before every prompt that is decoded now."""
     name: str = "watch"
@@ -53,8 +67,19 @@ class WatchConfig:
             raise UserError(
                 "watch.learn decodes prompts itself: leave watch.records and watch.metrics out."
             )
+        if self.running and len(self.metrics) > 1:
+            raise UserError(
+                "watch.metrics names an address and something else; watch one server at a time."
+            )
+        if self.domain and not self.metrics:
+            raise UserError("watch.domain is the domain of watch.metrics, which is not given.")
         if self.system and (self.records or self.metrics):
             raise UserError(
                 "watch.system is for prompts that are decoded now; those of watch.records and "
                 "watch.metrics are answered already."
             )
+
+    @property
+    def running(self) -> str:
+        """The address among `metrics`, empty for files."""
+        return next((one for one in self.metrics if "://" in one), "")

@@ -18,6 +18,8 @@ n for drafts D deep,
 are never negative. `below` rises with s and `above` falls with it, whatever the answers, so
 evidence at a grid's points bounds it between them. The order of the answers does not matter.
 
+A window of a server's counters is an observation of its own: its acceptance, for P passes.
+
 `Sums` knows totals only, of a card or of a server's counters. It takes the sum of a - s n as normal
 with a spread that was measured elsewhere (the mixture SPRT with a half-normal prior): an
 approximation, and reports say so.
@@ -98,7 +100,7 @@ class Bets:
         for accepted, passes in answers:
             self.add(accepted, passes)
 
-    def add(self, accepted: int, passes: int) -> None:
+    def add(self, accepted: float, passes: float) -> None:
         self._below += below_factors(self.grid, self.most, accepted, passes)
         self._above += above_factors(self.grid, self.most, accepted, passes)
         self.accepted += accepted
@@ -116,16 +118,17 @@ class Bets:
         return log_mean(self._above)
 
 
-def below_factors(grid: Grid, most: int, accepted: int, passes: int) -> Floats:
+def below_factors(grid: Grid, most: int, accepted: float, passes: float) -> Floats:
     """Logarithms [C, G + 1] of what one answer multiplies the gamblers' money with who bet on a low
     acceptance."""
-    assert 0 <= accepted <= grid.depth * passes and passes <= most, (accepted, passes, most)
+    within = 0 <= accepted <= grid.depth * passes * (1.0 + 1e-9) and passes <= most
+    assert within, (accepted, passes, most)
     room = grid.depth - np.minimum(grid.lower, (1.0 - EDGE) * grid.depth)
     lost = (accepted - grid.lower * passes) / (most * room)
     return np.asarray(np.log1p(-SHARES[:, None] * lost))
 
 
-def above_factors(grid: Grid, most: int, accepted: int, passes: int) -> Floats:
+def above_factors(grid: Grid, most: int, accepted: float, passes: float) -> Floats:
     won = (accepted / grid.upper - passes) / most
     return np.asarray(np.log1p(SHARES[:, None] * won))
 

@@ -13,14 +13,14 @@ Legend: D depth of the draft.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from heads.api.errors import UserError
+from heads.api.errors import UserError, suggest
 from heads.api.reading import read_object
 from inference.decoding.draft import DraftSettings
 from inference.decoding.rules.names import TEXT
@@ -41,6 +41,8 @@ WRITTEN: dict[str, Callable[[Any], Any]] = {
 }
 """What watch.json holds besides the answers, and the type of each."""
 WATCH_FILE, REPORT_FILE = "watch.json", "report.json"
+MIXED = "mixed"
+"""The domain of counters that do not tell domains apart."""
 LEAST_ANSWERS = 8
 """Fewest answers of a domain that is watched."""
 
@@ -141,6 +143,24 @@ class Reference:
         accepted, passes = np.array(self.tallies[domain].pairs(), dtype=np.float64).T
         excess = accepted - accepted.sum() / passes.sum() * passes
         return float(excess.var(ddof=1) * len(passes) / passes.sum())
+
+    def for_counters(self, domain: str) -> Reference:
+        """The reference of counters that do not tell domains apart: of one domain, or, without
+        one, of all together. Raises `UserError` for a domain that it does not have."""
+        if domain and domain not in self.domains:
+            raise UserError(
+                f"watch.domain: '{self.source}' has no domain '{domain}'."
+                f"{suggest(domain, self.domains)}"
+            )
+        names = [domain] if domain else self.domains
+        name = domain or (names[0] if len(names) == 1 else MIXED)
+        if self.figures:
+            values, errors = np.array([self.figures[one] for one in names]).T
+            error = float(np.sqrt((errors**2).sum()) / len(names))
+            passes = self.passes * len(names) // len(self.figures)
+            return replace(self, figures={name: (float(values.mean()), error)}, passes=passes)
+        answers = [answer for one in names for answer in self.tallies[one].answers]
+        return replace(self, tallies={name: DomainAnswers(answers)})
 
     @property
     def shown(self) -> str:

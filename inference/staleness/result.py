@@ -49,6 +49,8 @@ class TestSettings(TypedDict):
     alarm_rate: float
     guarantee: str
     """"exact" for every distribution of answers, or "normal" where only totals are known."""
+    unit: str
+    """What was looked at one by one: "answers", "windows" of a server's counters, or "totals"."""
     tokens: int
     passes: int
     temperature: float
@@ -90,10 +92,16 @@ def summarise(
     tallies: Mapping[str, DomainAnswers],
     target: Mapping[str, str],
     source: str,
+    reached: Mapping[str, list[float]],
+    unit: str,
 ) -> Staleness:
-    """What a watch found. tallies: the fresh answers by domain; empty where only totals are known.
-    target: the fresh target's facts."""
+    """What a watch found. tallies: the fresh answers by domain; empty for counters, whose
+    acceptance by depth is `reached`. target: the fresh target's facts; unit: see
+    `TestSettings`."""
     changes, depth, known = test.changes(), reference.depth, reference.tallies
+    for name in set(reached) & set(changes):
+        changes[name].by_depth = reached[name]
+        changes[name].reference_by_depth = known[name].by_depth(depth) if known else []
     for name, tally in tallies.items():
         if name in changes:
             changes[name].by_depth = tally.by_depth(depth)
@@ -124,6 +132,7 @@ def summarise(
             "tolerance": test.tolerance,
             "alarm_rate": test.alarm_rate,
             "guarantee": "exact" if exact else "normal",
+            "unit": unit,
             "tokens": reference.tokens,
             "passes": test.most,
             "temperature": reference.temperature,
@@ -139,7 +148,7 @@ def show(found: Staleness, console: Console) -> None:
     title = "accepted drafted tokens per verify pass"
     table = make_table(title)
     table.add_column("domain", no_wrap=True)
-    for name in ("answers", "reference", "now", "change"):
+    for name in (found.test["unit"], "reference", "now", "change"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict")
     for name, row in found.domains.items():
@@ -161,7 +170,7 @@ def show(found: Staleness, console: Console) -> None:
     test = found.test
     how = "taking sums as normal (only totals are known)"
     if test["guarantee"] == "exact":
-        how = "whatever the answers' spread"
+        how = f"whatever the {test['unit']}' spread"
     console.print(
         f"{found.verdict}: {VERDICTS[found.verdict]}. False alarms: under "
         f"{test['alarm_rate']:.1%} over any number of looks, {how}; a loss of "

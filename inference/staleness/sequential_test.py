@@ -84,8 +84,9 @@ class DriftTest:
         """Domains (and `OVERALL`) whose evidence has been enough at some look."""
         return [name for name, peak in self._peaks.items() if peak >= self.needed]
 
-    def add(self, domain: str, accepted: int, passes: int) -> None:
-        """Count one fresh answer and look; one of an unknown domain is only counted."""
+    def add(self, domain: str, accepted: float, passes: float) -> None:
+        """Count one fresh answer, or a window scaled to one, and look; one of an unknown domain is
+        only counted."""
         self.answers += 1
         place = self.fresh if domain in self.reference else self.unknown
         bets = place.get(domain) or Bets(self.grid, self.most)

@@ -3,10 +3,10 @@ and of which domain.
 
 Two sources. A .jsonl has one request per line: `timestamp` (seconds, or ISO 8601), the prompt
 (`prompt`, `messages` or `tokens`, or its length as `prompt_tokens`), the answer's length as
-`answer_tokens` where it is known, and optionally `domain`. The text of a server's /metrics
-(`headstart serve`, vLLM, SGLang) has sums alone: then requests are drawn that arrive at its rate (a
-Poisson process) with its mean lengths (geometrically distributed), and with its domains' shares of
-the answers.
+`answer_tokens` where it is known, and optionally `domain`. The text of a server's /metrics (its
+engine is one of `inference.engines.counters`) has sums alone: then requests are drawn that arrive
+at its rate (a Poisson process) with its mean lengths (geometrically distributed), and with its
+domains' shares of the answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from prometheus_client.samples import Sample
@@ -25,32 +25,11 @@ from prometheus_client.samples import Sample
 from heads.api.config import shown
 from heads.api.errors import UserError
 from heads.api.reading import parse_json, read_text
+from inference.engines.counters import ANSWERED, HEADSTART, identify, known_engines
+from inference.engines.scrape import read_samples
 from inference.measure.metrics import divide
-from inference.server.scrape import read_samples
 from inference.target.chat import check_messages, render_prompt
 from inference.traffic.config import TrafficConfig
-
-ANSWERED = ("stop", "length")
-
-
-class Counters(NamedTuple):
-    """What a server's counters are called: answered requests, the label that says how they ended
-    (empty: all count), tokens."""
-
-    requests: str
-    outcome: str
-    prompts: str
-    answers: str
-
-
-COUNTERS = [
-    Counters(prefix + requests, outcome, prefix + "prompt_tokens_total", prefix + answers)
-    for prefix, requests, outcome, answers in (
-        ("headstart_", "requests_total", "outcome", "generated_tokens_total"),
-        ("vllm:", "request_success_total", "finished_reason", "generation_tokens_total"),
-        ("sglang:", "num_requests_total", "", "generation_tokens_total"),
-    )
-]
 
 
 @dataclass(frozen=True)
@@ -168,17 +147,16 @@ def drawn(config: TrafficConfig, read: Sequence[Sample], context: int) -> list[A
                 found[sample.labels.get(label, "")] += float(sample.value)
         return found
 
-    known_names = {sample.name for sample in read}
-    names = next((one for one in COUNTERS if one.requests in known_names), COUNTERS[0])
+    names = identify(read) or HEADSTART
     outcomes = by(names.outcome, names.requests)
     ends = ANSWERED if names.outcome else list(outcomes)
     answered = sum(outcomes.get(end, 0.0) for end in ends)
-    prompts, answers = by("domain", names.prompts), by("domain", names.answers)
+    prompts, answers = by("domain", names.prompts), by("domain", names.tokens)
     if not answered or not sum(prompts.values()) or not sum(answers.values()):
         raise UserError(
             f"traffic.file '{config.file}' counts no answered requests ({names.requests}, "
-            f"{names.prompts}, {names.answers}). Take /metrics of `headstart serve`, vLLM or "
-            "SGLang after it has answered some."
+            f"{names.prompts}, {names.tokens}). Take /metrics of a server ({known_engines()}) that "
+            "has answered some."
         )
     seconds = config.seconds or sum(by("phase", "headstart_engine_seconds_total").values())
     if seconds <= 0:

@@ -1,5 +1,5 @@
-"""`headstart measure`: every drafter of a run, and plain decoding, on held-out prompts; writes
-<run>/<name>/report.json."""
+"""`headstart measure`: every drafter of a run, and plain decoding, on held-out prompts; or, with
+bench.server, a running server. Writes <run>/<name>/report.json."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from inference.measure.config import BenchConfig, LeakFacts
 from inference.measure.datasets import Loaded
 from inference.measure.prompts import Prompt
 from inference.measure.run import measure
+from inference.measure.serving.run import measure_server
 from inference.report.markdown import print_table
 from inference.report.model import REPORT_FILE, read_report
-from inference.target.loading import TargetConfig
+from inference.target.loading import TargetConfig, load_tokenizer
 from inference.target.model import TargetModel
 from scripts.config.own import MeasureConfig, RunConfig
 from scripts.config.schema import Settings
@@ -40,6 +41,8 @@ def measure_run(
 ) -> Path:
     """Measure unless that was done and nothing has changed since; returns report.json's path."""
     out = settings.run.directory / settings.measure.name
+    if settings.bench.server:
+        return measure_running(settings, out)
     if not settings.measure.drafters and not settings.given("measure.kinds"):
         require_run(
             settings.run,
@@ -66,6 +69,20 @@ def measure_run(
             recording=recording,
             leaks=leaks,
         )
+        folder.finish()
+    return out / REPORT_FILE
+
+
+def measure_running(settings: Settings, out: Path) -> Path:
+    """Measure the server of `bench.server` instead of drafters; returns report.json's path. The
+    target is not loaded: at most its tokenizer is, to render messages."""
+    bench = bench_of(settings)
+    own = [] if bench.prompts == settings.bench.prompts else [Path(bench.prompts)]
+    folder = open_folder(settings, out, own, stage_decides=True)
+    if not folder.skip():
+        renders = bench.serving.api == "completions"
+        tokenizer = load_tokenizer(settings.target) if renders else None
+        measure_server(bench, settings.decode, load(settings), out, tokenizer=tokenizer)
         folder.finish()
     return out / REPORT_FILE
 

@@ -53,9 +53,13 @@ def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
     reference = find_reference(config.reference, found.folder, file_sha256(weights))
     comparison = Comparison(config, reference)
     facts: dict[str, str] = {}
-    if config.metrics:
+    if config.running:
+        source = config.running
+        say(f"watching {source} for {config.seconds:g} seconds, every {config.every:g}")
+        comparison.add_running(config.running)
+    elif config.metrics:
         source = ", ".join(config.metrics)
-        comparison.add_metrics(config.metrics)
+        comparison.add_scrapes(config.metrics)
     elif config.records:
         source, facts = config.records, read_facts(Path(config.records)).get("target") or {}
         comparison.add_records(Path(source))
@@ -70,9 +74,11 @@ def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
         facts = {"id": target.info.id, "revision": target.info.revision}
         facts |= {"quantization": settings.target.quantization, "system": config.system}
     comparison.require_fresh()
+    reference = comparison.reference
     out = settings.run.directory / config.name
     folder = open_folder(settings, out, [weights], stage_decides=True)
-    result = summarise(comparison.test, reference, comparison.answers, facts, source)
+    how = (comparison.reached, comparison.unit)
+    result = summarise(comparison.test, reference, comparison.answers, facts, source, *how)
     path = result.write(out)
     if comparison.answers:
         comparison.as_reference(facts, source).write(out / WATCH_FILE)

@@ -118,6 +118,7 @@ def test_watch_says_fine_on_its_target_and_alarms_on_another(
         "tolerance": 0.4,
         "alarm_rate": 0.01,
         "guarantee": "exact",
+        "unit": "answers",
         "tokens": TOKENS,
         "passes": 4,
         "temperature": 0.0,
@@ -290,7 +291,7 @@ def test_counters_of_a_server_are_watched_as_totals(
     assert main(given) == 1
     Path("other.txt").write_text("nothing_total 5\n")
     assert main([*given[:-1], "watch.metrics=[other.txt]"]) == 2
-    assert "has no headstart_verify_passes_total" in capsys.readouterr().err
+    assert "has no counters of a known engine" in capsys.readouterr().err
 
 
 def test_a_card_alone_is_a_reference_too(place: Path, in_folder: Path, reference: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.vllm_server import VllmServer
+from scripts.evidence.vllm_server import VllmServer
 
 VARIABLE = "HEADSTART_SERVE_PYTHON"
 

@@ -15,7 +15,7 @@ from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.manifest import read_manifest
 from inference.target.loading import TargetConfig
-from tests.serve.vllm_server import VllmServer
+from scripts.evidence.vllm_server import VllmServer
 from train.data.config import DataConfig
 from train.generate.backends.servers import ServerPool
 from train.generate.config import GenerateConfig

@@ -1,4 +1,4 @@
-"""Reads what a server exposes at /metrics (Prometheus' text format): ours, vLLM's, SGLang's."""
+"""Reads what a server exposes at /metrics, in Prometheus' text format."""
 
 from __future__ import annotations
 

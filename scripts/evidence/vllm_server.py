@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server as a process group that a test may stop, freeze and kill."""
+"""vLLM's OpenAI server as a process group that may be stopped, frozen and killed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from heads.api.errors import UserError
+
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -25,17 +27,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class VllmServer:
-    """A server on a free port of loopback, always the same one."""
+    """A server on a free port of loopback, always the same one, that calls its model tiny."""
 
     def __init__(
         self, python: str, model: Path, log: Path, rows: int = 4, more: Sequence[str] = ()
     ) -> None:
-        """more: further arguments, which override the others."""
+        """log: where its output goes; rows: requests decoded together; more: further arguments, which
+        override the others."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
-        self.log, self.process = log, None
+        self.log = log
+        self.process: subprocess.Popen[bytes] | None = None
         self.command = [
             python,
             "-m",
@@ -71,22 +75,24 @@ class VllmServer:
             )
 
     def start(self) -> None:
-        """Start, and wait until it answers."""
+        """Start, and wait until it answers; raises `UserError` where it does not."""
         self.launch()
         begin = time.monotonic()
         while time.monotonic() - begin < READY_SECONDS:
-            assert self.process is not None
-            assert self.process.poll() is None, (
-                f"vLLM's server ended: {self.log.read_text(errors='replace')[-2000:]}"
-            )
+            if self.process is None or self.process.poll() is not None:
+                raise UserError(f"vLLM's server ended: {self.last_words()}")
             try:
                 with urllib.request.urlopen(f"{self.address}/health", timeout=5):
                     return
             except (OSError, urllib.error.URLError):
                 time.sleep(1.0)
-        raise AssertionError(
-            f"vLLM's server is not up: {self.log.read_text(errors='replace')[-2000:]}"
+        raise UserError(
+            f"vLLM's server is not up after {READY_SECONDS:g} seconds: {self.last_words()}"
         )
+
+    def last_words(self) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-2000:]
 
     def send(self, what: signal.Signals) -> None:
         """A signal to the server and the processes it started."""

@@ -1,0 +1,1 @@
+"""Serving engines as their clients see them: requests, streamed answers, counters."""

@@ -1,0 +1,276 @@
+"""One OpenAI-compatible server: its model, its metrics, and streamed answers with the times at
+which their pieces came.
+
+The key comes from an environment variable and stands in no message. `PassingError` is what may
+pass (an error of the server, a broken connection, no answer in time); what cannot is a `UserError`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+from prometheus_client.samples import Sample
+
+from heads.api.errors import UserError, suggest
+from inference.engines.counters import METRICS_PATHS
+from inference.engines.scrape import read_samples
+
+CHAT, TEXT = "chat", "completions"
+PATHS = {CHAT: "/v1/chat/completions", TEXT: "/v1/completions"}
+PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+QUOTED = 300
+"""Characters of a server's own words in a message."""
+Json = dict[str, Any]
+
+
+class PassingError(Exception):
+    """Something that may pass. wait: seconds that the server asked for."""
+
+    def __init__(self, reason: str, wait: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait = wait
+
+
+@dataclass
+class Answer:
+    """A streamed answer. Times are seconds of one monotonic clock; arrivals: of the events that
+    carried text; last: the response's last JSON, which may say what was accepted."""
+
+    text: str = ""
+    tokens: int = 0
+    prompt_tokens: int = 0
+    begin: float = 0.0
+    end: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    last: Json = field(default_factory=dict)
+
+    @property
+    def first_token(self) -> float:
+        """Seconds to the first text."""
+        return (self.arrivals[0] if self.arrivals else self.end) - self.begin
+
+    @property
+    def decoding(self) -> float:
+        """Seconds from the first text to the last."""
+        return self.arrivals[-1] - self.arrivals[0] if self.arrivals else 0.0
+
+
+class Endpoint:
+    """A server at `address` (with or without /v1). setting: its name in messages."""
+
+    def __init__(
+        self, address: str, setting: str, key_variable: str, timeout: float, metrics: str = ""
+    ) -> None:
+        """Raises `UserError` for an address that is none."""
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(
+                f"{setting} must be an address such as http://127.0.0.1:8000; given: '{address}'."
+            )
+        if parts.username or parts.password:
+            raise UserError(
+                f"{setting} has a password in it, which reports would show. Put a key "
+                f"into the variable {key_variable} instead."
+            )
+        self.base = urlunsplit(parts).rstrip("/").removesuffix("/v1")
+        self.setting, self.key_variable, self.timeout = setting, key_variable, timeout
+        self.metrics = metrics
+        self.model = ""
+        self._key = key = os.environ.get(key_variable, "")
+        self.client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else None,
+            timeout=timeout,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            # Proxies of the environment stand before the internet, not before a cluster's servers.
+            trust_env=parts.scheme == "https",
+        )
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+    async def find_model(self, wanted: str) -> None:
+        """Look which model is served. Raises `UserError` unless it is `wanted`, or the only one;
+        `PassingError` where the server does not answer."""
+        content = await self._json("GET", "/v1/models")
+        data = content.get("data")
+        rows = data if isinstance(data, list) else []
+        names = [str(row["id"]) for row in rows if isinstance(row, dict) and row.get("id")]
+        if wanted and wanted in names:
+            self.model = wanted
+        elif not wanted and len(names) == 1:
+            self.model = names[0]
+        elif wanted:
+            raise UserError(
+                f"{self.setting}: the server at {self.base} does not serve '{wanted}' "
+                f"(bench.serving.model).{suggest(wanted, names) if names else ' It names none.'}"
+            )
+        else:
+            raise UserError(
+                f"{self.setting}: the server at {self.base} serves "
+                f"{', '.join(sorted(names)[:20]) or 'no model that it names'}. Name one with "
+                "bench.serving.model."
+            )
+
+    async def look(self) -> list[Sample] | None:
+        """Its metrics; None where it shows none. Raises `UserError` for what is not in Prometheus'
+        text format."""
+        named = [self.metrics] if self.metrics else [self.base + path for path in METRICS_PATHS]
+        unreadable = ""
+        for place in named:
+            answer = await self._request("GET", place)
+            if answer.status_code in (404, 405):
+                continue
+            self._check(answer)
+            if answer.text.lstrip()[:1] in ("[", "{", "<"):
+                unreadable = f"{place} shows something else than Prometheus' text format"
+                continue
+            try:
+                return list(read_samples(answer.text))
+            except ValueError as error:
+                unreadable = f"{place}, {error}"
+        if unreadable or self.metrics:
+            raise UserError(
+                f"{self.setting}: {unreadable or f'there is nothing at {self.metrics}'}. Give the "
+                "address of its metrics as bench.serving.metrics, or set "
+                "bench.serving.acceptance=chunks, which needs none."
+            )
+        return None
+
+    async def count_tokens(self, body: Json) -> int | None:
+        """Tokens of a prompt by the server's own /tokenize; None where it has none."""
+        answer = await self._request("POST", "/tokenize", {"model": self.model, **body})
+        if not answer.is_success:
+            return None
+        try:
+            found = answer.json()
+            return int(found.get("count") or len(found["tokens"]))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    async def ask(self, api: str, body: Mapping[str, object]) -> Answer:
+        """Stream one answer; raises `PassingError`, `UserError`."""
+        sent = {
+            "model": self.model,
+            **body,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        answer = Answer(begin=time.perf_counter())
+        pieces: list[str] = []
+        ended = False
+        try:
+            async with self.client.stream("POST", self.base + PATHS[api], json=sent) as response:
+                if not response.is_success:
+                    await response.aread()
+                    self._check(response)
+                async for line in response.aiter_lines():
+                    data = line.removeprefix("data:").strip()
+                    if not line.startswith("data:") or not data:
+                        continue
+                    if data == "[DONE]":
+                        ended = True
+                        break
+                    self._take(answer, pieces, data)
+        except httpx.HTTPError as error:
+            raise PassingError(self._words(error)) from error
+        answer.end = time.perf_counter()
+        answer.text = "".join(pieces)
+        if not ended:
+            raise PassingError(f"{self.base} ended a stream in the middle of an answer")
+        if not answer.tokens:
+            raise UserError(
+                f"{self.setting}: {self.base} does not say how many tokens an answer has "
+                "(stream_options.include_usage), so nothing can be measured."
+            )
+        return answer
+
+    def _take(self, answer: Answer, pieces: list[str], data: str) -> None:
+        """Add an event to an answer."""
+        try:
+            event = json.loads(data)
+        except ValueError as error:  # it is cut where a connection is
+            raise PassingError(f"{self.base} sent an event that is no JSON ({error})") from error
+        if not isinstance(event, dict):
+            raise PassingError(f"{self.base} sent an event that is no JSON object")
+        if event.get("error"):
+            raise PassingError(
+                f"{self.base} failed in the middle of an answer: {self._quote(event['error'])}"
+            )
+        answer.last |= {name: value for name, value in event.items() if value is not None}
+        for choice in event.get("choices") or []:
+            delta = choice.get("delta") or {}
+            text = choice.get("text") or delta.get("content") or ""
+            text += delta.get("reasoning_content") or delta.get("reasoning") or ""
+            if text:
+                pieces.append(text)
+                answer.arrivals.append(time.perf_counter())
+        usage = event.get("usage") or {}
+        answer.tokens = int(usage.get("completion_tokens") or answer.tokens)
+        answer.prompt_tokens = int(usage.get("prompt_tokens") or answer.prompt_tokens)
+
+    async def _request(self, method: str, place: str, body: Json | None = None) -> httpx.Response:
+        url = place if "://" in place else self.base + place
+        try:
+            return await self.client.request(method, url, json=body)
+        except httpx.HTTPError as error:
+            raise PassingError(self._words(error)) from error
+
+    async def _json(self, method: str, place: str) -> Json:
+        answer = await self._request(method, place)
+        self._check(answer)
+        try:
+            content = answer.json()
+        except ValueError as error:
+            raise UserError(f"{self.setting}: {self.base}{place} is no JSON: {error}.") from error
+        if not isinstance(content, dict):
+            raise UserError(f"{self.setting}: {self.base}{place} is no JSON object.")
+        return content
+
+    def _check(self, answer: httpx.Response) -> None:
+        """Raise for a status that is an error."""
+        status, said = answer.status_code, self._quote(answer.text)
+        if answer.is_success:
+            return
+        if status in (401, 403):
+            raise UserError(
+                f"{self.setting}: the server at {self.base} wants a valid key (status {status}). "
+                f"Put it into the environment variable {self.key_variable}."
+            )
+        reason = f"{answer.url} answers with status {status}{f' ({said})' if said else ''}"
+        if status in PASSING:
+            after = answer.headers.get("Retry-After", "")
+            raise PassingError(reason, float(after) if after.isdecimal() else 0.0)
+        raise UserError(f"{self.setting}: {reason}.")
+
+    def _words(self, error: httpx.HTTPError) -> str:
+        if isinstance(error, httpx.TimeoutException):
+            return f"{self.base} sent nothing for {self.timeout:g} seconds"
+        return f"{self.base}: {type(error).__name__} {error}".strip()
+
+    def _quote(self, said: object) -> str:
+        """A server's own words on one line; some repeat the key that they refuse."""
+        text = said if isinstance(said, str) else json.dumps(said)
+        text = text.replace(self._key, "***") if self._key else text
+        return " ".join(text.split())[:QUOTED]
+
+
+def steps_of(arrivals: Sequence[float], share: float = 0.25) -> int:
+    """Verifications behind the events of a stream: events that came together are one.
+
+    Two events belong together when less than `share` of the usual time of a step lies between them;
+    the usual time is the 95th percentile of all gaps, which is a step's also where most events are
+    sent in bursts.
+    """
+    gaps = [after - before for before, after in pairwise(arrivals)]
+    if not gaps:
+        return len(arrivals)
+    usual = sorted(gaps)[min(len(gaps) - 1, int(0.95 * len(gaps)))]
+    return 1 + sum(gap >= share * usual for gap in gaps)

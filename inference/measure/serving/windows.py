@@ -1,0 +1,266 @@
+"""Windows: some prompts of one group, answered at one concurrency between two looks at the
+server's counters.
+
+A window is measured as a whole or not at all: where a request fails, a counter falls (the server
+was started again) or the server counts more answers than were asked for (somebody else uses it),
+what was counted belongs to nobody, and the window is measured again, `bench.serving.retries` times
+at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from heads.api.errors import UserError
+from inference.engines.client import CHAT, TEXT, Answer, Endpoint, PassingError
+from inference.engines.counters import (
+    Acceptance,
+    EngineCounters,
+    Look,
+    ResetError,
+    acceptance,
+    identify,
+    known_engines,
+    of_response,
+    read_look,
+)
+from inference.measure.prompts import Prompt
+from inference.measure.serving.config import ServingConfig
+
+logger = logging.getLogger(__name__)
+
+SETTLE_SECONDS, POLL_SECONDS = 5.0, 0.02
+"""How long counters may lag behind the answers, and how often they are looked at until then."""
+RESPONSES, COUNTERS, CHUNKS, NOTHING = "responses", "counters", "chunks", "none"
+"""Where acceptance comes from."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Prompts that are measured together: one domain, one range [first, end) of prompt tokens."""
+
+    domain: str
+    first: int
+    end: int
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one window was: its place (the same prompts have the same place at every server), the
+    answers in the order of its prompts, seconds of the whole, and what the counters say of it."""
+
+    group: Group
+    concurrency: int
+    repeat: int
+    number: int
+    answers: list[Answer]
+    seconds: float
+    counted: Acceptance | None
+
+
+@dataclass
+class Side:
+    """One server that is measured."""
+
+    endpoint: Endpoint
+    config: ServingConfig
+    speculates: bool
+    engine: EngineCounters | None = None
+    source: str = NOTHING
+    said: tuple[str, str] = ("", "")
+    """Engine and definition, as responses have them."""
+    repeated: int = 0
+    restarts: int = 0
+    windows: list[Window] = field(default_factory=list)
+
+    async def connect(self) -> None:
+        """Look for the model. Raises `UserError`."""
+        await self.patiently("the list of models", self.endpoint.find_model, self.config.model)
+
+    async def warm_up(self, bodies: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Answer]:
+        """Answer the warm-up prompts, and find out where acceptance is to be had. Raises
+        `UserError` for a server that does not tell what `bench.serving.acceptance` asks for."""
+        answers = [
+            await self.patiently("a warm-up prompt", self.endpoint.ask, api, body)
+            for api, body in bodies
+        ]
+        if self.speculates:
+            await self._choose_source(answers)
+        return answers
+
+    async def _choose_source(self, answers: Sequence[Answer]) -> None:
+        """Find out where acceptance is to be had. answers: those of the warm-up."""
+        wanted, endpoint = self.config.acceptance, self.endpoint
+        told = next(filter(None, (of_response(answer.last) for answer in answers)), None)
+        if told is not None and wanted in ("auto", RESPONSES):
+            self.source, self.said = RESPONSES, told[:2]
+            return
+        if wanted == RESPONSES:
+            raise UserError(
+                f"{endpoint.setting}: the responses of {endpoint.base} say nothing of speculation "
+                "(vLLM: --per-request-spec-decode-metrics=detailed). Set "
+                "bench.serving.acceptance=auto."
+            )
+        self.source = CHUNKS
+        if wanted == CHUNKS:
+            return
+        samples = await self.patiently("the metrics", endpoint.look)
+        if samples is None and wanted == COUNTERS:
+            raise UserError(
+                f"{endpoint.setting}: {endpoint.base} shows no metrics (SGLang: --enable-metrics; "
+                "TensorRT-LLM: return_perf_metrics). Give their address as bench.serving.metrics, "
+                "or set bench.serving.acceptance=chunks for an estimate."
+            )
+        if samples is None:
+            return
+        engine = identify(samples)
+        if engine is None:
+            raise UserError(
+                f"{endpoint.setting}: the metrics of {endpoint.base} are of no known engine "
+                f"({known_engines()}). Set bench.serving.acceptance=chunks for an estimate from "
+                "the times of streamed pieces."
+            )
+        tokens = sum(answer.tokens for answer in answers)
+        counted = acceptance(read_look(samples, engine), len(answers), tokens)
+        if counted is None or (counted.passes and counted.drafted == 0):
+            raise UserError(
+                f"{endpoint.setting}: {endpoint.base} ({engine.name}) counts no drafts, so it "
+                "serves without speculation. Start it with a drafter, or give it as "
+                "bench.baseline_server beside one that has."
+            )
+        self.source, self.engine = COUNTERS, engine
+
+    async def patiently(self, what: str, act: Any, *arguments: Any) -> Any:
+        """Do something that may fail for a while; raises `UserError` after the last attempt."""
+        retries = self.config.retries
+        for attempt in range(retries + 1):
+            try:
+                return await act(*arguments)
+            except PassingError as error:
+                if attempt == retries:
+                    raise UserError(
+                        f"{self.endpoint.setting}: {what} failed {retries + 1} times: {error}. Is "
+                        "the server up, and used by nobody else?"
+                    ) from error
+                wait = max(error.wait, self.config.backoff * 2**attempt)
+                logger.warning("%s: %s; again in %g s", what, error, wait)
+                await asyncio.sleep(wait)
+                self.repeated += 1
+        raise AssertionError("unreachable")
+
+    async def measure(
+        self,
+        group: Group,
+        bodies: Sequence[tuple[str, Mapping[str, Any]]],
+        concurrency: int,
+        repeat: int,
+        number: int,
+    ) -> None:
+        """Measure a window and keep it."""
+        where = f"domain '{group.domain}', concurrency {concurrency}"
+        given = (group, bodies, concurrency, repeat, number)
+        self.windows.append(await self.patiently(where, self._window, *given))
+
+    async def _window(
+        self,
+        group: Group,
+        bodies: Sequence[tuple[str, Mapping[str, Any]]],
+        concurrency: int,
+        repeat: int,
+        number: int,
+    ) -> Window:
+        before, limit = await self._look(), asyncio.Semaphore(concurrency)
+
+        async def one(api: str, body: Mapping[str, Any]) -> Answer:
+            async with limit:
+                return await self.endpoint.ask(api, body)
+
+        begin = time.perf_counter()
+        asked = [asyncio.create_task(one(*body)) for body in bodies]
+        try:
+            answers = await asyncio.gather(*asked)
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        seconds = time.perf_counter() - begin
+        counted = await self._counted(before, answers)
+        return Window(group, concurrency, repeat, number, answers, seconds, counted)
+
+    async def _look(self) -> Look | None:
+        if self.engine is None:
+            return None
+        samples = await self.endpoint.look()
+        if samples is None:
+            raise PassingError(f"{self.endpoint.base} does not show its metrics any more")
+        return read_look(samples, self.engine)
+
+    async def _counted(self, before: Look | None, answers: Sequence[Answer]) -> Acceptance | None:
+        """What was counted since `before`, as soon as all answers are in the counters."""
+        if before is None:
+            return None
+        deadline, last = time.monotonic() + SETTLE_SECONDS, before
+        while True:
+            now = await self._look()
+            assert now is not None
+            try:
+                change = now.since(before)
+            except ResetError as error:
+                self.restarts += 1
+                raise PassingError(
+                    f"a counter of {self.endpoint.base} fell: the server was started again"
+                ) from error
+            ended = len(answers) if change.requests is None else round(change.requests)
+            if ended >= len(answers) and now == last:
+                break
+            if time.monotonic() > deadline:
+                break
+            last = now
+            await asyncio.sleep(POLL_SECONDS)
+        if ended != len(answers):
+            why = (
+                "somebody else uses it"
+                if ended > len(answers)
+                else "these are metrics of one replica of several, of another server, or of one "
+                "that was started again"
+            )
+            raise PassingError(
+                f"{self.endpoint.base} counts {ended} answers where {len(answers)} were asked for: "
+                f"{why}"
+            )
+        return acceptance(change, len(answers), sum(answer.tokens for answer in answers))
+
+
+def api_of(config: ServingConfig, prompt: Prompt) -> str:
+    """The endpoint for a prompt."""
+    if config.api != "auto":
+        return config.api
+    return CHAT if prompt.messages is not None else TEXT
+
+
+def body_of(
+    config: ServingConfig, prompt: Prompt, settings: Mapping[str, Any], tokenizer: Any
+) -> tuple[str, dict[str, Any]]:
+    """(endpoint, JSON of the request). tokenizer: renders messages for the completions endpoint.
+    Raises `UserError` for token ids or a text at the chat endpoint."""
+    api = api_of(config, prompt)
+    if api == TEXT:
+        content = list(prompt.render(tokenizer)) if prompt.text is None else prompt.text
+        return api, {**settings, "prompt": content}
+    if prompt.messages is None:
+        raise UserError(
+            f"bench.serving.api=chat: prompt '{prompt.id}' is a text or token ids and no "
+            "conversation. Set bench.serving.api=auto."
+        )
+    body = {**settings, "messages": [dict(message) for message in prompt.messages]}
+    if prompt.tools:
+        body["tools"] = [dict(tool) for tool in prompt.tools]
+    if prompt.arguments:
+        body["chat_template_kwargs"] = dict(prompt.arguments)
+    return api, body

@@ -1,0 +1,235 @@
+"""Counters of a running server as observations of the sequential test: saved scrapes, or a server
+that is asked again and again.
+
+The test's unit is a window: a stretch of decoding between two looks, of `watch.window` verify
+passes or more. What happens inside a window is not independent: requests share a prompt, a client,
+a domain, an hour. A sum over passes, taken as that of independent answers, would call such runs a
+drift. So a window counts as one observation, its accepted drafted tokens per pass, whatever its
+spread (`evidence.Bets`): the error rate holds as long as a window's acceptance is the reference's
+on average. Too few windows for that (`LEAST_WINDOWS`) are taken as one sum whose spread is the
+larger one of the reference's and the windows' own (`evidence.Sums`).
+
+Counters that fall belong to a server that was started again: what it has counted since is kept, and
+what it did between the last look and its end is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from prometheus_client.samples import Sample
+
+from heads.api.errors import UserError
+from heads.api.reading import read_text
+from inference.engines.client import Endpoint, PassingError
+from inference.engines.counters import (
+    VLLM,
+    EngineCounters,
+    Look,
+    ResetError,
+    acceptance,
+    identify,
+    known_engines,
+    read_domains,
+)
+from inference.engines.scrape import read_samples
+from inference.staleness.config import WatchConfig
+
+logger = logging.getLogger(__name__)
+
+LEAST_WINDOWS = 30
+"""Fewest windows of a domain that are observations of their own in saved scrapes."""
+FAILURES = 5
+"""Looks in a row without an answer after which a server counts as gone."""
+ADVICE = "Give what a server shows at /metrics, as text (format 0.0.4)."
+Looks = dict[str, Look]
+"""By domain."""
+
+
+@dataclass
+class Observation:
+    """Accepted drafted tokens and passes of one domain between two looks; reached: passes that
+    accepted each position, empty where it is not counted."""
+
+    accepted: float = 0.0
+    passes: float = 0.0
+    reached: list[float] = field(default_factory=list)
+
+    def add(self, accepted: float, passes: float, reached: Sequence[float]) -> None:
+        self.accepted += accepted
+        self.passes += passes
+        width = max(len(self.reached), len(reached))
+        pairs = [[*counts, *[0.0] * width][:width] for counts in (self.reached, reached)]
+        self.reached = [one + other for one, other in zip(*pairs, strict=True)]
+
+
+@dataclass
+class Windows:
+    """Turns looks into windows. least: passes of a window; depth: drafted tokens of the reference;
+    whole: windows that are finished, by domain; rest: what is not a window yet."""
+
+    least: int
+    depth: int
+    whole: dict[str, list[Observation]] = field(default_factory=dict)
+    rest: dict[str, Observation] = field(default_factory=dict)
+    before: Looks = field(default_factory=dict)
+    engine: EngineCounters | None = None
+    restarts: int = 0
+
+    def take(self, samples: Sequence[Sample], where: str, *, first: bool = False) -> list[str]:
+        """Count one scrape; returns the domains of which a window was finished. where: for
+        messages. first: of a server that has run for long, whose first look begins the count.
+
+        Raises `UserError` for metrics of no known engine, or of one that does not speculate.
+        """
+        engine = identify(samples)
+        if engine is None:
+            raise UserError(
+                f"watch.metrics: {where} has no counters of a known engine ({known_engines()}). "
+                f"{ADVICE}"
+            )
+        now = read_domains(samples, engine)
+        if not any(acceptance(look, 0, 0) for look in now.values()):
+            counters = ", ".join(sorted(engine.speculation))
+            raise UserError(
+                f"watch.metrics: {where} has no {counters}, so this server ({engine.name}) serves "
+                f"without speculation or has not answered yet. {ADVICE}"
+            )
+        self.engine = engine
+        changes = now if not first else {}
+        if self.before:
+            try:
+                changes = {
+                    name: look.since(self.before.get(name, Look())) for name, look in now.items()
+                }
+                if missing := set(self.before) - set(now):
+                    raise ResetError(min(missing))
+            except ResetError:
+                self.restarts += 1
+                changes = now
+        self.before = now
+        return [name for name, change in changes.items() if self._count(name, change, where)]
+
+    def _count(self, domain: str, change: Look, where: str) -> bool:
+        found = acceptance(change, 0, 0)
+        if found is None or found.passes <= 0:
+            return False
+        positions = len(found.by_position)
+        if positions > self.depth or (self.engine is VLLM and positions != self.depth):
+            raise UserError(
+                f"watch.metrics: {where} counts drafts of {positions} tokens, but the reference "
+                f"was measured with drafts {self.depth} deep. Make a reference of that draft with "
+                "watch.learn=true, or serve with the reference's."
+            )
+        rest = self.rest.setdefault(domain, Observation())
+        # the end of an answer may cut a pass that counts as accepted in full, and the reverse
+        accepted = min(found.accepted, self.depth * found.passes)
+        rest.add(accepted, found.passes, found.by_position)
+        if rest.passes < self.least:
+            return False
+        self.whole.setdefault(domain, []).append(self.rest.pop(domain))
+        return True
+
+    def totals(self) -> dict[str, Observation]:
+        """Everything that was counted, by domain."""
+        found: dict[str, Observation] = {}
+        parts = [(name, one) for name, several in self.whole.items() for one in several]
+        for name, one in [*parts, *self.rest.items()]:
+            found.setdefault(name, Observation()).add(one.accepted, one.passes, one.reached)
+        return found
+
+
+def spread_of(windows: Sequence[Observation]) -> float:
+    """Variance of a sum of (accepted - r passes) over windows per pass in it, r being their own
+    acceptance; 0 for fewer than three."""
+    if len(windows) < 3:
+        return 0.0
+    accepted, passes = np.array([(one.accepted, one.passes) for one in windows]).T
+    excess = accepted - accepted.sum() / passes.sum() * passes
+    return float(excess.var(ddof=1) * len(windows) / passes.sum())
+
+
+# Saved scrapes
+
+
+def read_files(paths: Iterable[Path]) -> Iterator[tuple[str, list[Sample]]]:
+    """(file, samples) of each saved scrape, the oldest one first.
+
+    paths: files with what /metrics showed, or folders of such files. Samples with a timestamp are
+    scrapes of that time, several in one file too; without any, files are in the order given, those
+    of a folder in the order of their names. Raises `UserError` for a file that cannot be read.
+    """
+    files: list[Path] = []
+    for path in paths:
+        files += sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    if not files:
+        raise UserError(f"watch.metrics: there are no files in {', '.join(map(str, paths))}.")
+    found: list[tuple[float | None, str, list[Sample]]] = []
+    for file in files:
+        found += [(at, f"'{file}'", part) for at, part in _by_time(_read(file))]
+    if all(at is not None for at, _, _ in found):
+        found.sort(key=lambda item: item[0] or 0.0)
+    yield from ((name, samples) for _, name, samples in found)
+
+
+def _read(file: Path) -> list[Sample]:
+    try:
+        return list(read_samples(read_text(file, "Give what the server shows at /metrics.")))
+    except UserError as error:
+        raise UserError(f"watch.metrics: {error}") from error
+    except ValueError as error:
+        raise UserError(f"watch.metrics: '{file}', {error}. {ADVICE}") from error
+
+
+def _by_time(samples: Sequence[Sample]) -> list[tuple[float | None, list[Sample]]]:
+    """The samples of each time, or all together where one has no timestamp."""
+    times = {None if one.timestamp is None else float(one.timestamp) for one in samples}
+    if None in times or not times:
+        return [(None, list(samples))]
+    found: Mapping[float, list[Sample]] = {at: [] for at in sorted(filter(None, times))}
+    for one in samples:
+        found[float(one.timestamp or 0.0)].append(one)
+    return list(found.items())
+
+
+# A running server
+
+
+def follow(config: WatchConfig, address: str, windows: Windows) -> Iterator[list[str]]:
+    """Look at a server's metrics every `watch.every` seconds for `watch.seconds`; yields the
+    domains of which a window was finished. Raises `UserError` for a server that does not answer
+    several times in a row."""
+    base, _, path = address.partition("/metrics")
+    metrics = address if path or address.endswith("/metrics") else ""
+    with asyncio.Runner() as runner:
+        endpoint = Endpoint(base, "watch.metrics", config.key_variable, config.timeout, metrics)
+        clock = runner.get_loop().time
+        end, failures, first = clock() + config.seconds, 0, True
+        try:
+            while True:
+                begun = clock()
+                try:
+                    samples = runner.run(endpoint.look())
+                    failures = 0
+                except PassingError as error:
+                    samples, failures = None, failures + 1
+                    logger.warning("watch.metrics: %s", error)
+                    if failures == FAILURES:
+                        raise UserError(
+                            f"watch.metrics: {FAILURES} looks in a row failed: {error}."
+                        ) from error
+                if samples is not None:
+                    yield windows.take(samples, address, first=first)
+                    first = False
+                elif not failures:
+                    raise UserError(f"watch.metrics: {address} shows no metrics. {ADVICE}")
+                if clock() + config.every > end:
+                    return
+                runner.run(asyncio.sleep(max(0.0, begun + config.every - clock())))
+        finally:
+            runner.run(endpoint.close())

@@ -1,0 +1,272 @@
+"""A running server is measured from outside: every engine's counters give the acceptance that the
+server really had, per group; what is broken is said in a sentence, and repeated a few times at
+most."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from heads.api.errors import UserError
+from inference.decoding.config import DecodeConfig
+from inference.measure.config import BenchConfig
+from inference.measure.datasets import Loaded
+from inference.measure.metrics import resample_weights
+from inference.measure.prompts import Prompt
+from inference.measure.serving.config import ServingConfig
+from inference.measure.serving.run import measure_server
+from inference.report.model import Report, ServerCell, read_report
+from tests.inference.engines.stub import DEPTH, Stub, serving
+
+TOKENS = 24
+EACH = 6
+
+
+def prompts() -> list[Prompt]:
+    found = []
+    for domain in ("code", "prose"):
+        for number in range(EACH):
+            text = f"{domain} number {number}" + (" and much more" * 200 if number >= 4 else "")
+            messages = ({"role": "user", "content": text},)
+            found.append(Prompt(f"{domain}-{number}", domain, messages=messages))
+    warm = ({"role": "user", "content": "prose to warm up"},)
+    return [*found, Prompt("warm", "prose", messages=warm)]
+
+
+def measure(
+    out: Path,
+    stub: Stub,
+    plain: Stub | None = None,
+    repeats: int = 1,
+    temperature: float = 0.0,
+    **settings: Any,
+) -> Report:
+    own = {"timeout": 0.6, "backoff": 0.01, "retries": 2, **settings}
+    config = BenchConfig(
+        prompts="stub",
+        prompts_per_domain=EACH,
+        warmup_prompts=1,
+        repeats=repeats,
+        server=stub.base,
+        baseline_server=plain.base if plain else "",
+        serving=ServingConfig(**own),
+    )
+    decode = DecodeConfig(max_new_tokens=TOKENS, temperature=temperature)
+    # the warm-up prompt is the only one that is not chosen
+    loaded = Loaded(prompts(), "stub", "")
+    measure_server(config, decode, loaded, out)
+    return read_report(out)
+
+
+def cell(report: Report, concurrency: int = 1, domain: str = "", first: int = -1) -> ServerCell:
+    assert report.server is not None
+    (found,) = (
+        one
+        for one in report.server.speculative.cells
+        if (one.concurrency, one.domain) == (concurrency, domain)
+        and (bool(one.end) and one.first == first if first >= 0 else not one.end)
+    )
+    return found
+
+
+def truth(stub: Stub, report: Report, domain: str = "") -> list[tuple[int, int]]:
+    """(committed, passes) of each measured prompt."""
+    chosen = report.run.prompts["domains"]
+    texts = {one.id: one.messages[0]["content"] for one in prompts() if one.messages}
+    return [stub.by_prompt[texts[name]] for name, own in chosen.items() if domain in ("", own)]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [*("vllm", "sglang", "sglang_gauge", "trtllm", "trtllm_totals"), *("llama", "vllm_responses")],
+)
+def test_every_engine_gives_the_acceptance_that_the_server_had(form: str, tmp_path: Path) -> None:
+    with serving(form=form) as stub:
+        report = measure(tmp_path / "out", stub)
+    side = report.server.speculative if report.server else None
+    assert side is not None and side.definition
+    assert side.source == ("responses" if form in ("llama", "vllm_responses") else "counters")
+    for domain in ("", "code", "prose"):
+        known = truth(stub, report, domain)
+        tau = sum(one for one, _ in known) / sum(passes for _, passes in known)
+        found = cell(report, domain=domain)
+        assert found.tau is not None and found.tau_ci95 is not None
+        if form == "sglang_gauge":  # a mean of everything so far
+            assert found.tau == pytest.approx(tau, rel=0.5)
+            continue
+        assert found.tau == pytest.approx(tau)
+        assert found.passes == sum(passes for _, passes in known)
+        assert found.tau_ci95[0] <= found.tau <= found.tau_ci95[1]
+        assert found.requests == found.units == len(known)
+    if form in ("vllm", "trtllm", "vllm_responses"):
+        shares = cell(report).acceptance
+        assert shares is not None and len(shares) == DEPTH
+        assert 1 + sum(shares) == pytest.approx(cell(report).tau)
+    assert report.drafters == [] and report.target.id == "stub-model"
+
+
+def test_intervals_are_those_of_the_slow_way(tmp_path: Path) -> None:
+    """With one client a window is a prompt: the interval is a bootstrap over prompts."""
+    with serving() as stub:
+        report = measure(tmp_path / "out", stub)
+    known = truth(stub, report, "code")
+    committed, passes = np.array(known, dtype=float).T
+    drawn = resample_weights(len(known), seed=0)
+    taus = [float(row @ committed / (row @ passes)) for row in drawn]
+    low, high = np.percentile(taus, [2.5, 97.5])
+    assert cell(report, domain="code").tau_ci95 == pytest.approx((low, high))
+
+
+def test_groups_are_domains_concurrencies_and_ranges_of_prompt_tokens(tmp_path: Path) -> None:
+    with serving(steps=0.001) as stub:
+        report = measure(tmp_path / "out", stub, concurrency=(1, 3), repeats=2)
+    assert report.server is not None and report.server.lengths == "estimate"
+    assert report.settings.batch_size == 3
+    short, long = cell(report, 3, first=0), cell(report, 3, first=512)
+    whole, code = cell(report, 3), cell(report, 3, "code")
+    assert short.prompt_tokens < 512 <= long.prompt_tokens
+    assert short.requests + long.requests == whole.requests == 2 * len(truth(stub, report))
+    assert cell(report, 3, "code", 512).requests == 2 * 2
+    assert code.tau is not None and whole.tau is not None and code.tau > whole.tau
+    assert code.tau == pytest.approx(cell(report, 1, "code").tau)
+    assert cell(report, 1).running <= 1.01 < whole.running <= 3.01
+    assert whole.units == whole.windows < cell(report, 1).windows
+    assert whole.tokens == TOKENS * whole.requests
+    for one in report.server.speculative.cells:
+        assert 0 < one.first_token_ms <= one.first_token_ms_p99 and one.token_ms > 0
+        assert one.tokens_per_second == pytest.approx(one.tokens / one.seconds)
+
+
+def test_the_same_server_without_speculation_gives_speedup_and_texts(tmp_path: Path) -> None:
+    with serving(steps=0.002) as stub, serving(speculates=False, steps=0.002) as plain:
+        report = measure(tmp_path / "out", stub, plain)
+    assert report.server is not None and report.server.baseline is not None
+    assert report.server.baseline.source == "none"
+    assert all(one.tau is None for one in report.server.baseline.cells)
+    found = cell(report)
+    assert found.speedup is not None and found.speedup_ci95 is not None
+    assert 1.2 < found.speedup_ci95[0] <= found.speedup <= found.speedup_ci95[1]
+    assert found.identical == found.requests
+    assert report.baseline.tokens_per_second == found.baseline_tokens_per_second
+
+
+@pytest.mark.parametrize("burst", [False, True])
+def test_without_counters_tau_is_estimated_from_the_stream_and_says_so(
+    burst: bool, tmp_path: Path
+) -> None:
+    with serving(form="none", steps=0.02, burst=burst) as stub:
+        report = measure(tmp_path / "out", stub)
+    assert report.server is not None
+    side = report.server.speculative
+    assert side.source == "chunks" and "estimate" in side.caveat and side.engine == ""
+    known = truth(stub, report)
+    tau = sum(one for one, _ in known) / sum(passes for _, passes in known)
+    assert cell(report).tau == pytest.approx(tau, rel=0.1)
+    assert cell(report).acceptance is None
+
+
+# What is broken
+
+
+def refused(tmp_path: Path, stub: Stub, **settings: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        measure(tmp_path / "out", stub, **settings)
+    assert not (tmp_path / "out" / "report.json").exists()
+    return str(caught.value)
+
+
+def test_another_model_is_named(tmp_path: Path) -> None:
+    with serving() as stub:
+        said = refused(tmp_path, stub, model="stub-mode")
+    assert "does not serve 'stub-mode'" in said and "Did you mean 'stub-model'?" in said
+
+
+def test_a_wrong_key_is_said_without_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSTART_SERVER_KEY", "sk-secret")
+    with serving(key="sk-right") as stub:
+        said = refused(tmp_path, stub)
+        assert "HEADSTART_SERVER_KEY" in said and "secret" not in said
+        monkeypatch.setenv("HEADSTART_SERVER_KEY", "sk-right")
+        report = measure(tmp_path / "out", stub)
+    assert cell(report).tau
+    assert "sk-right" not in (tmp_path / "out" / "report.json").read_text()
+
+
+@pytest.mark.parametrize("fault", [503, 500, "hang", "cut", "restart", "twice"])
+def test_a_window_that_failed_is_measured_again(fault: Any, tmp_path: Path) -> None:
+    with serving(faults=deque([None, None, fault])) as stub:
+        report = measure(tmp_path / "out", stub)
+    assert report.server is not None
+    side = report.server.speculative
+    assert side.repeated == 1 and side.restarts == (fault == "restart")
+    known = truth(stub, report)
+    assert cell(report).passes == sum(passes for _, passes in known)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (503, "answers with status 503"),
+        ("hang", "sent nothing for 0.6 seconds"),
+        ("cut", "ended a stream in the middle"),
+        ("twice", "counts 2 answers where 1 were asked for: somebody else uses it"),
+    ],
+)
+def test_retries_end(fault: Any, words: str, tmp_path: Path) -> None:
+    with serving(faults=deque([None, None, *[fault] * 20])) as stub:
+        said = refused(tmp_path, stub)
+        assert len(stub.bodies) == 5  # the warm-up, one window, three attempts
+    assert words in said and "failed 3 times" in said
+
+
+def test_a_request_that_is_refused_is_not_repeated(tmp_path: Path) -> None:
+    with serving(faults=deque([400] * 9)) as stub:
+        said = refused(tmp_path, stub)
+        assert len(stub.bodies) == 1
+    assert "status 400" in said and "planted" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "own", "words"),
+    [
+        ({"metrics": "something_total 5\n"}, {}, "are of no known engine"),
+        ({"metrics": "no metrics!\n"}, {}, "not a sample in Prometheus' text format"),
+        ({"form": "none"}, {"acceptance": "counters"}, "shows no metrics"),
+        ({"form": "vllm"}, {"acceptance": "responses"}, "say nothing of speculation"),
+        ({"speculates": False}, {}, "serves without speculation"),
+        ({"usage": False}, {}, "does not say how many tokens"),
+    ],
+)
+def test_a_server_that_tells_too_little(
+    settings: dict[str, Any], own: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with serving(**settings) as stub:
+        assert words in refused(tmp_path, stub, **own)
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    with serving() as stub:
+        pass
+    assert "the list of models failed 3 times" in refused(tmp_path, stub)
+
+
+def test_requests_say_what_the_settings_say(tmp_path: Path) -> None:
+    with serving() as stub:
+        measure(tmp_path / "out", stub, temperature=0.7)
+    body = stub.bodies[-1]
+    assert (body["temperature"], body["max_tokens"], body["model"]) == (0.7, TOKENS, "stub-model")
+    assert body["stream_options"] == {"include_usage": True} and 0 <= body["seed"] < 2**31
+    assert {"top_p", "top_k", "min_p"} & set(body) == set()
+
+
+def test_settings_that_do_not_go_together() -> None:
+    with pytest.raises(UserError, match="give both"):
+        BenchConfig(baseline_server="http://127.0.0.1:1")
+    with pytest.raises(UserError, match=r"bench.roofline needs the target"):
+        BenchConfig(server="http://127.0.0.1:1", roofline=True)
