@@ -116,13 +116,15 @@ def chained_attention(
     # [B, T, g, G, k]
     own = torch.stack([(grouped * key[:, :, :, None]).sum(-1) for key in keys[1:]], -1)
     own_values = torch.stack(values[1:], 3)  # [B, T, g, k, D]
-    part = partial(_chained_stretch, packing, limit)
+    # by what rows may hold, not by what these do, so that memory does not depend on the documents
+    recompute = query.shape[:3].numel() * query.shape[1] > CHUNK_ELEMENTS
+    part = partial(_chained_stretch, limit, recompute)
     return by_stretch(part, packing, grouped, own, own_values, keys[0], values[0])
 
 
 def _chained_stretch(
-    packing: Packing,
     limit: int | None,
+    recompute: bool,
     stretch: Stretch,
     grouped: Tensor,
     own: Tensor,
@@ -130,8 +132,7 @@ def _chained_stretch(
     key: Tensor,
     value: Tensor,
 ) -> Tensor:
-    """The rows of one stretch, in chunks that are recomputed where the scores of all stretches are
-    more than a chunk's: grouped [R, n, g, G, D] and so on -> [R, n, h * D]."""
+    """The rows of one stretch: grouped [R, n, g, G, D] and so on -> [R, n, h * D]."""
     heads = grouped.shape[2] * grouped.shape[3]
 
     def rows(span: slice) -> Tensor:
@@ -141,7 +142,6 @@ def _chained_stretch(
         return chained_rows(grouped[:, span], own[:, span], own_values[:, span], *past, seen)
 
     chunk = max(1, CHUNK_ELEMENTS // (stretch.rows * heads * stretch.length))
-    recompute = heads * packing.pairs > CHUNK_ELEMENTS
     return in_chunks(rows, stretch.length, chunk, recompute)
 
 
@@ -161,9 +161,8 @@ def _seen(
 def in_chunks(
     part: Callable[[slice], Tensor], rows: int, chunk: int, recompute: bool = False
 ) -> Tensor:
-    """part(rows) for all of `rows` rows, side by side in the second dimension, `chunk` rows at
-    a time; recomputed in the backward pass if there are more, or where
-    `recompute` says so."""
+    """part(rows) for all of `rows` rows, side by side in the second dimension; `chunk` rows at a
+    time, recomputed in the backward pass, if there are more or `recompute` says so."""
     if rows <= chunk and not recompute:
         return part(slice(0, rows))
     spans = [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)]

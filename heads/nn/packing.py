@@ -80,15 +80,13 @@ class Packing:
     """How a batch is attended to: stretches that cover the flat batch [B * T] in order.
 
     Rows of one document each are one stretch without a mask, and rows no longer than `TOGETHER`
-    one with a mask. whole: that single stretch, None where there are more. pairs: of places that
-    are attended to together. No dataclass: the compiler would make a program for every number of
-    stretches.
+    one with a mask. whole: that single stretch, None where there are more. No dataclass: the
+    compiler would make a program for every number of stretches.
     """
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         self.stretches = tuple(stretches)
         self.whole = self.stretches[0] if len(self.stretches) == 1 else None
-        self.pairs = sum(each.rows * each.length**2 for each in self.stretches)
 
     @classmethod
     def of(cls, batch: TrainBatch) -> Packing:
@@ -110,7 +108,7 @@ class Packing:
 
 
 def _neighbours(lying: Sequence[Document], most: int) -> list[list[Document]]:
-    """Documents in order, those of a row together as long as they have no more than `most` places."""
+    """Documents in order, those of a row together as long as they have `most` places or fewer."""
     found: list[list[Document]] = []
     for one in lying:
         last = found[-1] if found else []

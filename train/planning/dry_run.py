@@ -110,20 +110,19 @@ def dry_batch(
     length: int,
     supervised: float,
 ) -> TrainBatch:
-    """Rows of two documents each, whose last tokens are supervised."""
+    """Rows of one document each, whose last tokens are supervised: what takes most, since packed
+    documents are attended to one by one (`heads.nn.packing`)."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(target.info.vocab_size, (rows, length), generator=generator)
-    place = torch.arange(length)
-    half = length // 2
-    positions = torch.where(place < half, place, place - half)
-    mask = positions >= round((1.0 - supervised) * half)
+    positions = torch.arange(length).expand(rows, -1)
+    mask = positions >= round((1.0 - supervised) * length)
     needs, shape, hidden = drafter.needs, (rows, length), target.info.hidden_size
     last = needs.last_hidden or needs.logits
     return TrainBatch(
         tokens,
-        positions.expand(rows, -1),
-        (1 + (place >= half).int()).expand(rows, -1),
-        mask.expand(rows, -1),
+        positions,
+        torch.ones(shape, dtype=torch.int32),
+        mask,
         fake(target, *shape, len(needs.taps), hidden, dtype=dtype) if needs.taps else None,
         fake(target, *shape, hidden, dtype=dtype) if last else None,
         target.weights.logits if needs.logits else None,

@@ -14,10 +14,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from heads.api.batch import TrainBatch
 from heads.api.checkpoint import new_drafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.registry import get_kind
+from heads.nn import attention
+from heads.nn.packing import first_places
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.heads.micro import micro_target, packed_batch
@@ -30,6 +33,7 @@ from train.distributed import World
 from train.engines.base import EngineConfig, Objective
 from train.engines.make import make_engine
 from train.optim import OptimConfig
+from train.planning import dry_run
 from train.planning.dry_run import dry_batch, dry_step, held_in_parts, plan_drafter
 from train.planning.footprint import Footprint
 from train.planning.plan import PlanConfig, Speed, bandwidth, make_plan, state_bytes, target_bytes
@@ -98,6 +102,30 @@ def test_experts_count_by_the_share_that_is_chosen() -> None:
     layer = Qwen3MoeForCausalLM(config).model.layers[0]
     attention, router, expert = 16 * 16 + 2 * 16 * 8 + 16 * 16, 8 * 16, 3 * 16 * 8
     assert active_weights(layer, config) == attention + router + 2 * expert
+
+
+@pytest.mark.parametrize("chunk", [1 << 26, 1 << 16])
+def test_a_row_of_one_document_takes_the_most(
+    folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan, which is made for such rows, holds for packed ones, recomputed attention included."""
+    monkeypatch.setattr(attention, "CHUNK_ELEMENTS", chunk)
+    plan = plan_target(described(folder))
+    head = get_kind("eagle3").config_class(ttt_steps=3)
+    drafter = plan_drafter("eagle3", head, plan)
+    one = dry_step(drafter, plan, FLOAT32, 2, 160, 0.7)
+
+    def several(*given: Any) -> TrainBatch:
+        batch = dry_batch(*given)
+        number = torch.tensor([0] * 20 + [1] * 10 + [2] * 100 + [3] * 30)
+        batch.segments = (1 + number.int()).expand(2, -1)
+        batch.positions = torch.arange(160) - first_places(batch.segments)
+        return batch
+
+    monkeypatch.setattr(dry_run, "dry_batch", several)
+    packed = dry_step(drafter, plan, FLOAT32, 2, 160, 0.7)
+    assert packed.flops < one.flops
+    assert packed.peak <= 1.02 * one.peak
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
