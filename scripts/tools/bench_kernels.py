@@ -57,8 +57,6 @@ class Sizes:
     layers: int = 32
     """Layers whose cache is compacted."""
     hidden: int = 4096
-    rows: int = 1024
-    """Rows of logits of a loss."""
     vocab: int = 128256
     contexts: tuple[tuple[int, int], ...] = CONTEXTS
     """Pairs of rows and committed tokens per row."""
@@ -66,6 +64,8 @@ class Sizes:
     splits: tuple[int, ...] = (128, 256, 512, 1024)
     """Split sizes of tree attention; the first arm, `kernel`, has the default one."""
     copy_bytes: int = 1 << 29
+    rows: int = 1024
+    """Rows of logits of a loss."""
 
 
 @dataclass(frozen=True)

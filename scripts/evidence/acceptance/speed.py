@@ -43,7 +43,7 @@ GAP_SHARE = 0.05
 """Most of a replayed step that no kernel fills."""
 DEPTH = 5
 LLAMA, QWEN = "llama31_8b", "qwen3_8b"
-TOY_KERNELS = bench_kernels.Sizes(4, 2, 16, 2, 64, 256, ((1, 64),), (1, 4), (64,), 1 << 16)
+TOY_KERNELS = bench_kernels.Sizes(4, 2, 16, 2, 64, 256, ((1, 64),), (1, 4), (64,), 1 << 16, 4)
 
 _bandwidths: dict[torch.device, BandwidthFacts] = {}
 
