@@ -3,8 +3,8 @@
 The embedded target answers its own evaluation prompts, one at a time, with every drafter in three
 ways: drafting afterwards on one CPU thread, the same on two (`--serial`), and drafting ahead with
 one thread each for target and drafter. All ways of all drafters take turns within a prompt, another
-one first each time. Every text is compared with that of plain decoding, and every draft with that of
-drafting afterwards.
+one first each time. Every text is compared with that of plain decoding, and every answer's passes
+with those of drafting afterwards.
 
 Drafters: n-gram lookup, the small model of assets/tiny-target-small as it is, and each `--drafter`.
 """
