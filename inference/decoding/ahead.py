@@ -38,6 +38,7 @@ from heads.api.errors import UserError
 from heads.api.state import Snapshot
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.clock import StepClock
+from inference.decoding.placement import PlacedDrafter
 from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
@@ -112,6 +113,9 @@ class AheadDrafter:
         threads: int,
     ) -> None:
         require_ahead(drafter)
+        if isinstance(drafter, PlacedDrafter):
+            drafter = copy(drafter)  # counts into the same `transfer`
+            drafter.measure = False  # timing copies waits for the verification too
         self.drafter, self.chain, self.device, self.clock = drafter, chain, device, clock
         self.kind: str = drafter.kind
         self.needs = drafter.needs

@@ -358,7 +358,7 @@ class _Session:
             blocks["lost"] = lost_block(config, target, arms, *given)
         return blocks
 
-    def ahead_facts(self, arm: Arm) -> dict[str, schema.AheadResult]:
+    def ahead_facts(self, arm: Arm) -> dict[str, Any]:
         """What an arm saved by drafting ahead; empty for one that did not."""
         tallies = [record.ahead for record in self.timed(arm.name) if record.ahead is not None]
         if not tallies:

@@ -1,10 +1,10 @@
 """What `decode.ahead` gains: `python -m scripts.evidence.ahead` writes ahead.{json,md}.
 
 The embedded target answers its own evaluation prompts, one at a time, with every drafter in three
-ways: drafting afterwards on one CPU thread, the same on two, and drafting ahead with one thread
-each for target and drafter. All ways of all drafters take turns within a prompt, another one first
-each time. Every text is compared with that of plain decoding, and every draft with that of
-drafting afterwards.
+ways: drafting afterwards on one CPU thread, the same on two (`--serial`), and drafting ahead with
+one thread each for target and drafter. All ways of all drafters take turns within a prompt, another
+one first each time. Every text is compared with that of plain decoding, and every answer's passes
+with those of drafting afterwards.
 
 Drafters: n-gram lookup, the small model of assets/tiny-target-small as it is, and each `--drafter`.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,11 @@ from scripts.evidence.common import Facts, cell, write_report
 from scripts.tools.common import PROMPTS, REPORTS, ROOT, command, cpu_target
 
 SMALL = ROOT / "assets" / "tiny-target-small"
-PLAIN = "plain"
+PLAIN, AHEAD = "plain", "ahead"
 ABOUT = (
-    "Embedded target, batch 1. **serial**: drafts are made after verifications, on 1 and on 2 CPU "
+    "Embedded target, batch 1. **serial**: drafts are made after verifications, on so many CPU "
     "threads; **ahead**: during them, with 1 thread for the target and 1 for the drafter "
-    "(`decode.ahead`). **over serial 1, over serial 2**: tokens/s over those of drafting "
+    "(`decode.ahead`). **over serial**: tokens/s over those of drafting "
     "afterwards, same drafter, with 95% intervals over prompts. **kept ahead**: share of drafts "
     "that had been made ahead; **hidden**: milliseconds per draft of making them that passed "
     "during a verification. **texts**: those of plain decoding; **drafts**: answers with the very "
@@ -98,7 +98,8 @@ def report(given: argparse.Namespace) -> None:
         torch.set_num_threads(own)
     content = {"format": 1, "command": given.command, "device": device_facts(target.device)}
     content |= {"versions": process_facts()["versions"], "tokens": given.tokens}
-    content |= {"prompts": given.prompts, "repeats": given.repeats, "rows": rows}
+    content |= {"prompts": given.prompts, "repeats": given.repeats, "serial": [*given.serial]}
+    content["rows"] = rows
     write_report(given.out, content, page(content))
     print(f"{given.out}.json, {given.out}.md")
 
@@ -118,19 +119,15 @@ def load_drafters(target: TargetModel, folders: Sequence[Path]) -> dict[str, Any
 def all_ways(
     target: TargetModel, drafters: dict[str, Any], given: argparse.Namespace, temperature: float
 ) -> list[Way]:
-    """Plain decoding on one thread and on two, and three ways for each drafter."""
+    """Plain decoding and drafting afterwards on each number of threads, and drafting ahead."""
     plain = DecodeConfig(shape="none", temperature=temperature, max_new_tokens=given.tokens)
-    ways = [Way("", f"{PLAIN} {n}", Engine(target, None, plain), n) for n in (1, 2)]
+    ways = [Way("", f"{PLAIN} {n}", Engine(target, None, plain), n) for n in given.serial]
     for name, drafter in drafters.items():
-        for number, way in enumerate(("serial 1", "serial 2", "ahead")):
-            decode = DecodeConfig(
-                depth=given.depth,
-                temperature=temperature,
-                max_new_tokens=given.tokens,
-                ahead=way == "ahead",
-            )
-            threads = 2 if number == 1 else 1
-            ways.append(Way(name, way, Engine(target, drafter, decode), threads))
+        decode = replace(plain, shape="chain", depth=given.depth)
+        for threads in given.serial:
+            engine = Engine(target, drafter, decode)
+            ways.append(Way(name, f"serial {threads}", engine, threads))
+        ways.append(Way(name, AHEAD, Engine(target, drafter, replace(decode, ahead=True)), 1))
     return ways
 
 
@@ -169,13 +166,13 @@ def facts(ways: list[Way], temperature: float) -> list[Facts]:
         }
         if way.drafter:
             row["over"] = {}
-            for other in ways:
-                if other.drafter == way.drafter and other.name.startswith("serial"):
-                    ratio, interval = metrics.speedup(totals, other.totals)
-                    row["over"][other.name] = {"ratio": ratio, "ci95": [*interval]}
-                    serial = other
-            row["drafts"] = sum(map(same_passes, way.answers, serial.answers))
-        if way.name == "ahead":
+            own = [other for other in ways if other.drafter == way.drafter]
+            serial = [other for other in own if other.name != AHEAD]
+            for other in serial:
+                ratio, interval = metrics.speedup(totals, other.totals)
+                row["over"][other.name] = {"ratio": ratio, "ci95": [*interval]}
+            row["drafts"] = sum(map(same_passes, way.answers, serial[0].answers))
+        if way.name == AHEAD:
             row["kept_ahead"] = divide(kept, drafts)
             row["hidden_ms"] = 1000 * divide(hidden, drafts)
         rows.append(row)
@@ -193,12 +190,14 @@ def same_passes(one: Completion, other: Completion) -> bool:
 
 def page(content: Facts) -> list[str]:
     """The report as Markdown."""
-    header = ["drafter", "way", "temperature", "ms / token", "tau", "over serial 1"]
-    header += ["over serial 2", "draft ms", "hidden ms", "kept ahead", "texts", "drafts"]
+    serial = [f"serial {threads}" for threads in content["serial"]]
+    header = ["drafter", "way", "temperature", "ms / token", "tau"]
+    header += [f"over {name}" for name in serial]
+    header += ["draft ms", "hidden ms", "kept ahead", "texts", "drafts"]
     body = []
     for row in content["rows"]:
         over = row.get("over", {})
-        ratios = [over.get(name) for name in ("serial 1", "serial 2")]
+        ratios = [over.get(name) for name in serial]
         body.append(
             [
                 row["drafter"] or "none",
@@ -232,6 +231,7 @@ main = command(
     report,
     drafter={"action": "append", "type": Path, "default": [], "metavar": "FOLDER"},
     temperatures={"nargs": "+", "type": float, "default": (0.0,), "metavar": "T"},
+    serial={"nargs": "+", "type": int, "default": (1, 2), "metavar": "THREADS"},
     prompts=12,
     tokens=96,
     depth=4,

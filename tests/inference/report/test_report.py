@@ -434,4 +434,4 @@ def test_what_drafting_ahead_hid_stands_beside_the_phases(tmp_path: Path) -> Non
     )
     assert "| KV MB | hidden | kept ahead |" in page and "| 1.50 | 62% |" in page
     with pytest.raises(UserError, match=r"drafters\.0\.ahead\.hidden_ms"):
-        parse_report(example_report({"ahead": {"kept": 0.5}}).to_dict(), "a report")
+        parse_report(example_report({"ahead": {"kept": 0.5}}), "a report")
