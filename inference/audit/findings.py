@@ -72,13 +72,17 @@ class AuditRow(LosslessCounts, Compared):
     """Tokens committed per verification; above 1 where drafts were accepted."""
     changed: int
     """Answers that the case's settings changed."""
+    captured: bool = False
+    """Whether steps were captured and replayed; all was then decoded by launched ones as well."""
+    changed_by_capture: int = 0
+    """Answers that launched steps decode otherwise."""
     passed: bool
-    """Identical in float64, else without mismatches."""
+    """Identical in float64, else without mismatches; and not changed by capture."""
     divergences: Divergences
 
     @model_validator(mode="after")
     def _check_passed(self) -> AuditRow:
-        if self.passed and self.mismatches:
+        if self.passed and (self.mismatches or self.changed_by_capture):
             raise PydanticCustomError("inconsistent", "has mismatches and says that it passed.")
         return self
 

@@ -21,14 +21,15 @@ from inference.terminal import make_console, make_table
 PAGE_FILE = "audit.md"
 MOST_FAILURES = 12
 DEFINITIONS = (
-    "**identical**: answers that are, token by token, those of plain decoding with the same "
-    "seed. **near tie**: the first difference, and every later one, lies within the numerical "
-    "gap measured at that position. **flip**: a token that plain decoding would not have picked "
-    "after the same text. **target alone**: flips per 1,000 tokens of the target without a "
-    "drafter, when it reads its own answers as many tokens at a time as the widest draft has. "
-    "**tokens/pass**: tokens committed per verification, from the worst to "
-    "the best comparison; above 1 drafts were accepted. **changed**: answers that the setting "
-    "changes, of all that were compared."
+    "**identical**: answers that are, token by token, those of plain decoding with the same seed. "
+    "**near tie**: the first difference, and every later one, lies within the numerical gap "
+    "measured at that position. **captured**: comparisons in which steps were captured and "
+    "replayed; launched steps must give the same answers, in every format. **flip**: a token that "
+    "plain decoding would not have picked after the same text. **target alone**: flips per 1,000 "
+    "tokens of the target without a drafter, when it reads its own answers as many tokens at a "
+    "time as the widest draft has. **tokens/pass**: tokens committed per verification, from the "
+    "worst to the best comparison; above 1 drafts were accepted. **changed**: answers that the "
+    "setting changes, of all that were compared."
 )
 
 Lines = list[dict[str, str]]
@@ -52,6 +53,7 @@ def drafter_rows(audit: Audit) -> Lines:
             "drafter": drafter,
             "comparisons": str(len(part)),
             "identical": _sums(part).describe(),
+            "captured": f"{sum(row.captured for row in part)}/{len(part)}",
             "flips / 1,000": f"{_rate(part):.2f}",
             "tokens/pass": _per_pass(part),
         }
@@ -132,6 +134,8 @@ def failures(audit: Audit) -> list[str]:
             f"{row.precision}, {what}, {row.drafter}, {row.shape}, {row.batch_size} rows, "
             f"temperature {row.temperature:g}: {row.describe()}"
         )
+        if row.changed_by_capture:
+            line += f"; {row.changed_by_capture} answers that launched steps decode otherwise"
         for first in row.divergences[:1]:
             line += (
                 f"; prompt {first.prompt}, token {first.place}: {first.found} instead of "

@@ -5,7 +5,9 @@ Three checks, each on prompts of the user's own target:
 - invariance: at temperature 0 and above, chain and tree, one row and a ragged batch, real drafters,
   scripted ones (`inference.audit.drafters`) and none at all must give the tokens of plain decoding
   with the same seed. In float64 every token must be equal; in other formats near ties are allowed,
-  which `inference.audit.comparison` distinguishes from mismatches and counts.
+  which `inference.audit.comparison` distinguishes from mismatches and counts. Plain decoding
+  launches every step. What was decoded by captured and replayed steps is decoded once more by
+  launched ones, which must give every token again, in every format: they are the same passes.
 - processors: the same for repetition penalty, bias, bad words, filters and temperature, alone and
   together.
 - distribution: many seeds of one prompt against the exact probabilities of all its short answers
@@ -21,10 +23,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from heads.api.drafter import forget
 from heads.api.errors import UserError
 from heads.api.tree import DartreeShape
 from inference.audit.comparison import Divergence, Known, audit, flips_alone
@@ -141,10 +144,12 @@ class _Precision:
         """Drafters, shapes and batches against plain decoding, one row at a time."""
         for temperature in self.config.temperatures:
             decode = self.settings({"temperature": temperature})
-            plain, _ = self.answers(None, decode)
+            plain = self.plain(decode)
             known: Known = {}
-            batched = replace(decode.without_draft(), batch_size=self.config.batch_size)
-            self.compare(Arm(NO_DRAFTER, None, batched), plain, known)
+            alone = decode.without_draft()
+            batched = replace(alone, batch_size=self.config.batch_size)
+            if self.compare(Arm(NO_DRAFTER, None, batched), plain, known):
+                self.compare(Arm(NO_DRAFTER, None, alone), plain, known)
             arms = list(self.arms(decode, plain))
             widest = max(arm.decode.tree().num_nodes for arm in arms)
             given = self.target, self.requests, plain, decode.sampling(), widest
@@ -160,10 +165,10 @@ class _Precision:
         unprocessed: dict[float, Answers] = {}  # by temperature
         for temperature in (0.0, 1.0):
             decode = self.settings({**UNPROCESSED, "temperature": temperature})
-            unprocessed[temperature], _ = self.answers(None, decode)
+            unprocessed[temperature] = self.plain(decode)
         for name, changes in processor_cases(unprocessed, self.target.eos_token_ids).items():
             decode = self.settings({**UNPROCESSED, **changes})
-            plain, _ = self.answers(None, decode)
+            plain = self.plain(decode)
             before = unprocessed[1.0 if decode.temperature else 0.0]
             changed = sum(one != other for one, other in zip(plain, before, strict=True))
             known: Known = {}
@@ -229,15 +234,16 @@ class _Precision:
         for arm, shape in product(everyone, self.config.shapes):
             yield replace(arm, decode=self.with_shape(decode, shape, arm.decode))
 
-    def answers(self, drafter: Any, decode: DecodeConfig) -> tuple[Answers, float]:
-        """The tokens per request, in order, and the tokens committed per pass."""
-        return decode_all(self.target, drafter, decode, self.requests)
+    def plain(self, decode: DecodeConfig) -> Answers:
+        """What everything is compared with: plain decoding, every step of it launched."""
+        return decode_all(self.target, None, launched(decode), self.requests).answers
 
     def compare(
         self, arm: Arm, plain: Answers, known: Known, setting: str = "", changed: int = 0
-    ) -> None:
-        """Decode, compare with the plain answers, and add the result to the findings. setting: of
-        the processors check; changed: answers that it changes."""
+    ) -> bool:
+        """Decode, compare with the plain answers, and add the result to the findings; returns
+        whether steps were captured. setting: of the processors check; changed: answers that it
+        changes."""
         check = "processors" if setting else "invariance"
         decode = arm.decode
         self.say(
@@ -245,18 +251,20 @@ class _Precision:
             f"{arm.name}, {decode.shape}, {decode.batch_size} rows"
         )
         try:
-            answers, per_pass = self.answers(arm.drafter, decode)
+            found, again = self.decode_twice(arm)
         except UserError as error:
             if arm.drafter is None or isinstance(arm.drafter, ScriptedDrafter):
                 raise
             self.findings.skip(arm.name, decode.shape, error)
-            return
+            return False
         width = max(2, decode.tree().num_nodes)
-        given = self.target, self.requests, plain, answers, decode.sampling(), width, known
+        given = self.target, self.requests, plain, found.answers, decode.sampling(), width, known
         report = audit(*given, exact=decode.exact)
         self.tokens += report.tokens
         self.flips += report.found
+        differ = sum(one != other for one, other in zip(found.answers, again, strict=True))
         strict = self.precision == "float64"
+        same = report.identical == report.sequences if strict else report.mismatches == 0
         decisive = sorted(report.divergences, key=lambda item: item.near_tie)
         self.findings.rows.append(
             AuditRow(
@@ -272,12 +280,26 @@ class _Precision:
                 **report.counts(),
                 tokens=report.tokens,
                 flips=report.flips,
-                tokens_per_pass=per_pass,
+                tokens_per_pass=found.per_pass,
                 changed=changed,
-                passed=report.identical == report.sequences if strict else report.mismatches == 0,
+                captured=found.captured,
+                changed_by_capture=differ,
+                passed=same and not differ,
                 divergences=decisive[:MOST_DIVERGENCES],
             )
         )
+        return found.captured
+
+    def decode_twice(self, arm: Arm) -> tuple[Decoded, Answers]:
+        """What an arm decodes, and its answers by launched steps alone: the same ones where no step
+        was captured. The drafter remembers nothing from before."""
+        forget(arm.drafter)
+        found = decode_all(self.target, arm.drafter, arm.decode, self.requests)
+        if not found.captured:
+            return found, found.answers
+        forget(arm.drafter)
+        again = decode_all(self.target, arm.drafter, launched(arm.decode), self.requests)
+        return found, again.answers
 
     def sample(self, arm: Arm, requests: Sequence[Request], exact: dict[Text, float]) -> None:
         """Decode the requests, and test the answers against the exact distribution."""
@@ -287,22 +309,22 @@ class _Precision:
             f"{len(requests)} seeds"
         )
         try:
-            samples, per_pass = decode_all(self.target, arm.drafter, arm.decode, requests)
+            found = decode_all(self.target, arm.drafter, arm.decode, requests)
         except UserError as error:
             self.findings.skip(arm.name, f"{shape}, rule {rule}", error)
             return
-        test = chi_square(map(tuple, samples), exact)
+        test = chi_square(map(tuple, found.answers), exact)
         self.findings.distributions.append(
             DistributionRow(
                 rule=rule,
                 precision=self.precision,
                 drafter=arm.name,
                 shape=shape,
-                seeds=len(samples),
+                seeds=len(found.answers),
                 texts=len(exact),
                 entropy=entropy(exact),
                 **vars(test),
-                tokens_per_pass=per_pass,
+                tokens_per_pass=found.per_pass,
                 passed=test.p_value >= self.config.significance,
             )
         )
@@ -327,14 +349,30 @@ def choose_requests(
     return list(distinct.values())
 
 
+class Decoded(NamedTuple):
+    """What was decoded: the answers in the order of the requests, the tokens committed per
+    verification, and whether steps were captured."""
+
+    answers: Answers
+    per_pass: float
+    captured: bool
+
+
+def launched(decode: DecodeConfig) -> DecodeConfig:
+    """The same, every step launched operation by operation."""
+    return replace(decode, graph="off")
+
+
 def decode_all(
     target: TargetModel, drafter: Any, decode: DecodeConfig, requests: Sequence[Request]
-) -> tuple[Answers, float]:
-    """The answers in the order of the requests, and the tokens committed per verification."""
-    done = {c.request.index: c for c in Engine(target, drafter, decode).run(requests)}
+) -> Decoded:
+    """Decode all requests."""
+    engine = Engine(target, drafter, decode)
+    done = {c.request.index: c for c in engine.run(requests)}
     committed = [record.committed for found in done.values() for record in found.passes]
     per_pass = sum(committed) / len(committed) if committed else 0.0
-    return [done[request.index].tokens for request in requests], per_pass
+    answers = [done[request.index].tokens for request in requests]
+    return Decoded(answers, per_pass, engine.captured)
 
 
 def likeliest(prompt: Text, exact: Mapping[Text, float]) -> dict[Text, list[int]]:

@@ -208,6 +208,11 @@ class Engine:
         text = self.target.tokenizer.decode(tokens, skip_special_tokens=True)
         return Generation(text, completion)
 
+    @property
+    def captured(self) -> bool:
+        """Whether a step of the last run's buffers was captured, and replayed from there on."""
+        return self._lanes is not None and self._lanes.runner.captured
+
     # Token ids in, completions out
 
     @torch.no_grad()

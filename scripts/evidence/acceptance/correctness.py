@@ -279,15 +279,13 @@ def captured(setting: Setting) -> Found:
             engine = Engine(target, drafters[name], replace(decode, batch_size=1))
             done = {c.request.index: c.tokens for c in engine.run(writing.requests)}
             replayed = [done[request.index] for request in writing.requests]
-            lanes = engine._lanes
-            caught = lanes is not None and lanes.runner.captured
             differ = sum(one != other for one, other in zip(launched, replayed, strict=True))
             row = {"drafter": name, "shape": shape, "temperature": temperature}
-            rows.append({**row, "captured": caught, "differing": differ})
+            rows.append({**row, "captured": engine.captured, "differing": differ})
             label = f"{name}, {shape}, T={temperature:g}"
             checks.append(Check(f"texts that capture changes, {label}", differ, most=0))
             if setting.on_gpu:
-                checks.append(Check(f"captured, {label}", float(caught), least=1))
+                checks.append(Check(f"captured, {label}", float(engine.captured), least=1))
     return Found({"rows": rows}, checks)
 
 

@@ -163,7 +163,6 @@ def time_arm(
     length = len(requests[0].tokens) + decode.max_new_tokens / 2
     nodes = 1 if drafter is None else decode.tree().num_nodes
     moved = TargetBytes.of(target).step(nodes, length * decode.batch_size)
-    lanes = engine._lanes
     facts: Facts = {
         "arm": label,
         "nodes": nodes,
@@ -172,7 +171,7 @@ def time_arm(
         "prefill_seconds": seconds["prefill"],
         "tau": mean_tau(done),
         "share": share_of(moved, total, bandwidth_of(setting)),
-        "captured": lanes is not None and lanes.runner.captured,
+        "captured": engine.captured,
     }
     apart = CLOCKS_APART["cuda" if setting.on_gpu else "cpu"]
     booked = sum(seconds.values()) / wall
@@ -200,6 +199,7 @@ def synchronisations(setting: Setting) -> Found:
     those of a short one."""
     target = target_of(setting, LLAMA)
     request = draw_requests(setting, target, min(setting.sizes.contexts), 1)[0]
+    short = setting.sizes.tokens // 2
     if not setting.on_gpu:
         return Found({"not measured": "CUDA counts them"})
     eagle = new_head("eagle3", setting.sizes.shapes[LLAMA], target)
@@ -209,7 +209,7 @@ def synchronisations(setting: Setting) -> Found:
         decode = decode if drafter is not None else decode.without_draft()
         engine = Engine(target, drafter, decode, capacity=len(request.tokens) + 400)
         counts, steps = [], []
-        for new in (128, 256, 128):  # the first one captures
+        for new in (short, 2 * short, short):  # the first one captures
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 torch.cuda.set_sync_debug_mode("warn")

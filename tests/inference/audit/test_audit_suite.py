@@ -37,6 +37,7 @@ from inference.measure.prompts import Prompt
 from inference.target.kv_cache import KVCache
 from inference.target.loading import DTYPES
 from inference.target.model import TargetModel
+from tests.inference.decoding.slow_device import SlowDevice, StaleDevice, every_engine_on
 from tests.models import VOCAB, random_model, random_target
 
 DECODE = DecodeConfig(depth=3)
@@ -49,6 +50,13 @@ SMALL = AuditConfig(
     seeds=150,
     kinds=(),
 )
+CAPTURED: dict[str, Any] = {
+    "checks": ("invariance",),
+    "shapes": ("chain",),
+    "temperatures": (0.0,),
+    "max_new_tokens": 20,
+}
+"""Enough tokens for steps to be captured, even where drafts are accepted."""
 PROVENANCE: Provenance = {"command": "headstart audit", "versions": {}}
 
 
@@ -139,6 +147,28 @@ def test_the_distribution_is_tested_for_every_drafter_and_shape(sound: Findings)
     assert (
         max(row.tokens_per_pass for row in sound.distributions if row.drafter == "guesses") > 1.15
     )
+
+
+def test_captured_steps_are_compared_with_launched_ones() -> None:
+    """On a device that captures; on a CPU there is nothing to compare."""
+    assert not any(row.captured for row in audited("medusa", **CAPTURED).rows)
+    with every_engine_on(SlowDevice()):
+        found = audited("medusa", **CAPTURED)
+    assert not found.failed and all(row.captured for row in found.rows)
+    # plain decoding by captured steps too, one row at a time
+    assert {(row.drafter, row.batch_size) for row in found.rows} >= {("none", 1), ("none", 2)}
+    page = audit_report.drafter_rows(audit_of(found))
+    assert {line["captured"] for line in page} == {"2/2"}
+
+
+def test_a_stale_replay_fails() -> None:
+    """In bfloat16, where texts of other passes may part at near ties: those of the same may not."""
+    with every_engine_on(StaleDevice()):
+        found = audited("medusa", precisions=("bfloat16",), **CAPTURED)
+    assert found.failed == found.rows
+    assert all(row.changed_by_capture for row in found.rows)
+    lines = audit_report.failures(audit_of(found))
+    assert "answers that launched steps decode otherwise" in lines[0]
 
 
 # Planted bugs
@@ -534,7 +564,7 @@ def test_the_page_says_that_all_is_well(sound: Findings, tmp_path: Path) -> None
         assert f"LOSSLESS: {comparisons} comparisons and {tests} distribution tests" in text
         assert "NOT LOSSLESS" not in text
         assert text.count("knows 70%") >= 2  # one line per precision
-    assert "| float64 | medusa | 8 | 16/16 | 0.00 |" in written
+    assert "| float64 | medusa | 8 | 16/16 | 0/8 | 0.00 |" in written
     assert len(printed.splitlines()) < 70
 
 

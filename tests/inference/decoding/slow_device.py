@@ -124,3 +124,40 @@ def decoding_on(device: SlowDevice, engine: Engine, phase_seconds: float) -> Ite
             yield
         finally:
             device.stop()
+
+
+@contextmanager
+def every_engine_on(device: SlowDevice) -> Iterator[None]:
+    """Let all engines that are made within the block decode there."""
+    made = StepClock.__init__
+
+    def with_times(clock: StepClock, kind: torch.device) -> None:
+        made(clock, kind)
+        clock.times = torch.zeros(len(BORDERS), dtype=torch.int64)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepClock, "__init__", with_times)
+        patch.setattr(graphs, "accelerator_of", lambda _: device)
+        try:
+            yield
+        finally:
+            device.stop()
+
+
+FIRST_TOKEN = 5
+"""Column of a packed result with the first token that a step commits (`StepResult.packed`)."""
+
+
+class StaleDevice(SlowDevice):
+    """Replays hand over the first token that the replay before committed."""
+
+    def capture(self, step: Callable[[], Tensor]) -> Callable[[], Later]:
+        committed: list[Tensor] = []
+
+        def late() -> Tensor:
+            packed = step().clone()
+            committed.append(packed[:, FIRST_TOKEN].clone())
+            packed[:, FIRST_TOKEN] = committed[-2:][0]
+            return packed
+
+        return super().capture(late)
