@@ -11,8 +11,6 @@ vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
@@ -180,5 +178,3 @@ def forbid(logits: Tensor, words: Tensor) -> Tensor:
     bits = (words[..., None] >> place) & 1
     allowed = bits.flatten(-2)[..., : logits.shape[-1]] > 0
     return logits.masked_fill(~allowed, float("-inf"))
-
-

@@ -123,9 +123,7 @@ def test_a_rule_keeps_the_constrained_distribution(rule: str, shape: str) -> Non
     """The frequencies of all answers of a small grammar, against plain decoding's."""
     count = 400
     letters = Constraint("regex", "[ab][cd]")
-    items = [
-        Request(seed, (50, 60, 70), seed + 1, 8, constraint=letters) for seed in range(count)
-    ]
+    items = [Request(seed, (50, 60, 70), seed + 1, 8, constraint=letters) for seed in range(count)]
     drafter = build("medusa", structured_target(), shaken=0.3)
     ways = []
     for head, config in (
@@ -229,8 +227,7 @@ def test_compiled_steps_read_the_masks(shape: str) -> None:
 def test_a_session_moves_rows_with_their_grammars() -> None:
     names = [*MIXED, None, "schema", "regex", None, "choice", "grammar"]
     items = [
-        replace(item, max_new_tokens=4 + 9 * item.index % 25)
-        for item in asked(list(names), new=30)
+        replace(item, max_new_tokens=4 + 9 * item.index % 25) for item in asked(list(names), new=30)
     ]
     config = DecodeConfig(batch_size=3, depth=3, temperature=1.0)
     expected = plain(items, temperature=1.0)
