@@ -64,9 +64,8 @@ class Prompt:
         """The prompt as a line of a prompt file, as `load_prompts` reads it."""
         content = {name: getattr(self, name) for name in ("messages", "tokens", "text", "tools")}
         content["template_arguments"] = self.arguments
-        content["json_schema"] = (
-            None if self.constraint is None else json.loads(self.constraint.text)
-        )
+        if self.constraint is not None:
+            content["json_schema"] = json.loads(self.constraint.text)
         given = {name: value for name, value in content.items() if value}
         return {"id": self.id, "domain": self.domain, **given}
 
