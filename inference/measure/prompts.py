@@ -219,8 +219,8 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
     if not (tools is None or isinstance(tools, list)) or not isinstance(arguments or {}, Mapping):
         raise UserError(f"{where}: tools must be a list, template_arguments an object.")
     described = tuple(tools) if tools else None
-    own = {"tools": described, "arguments": arguments or None, "constraint": follows}
-    return Prompt(name, domain, messages=tuple(checked), **own)
+    content = tuple(checked), None, None, described, arguments or None
+    return Prompt(name, domain, *content, follows)
 
 
 def _constraint(schema: Any, where: str) -> Constraint | None:
