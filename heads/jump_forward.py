@@ -1,6 +1,6 @@
-"""Jump-forward: drafts what the row's grammar forces, such as the keys and the punctuation of a JSON
-schema (structured output; the idea of jump-forward decoding in SGLang, 2312.07104, as a draft that
-is verified like any other).
+"""Jump-forward: drafts what the row's grammar forces, such as the keys and the punctuation of a
+JSON schema (structured output; the idea of jump-forward decoding in SGLang, 2312.07104, as a draft
+that is verified like any other).
 
 No weights and no target states. The decoder, which owns the grammar, says before every step which
 tokens spell the text that must follow (`guide`); the drafter proposes them. A target may write the

@@ -80,7 +80,8 @@ class Prompt:
         """The prompt as a line of a prompt file, as `load_prompts` reads it."""
         content = {name: getattr(self, name) for name in ("messages", "tokens", "text", "tools")}
         content["template_arguments"] = self.arguments
-        content["json_schema"] = None if self.constraint is None else json.loads(self.constraint.text)
+        if self.constraint is not None:
+            content["json_schema"] = json.loads(self.constraint.text)
         given = {name: value for name, value in content.items() if value}
         return {"id": self.id, "domain": self.domain, **given}
 
@@ -265,8 +266,8 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
     if not (tools is None or isinstance(tools, list)) or not isinstance(arguments or {}, Mapping):
         raise UserError(f"{where}: tools must be a list, template_arguments an object.")
     described = tuple(tools) if tools else None
-    own = {"tools": described, "arguments": arguments or None, "constraint": follows}
-    return Prompt(name, domain, messages=tuple(checked), **own)
+    content = tuple(checked), None, None, described, arguments or None
+    return Prompt(name, domain, *content, follows)
 
 
 def _constraint(schema: Any, where: str) -> Constraint | None:

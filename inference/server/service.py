@@ -282,8 +282,7 @@ class Service:
         """Compile what an answer has to follow before the worker needs it; raises `ApiError`."""
         name, constraint = asked.constraint or ("ignore_eos", None)
         try:
-            more = {"ignore_eos": asked.ignore_eos, "constraint": constraint}
-            self.engine.constrained(Request(0, (0,), 0, 1, **more))
+            self.engine.constrained(Request(0, (0,), 0, 1, None, asked.ignore_eos, constraint))
         except UserError as error:
             raise ApiError(400, f"'{name}': {error}", name) from error
 

@@ -193,6 +193,7 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
     ],
     "peagle": [{"depths": 0}, {"keep": 0.0}, {"taps": [99]}, {"hard_label_weight": 2.0}],
     "jacobi": [{"fill": "promt"}],
+    "jump_forward": [],  # nothing to choose
     "lookahead": [{"ngram": 1}, {"pool": 3}, {"window": -1}],
     "suffix": [{"min_n": 0}, {"history_tokens": 20}, {"backoff": 2.0}, {"occurrences": 0}],
     "pard": [

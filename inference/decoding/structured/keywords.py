@@ -61,8 +61,8 @@ def _check_string_pattern(pattern: str, where: str) -> None:
     found = UNQUOTED.search(pattern)
     if found is not None:
         raise UserError(
-            f"{where} contains '{found[0]}': quotes, backslashes and control characters are written "
-            "otherwise in JSON and cannot be kept in a pattern."
+            f"{where} contains '{found[0]}': quotes, backslashes and control characters are "
+            "written otherwise in JSON and cannot be kept in a pattern."
         )
 
 

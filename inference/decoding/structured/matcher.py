@@ -38,8 +38,8 @@ class Matcher:
     def masks(
         self, words: Tensor, tokens: Sequence[int], children: Sequence[Sequence[int]]
     ) -> None:
-        """Write the tokens allowed behind every node to words [N, W] int32 on the CPU: bit t % 32 of
-        word t // 32 stands for token t.
+        """Write the tokens allowed behind every node to words [N, W] int32 on the CPU: bit t % 32
+        of word t // 32 stands for token t.
 
         tokens [N], children [N]: the nodes of a draft, root first, whose token is committed. Nodes
         that the grammar does not reach, and end of text, keep all tokens: no rule keeps the first,
@@ -49,11 +49,7 @@ class Matcher:
         self._visit(0, words, tokens, children)
 
     def _visit(
-        self,
-        node: int,
-        words: Tensor,
-        tokens: Sequence[int],
-        children: Sequence[Sequence[int]],
+        self, node: int, words: Tensor, tokens: Sequence[int], children: Sequence[Sequence[int]]
     ) -> None:
         self._grammar.fill_next_token_bitmask(words, node)
         for child in children[node]:

@@ -178,5 +178,3 @@ def forbid(logits: Tensor, words: Tensor) -> Tensor:
     bits = (words[..., None] >> place) & 1
     allowed = bits.flatten(-2)[..., : logits.shape[-1]] > 0
     return logits.masked_fill(~allowed, float("-inf"))
-
-

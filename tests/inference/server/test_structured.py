@@ -83,7 +83,9 @@ def test_an_answer_is_that_of_the_engine_streamed_or_not(running: Running) -> No
 
 def test_constrained_and_free_requests_run_together(running: Running) -> None:
     ways = [WAYS["json_schema"][0], {}, WAYS["regex"][0], {}, WAYS["choice"][0], {}]
-    alone = [ask(running, extra, seed).choices[0].message.content for seed, extra in enumerate(ways)]
+    alone = [
+        ask(running, extra, seed).choices[0].message.content for seed, extra in enumerate(ways)
+    ]
     with ThreadPoolExecutor(len(ways)) as pool:
         found = pool.map(lambda place: ask(running, ways[place], place), range(len(ways)))
         assert [each.choices[0].message.content for each in found] == alone

@@ -15,6 +15,7 @@ from heads.jump_forward import Config as JumpForward
 from heads.jump_forward import Drafter as JumpForwardDrafter
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
+from inference.decoding.execution import compiled
 from inference.decoding.requests import Completion, Request
 from inference.decoding.session import Session
 from inference.decoding.structured.constraint import Constraint
@@ -123,9 +124,7 @@ def test_a_rule_keeps_the_constrained_distribution(rule: str, shape: str) -> Non
     """The frequencies of all answers of a small grammar, against plain decoding's."""
     count = 400
     letters = Constraint("regex", "[ab][cd]")
-    items = [
-        Request(seed, (50, 60, 70), seed + 1, 8, constraint=letters) for seed in range(count)
-    ]
+    items = [Request(seed, (50, 60, 70), seed + 1, 8, constraint=letters) for seed in range(count)]
     drafter = build("medusa", structured_target(), shaken=0.3)
     ways = []
     for head, config in (
@@ -209,10 +208,20 @@ def test_constrained_rows_on_a_device_that_the_host_runs_ahead_of() -> None:
     assert found == plain(items)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["chain", "dynamic"])
-def test_compiled_steps_read_the_masks(shape: str) -> None:
-    items = asked([*MIXED, "schema"], new=24)
+def test_traced_steps_read_the_masks(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps as compiled ones are run, traced once and in three parts, but without a compiler."""
+    monkeypatch.setattr(compiled, "compile_graph", lambda graph, arguments: graph)
+    _decodes_compiled(shape)
+
+
+@pytest.mark.slow
+def test_compiled_steps_read_the_masks() -> None:
+    _decodes_compiled("chain")
+
+
+def _decodes_compiled(shape: str) -> None:
+    items = asked(["schema", None, "regex", None], new=16)
     target = structured_target()
     config = DecodeConfig(temperature=1.0, batch_size=2, compile=True, **ALL_SHAPES[shape])
     drafter = JumpForwardDrafter(JumpForward(), target.info)
@@ -221,16 +230,15 @@ def test_compiled_steps_read_the_masks(shape: str) -> None:
     engine = Engine(target, drafter, config, capacity=96)
     found = {done.request.index: done.tokens for done in engine.run(items)}
     assert engine._lanes is not None
-    compiled = engine._lanes.runner.compiled
-    assert compiled is not None and compiled.graphs == 2  # with a grammar, and without
+    steps = engine._lanes.runner.compiled
+    assert steps is not None and steps.graphs == 2  # with a grammar, and without
     assert found == plain(items, temperature=1.0)
 
 
 def test_a_session_moves_rows_with_their_grammars() -> None:
     names = [*MIXED, None, "schema", "regex", None, "choice", "grammar"]
     items = [
-        replace(item, max_new_tokens=4 + 9 * item.index % 25)
-        for item in asked(list(names), new=30)
+        replace(item, max_new_tokens=4 + 9 * item.index % 25) for item in asked(list(names), new=30)
     ]
     config = DecodeConfig(batch_size=3, depth=3, temperature=1.0)
     expected = plain(items, temperature=1.0)
