@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def loader(settings: Settings) -> Callable[[TargetConfig], TargetModel]:
     """How this process loads the target: in parts if asked for, where vLLM runs it."""
     features = settings.features
     parts = features.source == "vllm" and features.trainer_target == "parts"
-    return load_parts if parts else TargetModel.load
+    return partial(load_parts, norm=True) if parts else TargetModel.load
 
 
 def require_no_writers(folder: Path) -> None:
