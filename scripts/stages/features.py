@@ -75,10 +75,12 @@ def write(settings: Settings, heads: tuple[Head, ...]) -> None:
         folder = open_folder(settings, job.folder, inputs, stage_decides=True, several=True)
     manifest = write_features(job, folder.session if folder.record.sessions else None, say)
     folder.finish()
+    source = settings.features.source
     say(
         f"{shown(job.folder)}: {manifest['rows']} rows, {manifest['tokens']:,} tokens, "
         f"{gib(manifest['bytes'])} in {len(manifest['shards'])} shards. Train on it with "
-        "features=store and the same settings."
+        f"features=store{'' if source == 'target' else f' features.source={source}'} and the same "
+        "settings."
     )
 
 
