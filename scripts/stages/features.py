@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,12 @@ def write(settings: Settings, heads: tuple[Head, ...]) -> None:
         folder = open_folder(settings, job.folder, inputs, stage_decides=True, several=True)
     manifest = write_features(job, folder.session if folder.record.sessions else None, say)
     folder.finish()
+    source = settings.features.source
     say(
         f"{shown(job.folder)}: {manifest['rows']} rows, {manifest['tokens']:,} tokens, "
         f"{gib(manifest['bytes'])} in {len(manifest['shards'])} shards. Train on it with "
-        "features=store and the same settings."
+        f"features=store{'' if source == 'target' else f' features.source={source}'} and the same "
+        "settings."
     )
 
 
@@ -85,7 +88,7 @@ def loader(settings: Settings) -> Callable[[TargetConfig], TargetModel]:
     """How this process loads the target: in parts if asked for, where vLLM runs it."""
     features = settings.features
     parts = features.source == "vllm" and features.trainer_target == "parts"
-    return load_parts if parts else TargetModel.load
+    return partial(load_parts, norm=True) if parts else TargetModel.load
 
 
 def require_no_writers(folder: Path) -> None:

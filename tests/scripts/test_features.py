@@ -15,9 +15,12 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.manifest import file_sha256, read_manifest
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts.cli import main
 from scripts.stages.features import require_no_writers
 from tests import forked
+from tests.train.features import vllm_stub
 from tests.train.launch import environment
 from tests.train.micro_run import prepare
 from train.features.store.claims import Claims
@@ -150,3 +153,22 @@ def test_a_store_that_others_write_to_is_not_deleted(tmp_path: Path) -> None:
         require_no_writers(tmp_path)
     claims.drop("rows-00000")
     require_no_writers(tmp_path)
+
+
+def test_a_store_from_vllm_takes_a_server_and_names_the_command_that_starts_one(
+    micro: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = tmp_path / "states"
+    words = command(micro, tmp_path, "features.source=vllm", f"features.states={states}")
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"vllm serve {micro / 'target'} --dtype float32 --max-model-len 65 " in said
+    assert '{"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}' in said
+    target = TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))
+    with vllm_stub.serving(target, states) as stub:
+        words += [f"features.servers=[{stub.address}]", "features.trainer_target=parts"]
+        assert main(words) == 0
+    assert "Train on it with features=store features.source=vllm" in capsys.readouterr().out
+    manifest = read_manifest(tmp_path / "store", "features")
+    assert manifest["identity"]["source"] == "vllm"
+    assert not any(states.iterdir())

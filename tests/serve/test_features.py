@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,9 @@ def test_an_engine_that_is_killed_while_a_store_is_written_loses_nothing(
     def written(name: str) -> list[bytes]:
         config = config_of(server, micro, path=str(tmp_path / name), shard_mib=0.05)
         config = replace(config, mode="store", source="vllm", trainer_target="parts")
-        given = replace(job(micro, tmp_path / name, head), features=config, load=load_parts)
+        given = replace(
+            job(micro, tmp_path / name, head), features=config, load=partial(load_parts, norm=True)
+        )
         write_features(given)
         return [path.read_bytes() for path in sorted((tmp_path / name / "shards").iterdir())]
 

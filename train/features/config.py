@@ -44,9 +44,9 @@ class FeaturesConfig:
     """
     trainer_target: Literal["whole", "parts"] = "whole"
     """store, remote, group, vllm: what a trainer holds of the target. whole: all of it, so that
-    checkpoints are chosen by decoding with them. parts: embedding, final norm and LM head alone,
-    layers only as a head asks for their weights; nothing is decoded then (train.eval_every=0,
-    train.parity=false).
+    checkpoints are chosen by decoding with them. parts: embedding and LM head alone (and the
+    final norm for vllm), layers only as a head asks for their weights; nothing is decoded then
+    (train.eval_every=0, train.parity=false).
     """
     path: str = ""
     """store: the store's folder; empty: features/<format> next to the folder of the answers, or

@@ -1,10 +1,10 @@
 """A target of which only what trainers need is in memory, where features come from elsewhere.
 
 Embedding and LM head are there, since drafters share them and losses turn hidden states into
-logits, and the final norm, which vLLM's states come before. All else has a shape and no contents: a
-head that starts from a layer has that layer's weights read from their file when it asks for them.
-Only safetensors files are read, tensor by tensor, and only those files of a Hub repository are
-fetched that hold what is asked for.
+logits, and, where vLLM makes the features, the final norm, before which its states end. All else
+has a shape and no contents: a head that starts from a layer has that layer's weights read from
+their file when it asks for them. Only safetensors files are read, tensor by tensor, and only those
+files of a Hub repository are fetched that hold what is asked for.
 
 What would run the target is refused beforehand (`refuse_parts`); its self-check at loading is left
 to the process that makes the features.
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ WHOLE = "features.trainer_target=whole"
 
 
 def loader(job: TrainingJob) -> Callable[[TargetConfig], TargetModel]:
-    return load_parts if job.features.trainer_target == "parts" else TargetModel.load
+    features = job.features
+    if features.trainer_target == "whole":
+        return TargetModel.load
+    return partial(load_parts, norm=features.mode == "vllm")
 
 
 def refuse_parts(job: TrainingJob) -> None:
@@ -87,10 +91,10 @@ def refuse_parts(job: TrainingJob) -> None:
         )
 
 
-def load_parts(config: TargetConfig) -> TargetModel:
-    """The target with embedding, final norm and LM head alone, in its dtype on its device; its
-    layers cannot run. Raises `UserError` for what cannot be found or read in parts, or is no
-    target."""
+def load_parts(config: TargetConfig, norm: bool = False) -> TargetModel:
+    """The target with embedding and LM head alone, in its dtype on its device; its layers cannot
+    run. norm: with its final norm too. Raises `UserError` for what cannot be found or read in
+    parts, or is no target."""
     described = loading.checked_config(config)
     if getattr(described, "quantization_config", None) is not None:
         raise UserError(
@@ -104,7 +108,7 @@ def load_parts(config: TargetConfig) -> TargetModel:
         )
     device, model = loading.pick_device(config.device), empty_model(config, described)
     files = WeightFiles(model, config, hub_commit(config.path, config.revision) or config.revision)
-    fill(model, files, device)
+    fill(model, files, device, norm)
     tokenizer = loading.load_tokenizer(config)
     own_generation = loading.load_generation_config(replace(config, revision=files.revision))
     if own_generation is not None:
@@ -151,15 +155,14 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[key] = buffer.to(device).contiguous()
 
 
-def fill(model: Any, files: WeightFiles, device: torch.device) -> None:
-    """Give embedding, final norm and LM head their weights, and bring the buffers to the device."""
+def fill(model: Any, files: WeightFiles, device: torch.device, norm: bool) -> None:
+    """Give embedding, LM head and, if asked for, the final norm their weights, and bring the
+    buffers to the device."""
     move_buffers(model, device)
-    head, decoder = model.get_output_embeddings(), find_decoder(model)
+    head = model.get_output_embeddings()
     ends = [module for module in (model.get_input_embeddings(), head) if module is not None]
-    layers = find_layers(decoder, loading.decoder_layers(model.config.get_text_config()))
-    norm = find_final_norm(decoder, layers)
     names = {id(module): name for name, module in model.named_modules()}
-    for module in [*ends, *([] if norm is None else [norm])]:
+    for module in [*ends, *(final_norms(model) if norm else ())]:
         for key, empty in list(module.named_parameters(recurse=False)):
             if empty.device.type == "meta":  # a tied head has the embedding by now
                 value = files.read(f"{names[id(module)]}.{key}", device)
@@ -170,6 +173,14 @@ def fill(model: Any, files: WeightFiles, device: torch.device) -> None:
         value = files.read(own, device)
         if not torch.equal(value, head.weight):
             head.weight = nn.Parameter(value, requires_grad=False)
+
+
+def final_norms(model: Any) -> list[nn.Module]:
+    """The final norm of a model; none where it is not known."""
+    decoder = find_decoder(model)
+    layers = find_layers(decoder, loading.decoder_layers(model.config.get_text_config()))
+    found = find_final_norm(decoder, layers)
+    return [] if found is None else [found]
 
 
 class WeightMap(TypedDict):

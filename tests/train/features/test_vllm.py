@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,7 +188,7 @@ def test_a_store_is_written_from_a_server_continued_and_read(
         more = {"shard_mib": 0.05, "trainer_target": holds, "path": str(store)}
         reading = config_of(stub, states=states, **more)
         config = replace(reading, mode="store", source="vllm")
-        load = load_parts if holds == "parts" else TargetModel.load
+        load = partial(load_parts, norm=True) if holds == "parts" else TargetModel.load
         given = replace(job(micro, store, EAGLE3), features=config, load=load)
         said: list[str] = []
         written = write_features(given, say=said.append)
@@ -292,7 +293,7 @@ def test_a_killed_server_is_worked_around_and_found_again(
 def test_a_server_that_comes_back_with_another_model_is_refused(
     target: TargetModel, own: TargetModel, another: TargetModel, micro: Path, tmp_path: Path
 ) -> None:
-    parts = load_parts(TargetConfig(str(micro / "target"), device="cpu"))
+    parts = load_parts(TargetConfig(str(micro / "target"), device="cpu"), norm=True)
     for mine, more in ((target, {}), (parts, {"trainer_target": "parts"})):
         with serving(own, tmp_path) as stub:
             features, loader = features_of(mine, micro, stub, states=tmp_path, ahead=0, **more)

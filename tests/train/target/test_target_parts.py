@@ -84,6 +84,11 @@ def test_parts_are_those_of_the_whole_target(tmp_path: Path, family: str, dtype:
     modules = (parts.model.get_input_embeddings(), parts.model.get_output_embeddings())
     ends = {id(each): each.nbytes for module in modules for each in module.parameters()}
     assert sorted(stored(parts).files.read_so_far.values()) == sorted(ends.values())
+    assert whole.final_norm is not None
+    normed = load_parts(config_of(folder, dtype), norm=True).final_norm
+    assert normed is not None
+    for mine, true in zip(normed.parameters(), whole.final_norm.parameters(), strict=True):
+        assert torch.equal(mine, true)
     layers = list(parts.taps.layers.parameters())
     assert layers and all(parameter.device.type == "meta" for parameter in layers)
     assert parts.info == whole.info
