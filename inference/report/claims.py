@@ -141,7 +141,7 @@ def summary(report: Report) -> list[Sentence]:
 def _of_server(server: ServerMeasurement) -> list[Sentence]:
     """What may be said of a running server, by concurrent clients, and the caveat."""
     found, side = [], server.speculative
-    for cell in side.whole():
+    for cell in side.overall():
         clients = f"{cell.concurrency} client{'' if cell.concurrency == 1 else 's'}"
         words = f" with {clients}: {cell.tokens_per_second:.1f} tokens/s"
         if cell.tau is not None and cell.tau_ci95 is not None:

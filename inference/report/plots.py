@@ -250,7 +250,7 @@ def server(reports: Mapping[str, Report]) -> Figure:
     figure, grid = plt.subplots(len(reports), 2, figsize=size, squeeze=False)
     for (left, right), (label, report) in zip(grid, reports.items(), strict=True):
         assert report.server is not None
-        for place, cell in enumerate(report.server.speculative.whole()):
+        for place, cell in enumerate(report.server.speculative.overall()):
             shares = cell.acceptance or []
             colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
             words = {"color": colour, "marker": marker, "label": f"{cell.concurrency} clients"}
@@ -261,7 +261,7 @@ def server(reports: Mapping[str, Report]) -> Figure:
         left.legend(frameon=False)
         sides = {"speculating": report.server.speculative, "without": report.server.baseline}
         for place, (name, side) in enumerate(sides.items()):
-            cells = side.whole() if side is not None else []
+            cells = side.overall() if side is not None else []
             rows = [cell.concurrency for cell in cells]
             speeds = [cell.tokens_per_second for cell in cells]
             if cells:

@@ -175,7 +175,7 @@ class OwnDecoding:
 
 def whole(found: Report) -> list[ServerCell]:
     assert found.server is not None
-    return found.server.speculative.whole()
+    return found.server.speculative.overall()
 
 
 def row(checkpoint: Path, found: Report, cell: ServerCell, ours: OwnDecoding, same: int) -> Facts:

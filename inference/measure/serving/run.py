@@ -214,7 +214,7 @@ class _Session:
             speculative=_side(side, found),
             baseline=theirs[0] if theirs else None,
         )
-        served = server.baseline.whole()[0] if server.baseline else None
+        served = server.baseline.overall()[0] if server.baseline else None
         content: Mapping[str, Any] = {
             "format": schema.FORMAT,
             "target": schema.TargetFacts(

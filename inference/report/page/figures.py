@@ -96,10 +96,10 @@ def server(block: ServerMeasurement) -> list[Figure]:
             for one in block.speculative.cells
             if one.tau is not None and one.concurrency == cell.concurrency
         ]
-        for cell in block.speculative.whole()
+        for cell in block.speculative.overall()
     }
     figures = _dots("Tokens per verification", {k: v for k, v in rows.items() if v}, "", 1.0)
-    shares = [(cell, cell.acceptance) for cell in block.speculative.whole() if cell.acceptance]
+    shares = [(cell, cell.acceptance) for cell in block.speculative.overall() if cell.acceptance]
     if shares:
         series = [
             Line(f"{cell.concurrency} clients", list(enumerate(found, start=1)), _series(place))

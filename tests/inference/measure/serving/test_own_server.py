@@ -59,7 +59,7 @@ def test_the_measurement_is_what_the_engine_did(
     done = list(engine.run(to_requests(chosen, target.tokenizer, decode)))
     passes = sum(len(one.passes) for one in done)
     committed = sum(item.committed for one in done for item in one.passes)
-    for cell in report.server.speculative.whole():
+    for cell in report.server.speculative.overall():
         assert cell.passes == passes
         assert cell.tau == pytest.approx(committed / passes)
         assert cell.tokens == committed + len(done)
