@@ -21,6 +21,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 from inference.decoding.config import DecodeConfig
 from inference.export.check import live
@@ -43,6 +44,7 @@ from scripts.tools.common import PROMPTS, REPORTS, command
 
 POSITIONS = 1024
 """Positions of the served target (`VllmServer`)."""
+Source = Literal["counters", "responses"]
 PER_REQUEST = ["--per-request-spec-decode-metrics", "detailed"]
 ABOUT = (
     "Drafters measured twice on the same prompts, with the same chain, at temperature 0 in "
@@ -129,8 +131,8 @@ def measured(
         rows = []
         try:
             server.start()
-            sources = ["counters", *(["responses"] if given.responses else [])]
-            for source in sources:
+            sources: list[Source] = ["counters", "responses"]
+            for source in sources[: 2 if given.responses else 1]:
                 serving = replace(bench.serving, acceptance=source)
                 asked = replace(
                     bench, server=server.address, baseline_server=plain.address, serving=serving

@@ -170,7 +170,9 @@ class _Session:
         counted: list[int | None] = []
         for prompt in prompts:
             _, body = self.body(prompt)
-            asked = {name: body[name] for name in ("prompt", "messages") if name in body}
+            asked: dict[str, Any] = {
+                name: body[name] for name in ("prompt", "messages") if name in body
+            }
             if isinstance(asked.get("prompt"), list):
                 counted.append(len(asked["prompt"]))
                 continue
