@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inference.report.model import DrafterResult, Interval, Repeats, Report
+from inference.report.model import DrafterResult, Interval, Repeats, Report, ServerMeasurement
 
 NO_DIFFERENCE = "no difference shown"
 IMPOSSIBLE = "not valid: above tau"
@@ -126,6 +126,8 @@ def summary(report: Report) -> list[Sentence]:
     if disturbed := disturbance(report.repeats):
         found.append(Sentence(f"{disturbed} {UNRELIABLE}"))
     found += [_claim(report, one) for one in leaders(report)]
+    if report.server is not None:
+        found += _of_server(report.server)
     for one in report.ranked:
         if one.trained and one.tau < UNTAUGHT_TAU:
             words = (
@@ -134,6 +136,20 @@ def summary(report: Report) -> list[Sentence]:
             )
             found.append(Sentence(words, one.name))
     return found
+
+
+def _of_server(server: ServerMeasurement) -> list[Sentence]:
+    """What may be said of a running server, by concurrent clients, and the caveat."""
+    found, side = [], server.speculative
+    for cell in side.overall():
+        clients = f"{cell.concurrency} client{'' if cell.concurrency == 1 else 's'}"
+        words = f" with {clients}: {cell.tokens_per_second:.1f} tokens/s"
+        if cell.tau is not None and cell.tau_ci95 is not None:
+            words += f", tau {with_interval(cell.tau, cell.tau_ci95)}"
+        if cell.speedup is not None and cell.speedup_ci95 is not None:
+            words += f", speedup {ratio_text(cell.speedup, cell.speedup_ci95)}"
+        found.append(Sentence(f"{words}.", side.engine or side.url))
+    return [*found, *([Sentence(side.caveat)] if side.caveat else [])]
 
 
 def leaders(report: Report) -> list[DrafterResult]:

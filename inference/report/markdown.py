@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from heads.api.errors import UserError
@@ -82,25 +83,35 @@ def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
             f"## {escape(claims.title(label, report))}",
             "",
             *headline(report),
-            "",
-            *main_table(report),
+            *(["", *main_table(report)] if report.drafters else []),
             "",
         ]
         lines += [*facts(report), ""]
         captioned = [
-            ("Per domain: tau [interval], TAR, speedup", domain_table(report)),
-            *([(CONTEXTS, context_table(report))] if report.contexts else []),
-            (
-                "Acceptance by depth: share of passes in which the depth was accepted (given the "
-                "depth before)",
-                depth_table(report),
+            *(
+                (one.caption, markdown_table(one.header, one.rows, one.texts))
+                for one in server_sheets(report)
             ),
-            ("Milliseconds per verify pass, memory in MB", _step_table(report)),
+            *(_drafter_tables(report) if report.drafters else []),
             *_optional_tables(report),
         ]
         for caption, table in captioned:
             lines += [caption, "", *table, ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _drafter_tables(report: Report) -> list[tuple[str, list[str]]]:
+    """(caption, table) of what every measurement of drafters has besides the main table."""
+    return [
+        ("Per domain: tau [interval], TAR, speedup", domain_table(report)),
+        *([(CONTEXTS, context_table(report))] if report.contexts else []),
+        (
+            "Acceptance by depth: share of passes in which the depth was accepted (given the depth "
+            "before)",
+            depth_table(report),
+        ),
+        ("Milliseconds per verify pass, memory in MB", _step_table(report)),
+    ]
 
 
 def markdown_table(
@@ -123,6 +134,8 @@ def headline(report: Report) -> list[str]:
 
 def facts(report: Report) -> list[str]:
     """Target, device, settings, repeats, command, and what was left out, as markdown list items."""
+    if report.server is not None:
+        return [f"- {escape(line)}" for line in server_facts(report, report.server)]
     found = list_conditions(report.target, report.device, report.settings, report.command)
     if report.repeats is not None:
         found.insert(3, f"- repeats: {claims.repeats_text(report.repeats)}")
@@ -252,6 +265,100 @@ def _step_table(report: Report) -> list[str]:
     return markdown_table(header, rows)
 
 
+# A running server
+
+
+SERVER_HEADER = [
+    *("server", "clients", "prompts", "tau", "accepted / drafted", "tokens/s"),
+    *("first token ms", "ms per token", "speedup", "same text"),
+]
+
+
+def server_facts(report: Report, server: schema.ServerMeasurement) -> list[str]:
+    """How a running server was measured, one line each."""
+    settings, lines = report.settings, []
+    for name, side in _sides(server).items():
+        engine = f"{side.engine} at " if side.engine else ""
+        lines.append(f"{name}: {engine}{side.url}, model {side.model}")
+        if side.definition:
+            lines.append(f"tau: {side.definition} (from {side.source})")
+        if side.repeated or side.restarts:
+            lines.append(
+                f"{side.repeated} windows failed and were measured again; started again: "
+                f"{side.restarts}"
+            )
+    lines += [
+        f"settings: temperature {settings.temperature}, up to {settings.max_new_tokens} new "
+        f"tokens, {settings.prompts} prompts, seed {settings.seed}; endpoint: {server.api}; "
+        f"lengths of prompts by the {server.lengths}",
+        *([f"command: {report.command}"] if report.command else []),
+    ]
+    return lines
+
+
+def _sides(server: schema.ServerMeasurement) -> dict[str, schema.ServerSide]:
+    found = {"speculating": server.speculative}
+    return found if server.baseline is None else {**found, "without": server.baseline}
+
+
+class Sheet(NamedTuple):
+    """A table; the first `texts` columns are text."""
+
+    caption: str
+    header: list[str]
+    texts: int
+    rows: list[list[str]]
+
+
+def server_sheets(report: Report) -> list[Sheet]:
+    """The tables of a running server; none of other reports."""
+    if report.server is None:
+        return []
+    rows = [
+        _server_row(name, cell)
+        for name, side in _sides(report.server).items()
+        for cell in side.cells
+    ]
+    caption = (
+        "By concurrent clients and prompts: tau, accepted share of the drafted tokens, tokens/s of "
+        "all clients, median time to the first token, inter-token latency"
+    )
+    sheets = [Sheet(caption, SERVER_HEADER, 3, rows)]
+    known = [cell for cell in report.server.speculative.cells if cell.acceptance]
+    width = max((len(cell.acceptance or []) for cell in known), default=0)
+    places = []
+    for cell in known:
+        pairs = zip(cell.acceptance or [], cell.acceptance_ci95 or [], strict=True)
+        shares = [with_interval(share, interval) for share, interval in pairs]
+        places.append([str(cell.concurrency), cell.label, *shares, *["-"] * width][: width + 2])
+    if places:
+        header = ["clients", "prompts", *(f"position {place + 1}" for place in range(width))]
+        caption = "Share of passes that accepted each position"
+        sheets.append(Sheet(caption, header, 2, places))
+    return sheets
+
+
+def _server_row(name: str, cell: schema.ServerCell) -> list[str]:
+    def spread(value: float | None, interval: schema.Interval | None) -> str:
+        return "-" if value is None or interval is None else with_interval(value, interval)
+
+    gain = "-"
+    if cell.speedup is not None and cell.speedup_ci95 is not None:
+        gain = ratio_text(cell.speedup, cell.speedup_ci95)
+    return [
+        name,
+        str(cell.concurrency),
+        cell.label,
+        spread(cell.tau, cell.tau_ci95),
+        "-" if cell.accepted_share is None else f"{cell.accepted_share:.2f}",
+        spread(cell.tokens_per_second, cell.tokens_per_second_ci95),
+        spread(cell.first_token_ms, cell.first_token_ms_ci95),
+        spread(cell.token_ms, cell.token_ms_ci95),
+        gain,
+        "-" if cell.identical is None else f"{cell.identical}/{cell.requests}",
+    ]
+
+
 # Tables of optional blocks
 
 
@@ -379,6 +486,18 @@ def _step_cells(step: schema.RooflineStep | schema.RooflineDraft) -> list[str]:
 # On the terminal
 
 
+def _server_table(title: str, server: schema.ServerMeasurement) -> Table:
+    """The cells of all prompts and of the domains, of both servers."""
+    table = make_table(title)
+    for column, name in enumerate(SERVER_HEADER):
+        table.add_column(name, justify="left" if column in (0, 2) else "right", overflow="fold")
+    for name, side in _sides(server).items():
+        for cell in side.cells:
+            if not cell.end:
+                table.add_row(*map(Text, _server_row(name, cell)))
+    return table
+
+
 def print_table(report: Report, console: Console | None = None) -> None:
     """Print the measured numbers of a report and what they show; a file or pipe is given 120
     columns."""
@@ -400,7 +519,10 @@ def print_table(report: Report, console: Console | None = None) -> None:
         table.add_column(name, justify=justify, overflow="fold", no_wrap=unbroken)
     for row in _main_rows(report, "\n"):
         table.add_row(*(Text(row[place]) for place in shown))  # names are no markup
-    console.print(table)
+    if report.server is None:
+        console.print(table)
+    else:
+        console.print(_server_table(title, report.server))
     for sentence in claims.summary(report):
         unbroken = not console.is_terminal  # so that lines of a log can be searched
         console.print(str(sentence), soft_wrap=unbroken, highlight=False, markup=False)

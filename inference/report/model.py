@@ -738,7 +738,7 @@ class ServerSide(Block):
     """How often it was started again meanwhile."""
     cells: list[ServerCell]
 
-    def whole(self) -> list[ServerCell]:
+    def overall(self) -> list[ServerCell]:
         """The cells of all prompts, one per concurrency."""
         return [cell for cell in self.cells if not cell.domain and not cell.end]
 

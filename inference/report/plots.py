@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from inference.manifest import write_bytes
 from inference.measure.metrics import GAP, PHASES
-from inference.report.model import PLOTS, ProfilePoint, Report
+from inference.report.model import ProfilePoint, Report
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#555555")
 """Okabe and Ito's palette, which colour-blind readers can tell apart."""
@@ -40,17 +40,19 @@ def plot_all(reports: Mapping[str, Report], out: Path) -> list[Path]:
 
     reports: by label. Returns the paths of what was written.
     """
+    drafted = {label: report for label, report in reports.items() if report.drafters}
     binned = {label: report for label, report in reports.items() if report.contexts}
     profiled = {label: report for label, report in reports.items() if _batch_points(report)}
-    drawn = [
-        acceptance(reports),
-        speedup(reports),
-        step_time(reports),
-        by_context(binned) if binned else None,
-        speedup_by_batch(profiled) if profiled else None,
-    ]
-    named = zip(drawn, PLOTS, strict=True)
-    return [_save(figure, out / f"{name}.png") for figure, name in named if figure is not None]
+    served = {label: report for label, report in reports.items() if report.server is not None}
+    known = (
+        (drafted or {} if served else reports, acceptance, speedup, step_time),
+        (binned, by_context),
+        (profiled, speedup_by_batch),
+        (served, server),
+    )
+    drawn = [draw(some) for some, *draws in known if some for draw in draws]
+    names = [draw.__name__ for some, *draws in known if some for draw in draws]
+    return [_save(figure, out / f"{name}.png") for figure, name in zip(drawn, names, strict=True)]
 
 
 def _save(figure: Figure, path: Path) -> Path:
@@ -274,6 +276,43 @@ def speedup_by_batch(reports: Mapping[str, Report]) -> Figure:
 
     labels = ("rows decoded together", "speedup over plain decoding")
     return _panels(reports, 6.5, 3.8, draw, *labels)
+
+
+def server(reports: Mapping[str, Report]) -> Figure:
+    """Running servers: acceptance by position, and tokens/s by concurrent clients, with and
+    without speculation."""
+    size = (MOST_WIDTH, 3.4 * len(reports))
+    figure, grid = plt.subplots(len(reports), 2, figsize=size, squeeze=False)
+    for (left, right), (label, report) in zip(grid, reports.items(), strict=True):
+        assert report.server is not None
+        for place, cell in enumerate(report.server.speculative.overall()):
+            shares = cell.acceptance or []
+            colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
+            words = {"color": colour, "marker": marker, "label": f"{cell.concurrency} clients"}
+            left.plot(range(1, len(shares) + 1), shares, clip_on=False, **words)
+        left.set_ylim(0, 1.02)
+        left.set_xlabel("drafted position")
+        left.set_ylabel("accepted, share of passes")
+        left.legend(frameon=False)
+        sides = {"speculating": report.server.speculative, "without": report.server.baseline}
+        for place, (name, side) in enumerate(sides.items()):
+            cells = side.overall() if side is not None else []
+            rows = [cell.concurrency for cell in cells]
+            speeds = [cell.tokens_per_second for cell in cells]
+            if cells:
+                right.plot(rows, speeds, color=COLOURS[place], marker=MARKERS[place], label=name)
+            for cell in cells:
+                ends = cell.tokens_per_second_ci95
+                right.plot([cell.concurrency] * 2, ends, color=COLOURS[place], linewidth=1.2)
+        right.set_xlabel("concurrent clients")
+        right.set_ylabel("tokens/s")
+        right.set_ylim(bottom=0)
+        right.legend(frameon=False)
+        left.set_title(_title(label, report), loc="left")
+        for axes in (left, right):
+            _tidy(axes)
+    figure.tight_layout()
+    return figure
 
 
 def families(rows: Mapping[str, Mapping[str, float]], path: Path) -> Path:

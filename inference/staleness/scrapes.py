@@ -44,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 LEAST_WINDOWS = 30
 """Fewest windows of a domain that are observations of their own in saved scrapes."""
+LEAST_SPREAD = 5
+"""Fewest windows that say something about their spread."""
+NORMAL_MEDIAN = 0.6745
+"""Median of a standard normal's absolute value."""
 FAILURES = 5
 """Looks in a row without an answer after which a server counts as gone."""
 ADVICE = "Give what a server shows at /metrics, as text (format 0.0.4)."
@@ -145,13 +149,18 @@ class Windows:
 
 
 def spread_of(windows: Sequence[Observation]) -> float:
-    """Variance of a sum of (accepted - r passes) over windows per pass in it, r being their own
-    acceptance; 0 for fewer than three."""
-    if len(windows) < 3:
+    """Variance of a sum of (accepted - r passes) per pass in it, as neighbouring windows show it; 0
+    for fewer than `LEAST_SPREAD`.
+
+    Over two windows of n and m passes the acceptance differs with variance v (1/n + 1/m). The
+    median of these differences is taken, so that one change of level, which is what is looked for,
+    does not count as spread.
+    """
+    if len(windows) < LEAST_SPREAD:
         return 0.0
     accepted, passes = np.array([(one.accepted, one.passes) for one in windows]).T
-    excess = accepted - accepted.sum() / passes.sum() * passes
-    return float(excess.var(ddof=1) * len(windows) / passes.sum())
+    scale = np.sqrt(1.0 / passes[1:] + 1.0 / passes[:-1])
+    return float((np.median(np.abs(np.diff(accepted / passes)) / scale) / NORMAL_MEDIAN) ** 2)
 
 
 # Saved scrapes

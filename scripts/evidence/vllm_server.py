@@ -32,8 +32,8 @@ class VllmServer:
     def __init__(
         self, python: str, model: Path, log: Path, rows: int = 4, more: Sequence[str] = ()
     ) -> None:
-        """log: where its output goes; rows: requests decoded together; more: further arguments, which
-        override the others."""
+        """log: where its output goes; rows: requests decoded together; more: further arguments,
+        which override the others."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]

@@ -294,6 +294,39 @@ def test_counters_of_a_server_are_watched_as_totals(
     assert "has no counters of a known engine" in capsys.readouterr().err
 
 
+VLLM_SCRAPE = """vllm:spec_decode_num_drafts_total{{engine="0"}} {passes}
+vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}
+"""
+BY_POSITION = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {count}\n'
+
+
+def test_counters_of_vllm_are_watched_window_by_window(place: Path, reference: Path) -> None:
+    known = Reference.read(reference)
+    rate = known.for_counters("").tallies["mixed"].acceptance
+
+    def write(folder: str, share: float) -> str:
+        Path(folder).mkdir()
+        for number in range(1, 61):
+            passes = 300 * number
+            reached = share * rate / 4 * passes
+            text = VLLM_SCRAPE.format(passes=passes, accepted=4 * reached)
+            text += "".join(BY_POSITION.format(place=at, count=reached) for at in range(4))
+            Path(f"{folder}/{number:03}.prom").write_text(text)
+        return f"watch.metrics=[{folder}]"
+
+    given = command(place, "target", "fresh.jsonl", f"watch.reference={reference}")
+    assert main([*given, write("same", 1.0)]) == 0
+    test = drift()["test"]
+    assert isinstance(test, dict) and (test["unit"], test["guarantee"]) == ("windows", "exact")
+    assert main([*given, write("fallen", 0.4), "watch.name=fallen"]) == 1
+    content = drift("fallen")
+    assert content["alarms"] == ["mixed", "all"] and content["alarm_after"] < 60  # type: ignore[operator]
+    mixed = content["domains"]["mixed"]  # type: ignore[index]
+    assert mixed["by_depth"] == pytest.approx([0.4 * rate / 4] * 4)
+    assert main([*given, "watch.metrics=[fallen]", "watch.domain=code", "watch.name=code"]) == 1
+    assert main([*given, "watch.metrics=[fallen]", "watch.domain=poems"]) == 2
+
+
 def test_a_card_alone_is_a_reference_too(place: Path, in_folder: Path, reference: Path) -> None:
     known = Reference.read(reference)
     content = example_report()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +55,20 @@ def measure_server(
     tokenizer: Any = None,
     provenance: Provenance | None = None,
     console: Console | None = None,
+    texts: dict[str, str] | None = None,
 ) -> schema.Report:
     """Measure `config.server` on the prompts; writes `out`/report.json and returns its content.
 
     decode: sampling settings and length of the answers. tokenizer: renders messages where
-    `bench.serving.api` is completions. Raises `UserError` for a server that cannot be measured.
+    `bench.serving.api` is completions. texts: receives the server's last text of every prompt.
+    Raises `UserError` for a server that cannot be measured.
     """
+    session = _Session(config, decode, loaded, tokenizer)
     with only_writer(out):
-        report = asyncio.run(
-            _measured(_Session(config, decode, loaded, tokenizer), provenance, console)
-        )
+        report = asyncio.run(_measured(session, provenance, console))
         schema.write_report(report, out / schema.REPORT_FILE)
+    if texts is not None:
+        texts |= session.texts
     return report
 
 
@@ -101,6 +104,7 @@ class _Session:
     loaded: Loaded
     tokenizer: Any
     lengths: str = ESTIMATE
+    texts: dict[str, str] = field(default_factory=dict)
 
     def body(self, prompt: Prompt) -> tuple[str, dict[str, Any]]:
         """(endpoint, request) of a prompt."""
@@ -148,6 +152,9 @@ class _Session:
                 for side in sides[:: 1 if turn % 2 == 0 else -1]:
                     await side.measure(group, bodies, rows, repeat, number)
                     progress.advance(task)
+                answers = sides[0].windows[-1].answers
+                pairs = zip(prompts, answers, strict=True)
+                self.texts |= {prompt.id: answer.text for prompt, answer in pairs}
         return self.report(sides, measured, len(warm), provenance)
 
     def split(self, prompts: Sequence[Prompt], rows: int) -> list[Sequence[Prompt]]:
@@ -163,7 +170,9 @@ class _Session:
         counted: list[int | None] = []
         for prompt in prompts:
             _, body = self.body(prompt)
-            asked = {name: body[name] for name in ("prompt", "messages") if name in body}
+            asked: dict[str, Any] = {
+                name: body[name] for name in ("prompt", "messages") if name in body
+            }
             if isinstance(asked.get("prompt"), list):
                 counted.append(len(asked["prompt"]))
                 continue
@@ -207,7 +216,7 @@ class _Session:
             speculative=_side(side, found),
             baseline=theirs[0] if theirs else None,
         )
-        served = server.baseline.whole()[0] if server.baseline else None
+        served = server.baseline.overall()[0] if server.baseline else None
         content: Mapping[str, Any] = {
             "format": schema.FORMAT,
             "target": schema.TargetFacts(

@@ -50,11 +50,11 @@ def collect(pairs: Sequence[tuple[Hashable, float, float]]) -> Sums:
     """Sums by unit, in order of first appearance."""
     found: dict[Hashable, list[float]] = {}
     for unit, top, bottom in pairs:
-        sums = found.setdefault(unit, [0.0, 0.0])
-        sums[0] += top
-        sums[1] += bottom
-    top, bottom = np.array(list(found.values()), dtype=np.float64).reshape(-1, 2).T
-    return Sums(top, bottom)
+        both = found.setdefault(unit, [0.0, 0.0])
+        both[0] += top
+        both[1] += bottom
+    sums = np.array(list(found.values()), dtype=np.float64).reshape(-1, 2)
+    return Sums(sums[:, 0], sums[:, 1])
 
 
 def place_of(window: Window) -> Hashable:
@@ -69,7 +69,7 @@ def accepted_by(side: Side, windows: Sequence[Window]) -> list[tuple[Hashable, A
         return [(place_of(one), one.counted) for one in windows if one.counted is not None]
     if side.source not in (RESPONSES, CHUNKS):
         return []
-    found = []
+    found: list[tuple[Hashable, Acceptance]] = []
     for window in windows:
         for number, answer in enumerate(window.answers):
             counted = estimate(answer) if side.source == CHUNKS else told(answer)

@@ -8,7 +8,14 @@ from dataclasses import replace
 import numpy as np
 
 from inference.report import claims
-from inference.report.model import Calibration, CostPoint, Costs, DrafterLoss, Profile
+from inference.report.model import (
+    Calibration,
+    CostPoint,
+    Costs,
+    DrafterLoss,
+    Profile,
+    ServerMeasurement,
+)
 from inference.report.page.charts import (
     SERIES,
     Dot,
@@ -91,6 +98,30 @@ def depths(run: Run) -> list[Figure]:
         label = "depth of the drafted token"
         chart = Lines(title, series[::-1], label, "accepted", marks, top=1.0, percent=True)
         figures.append(Figure(title, chart, note))
+    return figures
+
+
+def server(block: ServerMeasurement) -> list[Figure]:
+    """A running server: tau by domain, and acceptance by position, for each number of clients."""
+    rows = {
+        f"{cell.concurrency} clients": [
+            Dot(one.label, one.tau, one.tau_ci95, one is cell)
+            for one in block.speculative.cells
+            if one.tau is not None and one.concurrency == cell.concurrency
+        ]
+        for cell in block.speculative.overall()
+    }
+    figures = _dots("Tokens per verification", {k: v for k, v in rows.items() if v}, "", 1.0)
+    shares = [(cell, cell.acceptance) for cell in block.speculative.overall() if cell.acceptance]
+    if shares:
+        series = [
+            Line(f"{cell.concurrency} clients", list(enumerate(found, start=1)), _series(place))
+            for place, (cell, found) in enumerate(shares)
+        ]
+        marks = range(1, max(len(found) for _, found in shares) + 1)
+        title = "Accepted by position"
+        chart = Lines(title, series, "drafted position", "accepted", marks, top=1.0, percent=True)
+        figures.append(Figure(title, chart, OF_ALL))
     return figures
 
 

@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from inference.manifest import write_bytes
 from inference.report import claims
+from inference.report.markdown import server_sheets
 from inference.report.page import figures, formats
 from inference.report.page.charts import TERMS
 from inference.report.page.gather import Page, gather
@@ -72,6 +73,7 @@ def environment() -> Environment:
     for name in ("claimed", "fit", "interval", "number", "percent", "share", "tick", "to_json"):
         made.filters[name] = getattr(formats, name)
     made.globals.update(claims=claims, figures=figures, numbered=formats.numbered, TERMS=TERMS)
+    made.globals.update(server_sheets=server_sheets)
     return made
 
 

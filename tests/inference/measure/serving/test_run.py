@@ -19,7 +19,9 @@ from inference.measure.metrics import resample_weights
 from inference.measure.prompts import Prompt
 from inference.measure.serving.config import ServingConfig
 from inference.measure.serving.run import measure_server
+from inference.report.markdown import print_table, render
 from inference.report.model import Report, ServerCell, read_report
+from inference.report.page.render import write_page
 from tests.inference.engines.stub import DEPTH, Stub, serving
 
 TOKENS = 24
@@ -167,6 +169,22 @@ def test_without_counters_tau_is_estimated_from_the_stream_and_says_so(
     tau = sum(one for one, _ in known) / sum(passes for _, passes in known)
     assert cell(report).tau == pytest.approx(tau, rel=0.1)
     assert cell(report).acceptance is None
+
+
+def test_reports_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(steps=0.002) as stub, serving(speculates=False, steps=0.002) as plain:
+        report = measure(tmp_path / "out", stub, plain, concurrency=(1, 2))
+    text = render([tmp_path / "out"], tmp_path / "shown").read_text()
+    assert "1 + accepted / drafting steps" in text and "nobody else may use it" in text
+    whole = cell(report, 2)
+    assert whole.tau is not None and f"| speculating | 2 | all prompts | {whole.tau:.2f} [" in text
+    assert "0 parameters" not in text and "no drafter" not in text
+    assert [path.name for path in (tmp_path / "shown").glob("*.png")] == ["server.png"]
+    page = write_page([("out", tmp_path / "out")], tmp_path / "shown").read_text()
+    assert "Accepted by position" in page and "0 parameters" not in page
+    assert f"tau {whole.tau:.2f}" in page
+    print_table(report)
+    assert "with 2 clients" in capsys.readouterr().out
 
 
 # What is broken

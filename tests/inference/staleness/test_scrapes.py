@@ -1,0 +1,219 @@
+"""Counters as observations: windows of several engines, restarts, timestamps; alarms at the
+promised rate however the traffic clumps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from heads.api.errors import UserError
+from inference.engines.scrape import read_samples
+from inference.staleness.comparison import Comparison
+from inference.staleness.config import WatchConfig
+from inference.staleness.evidence import Bets, Grid, Sums
+from inference.staleness.reference import DomainAnswers, Reference
+from inference.staleness.scrapes import Observation, Windows, read_files, spread_of
+from inference.staleness.sequential_test import DriftTest
+from tests.inference.engines.stub import DEPTH, Stub, serving, spec_lines
+from tests.inference.staleness.answers import acceptance, draw
+
+VLLM = (
+    'vllm:request_success_total{{finished_reason="stop"}} {answers}\n'
+    "vllm:generation_tokens_total{{}} {tokens}\n"
+    'vllm:spec_decode_num_drafts_total{{engine="0"}} {passes}\n'
+    'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {drafted}\n'
+    'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}\n'
+)
+
+
+def scrape(passes: float, accepted: float, depth: int = 4, at: int | None = None) -> str:
+    """vLLM's counters; accepted drafts are spread over the first positions."""
+    text = VLLM.format(
+        answers=passes // 10,
+        tokens=passes,
+        passes=passes,
+        drafted=depth * passes,
+        accepted=accepted,
+    )
+    for place in range(depth):
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        text += f'{name}{{position="{place}"}} {accepted / depth}\n'
+    return text if at is None else "".join(f"{line} {at}\n" for line in text.splitlines())
+
+
+def reference(domains: Sequence[str] = ("code", "prose"), chance: float = 0.5) -> Reference:
+    rng = np.random.default_rng(0)
+    tallies = {}
+    for name in domains:
+        answers = [
+            [min(4, accepted // passes + (place < accepted % passes)) for place in range(passes)]
+            for accepted, passes in draw(rng, chance, 200)
+        ]
+        tallies[name] = DomainAnswers([[min(4, count) for count in one] for one in answers])
+    draft: Any = {"shape": "chain", "depth": 4, "choices": []}
+    return Reference({}, {}, draft, 0.0, 101, tallies, 4, "reference")
+
+
+def take(windows: Windows, *texts: str) -> None:
+    for text in texts:
+        windows.take(list(read_samples(text)), "a scrape")
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang", "trtllm", "trtllm_totals"])
+def test_every_engine_counts_the_same(form: str) -> None:
+    windows = Windows(least=100, depth=DEPTH)
+    stub, rng = Stub(form=form), np.random.default_rng(0)
+    known = []
+    for _ in range(5):
+        steps = [int(count) for count in rng.integers(0, DEPTH + 1, 60)]
+        stub.count(steps, "p")
+        known.append(sum(steps))
+        take(windows, stub.show())
+    seen = windows.whole[""]
+    assert [one.passes for one in seen] == [120, 120]
+    assert [one.accepted for one in seen] == [sum(known[:2]), sum(known[2:4])]
+    assert windows.totals()[""].passes == 300
+    if form in ("vllm", "trtllm"):
+        assert sum(seen[0].reached) == sum(known[:2])
+    assert spec_lines("something else", stub) == []
+
+
+def test_a_server_that_was_started_again_goes_on_counting() -> None:
+    windows = Windows(least=50, depth=4)
+    take(windows, scrape(100, 200), scrape(200, 400), scrape(60, 90), scrape(120, 180))
+    assert windows.restarts == 1
+    seen = [(one.passes, one.accepted) for one in windows.whole[""]]
+    assert seen == [(100, 200), (100, 200), (60, 90), (60, 90)]
+
+
+def test_a_server_that_runs_already_is_counted_from_the_first_look_on() -> None:
+    windows = Windows(least=50, depth=4)
+    windows.take(list(read_samples(scrape(1e6, 3e6))), "it", first=True)
+    take(windows, scrape(1e6 + 80, 3e6 + 120))
+    assert [(one.passes, one.accepted) for one in windows.whole[""]] == [(80, 120)]
+
+
+def test_timestamps_give_the_order(tmp_path: Path) -> None:
+    (tmp_path / "a.prom").write_text(scrape(300, 600, at=3000) + scrape(100, 200, at=1000))
+    (tmp_path / "b.prom").write_text(scrape(200, 400, at=2000))
+    windows = Windows(least=1, depth=4)
+    for where, samples in read_files([tmp_path]):
+        windows.take(samples, where)
+    assert [one.passes for one in windows.whole[""]] == [100, 100, 100] and not windows.restarts
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nothing_total 5\n", "no counters of a known engine"),
+        ("vllm:generation_tokens_total 5\n", "serves without speculation"),
+        (scrape(100, 200, depth=5), "drafts of 5 tokens"),
+        (scrape(100, 200, depth=3), "drafts of 3 tokens"),
+    ],
+)
+def test_what_is_no_such_counter_is_refused(text: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        take(Windows(least=10, depth=4), text)
+
+
+def test_the_spread_is_that_of_neighbours() -> None:
+    """Against the variance that windows were drawn with; a change of level does not add to it."""
+    rng = np.random.default_rng(1)
+
+    def windows(level: float) -> list[Observation]:
+        found = []
+        for passes in rng.integers(50, 400, 300):
+            own = level * passes + rng.normal(0.0, np.sqrt(2.5 * passes))
+            found.append(Observation(float(own), float(passes)))
+        return found
+
+    assert spread_of(windows(2.0)) == pytest.approx(2.5, rel=0.25)
+    assert spread_of(windows(2.0) + windows(1.0)) == pytest.approx(2.5, rel=0.25)
+    assert spread_of(windows(2.0)[:4]) == 0.0
+
+
+def clumped(rng: np.random.Generator, mean: float, count: int) -> list[tuple[float, float]]:
+    """(accepted, passes) of windows whose requests are alike: each has an acceptance of its own."""
+    found = []
+    for own in np.clip(rng.normal(mean, 0.6, count), 0.1, 3.9):
+        passes = int(rng.integers(256, 600))
+        found.append((float(rng.normal(own * passes, np.sqrt(passes))), float(passes)))
+    return found
+
+
+def test_windows_keep_the_error_rate_where_passes_clump_and_sums_do_not() -> None:
+    """Unchanged traffic in which a window's requests are alike: taken as one sum of independent
+    answers it alarms again and again, window by window it does not."""
+    rng, grid, most = np.random.default_rng(2), Grid(4), 20
+    answers = draw(rng, 0.55, 400)
+    mean = acceptance(answers)
+    known = {"code": Bets(grid, most, answers)}
+    alarms = {"windows": 0, "sums": 0}
+    for _ in range(40):
+        tests = {name: DriftTest(grid, most, known, 0.01, 0.2) for name in alarms}
+        accepted = passes = 0.0
+        for own, size in clumped(rng, mean, 80):
+            own = min(max(own, 0.0), 4.0 * size)
+            tests["windows"].add("code", own / size * most, most)
+            accepted, passes = accepted + own, passes + size
+            tests["sums"].replace("code", Sums(grid, accepted, passes, 1.5, 4000.0))
+        for name, test in tests.items():
+            alarms[name] += bool(test.alarms)
+    assert alarms["windows"] <= 0.2 * 40 < alarms["sums"]
+
+
+def test_windows_find_a_loss() -> None:
+    config = WatchConfig(metrics=("http://127.0.0.1:1",))
+    comparison = Comparison(config, reference())
+    comparison.choose_domains([""])
+    assert list(comparison.test.reference) == ["mixed"]
+    mean = comparison.reference.tallies["mixed"].acceptance
+    rng = np.random.default_rng(3)
+    for own, size in clumped(rng, 0.5 * mean, 150):
+        comparison.add_window("mixed", Observation(max(0.0, own), size))
+    assert comparison.test.alarms == ["mixed", "all"]
+    assert comparison.test.alarm_after is not None and comparison.test.alarm_after < 120
+
+
+def test_one_domain_of_the_reference_may_be_meant() -> None:
+    known = reference()
+    config = WatchConfig(metrics=("scrapes",), domain="code")
+    comparison = Comparison(config, known)
+    comparison.choose_domains([""])
+    assert list(comparison.test.reference) == ["code"]
+    with pytest.raises(UserError, match=r"no domain 'cod'. Did you mean 'code'\?"):
+        Comparison(dataclasses.replace(config, domain="cod"), known).choose_domains([""])
+    with pytest.raises(UserError, match="Leave it out"):
+        Comparison(config, known).choose_domains(["code"])
+
+
+def test_a_running_server_is_watched_until_the_alarm() -> None:
+    rng = np.random.default_rng(4)
+    known = dataclasses.replace(reference(), depth=DEPTH)
+    tallies = {
+        name: DomainAnswers([[min(DEPTH, count) for count in one] for one in tally.answers])
+        for name, tally in known.tallies.items()
+    }
+    known = dataclasses.replace(known, tallies=tallies)
+    with serving(form="vllm") as stub:
+        show = stub.show
+
+        def busy() -> str:
+            stub.count([int(count) for count in rng.integers(0, 2, 400)], "p")
+            return show()
+
+        stub.show = busy  # type: ignore[method-assign]
+        config = WatchConfig(metrics=(f"{stub.base}/metrics",), every=0.01, seconds=30.0)
+        comparison = Comparison(config, known)
+        comparison.add_running(config.running)
+    assert comparison.test.alarms
+    assert comparison.unit == "windows"
+    assert comparison.reached["mixed"][0] == pytest.approx(0.5, abs=0.05)
+    gone = dataclasses.replace(config, timeout=0.2)
+    with pytest.raises(UserError, match="looks in a row failed"):
+        Comparison(gone, known).add_running(gone.running)

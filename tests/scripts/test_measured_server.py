@@ -1,0 +1,44 @@
+"""`headstart measure bench.server` and `headstart watch watch.metrics=<address>` from the command
+line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from inference.report.model import read_report
+from scripts.cli import main
+from tests.inference.engines.stub import serving
+
+
+def write_prompts(path: Path) -> Path:
+    rows = [
+        {"id": f"{domain}-{number}", "domain": domain, "prompt": f"{domain} number {number}"}
+        for domain in ("code", "prose")
+        for number in range(3)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_running_server_is_measured_and_reported(
+    in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write_prompts(in_folder / "prompts.jsonl")
+    with serving() as stub:
+        given = ["measure", "run.name=out", "bench=jsonl", f"bench.prompts={prompts}"]
+        given += [f"bench.server={stub.base}/v1", "decode.max_new_tokens=16", "bench.repeats=1"]
+        assert main(given) == 0
+        assert "vLLM with 1 client" in capsys.readouterr().out
+        asked = len(stub.bodies)
+        assert main(given) == 0 and len(stub.bodies) == asked  # it is complete
+        assert main([*given, "bench.serving.retries=-1"]) == 2
+        assert main([*given, "measure.name=other", "bench.serving.model=another"]) == 2
+    assert "does not serve 'another'" in capsys.readouterr().err
+    report = read_report(Path("outputs/out/measure"))
+    assert report.server is not None and report.server.speculative.engine == "vLLM"
+    assert main(["report", "run.name=out"]) == 0
+    assert Path("outputs/out/server.png").is_file()
+    assert "nobody else may use it" in Path("outputs/out/report.html").read_text()
