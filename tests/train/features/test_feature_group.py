@@ -90,9 +90,7 @@ def test_a_signal_ends_trainers_and_targets_in_order_and_the_run_continues(
 ) -> None:
     out = tmp_path / "out"
     launch.run(2, WORKER, micro, tmp_path / "whole", *EAGLE3, group(1))
-    process = launch.start(
-        2, WORKER, micro, out, *EAGLE3, group(1, transport="device"), "slow=0.3"
-    )
+    process = launch.start(2, WORKER, micro, out, *EAGLE3, group(1, transport="device"), "slow=0.3")
     end = time.monotonic() + 300
     while not (out / LOG_FILE).is_file() or len(read_log(out / LOG_FILE)) < 2:
         assert process.poll() is None, process.communicate()[0][-3000:]
