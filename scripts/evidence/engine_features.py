@@ -50,7 +50,7 @@ from scripts.evidence.small_targets import (
     some_of,
 )
 from scripts.tools.common import ROOT, command, cpu_target
-from train.data.pack import PackedData, parity_documents
+from train.data.pack import PackedData, parity_documents, read_documents
 from train.features.config import FeaturesConfig
 from train.features.vllm.command import serve_command
 from train.features.vllm.target import VllmTarget
@@ -152,9 +152,10 @@ class EngineRun:
     def differences(self) -> Facts:
         """Name of a state -> its relative difference over all tokens of some documents, and the
         largest of one token; in bfloat16 also that of the target's own to itself in float32."""
-        answers, info = self.place.answers, self.target.info
-        data = PackedData.from_manifest(answers, info, LENGTH)
-        documents = list(islice(parity_documents(data, 8), self.given.documents))
+        answers = read_documents(self.place.answers, self.target.info)
+        documents = [
+            tokens[:LENGTH].tolist() for tokens, _ in islice(answers, self.given.documents)
+        ]
         needs = FeatureSpec(self.config.layers, last_hidden=True)
         engine = VllmTarget(self.config, self.target, needs, LENGTH)
         try:
