@@ -76,7 +76,7 @@ class FeaturesConfig:
     servers: tuple[str, ...] = ()
     """remote, vllm: addresses of the servers, as http://host:port or https://host:port; requests go
     to each in turn."""
-    states: str = "/tmp/headstart-states"
+    states: str = "/dev/shm/headstart-states"
     """vllm: the folder in which the servers leave states, as this machine sees it. Files are
     deleted once they are read."""
     layers: tuple[NonNegativeInt, ...] = ()
