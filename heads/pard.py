@@ -97,16 +97,21 @@ class Drafter(SmallLM):
         behind = batch.positions.gather(1, masks.place) + masks.step
         positions = torch.cat([batch.positions, behind], 1)
         packing, segments, count = Packing.of(batch), batch.segments, masks.place.shape[1]
-        chunk = max(1, attention.CHUNK_ELEMENTS // (tokens.shape[0] * tokens.shape[1]))
+        chunk = max(1, attention.CHUNK_ELEMENTS // tokens.numel())
+        # of all masks, for all layers, where that is little
+        seen = masks.visible(segments, slice(0, count)) if count <= chunk else None
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             given = query[:, :length], key[:, :length], value[:, :length]
 
             def part(span: slice) -> Tensor:
                 near = slice(length + masks.seen_from(span), length + span.stop)
-                pair = (torch.cat([each[:, :length], each[:, near]], 1) for each in (key, value))
+                keys, values = (
+                    torch.cat([each[:, :length], each[:, near]], 1) for each in (key, value)
+                )
                 asking = query[:, length + span.start : length + span.stop]
-                return masked_attention(asking, *pair, masks.visible(segments, span))
+                visible = masks.visible(segments, span) if seen is None else seen
+                return masked_attention(asking, keys, values, visible)
 
             text = sequence_attention(*given, packing)
             return torch.cat([text, in_chunks(part, count, chunk)], 1)

@@ -115,7 +115,7 @@ def chained_attention(
     grouped = query.unflatten(2, (keys[0].shape[2], -1)) * query.shape[-1] ** -0.5
     # [B, T, g, G, k]
     own = torch.stack([(grouped * key[:, :, :, None]).sum(-1) for key in keys[1:]], -1)
-    own_values = torch.stack(values[1:], 3)  # [B, T, g, k, D]
+    own_values = torch.stack(list(values[1:]), 3)  # [B, T, g, k, D]
     # by what rows may hold, not by what these do, so that memory does not depend on the documents
     recompute = query.shape[:3].numel() * query.shape[1] > CHUNK_ELEMENTS
     part = partial(_chained_stretch, limit, recompute)

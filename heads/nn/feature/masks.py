@@ -53,8 +53,10 @@ class Masks:
         rows = [_sample_row(row, shares, generator) for row, generator in drawn]
         valid = [torch.ones_like(place, dtype=torch.bool) for place, _ in rows]
         parts = *zip(*rows, strict=True), valid
-        padded = (pad_sequence(list(part), True).to(batch.tokens.device) for part in parts)
-        return cls(*padded, most=depth - 1)
+        place, step, kept = (
+            pad_sequence(list(part), True).to(batch.tokens.device) for part in parts
+        )
+        return cls(place, step, kept, depth - 1)
 
     def supervised(self, batch: TrainBatch) -> Tensor:
         """[B, E] bool: whether a mask predicts a supervised token, at place + step + 1."""

@@ -166,7 +166,7 @@ def anchored_attention(
     length = key.shape[1]
     grouped = query.unflatten(2, (key.shape[2], -1)) * size**-0.5
     own = torch.stack([(grouped * each[:, :, :, None]).sum(-1) for each in own_keys], -1)
-    own_values = torch.stack(values[1:], 3)  # [B, M, g, j, D]
+    own_values = torch.stack(list(values[1:]), 3)  # [B, M, g, j, D]
     chunk = max(1, attention.CHUNK_ELEMENTS // (batch * heads * length))
 
     def part(span: slice) -> Tensor:

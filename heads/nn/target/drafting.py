@@ -185,8 +185,7 @@ class SelfDrafter(LayerDrafter):
                     values[place].append(value)
                     # true rows that are within the window of a token `step` behind the last
                     limit = max(0, block.window - step) if block.window else None
-                    pairs = keys[place], values[place]
-                    attended = chained_attention(query, *pairs, packing, limit)
+                    attended = chained_attention(query, keys[place], values[place], packing, limit)
                     place += 1
                 states = block.finish(states, attended)
             outputs.append(self._normalise(states))
