@@ -10,13 +10,13 @@ bits, D head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from heads.api.tree import ancestor_words
 from heads.nn.drafting.plan import LevelPlan, TreePlan
-from heads.nn.drafting.sight import Sight, Some, UpTo
+from heads.nn.drafting.sight import WORD, GrownLevel, Part, Sight, StaticTree, UpTo
 from heads.nn.rope import Rotation, look_up
 
 
@@ -51,15 +51,14 @@ class CachePlace:
     def at(self, level: LevelPlan) -> CachePlace:
         """Of the rows of `static_places`, those run at `level`."""
         (cosine, sine), span = self.rotation, level.span
-        return CachePlace(
-            self.slots[:, span], (cosine[:, span], sine[:, span]), self.sight.part(span)
-        )
+        rotation = cosine[:, span], sine[:, span]
+        return CachePlace(self.slots[:, span], rotation, Part(self.sight, span))
 
     @classmethod
     def nowhere(cls, device: torch.device) -> CachePlace:
         """The place of rows that keep nothing."""
         none = torch.empty(0, device=device)
-        return cls(none, (none, none), Sight(none, none, none))
+        return cls(none, (none, none), UpTo(none, none, none))
 
 
 def static_places(plan: TreePlan, memory: Memory) -> CachePlace:
@@ -68,7 +67,9 @@ def static_places(plan: TreePlan, memory: Memory) -> CachePlace:
     base, depth = memory.base[:, None], (plan.run_depth - 1)[None]
     slots = base + torch.arange(depth.shape[1], device=base.device)
     rows = memory.base, depth, depth
-    sight = UpTo(*rows, plan.run_words) if plan.tree.is_chain else Some(*rows, plan.run_words)
+    sight: Sight = UpTo(*rows, plan.run_words)
+    if not plan.tree.is_chain:
+        sight = StaticTree(*rows, plan.run_words, plan.run_visible)
     return CachePlace(slots, look_up(memory.table, base + depth), sight)
 
 
@@ -81,19 +82,24 @@ class GrowingFrame:
         self._memory, self._width, self._level = memory, width, 0
         self._rows = torch.arange(width * levels, device=memory.base.device)
         self._depth = (self._rows // width)[None]
-        # [1, R, W]: the bit of each row
-        self._own = ancestor_words((self._rows[:, None] == self._rows)[None])
-        self._words = self._own  # [B, P, W] of the last level's rows
+        self._places: dict[int, Tensor] = {}
+        self._last: GrownLevel | None = None
+
+    @cached_property
+    def own(self) -> Tensor:
+        """The bit of each row [1, R, W] int32, as `heads.api.tree.ancestor_words` has it."""
+        rows = self._rows.to(torch.int32)[:, None]
+        words = torch.arange(-(-rows.shape[0] // WORD), device=rows.device)
+        bits = torch.ones_like(rows) << (rows % WORD)
+        return torch.where(rows // WORD == words, bits, 0)[None]
 
     def next(self, above: Tensor) -> CachePlace:
         """The next level's place; above [B, P] int64: each row's parent row in the last level."""
         memory, width = self._memory, self._width
         span = slice(self._level * width, (self._level + 1) * width)
-        words = self._own[:, span]
-        if self._level:
-            inherited = self._words.expand(above.shape[0], -1, -1)
-            words = words | inherited.gather(1, above[..., None].expand(-1, -1, words.shape[2]))
-        self._words, self._level = words, self._level + 1
+        self._level += 1
         base, at = memory.base[:, None], self._depth[:, span]
-        sight = Some(memory.base, self._depth[:, : span.stop], at, words)
-        return CachePlace(base + self._rows[span], look_up(memory.table, base + at), sight)
+        rows = memory.base, self._depth[:, : span.stop], at
+        self._last = GrownLevel(*rows, lambda: self.own, above, self._last, places=self._places)
+        rotation = look_up(memory.table, base + at)
+        return CachePlace(base + self._rows[span], rotation, self._last)

@@ -51,7 +51,8 @@ class TreePlan:
     best_path: Tensor  # [N] bool: the root and its rank-0 descendants
     run_nodes: Tensor  # [R] int64: the drafted nodes that have children, level by level
     run_depth: Tensor  # [R] int64: their depths
-    run_words: Tensor  # [1, R, W] int32: bits of the run nodes that they attend to
+    run_visible: Tensor  # [1, R, R] bool: which of the run nodes they attend to
+    run_words: Tensor  # [1, R, W] int32: the same in bits
     drawn_from: Tensor  # [N] int64: place of each node among the root and `run_nodes`; 0 for leaves
     shared_between_rows: ClassVar[bool] = True
 
@@ -78,6 +79,7 @@ class TreePlan:
                 best[node] = rank == 0 and best[parents[node]]
         plans, run_nodes = _plan_levels(levels, device)
         run = torch.tensor(run_nodes, dtype=torch.int64, device=device)
+        visible = tree.ancestors[:, run][:, :, run]
         drawn_from = torch.zeros(nodes, dtype=torch.int64, device=device)
         drawn_from[run] = torch.arange(1, len(run_nodes) + 1, device=device)
         return cls(
@@ -90,7 +92,8 @@ class TreePlan:
             best_path=torch.tensor(best, device=device),
             run_nodes=run,
             run_depth=tree.depth[0][run],
-            run_words=ancestor_words(tree.ancestors[:, run][:, :, run]),
+            run_visible=visible,
+            run_words=ancestor_words(visible),
             drawn_from=drawn_from,
         )
 

@@ -10,7 +10,7 @@ heads, g key/value heads, D head size, E value size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,27 +26,44 @@ WORD = 32
 """Bits of a word."""
 
 
-@dataclass(frozen=True, eq=False)
-class Sight:
+class Sight(Protocol):
     """What Q queries see of a cache.
 
     base [B] int64: slots before it are committed, and stand at the position of their number. Row j
     of the R rows behind them is in slot base + j, at position base + depth[j]; depth [1|B, R]
-    int64. at [1|B, Q] int64: the queries stand at positions base + at.
+    int64. at [1|B, Q] int64: the queries stand at positions base + at. words [1|B, Q, W] int32: bit
+    j % 32 of word j // 32 says that a query sees row j, as in `heads.api.tree.ancestor_words`.
     """
+
+    @property
+    def base(self) -> Tensor: ...
+
+    @property
+    def depth(self) -> Tensor: ...
+
+    @property
+    def at(self) -> Tensor: ...
+
+    @property
+    def words(self) -> Tensor: ...
+
+    def mask(self, slots: int, dtype: torch.dtype, window: int = 0) -> Tensor:
+        """[B, Q, S] to be added to scores; made once. window: positions that are seen of what lies
+        back, a query's own among them; 0: all."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """What sights have in common. places: what masks of one base share, made by the first."""
 
     base: Tensor
     depth: Tensor
     at: Tensor
+    places: dict[int, Tensor] = field(default_factory=dict, repr=False, kw_only=True)
     _masks: dict[tuple[int, torch.dtype, int], Tensor] = field(
         default_factory=dict, init=False, repr=False
     )
-
-    @property
-    def words(self) -> Tensor:
-        """[1|B, Q, W] int32: bit j % 32 of word j // 32 says that a query sees row j, as in
-        `heads.api.tree.ancestor_words`."""
-        raise NotImplementedError
 
     def allowed(self, place: Tensor) -> Tensor:
         """[B, Q, S] bool: which slots each query sees, but for windows. place [B, S]: the slots'
@@ -54,11 +71,13 @@ class Sight:
         raise NotImplementedError
 
     def mask(self, slots: int, dtype: torch.dtype, window: int = 0) -> Tensor:
-        """[B, Q, S] to be added to scores; made once. window: positions that are seen of what lies
-        back, a query's own among them; 0: all."""
+        """See `Sight`."""
         key = slots, dtype, window
         if key not in self._masks:
-            place = torch.arange(slots, device=self.base.device) - self.base[:, None]
+            if slots not in self.places:
+                numbers = torch.arange(slots, device=self.base.device)
+                self.places[slots] = numbers - self.base[:, None]
+            place = self.places[slots]
             allowed = self.allowed(place)
             if window:
                 rows = self.depth.expand(place.shape[0], -1)
@@ -68,14 +87,9 @@ class Sight:
             self._masks[key] = additive(allowed, dtype)
         return self._masks[key]
 
-    def part(self, span: slice) -> Sight:
-        """Of the queries, those of `span`, where the queries are the rows, one by one: they see no
-        row behind their own."""
-        return _Part(self.base, self.depth[:, : span.stop], self.at[:, span], self, span)
-
 
 @dataclass(frozen=True, eq=False)
-class UpTo(Sight):
+class UpTo(_Rows):
     """Each query sees all rows up to the one that stands where it does.
 
     known: the words, if there are some.
@@ -106,35 +120,90 @@ class UpTo(Sight):
 
 
 @dataclass(frozen=True, eq=False)
-class Some(Sight):
-    """Queries see the rows whose bits are set."""
+class StaticTree(_Rows):
+    """The sight of all run rows of a static tree, whose `TreePlan` knows both ways; visible [1, R,
+    R] bool."""
 
-    bits: Tensor
-
-    @property
-    def words(self) -> Tensor:
-        return self.bits
+    words: Tensor
+    visible: Tensor
 
     def allowed(self, place: Tensor) -> Tensor:
-        rows = torch.arange(self.depth.shape[1], device=place.device)
-        visible = (self.bits[..., rows // WORD] >> (rows % WORD).to(torch.int32)) & 1 == 1
-        held = place.clamp(0, rows.shape[0] - 1)[:, None].expand(-1, visible.shape[1], -1)
-        drafted = visible.expand(place.shape[0], -1, -1).gather(2, held)
-        return ((place < 0)[:, None]) | (drafted & (place < rows.shape[0])[:, None])
+        return drafted_or_committed(self.visible, place)
 
 
 @dataclass(frozen=True, eq=False)
-class _Part(Sight):
-    """Some of the queries of `whole`, with which it shares words and masks."""
+class GrownLevel(_Rows):
+    """The sight of a level of P rows that continue those of the level before.
+
+    own: gives the bits of all rows of the tree [1, R, W] int32; above [B, P] int64: each row's
+    parent row in the level before. Whichever way is asked for is worked out from the same of that
+    level.
+    """
+
+    own: Callable[[], Tensor]
+    above: Tensor
+    before: GrownLevel | None
+
+    @cached_property
+    def words(self) -> Tensor:
+        end, count = self.depth.shape[1], self.above.shape[1]
+        own = self.own()[:, end - count : end]
+        if self.before is None:
+            return own
+        return own | self._inherited(self.before.words)
+
+    @cached_property
+    def visible(self) -> Tensor:
+        numbers = torch.arange(self.above.shape[1], device=self.above.device)
+        own = (numbers[:, None] == numbers).expand(self.above.shape[0], -1, -1)
+        if self.before is None:
+            return own
+        return torch.cat([self._inherited(self.before.visible), own], 2)
+
+    def allowed(self, place: Tensor) -> Tensor:
+        return drafted_or_committed(self.visible, place)
+
+    def _inherited(self, last: Tensor) -> Tensor:
+        """What the parents of [1|B, P, ..] have."""
+        rows, width = self.above.shape[0], last.shape[2]
+        return last.expand(rows, -1, -1).gather(1, self.above[..., None].expand(-1, -1, width))
+
+
+def drafted_or_committed(visible: Tensor, place: Tensor) -> Tensor:
+    """[B, Q, S] bool: the slots of the rows that visible [1|B, Q, R] names, and of all committed
+    ones; place [B, S]: the slots' numbers, counted from base."""
+    (batch, _), (_, queries, rows) = place.shape, visible.shape
+    held = place.clamp(0, rows - 1)[:, None].expand(-1, queries, -1)
+    drafted = visible.expand(batch, -1, -1).gather(2, held)
+    return (place < 0)[:, None] | (drafted & (place < rows)[:, None])
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Of the queries of `whole`, which are its rows, one by one, those of `span`: they see no row
+    behind their own, and share words and masks with the others."""
 
     whole: Sight
     span: slice
+
+    @property
+    def base(self) -> Tensor:
+        return self.whole.base
+
+    @property
+    def depth(self) -> Tensor:
+        return self.whole.depth[:, : self.span.stop]
+
+    @property
+    def at(self) -> Tensor:
+        return self.whole.at[:, self.span]
 
     @property
     def words(self) -> Tensor:
         return self.whole.words[:, self.span]
 
     def mask(self, slots: int, dtype: torch.dtype, window: int = 0) -> Tensor:
+        """See `Sight`."""
         return self.whole.mask(slots, dtype, window)[:, self.span]
 
 
