@@ -81,9 +81,10 @@ def report(given: argparse.Namespace) -> None:
         known = layers.get(dtype, {}).get("documents") == given.documents
         if not (known and engine.stored):
             with engine.serving():
-                layers[dtype] = layers[dtype] if known else engine.differences()
+                if not known:
+                    layers[dtype] = engine.differences()
+                    save(given, content, settings, markdown)
                 engine.write_store()
-        save(given, content, settings, markdown)
         for head in given.heads:
             row = {"dtype": dtype, "head": head, **trained(given, bench, engine, head)}
             put_rows(content, [row], ("dtype", "head"))
