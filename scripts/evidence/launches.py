@@ -31,12 +31,13 @@ from transformers import Qwen3Config
 
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
-from heads.kernels.dispatch import Op
+from heads.kernels.dispatch import Choice, Op
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.execution.layers import compile_layers
 from inference.decoding.requests import Request
+from inference.kernels import drafter_attention
 from inference.report.markdown import markdown_table
 from inference.target.model import TargetModel
 from scripts.evidence.acceptance.shapes import (
@@ -85,7 +86,7 @@ class Launches(TorchDispatchMode):
     @contextmanager
     def kernels(self) -> Iterator[None]:
         """Within the block our operations count as their kernels, whose work is done by the
-        reference."""
+        reference; drafters attend by one."""
 
         def counted(op: Op, first: Any, *args: Any, **kwargs: Any) -> Any:
             self.counts[self.phase] += KERNELS.get(op.name, 1)
@@ -95,7 +96,13 @@ class Launches(TorchDispatchMode):
             finally:
                 self.paused = before
 
-        with mock.patch.object(Op, "__call__", counted):
+        def on_a_gpu(*_given: Any) -> Choice:
+            return Choice("triton", "launches are counted")
+
+        with (
+            mock.patch.object(Op, "__call__", counted),
+            mock.patch.object(drafter_attention, "choose", on_a_gpu),
+        ):
             yield
 
 

@@ -67,9 +67,9 @@ def blind_to_branches(
     values: Tensor,
     lengths: Tensor,
     words: Tensor,
-    *rest: Any,
+    depth: Tensor,
     **m: Any,
 ) -> Tensor:
     """Attention in which a node sees every node before it, whatever its branch."""
-    chain = TokenTree.chain(words.shape[1] - 1, words.device).words()
-    return TREE_ATTENTION.reference(query, keys, values, lengths, chain, *rest, **m)
+    chain = TokenTree.chain(depth.shape[1] - 1, words.device).words()[:, -words.shape[1] :]
+    return TREE_ATTENTION.reference(query, keys, values, lengths, chain, depth, **m)
