@@ -39,7 +39,8 @@ class _GradientNow(torch.autograd.Function):
     def forward(ctx: Any, states: Tensor, judge: Callable[[Tensor], Judged]) -> Judged:
         with torch.enable_grad():
             rows = states.detach().requires_grad_()
-            values, *rest = judge(rows)
+            # a view: hooks of modules, such as torch's counter of FLOPs, do not take leaves here
+            values, *rest = judge(rows.view_as(rows))
             others = [leaf for leaf in _leaves(values) if leaf is not rows]
             assert not others, "a weight that is trained would get no gradient"
             (slope,) = torch.autograd.grad(values.sum(), rows)

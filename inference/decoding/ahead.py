@@ -49,6 +49,8 @@ def require_ahead(drafter: Drafter) -> None:
         what = "drafts from the target's inner states at the newest tokens"
     elif needs.verified:
         what = "learns from every verification"
+    elif needs.forced:
+        what = "drafts what the grammar forces behind the newest tokens"
     else:
         return
     raise UserError(

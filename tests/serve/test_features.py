@@ -20,7 +20,7 @@ from heads.api.features import FeatureSpec
 from heads.api.registry import get_kind
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
-from tests.serve.vllm_server import VllmServer
+from scripts.evidence.vllm_server import VllmServer
 from tests.train.features.test_store import job
 from tests.train.micro_run import prepare, settings
 from train.data.loader import StepLoader

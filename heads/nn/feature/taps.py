@@ -120,8 +120,10 @@ class TapDrafter(ReducedDrafter):
 
     @property
     def frozen_head(self) -> bool:
-        """Whether `judge` knows no trained weight."""
-        return not self.config.train_lm_head and self.shortlist is None
+        """Whether `judge` knows no trained weight; low-rank updates (`train.refresh.lora_rank`) are
+        some."""
+        trained = any(weight.requires_grad for weight in self.lm_head.parameters())
+        return not trained and self.shortlist is None
 
     def fuse(self, taps: Tensor) -> Tensor:
         """taps [B, T, n, H] -> g [B, T, H]."""

@@ -22,10 +22,10 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.kernels.drafter_attention import MOST_QUERIES, drafter_attention
 from inference.kernels.reference.attention import TREE_ATTENTION
+from tests.heads.kernels.devices import ON_CPU
 from tests.heads.recipes import RECIPES, REMEMBERING
 from tests.inference.decoding.test_lossless import TREE, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
-from tests.inference.kernels.devices import ON_CPU
 from tests.inference.kernels.planted import run_in_its_place
 from tests.models import random_target
 

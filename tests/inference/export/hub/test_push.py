@@ -36,6 +36,7 @@ REPO = "someone/eagle3-for-target"
 FILES = [
     "README.md",
     "acceptance.png",
+    "by_context.png",
     "config.json",
     "manifest.json",
     "model.safetensors",
