@@ -159,7 +159,7 @@ class Drafter(TapDrafter):
                     [parts[0], *(part[:, :size] for part in parts[1 : row + 1])]
                     for parts in (keys, values)
                 )
-                seen = seen_keys, seen_values, reach.of(size)
+                seen = seen_keys, seen_values, reach
                 attended.append(anchored_attention(queries[row], *seen))
             states = layer.finish(states, torch.cat(attended, 1))
         normed: Tensor = self.norm(states)

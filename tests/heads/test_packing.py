@@ -154,7 +154,7 @@ def test_anchors_see_their_document_up_to_themselves(rows: list[list[int]], chun
         [draw(2, 12 if step == 0 else 4, HEADS, SIZE, seed=seed + step) for step in range(3)]
         for seed in (10, 20)
     )
-    found = anchored_attention(query, keys, values, anchors.reach(segments).of(4))
+    found = anchored_attention(query, keys, values, anchors.reach(segments))
     place = order[:, :4, None, None].expand(-1, -1, 1, 12).transpose(1, 2)
     seen = within_documents(segments).gather(2, place)
     own = torch.eye(4, dtype=torch.bool).expand(2, 1, -1, -1)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,19 +30,28 @@ from heads.nn.packing import first_places
 
 @dataclass(frozen=True)
 class Reach:
-    """The true rows that are seen behind anchors: from the place `first` to the place `last`, [B,
-    A] int64 each."""
+    """Which of T true rows are seen behind anchors: from the place `first` to the place `last`, [B,
+    A] int64 each. whole: the mask [B, 1, A, T] of all anchors, for all layers and depths, where
+    that is little; else None."""
 
     first: Tensor
     last: Tensor
+    length: int
+    whole: Tensor | None = None
 
-    def of(self, rows: int) -> Reach:
-        """Behind the first so many anchors."""
-        return Reach(self.first[:, :rows], self.last[:, :rows])
+    @classmethod
+    def within(cls, segments: Tensor, last: Tensor) -> Reach:
+        """Of anchors at `last` [B, A] in their documents, for segments [B, T]."""
+        reach = cls(first_places(segments).gather(1, last), last, segments.shape[1])
+        if last.numel() * reach.length > attention.CHUNK_ELEMENTS:
+            return reach
+        return replace(reach, whole=reach.mask(slice(0, last.shape[1])))
 
-    def mask(self, span: slice, length: int) -> Tensor:
-        """[B, 1, Q, T] bool: of the anchors in `span`, over `length` true rows."""
-        places = torch.arange(length, device=self.last.device)
+    def mask(self, span: slice) -> Tensor:
+        """[B, 1, Q, T] bool: of the anchors in `span`."""
+        if self.whole is not None:
+            return self.whole[:, :, span]
+        places = torch.arange(self.length, device=self.last.device)
         first, last = self.first[:, span, None], self.last[:, span, None]
         return ((places >= first) & (places <= last))[:, None]
 
@@ -117,7 +126,7 @@ class AnchoredRows:
 
     def reach(self, segments: Tensor) -> Reach:
         """The true rows that the anchors' mask rows see, for segments [B, T]."""
-        return Reach(first_places(segments).gather(1, self.order), self.order)
+        return Reach.within(segments, self.order)
 
     def places(self, batch: TrainBatch, depths: int) -> tuple[Tensor, Tensor]:
         """(places, wanted) for `sum_by_state`: [K, B*T] int64, where among all outputs the one of
@@ -159,8 +168,8 @@ def anchored_attention(
 ) -> Tensor:
     """Attention of mask rows at one depth -> [B, M, h * D].
 
-    query [B, M, h, D]; keys[0], values[0] [B, T, g, D]: of the true rows, seen within `reach` of M
-    anchors; the others [B, M, g, D]: of the same anchors' mask rows up to this depth.
+    query [B, M, h, D]; keys[0], values[0] [B, T, g, D]: of the true rows, seen within the
+    `reach` of the first M anchors; the others [B, M, g, D]: of the same anchors' mask rows up to this depth.
     """
     (batch, rows, heads, size), (key, *own_keys) = query.shape, keys
     length = key.shape[1]
@@ -171,6 +180,6 @@ def anchored_attention(
 
     def part(span: slice) -> Tensor:
         own_parts = grouped[:, span], own[:, span], own_values[:, span]
-        return attention.chained_rows(*own_parts, key, values[0], reach.mask(span, length))
+        return attention.chained_rows(*own_parts, key, values[0], reach.mask(span))
 
     return attention.in_chunks(part, rows, chunk)
