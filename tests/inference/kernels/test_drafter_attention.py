@@ -34,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tree": {"shape": "tree", "choices": TREE},
     "dynamic": {"shape": "dynamic", "nodes": 12, "depth": 4, "width": 4},
 }
-NO_CACHE = {"hydra_heads", "jacobi", "lookahead", "medusa", "ngram", "suffix"}
+NO_CACHE = {"jump_forward", "hydra_heads", "jacobi", "lookahead", "medusa", "ngram", "suffix"}
 """Recipes that attend to no cache of their own."""
 
 
