@@ -168,8 +168,9 @@ def anchored_attention(
 ) -> Tensor:
     """Attention of mask rows at one depth -> [B, M, h * D].
 
-    query [B, M, h, D]; keys[0], values[0] [B, T, g, D]: of the true rows, seen within the
-    `reach` of the first M anchors; the others [B, M, g, D]: of the same anchors' mask rows up to this depth.
+    query [B, M, h, D]; keys[0], values[0] [B, T, g, D]: of the true rows, seen within the `reach`
+    of the first M anchors; the others [B, M, g, D]: of the same anchors' mask rows up to this
+    depth.
     """
     (batch, rows, heads, size), (key, *own_keys) = query.shape, keys
     length = key.shape[1]
