@@ -60,7 +60,8 @@ def check(case: Case) -> None:
 
 
 def test_equals_the_reference() -> None:
-    check(Case(sinks=True, softcap=3.0, window=20, size=80, value_size=48, nodes=33, capacity=97))
+    limits: dict[str, Any] = {"sinks": True, "softcap": 3.0, "window": 20}
+    check(Case(size=80, value_size=48, nodes=40, asked=33, capacity=97, **limits))
 
 
 CASES = {
@@ -76,6 +77,9 @@ CASES = {
     "several splits, sinks": Case(lengths=(1100, 3), capacity=1200, sinks=True, softcap=2.0),
     "window shorter than the tree": Case(shape="chain", nodes=33, window=7, capacity=90),
     "window in the last of several splits": Case(lengths=(1400, 62), capacity=1500, window=40),
+    "a level": Case(nodes=40, asked=10, lengths=(50, 9, 600), capacity=650, size=64, key_heads=2),
+    "a level in a window": Case(nodes=33, asked=8, window=7, lengths=(50, 3), capacity=85),
+    "a level of a static tree": Case(shape="static", nodes=37, asked=5, capacity=90, words=1),
     "window over two splits": Case(lengths=(1050, 520), capacity=1100, window=200, sinks=True),
 }
 
