@@ -74,6 +74,13 @@ def test_a_run_sees_everything_up_to_itself(length: int) -> None:
     ]
 
 
+def test_what_is_committed_is_seen_by_its_last() -> None:
+    sight = UpTo.committed(torch.tensor([3, 1, 40]))
+    check(sight)
+    assert masked(sight) == [[list(range(end))] for end in (3, 1, 40)]
+    assert masked(sight, window=2) == [[[1, 2]], [[0]], [[38, 39]]]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 40])
 def test_chains(depth: int) -> None:
     base = torch.tensor([3, 0, 17])

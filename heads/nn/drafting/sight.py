@@ -106,6 +106,12 @@ class UpTo(_Rows):
         at = slots - base[:, None] if wanted is None else (slots - base[:, None]).gather(1, wanted)
         return cls(base, depth, at)
 
+    @classmethod
+    def committed(cls, end: Tensor) -> UpTo:
+        """The sight of one query per row, the last of the slots before end [B]: all of these."""
+        nothing = end.new_zeros(1, 1)
+        return cls(end, nothing, nothing - 1, nothing[None].to(torch.int32))
+
     @cached_property
     def words(self) -> Tensor:
         if self.known is not None:

@@ -200,7 +200,7 @@ def attend_last(
     cosine, sine = rotation = look_up(table, slots)
     state.store(0, at[0], slots, *attention.key_value(states, rotation))
     query = attention.query(states[at], (cosine[at], sine[at]))
-    return state.attend(0, query, UpTo.run(slots, at[1]))
+    return state.attend(0, query, UpTo.committed(state.root_position))
 
 
 class ChainDrafter(FeatureDrafter):
