@@ -189,6 +189,73 @@ def _share(log_q, log_p):  # type: ignore[no-untyped-def]
 
 # fmt: off
 @triton.jit
+def _second_pass(  # type: ignore[no-untyped-def]
+    row, other, values, sums, place, count, vocab, peak, above, norm, target_peak, target_above,
+    target_norm, inverse_temperature, beta,
+    RKL: tl.constexpr, JSD: tl.constexpr, TV: tl.constexpr, NLL: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    # fmt: on
+    """The losses of a row that need normalised probabilities, and what they leave in `sums`."""
+    lanes = tl.arange(0, BLOCK)
+    reverse = tl.zeros([BLOCK], tl.float32)
+    from_p = tl.zeros([BLOCK], tl.float32)
+    from_q = tl.zeros([BLOCK], tl.float32)
+    apart = tl.zeros([BLOCK], tl.float32)
+    ahead = tl.zeros([BLOCK], tl.float32)
+    low_top = tl.full([BLOCK], -3e38, tl.float32)
+    common = tl.zeros([BLOCK], tl.float32)
+    own = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        column = start + lanes
+        log_q = (_load(row, column, vocab) - peak) * inverse_temperature - above
+        log_p = (_load(other, column, vocab) - target_peak) * inverse_temperature - target_above
+        q = tl.exp(log_q)
+        p = tl.exp(log_p)
+        if RKL >= 0:
+            reverse += tl.where(q > 0.0, q * (log_q - log_p), q)
+        if JSD >= 0:
+            mixed = _mixture(log_p, log_q, beta)
+            from_p += tl.where(p > 0.0, p * (log_p - mixed), p)
+            from_q += tl.where(q > 0.0, q * (log_q - mixed), q)
+        if TV >= 0:
+            apart += tl.abs(q - p)
+            ahead += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
+        if NLL >= 0:
+            least = tl.where(log_q < log_p, log_q, log_p)
+            rise = least - low_top
+            higher = rise > 0.0
+            low_top = tl.where(higher, least, low_top)
+            fade = tl.exp(-tl.abs(rise))
+            old = tl.where(higher, fade, 1.0)
+            new = tl.where(higher, 1.0, fade)
+            common = common * old + new
+            own = own * old + new * _share(log_q, log_p)
+    if RKL >= 0:
+        found = tl.sum(reverse, 0)
+        tl.store(sums + 5 * count + place, found)
+        tl.store(values + RKL * count + place, _not_below_zero(found))
+    if JSD >= 0:
+        drafted = tl.sum(from_q, 0)
+        found = beta * tl.sum(from_p, 0) + (1.0 - beta) * drafted
+        tl.store(sums + 6 * count + place, drafted)
+        tl.store(values + JSD * count + place, _not_below_zero(found))
+    if TV >= 0:
+        tl.store(sums + 7 * count + place, tl.sum(ahead, 0))
+        tl.store(values + TV * count + place, 0.5 * tl.sum(apart, 0))
+    if NLL >= 0:
+        low_peak = tl.max(low_top, 0)
+        scale = tl.exp(low_top - low_peak)
+        whole = tl.sum(common * scale, 0)
+        # a comparison drops NaN, of which both norms still know
+        found = low_peak + tl.log(whole) + 0.0 * (norm + target_norm)
+        tl.store(sums + 8 * count + place, found)
+        tl.store(sums + 9 * count + place, tl.sum(own * scale, 0) / whole)
+        tl.store(values + NLL * count + place, -found)
+
+
+# fmt: off
+@triton.jit
 def _forward_kernel(  # type: ignore[no-untyped-def]  # noqa: C901
     logits, wanted, labels, values, sums, best, target_best,
     vocab, target_rows, inverse_temperature, beta,
@@ -277,60 +344,12 @@ def _forward_kernel(  # type: ignore[no-untyped-def]  # noqa: C901
             found = mean * inverse_temperature + (norm - target_norm)
             tl.store(values + KL * count + place, _not_below_zero(found))
     if PASSES == 2:
-        reverse = tl.zeros([BLOCK], tl.float32)
-        from_p = tl.zeros([BLOCK], tl.float32)
-        from_q = tl.zeros([BLOCK], tl.float32)
-        apart = tl.zeros([BLOCK], tl.float32)
-        ahead = tl.zeros([BLOCK], tl.float32)
-        low_top = tl.full([BLOCK], -3e38, tl.float32)
-        common = tl.zeros([BLOCK], tl.float32)
-        own = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, vocab, BLOCK):
-            column = start + lanes
-            log_q = (_load(row, column, vocab) - peak) * inverse_temperature - above
-            log_p = (_load(other, column, vocab) - target_peak) * inverse_temperature - target_above
-            q = tl.exp(log_q)
-            p = tl.exp(log_p)
-            if RKL >= 0:
-                reverse += tl.where(q > 0.0, q * (log_q - log_p), q)
-            if JSD >= 0:
-                mixed = _mixture(log_p, log_q, beta)
-                from_p += tl.where(p > 0.0, p * (log_p - mixed), p)
-                from_q += tl.where(q > 0.0, q * (log_q - mixed), q)
-            if TV >= 0:
-                apart += tl.abs(q - p)
-                ahead += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
-            if NLL >= 0:
-                least = tl.where(log_q < log_p, log_q, log_p)
-                rise = least - low_top
-                higher = rise > 0.0
-                low_top = tl.where(higher, least, low_top)
-                fade = tl.exp(-tl.abs(rise))
-                old = tl.where(higher, fade, 1.0)
-                new = tl.where(higher, 1.0, fade)
-                common = common * old + new
-                own = own * old + new * _share(log_q, log_p)
-        if RKL >= 0:
-            found = tl.sum(reverse, 0)
-            tl.store(sums + 5 * count + place, found)
-            tl.store(values + RKL * count + place, _not_below_zero(found))
-        if JSD >= 0:
-            drafted = tl.sum(from_q, 0)
-            found = beta * tl.sum(from_p, 0) + (1.0 - beta) * drafted
-            tl.store(sums + 6 * count + place, drafted)
-            tl.store(values + JSD * count + place, _not_below_zero(found))
-        if TV >= 0:
-            tl.store(sums + 7 * count + place, tl.sum(ahead, 0))
-            tl.store(values + TV * count + place, 0.5 * tl.sum(apart, 0))
-        if NLL >= 0:
-            low_peak = tl.max(low_top, 0)
-            scale = tl.exp(low_top - low_peak)
-            whole = tl.sum(common * scale, 0)
-            # a comparison drops NaN, of which both norms still know
-            found = low_peak + tl.log(whole) + 0.0 * (norm + target_norm)
-            tl.store(sums + 8 * count + place, found)
-            tl.store(sums + 9 * count + place, tl.sum(own * scale, 0) / whole)
-            tl.store(values + NLL * count + place, -found)
+        # fmt: off
+        _second_pass(
+            row, other, values, sums, place, count, vocab, peak, above, norm, target_peak,
+            target_above, target_norm, inverse_temperature, beta, RKL, JSD, TV, NLL, BLOCK,
+        )
+        # fmt: on
 
 
 # fmt: off

@@ -10,6 +10,7 @@ heads, g key/value heads, D head size, E value size.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -54,7 +55,7 @@ class Sight(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class _Rows(ABC):
     """What sights have in common. places: what masks of one base share, made by the first."""
 
     base: Tensor
@@ -65,10 +66,10 @@ class _Rows:
         default_factory=dict, init=False, repr=False
     )
 
+    @abstractmethod
     def allowed(self, place: Tensor) -> Tensor:
         """[B, Q, S] bool: which slots each query sees, but for windows. place [B, S]: the slots'
         numbers, counted from base."""
-        raise NotImplementedError
 
     def mask(self, slots: int, dtype: torch.dtype, window: int = 0) -> Tensor:
         """See `Sight`."""

@@ -39,7 +39,7 @@ from train.features.remote.server import FeatureServer
 from train.features.store.writer import write_features
 from train.features.vllm.command import serve_command
 from train.features.vllm.states_file import NAME, STALE_SECONDS
-from train.features.vllm.target import VllmTarget, documents
+from train.features.vllm.target import VllmTarget, whole_documents
 from train.run import train
 from train.target.parts import load_parts
 from train.tracking.tracker import LOG_FILE, read_log
@@ -400,9 +400,10 @@ def test_what_readers_left_is_deleted_and_nothing_else(
 def test_documents_are_told_apart() -> None:
     segments = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 0, 0, 0, 0, 0]])
     positions = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 0, 0, 0, 0, 0]])
-    assert list(documents(segments, positions)) == [(0, 0, 2), (0, 2, 5), (1, 0, 1)]
+    found = [(one.row, one.first, one.end) for one in whole_documents(segments, positions)]
+    assert found == [(0, 0, 2), (0, 2, 5), (1, 0, 1)]
     with pytest.raises(UserError, match="positions begin elsewhere"):
-        list(documents(segments, positions + 1))
+        list(whole_documents(segments, positions + 1))
 
 
 def test_a_feature_server_may_stand_before_vllm(

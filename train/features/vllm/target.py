@@ -16,6 +16,7 @@ from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
+from heads.nn.packing import Document, documents
 from inference.target.model import TargetModel
 from train.features.config import FeaturesConfig
 from train.features.vllm.client import VllmClient
@@ -50,22 +51,24 @@ class VllmTarget:
                 f"{list(layers)}. Set features.layers, and start the servers with them."
             )
         rows = [layers.index(tap) for tap in needs.taps]
-        places = list(documents(segments, positions))
+        lying = list(whole_documents(segments, positions))
         asked = [
-            self._workers.submit(partial(self.client.states, tokens[row, start:stop].tolist()))
-            for row, start, stop in places
+            self._workers.submit(
+                partial(self.client.states, tokens[one.row, one.first : one.end].tolist())
+            )
+            for one in lying
         ]
         zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
         shape, hidden = tokens.shape, self.info.hidden_size
         taps = zeros((*shape, len(rows), hidden)) if rows else None
         last = zeros((*shape, hidden)) if needs.last_hidden or needs.logits else None
         try:
-            for (row, start, stop), coming in zip(places, asked, strict=True):
+            for one, coming in zip(lying, asked, strict=True):
                 states = coming.result().to(self.device)
                 if taps is not None:
-                    taps[row, start:stop] = states[:, rows]
+                    taps[one.row, one.first : one.end] = states[:, rows]
                 if last is not None:
-                    last[row, start:stop] = self.client.normed(states[:, -1])
+                    last[one.row, one.first : one.end] = self.client.normed(states[:, -1])
         finally:
             for coming in asked:
                 coming.cancel()
@@ -77,21 +80,17 @@ class VllmTarget:
         self.client.close()
 
 
-def documents(segments: Tensor, positions: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(row, start, stop) of every document in rows [B, T]; raises `UserError` for one whose
-    positions do not count from 0, as vLLM's do."""
-    for row, (numbers, counted) in enumerate(
-        zip(segments.cpu().unbind(), positions.cpu().unbind(), strict=True)
-    ):
-        values, counts = torch.unique_consecutive(numbers, return_counts=True)
-        start = 0
-        for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-            stop = start + count
-            if value:
-                if not torch.equal(counted[start:stop], torch.arange(count, dtype=counted.dtype)):
-                    raise UserError(
-                        "vLLM computes documents from their first token on, but a row holds one "
-                        "whose positions begin elsewhere. Use features=online or remote."
-                    )
-                yield row, start, stop
-            start = stop
+def whole_documents(segments: Tensor, positions: Tensor) -> Iterator[Document]:
+    """The documents of rows [B, T], padding aside; raises `UserError` for one whose positions do
+    not count from 0, as vLLM's do."""
+    segments, positions = segments.cpu(), positions.cpu()
+    for one in documents(segments, positions):
+        counted = positions[one.row, one.first : one.end]
+        if not segments[one.row, one.first]:
+            continue
+        if not torch.equal(counted, torch.arange(len(counted), dtype=counted.dtype)):
+            raise UserError(
+                "vLLM computes documents from their first token on, but a row holds one whose "
+                "positions begin elsewhere. Use features=online or remote."
+            )
+        yield one
