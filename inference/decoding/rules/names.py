@@ -21,11 +21,15 @@ CHAINS_ONLY = ("rejection", "block")
 
 def best_rule(shape: str, temperature: float) -> str:
     """The rule that accepts most drafts of a shape (chain, tree, dynamic, dartree, none) and keeps
-    the target's distribution. At temperature 0 all of these rules accept the same."""
+    the target's distribution (docs/reports/rules.md). At temperature 0 all of these rules accept
+    the same.
+
+    A tree that is chosen while it is drafted leaves no distribution to weigh its nodes by: its
+    drafts are certain for the other rules, while `match` drafts with the target's own noise.
+    """
     if temperature == 0:
         return "match"
-    best = {"chain": "block", "tree": "traversal", "dynamic": "specinfer", "dartree": "specinfer"}
-    return best.get(shape, "match")
+    return {"chain": "block", "tree": "traversal"}.get(shape, "match")
 
 
 def sampling_rule(rule: str, shape: str) -> str:

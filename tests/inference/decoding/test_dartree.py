@@ -157,7 +157,7 @@ def test_settings_say_what_is_grown() -> None:
     config = DecodeConfig(**DARTREE, depth_penalty=0.5)
     assert config.tree() == DartreeShape(10, 3, 4, 9, 0.5)
     assert DecodeConfig(shape="dartree").tree() == DartreeShape(17, 4, 8, 64, 0.2)
-    assert replace(config, rule="auto", temperature=1.0).acceptance == "specinfer"
+    assert replace(config, rule="auto", temperature=1.0).acceptance == "match"
     with pytest.raises(UserError, match=r"grows 12 nodes at most; decode\.nodes must be 13 or"):
         DecodeConfig(**{**DARTREE, "nodes": 14}).tree()
 

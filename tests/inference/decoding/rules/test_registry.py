@@ -192,8 +192,8 @@ def test_rows_that_are_idle_do_no_harm(name: str, shape: DraftShape) -> None:
         ({"temperature": 0.0}, "match"),
         ({"temperature": 0.7}, "block"),
         ({"temperature": 0.7, "shape": "tree", "choices": ((0,), (1,))}, "traversal"),
-        ({"temperature": 0.7, "shape": "dynamic"}, "specinfer"),
-        ({"temperature": 0.7, "shape": "dartree"}, "specinfer"),
+        ({"temperature": 0.7, "shape": "dynamic"}, "match"),
+        ({"temperature": 0.7, "shape": "dartree"}, "match"),
         ({"temperature": 0.7, "shape": "none"}, "match"),
     ],
 )
