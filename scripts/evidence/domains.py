@@ -4,9 +4,9 @@
     python -m scripts.evidence.domains
 
 The second command measures nothing: it reads the report of the first, chains of 4 at temperature 0,
-of every trained family and of the drafters without weights. Its first table has TAR by domain beside the
-ranges that serving guides publish for large targets; the second one TAR against the measured
-speedup, and the share of tau that drafting leaves of it.
+of every trained family and of the drafters without weights. Its first table has TAR by domain
+beside the ranges that serving guides publish for large targets; the second one TAR against the
+measured speedup, and the share of the possible one that it is.
 """
 
 from __future__ import annotations
