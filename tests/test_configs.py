@@ -33,6 +33,7 @@ NEEDED = {
     ("data", "jsonl"): ["data.path=prompts.jsonl"],
     ("bench", "jsonl"): ["bench.prompts=prompts.jsonl"],
     ("bench", "spec_bench"): ["bench.prompts=question.jsonl"],
+    ("bench", "arena_hard"): ["bench.prompts=question.jsonl"],
     ("bench", "table"): ["bench.prompts=questions.csv", "bench.dataset.template='{question}'"],
 }
 """Values that an option leaves to the user."""

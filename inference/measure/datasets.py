@@ -3,7 +3,8 @@
 A table is a Hub dataset, a folder of parquet, a dataset that was saved to disk, or a .parquet,
 .csv, .json or .jsonl file. A template turns a row into one user message: "{question}" is a column,
 "{turns[0]}" the first entry of a list, "{translation[de]}" a key; a column that holds a list of
-texts is joined by newlines. What was loaded is recorded: the commit that a Hub revision stood for,
+texts is joined by newlines, unless it holds the user messages of a conversation
+(`turns_column`). What was loaded is recorded: the commit that a Hub revision stood for,
 and a hash of every prompt.
 """
 
@@ -35,6 +36,9 @@ class DatasetConfig:
 
     template: str = ""
     """The user message with columns in braces: "{question}". Empty: bench.prompts are files."""
+    turns_column: str = ""
+    """Column with the user messages of a conversation, in place of a template: each is asked behind
+    the answer to the one before it, and measured."""
     name: str = ""
     """Configuration of a Hub dataset (`name` of `datasets.load_dataset`); empty: its only one."""
     split: str = "test"
@@ -51,6 +55,18 @@ class DatasetConfig:
     """Rows with this text are left out: a dataset's mark for content to be fetched elsewhere."""
     limit: NonNegativeInt = 0
     """Read at most this many rows, from the start; 0: all."""
+
+    def __post_init__(self) -> None:
+        if self.template and self.turns_column:
+            raise UserError(
+                "bench.dataset.template and bench.dataset.turns_column both say what is asked: "
+                "give one of them."
+            )
+
+    @property
+    def reads_table(self) -> bool:
+        """Rows become prompts; otherwise prompts are files of prompts."""
+        return bool(self.template or self.turns_column)
 
 
 @dataclass(frozen=True)
@@ -70,7 +86,7 @@ def load_bench_prompts(source: str, dataset: DatasetConfig, domains: Sequence[st
     columns, and when no row is left.
     """
     path = Path(source).expanduser()
-    if dataset.template:
+    if dataset.reads_table:
         return _from_table(source, dataset)
     if path.suffix in (".parquet", ".csv", ".json"):
         raise UserError(
@@ -111,8 +127,9 @@ def _from_table(source: str, config: DatasetConfig) -> Loaded:
     domain = config.domain or Path(source).stem.lower()
     prompts: dict[str, Prompt] = {}
     for number, row in enumerate(islice(table, config.limit or None)):
-        text = fill(config.template, row).strip()
-        if not text or (config.placeholder and config.placeholder in text):
+        asked = list(_asked(config, row))
+        held = config.placeholder and any(config.placeholder in text for text in asked)
+        if held or not all(asked) or not asked:
             continue
         own = str(row[config.domain_column]) if config.domain_column else domain
         name = str(row[config.id_column]) if config.id_column else f"{domain}-{number}"
@@ -122,11 +139,27 @@ def _from_table(source: str, config: DatasetConfig) -> Loaded:
                 f"(bench.dataset.id_column={config.id_column}). Ids must be unique: an answer's "
                 "seed comes from its id."
             )
-        prompts[name] = Prompt(name, own, messages=({"role": "user", "content": text},))
+        first, *turns = asked
+        messages = ({"role": "user", "content": first},)
+        prompts[name] = Prompt(name, own, messages=messages, turns=tuple(turns))
     if not prompts:
-        words = f"a prompt with the template {config.template!r}."
-        raise UserError(f"no row of '{source}' gives {words}")
+        how = f"template {config.template!r}" if config.template else "given turns_column"
+        raise UserError(f"no row of '{source}' gives a prompt with the {how}.")
     return Loaded(list(prompts.values()), source, revision)
+
+
+def _asked(config: DatasetConfig, row: Mapping[str, Any]) -> Iterator[str]:
+    """The user messages of a row. Raises `UserError` for turns that are no list of texts."""
+    if config.template:
+        yield fill(config.template, row).strip()
+        return
+    turns = row[config.turns_column]
+    if not isinstance(turns, (list, tuple)) or not all(isinstance(one, str) for one in turns):
+        raise UserError(
+            f"bench.dataset.turns_column: '{config.turns_column}' must hold lists of texts; found: "
+            f"{str(turns)[:80]!r}."
+        )
+    yield from (one.strip() for one in turns)
 
 
 def open_dataset(source: str, config: DatasetConfig) -> tuple[Any, str]:
@@ -202,8 +235,11 @@ def _first_line(error: BaseException) -> str:
 
 def _check_columns(source: str, config: DatasetConfig, columns: Sequence[str]) -> None:
     """Raise `UserError` naming the first column that the table does not have."""
-    wanted = [("template", column) for column in template_columns(config.template)]
-    wanted += [("id_column", config.id_column), ("domain_column", config.domain_column)]
+    columns_of_template = template_columns(config.template) if config.template else []
+    wanted = [("template", column) for column in columns_of_template]
+    wanted += [
+        (key, getattr(config, key)) for key in ("turns_column", "id_column", "domain_column")
+    ]
     for key, column in wanted:
         if column and column not in columns:
             raise UserError(

@@ -3,8 +3,9 @@ answer.
 
 One line is {"id": ..., "domain": ..., and one of "messages" (OpenAI style), "prompt" (one user
 message), "tokens" (ids), "text" (continued as it is, without the chat template)}. Messages may come
-with "tools" and "template_arguments" for the template; a "json_schema" is
-what the answer follows (structured output). In a .txt file every line is a user message.
+with "tools" and "template_arguments" for the template, and with "turns", further user messages of
+the conversation (inference.measure.turns); a "json_schema" is what the answer follows (structured
+output). In a .txt file every line is a user message.
 A folder holds one `<domain>.jsonl` per domain. Ids are unique, and each prompt's sampling seed
 comes from its id, so a prompt gets the same answer in any order, batch or process.
 """
@@ -40,7 +41,7 @@ Requests = Mapping[str, Request]
 class Prompt:
     """Something to answer: `messages` for the chat template, ready token ids, or the beginning of
     a text. tools, arguments: what the template is given besides messages. constraint: what the
-    answer follows."""
+    answer follows. turns: user messages that follow the answer (inference.measure.turns)."""
 
     id: str
     domain: str
@@ -50,6 +51,7 @@ class Prompt:
     tools: tuple[Mapping[str, object], ...] | None = None
     arguments: Mapping[str, object] | None = None
     constraint: Constraint | None = None
+    turns: tuple[str, ...] = ()
 
     def render(self, tokenizer: Any) -> list[int]:
         """Token ids that the target continues."""
@@ -78,7 +80,8 @@ class Prompt:
 
     def to_line(self) -> dict[str, object]:
         """The prompt as a line of a prompt file, as `load_prompts` reads it."""
-        content = {name: getattr(self, name) for name in ("messages", "tokens", "text", "tools")}
+        keys = ("messages", "tokens", "text", "tools", "turns")
+        content = {name: getattr(self, name) for name in keys}
         content["template_arguments"] = self.arguments
         if self.constraint is not None:
             content["json_schema"] = json.loads(self.constraint.text)
@@ -267,7 +270,15 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
         raise UserError(f"{where}: tools must be a list, template_arguments an object.")
     described = tuple(tools) if tools else None
     content = tuple(checked), None, None, described, arguments or None
-    return Prompt(name, domain, *content, follows)
+    return Prompt(name, domain, *content, follows, _turns(row.get("turns"), where))
+
+
+def _turns(turns: Any, where: str) -> tuple[str, ...]:
+    if turns is None:
+        return ()
+    if not isinstance(turns, list) or not all(isinstance(x, str) and x.strip() for x in turns):
+        raise UserError(f"{where}: turns must be a list of user messages that are not empty.")
+    return tuple(turns)
 
 
 def _constraint(schema: Any, where: str) -> Constraint | None:

@@ -61,6 +61,7 @@ from inference.measure.metrics import Outcome, TauEstimate, Totals, divide
 from inference.measure.profile import profile
 from inference.measure.prompts import Prompt, Requests, behind_others, to_requests
 from inference.measure.roofline import roofline
+from inference.measure.turns import every_turn
 from inference.measure.verifications import write_records
 from inference.report import claims
 from inference.report import model as schema
@@ -433,7 +434,7 @@ def _prepare(
     checked = check_arms(config, arms)
     decode, limit = checked[0].decode, target.info.max_position_embeddings
     measured, spare = (
-        behind_others(some, prompts, target.tokenizer, config.contexts)
+        every_turn(behind_others(some, prompts, target.tokenizer, config.contexts), target, decode)
         for some in split_prompts(config, prompts)
     )
     requests, warmup = (

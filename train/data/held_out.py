@@ -132,7 +132,7 @@ def load_any_prompts(source: str, dataset: DatasetConfig, domains: Sequence[str]
     """The prompts of a measurement, from all that `load_bench_prompts` and `read_prompts` know."""
     file = Path(source).expanduser()
     known = file.suffix in (".jsonl", *tables.BUILDERS)
-    if not dataset.template and known and file.is_file() and not is_prompt_file(file):
+    if not dataset.reads_table and known and file.is_file() and not is_prompt_file(file):
         return Loaded(read_prompts(source), source, "")
     return load_bench_prompts(source, dataset, domains)
 
@@ -151,7 +151,8 @@ def load_held_out(data: DataConfig) -> HeldOutIndex | None:
 
 def texts_of(prompt: Prompt) -> list[str]:
     """A prompt's user messages; none for one that is given as token ids."""
-    return [message["content"] for message in prompt.messages or () if message["role"] == "user"]
+    given = [message["content"] for message in prompt.messages or () if message["role"] == "user"]
+    return [*given, *prompt.turns]
 
 
 class Findings(TypedDict):

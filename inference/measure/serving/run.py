@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from inference.measure.metrics import context_bin, divide
 from inference.measure.prompts import Prompt, prompt_seed
 from inference.measure.serving.summary import cells
 from inference.measure.serving.windows import CHUNKS, COUNTERS, Group, Side, api_of, body_of
+from inference.measure.turns import conversations, next_turns
 from inference.report import model as schema
 from inference.writers import only_writer
 
@@ -135,6 +137,7 @@ class _Session:
             await side.connect()
             answers = await side.warm_up(warm)
             tokens.append(sum(answer.prompt_tokens for answer in answers))
+        measured = await self.every_turn(sides[0], measured)
         per_token = divide(sum(map(_characters, spare)), tokens[0]) or GUESS
         groups = await self.group(sides[0].endpoint, measured, per_token)
         jobs = [
@@ -156,6 +159,23 @@ class _Session:
                 pairs = zip(prompts, answers, strict=True)
                 self.texts |= {prompt.id: answer.text for prompt, answer in pairs}
         return self.report(sides, measured, len(warm), provenance)
+
+    async def every_turn(self, side: Side, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts of all turns of conversations, behind the answers of `side`'s server."""
+        found, asked = list(prompts), conversations(prompts)
+        for number in count(2):
+            if not asked:
+                break
+            answers = {
+                prompt.id: (
+                    await side.patiently("a turn", side.endpoint.ask, *self.body(prompt))
+                ).text
+                for prompt in asked
+            }
+            turns = next_turns(asked, answers, number)
+            found += turns
+            asked = conversations(turns)
+        return found
 
     def split(self, prompts: Sequence[Prompt], rows: int) -> list[Sequence[Prompt]]:
         """The prompts of a group as windows for `rows` clients."""

@@ -88,7 +88,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "question_id": "q1",
             "category": "coding",
             "sub_category": "python",
-            "turns": ["Write a loop."],
+            "turns": ["Write a loop.", "Now backwards."],
             "source": "s",
             "src_id": "1",
             "difficulty": "easy",
@@ -104,6 +104,25 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "difficulty": "easy",
             "multiturn": False,
         },
+    ],
+    "aime": [{"problem": "Find the sum.", "answer": "70", "id": "0"}],
+    "livecodebench": [
+        {
+            "question_title": "Sum",
+            "question_content": "Add the numbers.",
+            "platform": "atcoder",
+            "question_id": "abc_a",
+            "starter_code": "def f(a, b):",
+            "difficulty": "easy",
+        }
+    ],
+    "arena_hard": [
+        {
+            "uid": "u1",
+            "category": "hard_prompt",
+            "subcategory": "coding",
+            "prompt": "Draw it in SVG.",
+        }
     ],
     "long": [
         {
@@ -160,6 +179,22 @@ WANTED = {
         )
     ],
     "mtbench": [("81", "writing", "Write a poem.")],
+    "aime": [
+        (
+            "0",
+            "aime",
+            "Find the sum.\nPlease reason step by step, and put your final answer within \\boxed{}.",
+        )
+    ],
+    "livecodebench": [
+        (
+            "abc_a",
+            "easy",
+            "Add the numbers.\n\ndef f(a, b):\n\n"
+            "Write a Python program that solves the problem. Answer with the program.",
+        )
+    ],
+    "arena_hard": [("u1", "hard_prompt", "Draw it in SVG.")],
     "alpaca": [
         ("alpaca-0", "alpaca", "Name a colour."),
         ("alpaca-1", "alpaca", "Sort these.\n\nb, a"),
@@ -192,6 +227,14 @@ WANTED = {
 }
 
 
+FILES = ("spec_bench", "arena_hard")
+"""Those whose file is fetched by hand."""
+UNPINNED = ("livecodebench",)
+"""Those read at the newest commit, which the report records."""
+TURNS = {"mtbench": ["Now shorter."], "spec_bench": ["And why?"], "speed_bench": ["Now backwards."]}
+"""Further turns of the first row."""
+
+
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -205,9 +248,8 @@ def bench_of(name: str, *more: str) -> BenchConfig:
 def saved(name: str, folder: Path) -> Path:
     """The rows of a bench group as its Hub repository holds them: parquet files by configuration
     and split."""
-    needed = {"spec_bench": "bench.prompts=question.jsonl"}.get(name)
-    dataset = bench_of(name, *([needed] if needed else [])).dataset
-    if name == "spec_bench":
+    dataset = bench_of(name, *(["bench.prompts=question.jsonl"] if name in FILES else [])).dataset
+    if name in FILES:
         file = folder / "question.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]), encoding="utf-8")
         return file
@@ -228,9 +270,10 @@ def test_every_bench_group_reads_its_datasets_columns(name: str, tmp_path: Path)
     found = [(p.id, p.domain, p.messages[0]["content"]) for p in loaded.prompts if p.messages]
     assert found == WANTED[name]
     assert all(len(p.messages or ()) == 1 for p in loaded.prompts)
+    assert [*loaded.prompts[0].turns] == TURNS.get(name, [])
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if name != "spec_bench"])
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in (*FILES, *UNPINNED)])
 def test_hub_revisions_are_commits(name: str) -> None:
     bench = bench_of(name)
     assert len(bench.dataset.revision) == 40
@@ -344,6 +387,9 @@ def test_templates() -> None:
         ),
         ({"template": "{question}", "id_column": "same"}, "id 'x' occurs twice"),
         ({"template": "{empty}"}, "no row of .* gives a prompt"),
+        ({"turns_column": "turn"}, r"no column 'turn' \(bench.dataset.turns_column\)"),
+        ({"turns_column": "question"}, "'question' must hold lists of texts"),
+        ({"template": "{question}", "turns_column": "same"}, "give one of them"),
     ],
 )
 def test_tables_that_do_not_fit_are_refused(

@@ -1,0 +1,73 @@
+"""Conversations: each turn is a prompt of its own, behind the answers to the turns before it.
+
+The answers that a later turn stands behind are those of plain decoding, so that every drafter is
+measured on the same prompts. The first turn keeps the prompt's id; the others are "<id>/2",
+"<id>/3", ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.measure.prompts import Prompt, to_requests
+from inference.target.chat import Message
+from inference.target.model import TargetModel
+
+
+def every_turn(
+    prompts: Sequence[Prompt], target: TargetModel, decode: DecodeConfig
+) -> list[Prompt]:
+    """The prompts of all turns: all first ones, all second ones, ... decode: sampling settings and
+    length of the answers. A conversation ends early where a turn does not fit into the target's
+    positions, or where an answer is empty."""
+    found = list(prompts)
+    asked = conversations(prompts)
+    for number in count(2):
+        if not asked:
+            return found
+        turns = next_turns(asked, _answers(asked, target, decode), number)
+        found += turns
+        asked = conversations(turns)
+    raise AssertionError("unreachable")
+
+
+def conversations(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Those with a further turn."""
+    return [prompt for prompt in prompts if prompt.turns]
+
+
+def next_turns(prompts: Sequence[Prompt], answers: Mapping[str, str], number: int) -> list[Prompt]:
+    """The following turn, which is the conversation's `number`th, of prompts that have one.
+    answers: by the ids of `prompts`; without one, or with an empty one, the conversation ends."""
+    following = []
+    for prompt in prompts:
+        answer = answers.get(prompt.id, "")
+        if not answer.strip():
+            continue
+        assert prompt.messages is not None
+        said: tuple[Message, ...] = (
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": prompt.turns[0]},
+        )
+        name = prompt.id.removesuffix(f"/{number - 1}") if number > 2 else prompt.id
+        messages = (*prompt.messages, *said)
+        turns = prompt.turns[1:]
+        following.append(replace(prompt, id=f"{name}/{number}", messages=messages, turns=turns))
+    return following
+
+
+def _answers(
+    prompts: Sequence[Prompt], target: TargetModel, decode: DecodeConfig
+) -> dict[str, str]:
+    """What the target answers without a drafter, by the prompts' ids."""
+    limit, tokenizer = target.info.max_position_embeddings, target.tokenizer
+    requests = to_requests(prompts, tokenizer, decode, capacity=limit, overlong="skip")
+    engine = Engine(target, None, decode.without_draft())
+    return {
+        prompts[done.request.index].id: tokenizer.decode(done.tokens, skip_special_tokens=True)
+        for done in engine.run(requests)
+    }
