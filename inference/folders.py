@@ -52,11 +52,14 @@ PARTS = {
     "packed": ("*/packed.json", "*/*.bin"),
     "input": ("*.json", "*.bin", "*.jsonl", "rows-*.parquet", "keys/*"),
     "records": ("*.parquet", "records.json", "*/records.json"),
+    "states": ("*.safetensors",),
 }
 """Folder that a stage keeps inside of its own -> patterns of the files that it writes there; in
 others everything is its own."""
 ANSWERS = tuple(
-    f"{part}/{name}" for part in ("shards", "packed", "input", "records") for name in PARTS[part]
+    f"{part}/{name}"
+    for part in ("shards", "packed", "input", "records", "states")
+    for name in PARTS[part]
 )
 CHECKPOINT = (
     "config.json",

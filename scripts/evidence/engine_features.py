@@ -53,7 +53,7 @@ from scripts.tools.common import ROOT, command, cpu_target
 from train.data.pack import PackedData, parity_documents, read_documents
 from train.features.config import FeaturesConfig
 from train.features.vllm.command import serve_command
-from train.features.vllm.target import VllmTarget
+from train.features.vllm.target import document_target
 
 HEADS = ("eagle3", "dspark")
 PRECISIONS = {"float32": ("float32", "fp32"), "bfloat16": ("bfloat16", "bf16")}
@@ -158,7 +158,7 @@ class EngineRun:
             tokens[:LENGTH].tolist() for tokens, _ in islice(answers, self.given.documents)
         ]
         needs = FeatureSpec(self.config.layers, last_hidden=True)
-        engine = VllmTarget(self.config, self.target, needs, LENGTH)
+        engine = document_target(self.config, Path(), self.target, needs, LENGTH)
         try:
             theirs = states_of(engine.features, documents, needs)
         finally:

@@ -28,7 +28,7 @@ from train.features.base import FeatureTarget
 from train.features.remote.server import serve
 from train.features.store.claims import Claims
 from train.features.store.writer import StoreJob, gib, needs_of, write_features
-from train.features.vllm.target import VllmTarget
+from train.features.vllm.target import document_target
 from train.target.parts import load_parts
 
 Head = tuple[str, str, Any]
@@ -40,13 +40,15 @@ def run(settings: Settings) -> None:
     prepare_process(settings.run)
     if settings.features.serve:
         features = settings.features
-        engine = features.source == "vllm"
+        engine = features.source != "target"
         heads = all_heads(settings) if features.heads or engine else ()
         target = loader(settings)(settings.target)
         needs = needs_of(heads, target.info) if heads else FeatureSpec()
         runner: FeatureTarget = target
         if engine:
-            runner = VllmTarget(features, target, needs, settings.train.sequence_length)
+            length = settings.train.sequence_length
+            answers = require_answers(settings) if features.source == "responses" else Path()
+            runner = document_target(features, answers, target, needs, length)
         serve(runner, features, settings.engine.dtype, needs, say)
         return
     write(settings, all_heads(settings))
@@ -85,9 +87,9 @@ def write(settings: Settings, heads: tuple[Head, ...]) -> None:
 
 
 def loader(settings: Settings) -> Callable[[TargetConfig], TargetModel]:
-    """How this process loads the target: in parts if asked for, where vLLM runs it."""
+    """How this process loads the target: in parts if asked for, where an engine runs it."""
     features = settings.features
-    parts = features.source == "vllm" and features.trainer_target == "parts"
+    parts = features.source != "target" and features.trainer_target == "parts"
     return partial(load_parts, norm=True) if parts else TargetModel.load
 
 

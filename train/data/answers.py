@@ -39,6 +39,7 @@ from inference.manifest import (
     write_bytes,
 )
 from inference.target.chat import Span
+from train.data.states import StatesFacts
 from train.memory import give_back_freed_memory
 
 
@@ -102,6 +103,8 @@ class AnswersManifest(TypedDict):
     failures: NotRequired[FileEntry]
     records: NotRequired[dict[str, Any]]
     """Folder, rows of both tables, answers without a record."""
+    states: NotRequired[StatesFacts]
+    """Hidden states of the servers."""
     provenance: NotRequired[dict[str, object]]
 
 

@@ -33,27 +33,29 @@ from train.features.store.layout import Identity
 class FeaturesConfig:
     """How features reach the trainer, and how they are stored or served."""
 
-    mode: Literal["online", "store", "remote", "group", "vllm"] = "online"
+    mode: Literal["online", "store", "remote", "group", "vllm", "responses"] = "online"
     """online: the frozen target runs in the training process. store: they were written by
     `headstart features`, or are being written. remote: feature servers compute them. group: some
-    processes of the same launch do. vllm: vLLM servers do, which leave them as files.
+    processes of the same launch do. vllm: vLLM servers do, which leave them as files. responses:
+    servers did while they generated the responses, with which they were kept (sampling.states).
     """
-    source: Literal["target", "vllm"] = "target"
+    source: Literal["target", "vllm", "responses"] = "target"
     """store, `headstart features`: what computes the features. target: the process that writes or
-    serves them; vllm: the vLLM servers in features.servers. A training gives that of its store.
+    serves them; vllm: the vLLM servers in features.servers; responses: the servers that generated
+    the responses. A training gives that of its store.
     """
     trainer_target: Literal["whole", "parts"] = "whole"
-    """store, remote, group, vllm: what a trainer holds of the target. whole: all of it, so that
+    """All modes but online: what a trainer holds of the target. whole: all of it, so that
     checkpoints are chosen by decoding with them. parts: embedding and LM head alone (and the
-    final norm for vllm), layers only as a head asks for their weights; nothing is decoded then
-    (train.eval_every=0, train.parity=false).
+    final norm for vllm and responses), layers only as a head asks for their weights; nothing is
+    decoded then (train.eval_every=0, train.parity=false).
     """
     path: str = ""
     """store: the store's folder; empty: features/<format> next to the folder of the answers, or
-    features/vllm_<format> for features.source=vllm."""
+    features/<source>_<format> for another features.source than target."""
     format: str = "bf16"
-    """store, remote, group, vllm: how states are stored or sent, for vllm to the training step:
-    bf16, fp32, fp8, int8 or int4 (docs/features.md)."""
+    """All modes but online: how states are stored or sent, for vllm and responses to the training
+    step: bf16, fp32, fp8, int8 or int4 (docs/features.md)."""
     top_logits: Size = 0
     """Keep the target's so many largest logits in place of its last hidden state; 0: the last
     hidden state, from which all logits follow exactly. For kinds that read it for nothing but the
@@ -72,7 +74,7 @@ class FeaturesConfig:
     wait_seconds: Timeout = 300.0
     """store: how long training waits for a row while the writers of the store make no progress."""
     ahead: Count = 2
-    """store, remote, group, vllm: how many steps ahead features are fetched."""
+    """All modes but online: how many steps ahead features are fetched."""
     servers: tuple[str, ...] = ()
     """remote, vllm: addresses of the servers, as http://host:port or https://host:port; requests go
     to each in turn."""

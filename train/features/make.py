@@ -21,7 +21,7 @@ from train.features.remote.client import RemoteClient
 from train.features.store.batches import Content, batch_on, top_word
 from train.features.store.layout import precision_of
 from train.features.store.reader import StoreReader
-from train.features.vllm.target import VllmTarget
+from train.features.vllm.target import document_target
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def make_features(
     online = OnlineFeatures(target, needs, dtype)
     if config.mode == "online":
         return online
-    if on_policy and config.mode == "store":
+    if on_policy and config.mode in ("store", "responses"):
         raise UserError(
             "train.on_policy.share is above 0, so that rows change while they are trained, but "
             f"features.mode={config.mode} deals features of rows that were known beforehand. Use "
@@ -88,8 +88,9 @@ def make_features(
     elif config.mode == "remote":
         client, threads = RemoteClient(config, target.info, precision, needs), len(config.servers)
         source = ThreadedSource(client.fetch, form, 2 * threads, client.stop, pinned)
-    elif config.mode == "vllm":
-        engine = VllmTarget(config, target, needs, loader.data.sequence_length)
+    elif config.mode in ("vllm", "responses"):
+        length = loader.data.sequence_length
+        engine = document_target(config, answers, target, needs, length)
         fetch = partial(fetch_from, engine, dtype, wire.Ask.of(needs, form))
         source = ThreadedSource(fetch, form, 1 + config.ahead, engine.close, pinned)
     else:

@@ -52,9 +52,10 @@ from train.data.ingest import Input, ingest, is_input_of, remove_rows, require_o
 from train.data.masks import mask_report
 from train.data.pack import weighted_documents
 from train.data.reserve import LEAST, VERDICTS
+from train.data.states import STATES, settle
 from train.generate.config import GenerateConfig, GenerateJob
 from train.generate.loop import answer_rows, console_of, load_target
-from train.generate.sampling import sampling_of
+from train.generate.sampling import kept_layers, sampling_of
 from train.generate.target_facts import AnyTarget
 from train.generate.turns import Backend
 from train.memory import give_back_freed_memory
@@ -265,6 +266,7 @@ def prepare_output(
     if other:
         answers.clear_output(out)
         discard(out / RECORDS)
+        discard(out / STATES)
     write_json(out / SETTINGS, settings)
     if not (out / MANIFEST_FILE).is_file():
         drop_unanswered(out)
@@ -351,6 +353,10 @@ def finish(
     }
     if (job.out / RECORDS).is_dir():
         content["records"] = count_records(job.out, merged.counts[DONE])
+    if layers := kept_layers(job.decode):
+        shards = [job.out / entry["file"] for entry in merged.shards]
+        documents = (tokens for tokens, _, _ in weighted_documents(shards, model.info))
+        content["states"] = settle(job.out, layers, documents)
     write_manifest(job.out, "generate", content, provenance)
     answers.remove_parts(job.out)
     remove_rows(job.out / INPUT)

@@ -44,6 +44,12 @@ class SamplingConfig(DecodeConfig):
     patience: Seconds = 3600.0
     """Seconds without an answer from any server after which generation gives up, though servers say
     that they are only busy."""
+    states: str = ""
+    """Backend server, vLLM with extract_hidden_states: the folder in which the servers leave hidden
+    states, as this machine sees it. They are kept with the responses, so that a training reads them
+    without a second pass (features=responses). Empty: none are kept."""
+    state_layers: tuple[NonNegativeInt, ...] = ()
+    """The layers whose states these servers leave, ascending, the target's last one among them."""
     vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Backend vllm: more arguments of `vllm.LLM`, such as {tensor_parallel_size: 8}."""
 
@@ -66,6 +72,12 @@ class SamplingConfig(DecodeConfig):
             raise UserError(
                 f"sampling.{what} is only known to our own decoder; leave it out (shape=none) "
                 f"with sampling.backend={self.chosen_backend}."
+            )
+
+        if self.states and (self.chosen_backend != "server" or self.protocol == "sglang"):
+            raise UserError(
+                "sampling.states keeps what vLLM servers leave: give their addresses as "
+                "sampling.server, with sampling.protocol=openai."
             )
 
     @property
@@ -94,4 +106,11 @@ def sampling_of(decode: DecodeConfig) -> dict[str, object]:
         "max_new_tokens": decode.max_new_tokens,
         "seed": decode.seed,
         **({} if backend == "own" else {"backend": backend}),
+        **({"state_layers": list(layers)} if (layers := kept_layers(decode)) else {}),
     }
+
+
+def kept_layers(decode: DecodeConfig) -> tuple[int, ...]:
+    """The layers whose states are kept with the responses."""
+    kept = isinstance(decode, SamplingConfig) and decode.states
+    return decode.state_layers if kept else ()

@@ -51,7 +51,7 @@ def loader(job: TrainingJob) -> Callable[[TargetConfig], TargetModel]:
     features = job.features
     if features.trainer_target == "whole":
         return TargetModel.load
-    return partial(load_parts, norm=features.mode == "vllm")
+    return partial(load_parts, norm=features.mode in ("vllm", "responses"))
 
 
 def refuse_parts(job: TrainingJob) -> None:

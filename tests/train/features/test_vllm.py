@@ -37,9 +37,10 @@ from train.features.fetch import FetchedFeatures
 from train.features.make import make_features
 from train.features.remote.server import FeatureServer
 from train.features.store.writer import write_features
+from train.features.vllm.client import VllmClient
 from train.features.vllm.command import serve_command
 from train.features.vllm.states_file import NAME, STALE_SECONDS
-from train.features.vllm.target import VllmTarget, whole_documents
+from train.features.vllm.target import document_target, whole_documents
 from train.run import train
 from train.target.parts import load_parts
 from train.tracking.tracker import LOG_FILE, read_log
@@ -89,6 +90,12 @@ def config_of(*stubs: Stub | str, states: Path, **more: Any) -> FeaturesConfig:
     addresses = tuple(stub if isinstance(stub, str) else stub.address for stub in stubs)
     given = {"format": "fp32", "timeout_seconds": 5.0, "retries": 8, **more}
     return FeaturesConfig(mode="vllm", servers=addresses, states=str(states), **given)
+
+
+def client_of(config: FeaturesConfig, target: TargetModel) -> VllmClient:
+    found = document_target(config, Path(), target, NEEDS, LENGTH).source
+    assert isinstance(found, VllmClient)
+    return found
 
 
 def features_of(
@@ -354,7 +361,9 @@ def test_a_server_that_does_not_fit_is_refused_with_the_command_that_would(
     with pytest.raises(UserError, match=f"(?s){silent}"):
         features_of(target, micro, "http://127.0.0.1:9", states=tmp_path)
     with pytest.raises(UserError, match=r"(?s)names no vLLM server.*vllm serve"):
-        VllmTarget(FeaturesConfig(source="vllm", states=str(tmp_path)), target, NEEDS, LENGTH)
+        document_target(
+            FeaturesConfig(source="vllm", states=str(tmp_path)), Path(), target, NEEDS, LENGTH
+        )
 
 
 def test_a_folder_without_room_or_not_mounted_is_named(
@@ -386,7 +395,7 @@ def test_what_readers_left_is_deleted_and_nothing_else(
         (tmp_path / name).write_bytes(b"x")
         os.utime(tmp_path / name, (time.time() - age,) * 2)
     with serving(own, tmp_path) as stub:
-        client = VllmTarget(config_of(stub, states=tmp_path), target, NEEDS, LENGTH).client
+        client = client_of(config_of(stub, states=tmp_path), target)
         client.states([5, 6, 7])
         stub.faults += ["foreign"]
         with pytest.raises(UserError, match=r"names its file '.*', not after the request"):
@@ -411,7 +420,7 @@ def test_a_feature_server_may_stand_before_vllm(
 ) -> None:
     """For trainers that do not see the folder."""
     with serving(own, tmp_path) as stub:
-        engine = VllmTarget(config_of(stub, states=tmp_path), own, NEEDS, LENGTH)
+        engine = document_target(config_of(stub, states=tmp_path), Path(), own, NEEDS, LENGTH)
         server = FeatureServer(engine, torch.float32, "127.0.0.1", 0)
         thread = threading.Thread(target=server.run)
         thread.start()

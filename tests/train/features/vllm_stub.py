@@ -106,8 +106,10 @@ class Stub:
             reply(handler, fault, {"error": {"message": "EngineCore encountered an issue"}})
             return
         path = self.folder / f"cmpl-{handler.headers['X-Request-Id']}-0-1a2b3c4d.safetensors"
-        states, choice = self.compute(prompt)
-        tokens = torch.tensor(prompt)
+        states, choice = self.compute(prompt, body["max_tokens"])
+        with_output = body.get("kv_transfer_params", {}).get("include_output_tokens", False)
+        tokens = torch.tensor([*prompt, *choice["token_ids"][:-1]] if with_output else prompt)
+        states = states[: len(tokens)]
         if fault == "other":
             tokens = tokens.flip(0)
         content = save({"hidden_states": states, "token_ids": tokens})
@@ -128,10 +130,26 @@ class Stub:
                 time.sleep(0.2)
                 path.write_bytes(content)
 
-    def compute(self, prompt: list[int]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """States [N, L, H] and the choice of a completion."""
-        tokens = torch.tensor([prompt])
-        positions = torch.arange(len(prompt))[None]
+    def compute(self, prompt: list[int], limit: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """States [N, L, H] of prompt and answer, and the choice of a greedy completion."""
+        said, logprobs, ends = list[int](), list[float](), self.target.eos_token_ids
+        while len(said) < limit and not {*said[-1:]} & {*ends}:
+            states, logprob, token = self.step([*prompt, *said])
+            said.append(token)
+            logprobs.append(logprob)
+        stopped = said[-1] in ends
+        return states, {
+            "prompt_token_ids": prompt,
+            "token_ids": said,
+            "finish_reason": "stop" if stopped else "length",
+            "stop_reason": said[-1] if stopped else None,
+            "logprobs": {"token_logprobs": logprobs},
+        }
+
+    def step(self, text: list[int]) -> tuple[torch.Tensor, float, int]:
+        """States [N, L, H] of a text, and the likeliest next token with its log-probability."""
+        tokens = torch.tensor([text])
+        positions = torch.arange(len(text))[None]
         with PASS, torch.no_grad():
             there = tuple(sorted({*self.layers}))
             needs = FeatureSpec(there, last_hidden=True)
@@ -141,11 +159,7 @@ class Stub:
             assert last is not None
             logprob, token = self.target.weights.logits(last[0, -1:]).log_softmax(-1).max(-1)
         states = taps[0][:, [there.index(layer) for layer in self.layers]]
-        return states, {
-            "prompt_token_ids": prompt,
-            "token_ids": token.tolist(),
-            "logprobs": {"token_logprobs": logprob.tolist()},
-        }
+        return states, float(logprob), int(token)
 
 
 @contextmanager

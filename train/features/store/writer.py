@@ -45,7 +45,7 @@ from train.features.store.batches import Content, Form, Logits, encode_batch, jo
 from train.features.store.claims import Claims, disk_error
 from train.features.store.codec import FORMATS, bytes_per_token, parts_of, states_of, store_bytes
 from train.features.store.layout import ShardIndex, index_path, shard_name, shard_path
-from train.features.vllm.target import VllmTarget
+from train.features.vllm.target import document_target
 from train.processes import terminable
 
 logger = logging.getLogger(__name__)
@@ -358,7 +358,8 @@ def running(
         yield target, job.batch_rows
         return
     at_once = job.features.concurrency * len(job.features.servers)
-    with closing(VllmTarget(job.features, target, needs, job.sequence_length)) as engine:
+    given = (job.features, job.answers, target, needs, job.sequence_length)
+    with closing(document_target(*given)) as engine:
         # documents of a pass are asked for together; rounding does not depend on its rows
         yield engine, max(job.batch_rows, at_once)
 

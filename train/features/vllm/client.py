@@ -33,14 +33,12 @@ from inference.target.model import TargetModel
 from train.features.config import FeaturesConfig
 from train.features.servers import Address, FailureError, Servers
 from train.features.vllm.command import layers_of, serve_command
+from train.features.vllm.last_state import agrees, gap
 from train.features.vllm.states_file import NAME, read_states, sweep
 from train.generate.backends.protocols import PROBE, same_tokenizer
 
 MOST_AROUND, TOKEN_BYTES = 1 << 20, 256
 """Bytes that an answer may have besides its tokens, and for each of them."""
-LOGPROB_GAP = {torch.float64: 1e-3, torch.float32: 1e-3}
-LARGEST_GAP = 0.5
-"""Between the engine's log-probability and ours, by the target's dtype; 16 bits: the largest."""
 LAYER_GAP = 0.1
 """Largest relative difference of a layer's states to the target's own."""
 
@@ -249,32 +247,14 @@ class VllmClient:
                 f"computes in {str(states.dtype).removeprefix('torch.')}, but target.dtype is "
                 f"{str(self.target.dtype).removeprefix('torch.')}",
             )
-        gap = abs(self._logprob(states[-1, -1], answer.token) - answer.logprob)
-        if not gap <= LOGPROB_GAP.get(self.target.dtype, LARGEST_GAP):
+        found = gap(self.target, states[-1, -1], answer.token, answer.logprob)
+        if not agrees(self.target, found):
             raise self._misfit(
                 server,
-                f"gives a token another log-probability than its states do (by {gap:.2g}): it runs "
-                "another model, or its last layer is another",
+                f"gives a token another log-probability than its states do (by {found:.2g}): it "
+                "runs another model, or its last layer is another",
             )
         return states
-
-    @torch.no_grad()
-    def _logprob(self, state: Tensor, token: int) -> float:
-        """What a last state [H] before the final norm gives a token."""
-        logits = self.target.weights.logits(self.normed(state[None].to(self.target.device)))
-        if not 0 <= token < logits.shape[-1]:
-            return float("nan")
-        return float(logits[0].float().log_softmax(-1)[token])
-
-    def normed(self, states: Tensor) -> Tensor:
-        """Last hidden states [..., H] of the stream after the last layer."""
-        if self.target.final_norm is None:
-            raise UserError(
-                f"the final norm of a {self.target.info.model_type} model is not known here, and "
-                "vLLM leaves states before it. Use features=online, store, remote or group."
-            )
-        out: Tensor = self.target.final_norm(states)
-        return out
 
     def _read(self, model: Any, server: Address, content: bytes) -> Any:
         """An answer; raises `UserError` for one that is none of vLLM's."""

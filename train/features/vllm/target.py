@@ -1,15 +1,18 @@
-"""A target that is run by vLLM servers: rows of packed documents in, features out.
+"""A target whose states come document by document: rows of packed documents in, features out.
 
-Every document is a request of its own, since vLLM knows no packed rows; documents of several rows
-are asked for at once, in no particular order.
+They are computed by vLLM servers, where every document is a request of its own, since vLLM knows no
+packed rows; or were kept when servers generated the responses. Documents of several rows are asked
+for at once, in no particular order.
 
 Legend: B rows, T positions, n taps, N tokens, L layers, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,23 +23,50 @@ from heads.nn.packing import Document, documents
 from inference.target.model import TargetModel
 from train.features.config import FeaturesConfig
 from train.features.vllm.client import VllmClient
+from train.features.vllm.last_state import normed
+from train.features.vllm.responses import ResponseStates
 from train.features.workers import Workers
 
+READERS = 8
+"""Files that are read at once."""
 
-class VllmTarget:
+
+class DocumentStates(Protocol):
+    """Where the states of documents come from. Threads share it."""
+
+    layers: tuple[int, ...]
+    """Those whose states it has, ascending; the target's last one among them."""
+
+    def states(self, tokens: Sequence[int]) -> Tensor:
+        """The states [N, L, H] of a document on the CPU; raises `UserError` when they cannot be
+        had."""
+
+    def close(self) -> None:
+        """Give up what is under way."""
+
+
+def document_target(
+    config: FeaturesConfig, answers: Path, target: TargetModel, needs: FeatureSpec, longest: int
+) -> DocumentTarget:
+    """What `features.mode` or `features.source` names: vllm or responses. answers: the folder of
+    the responses; needs: all that is ever asked; longest: tokens of a row. Raises `UserError` for
+    servers or states that do not fit."""
+    if "responses" in (config.mode, config.source):
+        return DocumentTarget(ResponseStates(answers, target, needs, longest), target, READERS)
+    whole = config.trainer_target == "whole"
+    client = VllmClient(config, target, needs, longest, whole)
+    return DocumentTarget(client, target, config.concurrency * len(config.servers))
+
+
+class DocumentTarget:
     """A `FeatureTarget`. target: whole or in parts, for what it shares with drafters, its final
-    norm and its tokenizer; needs: all that is ever asked of it; longest: tokens of a row. Raises
-    `UserError` for servers that do not fit."""
+    norm and its tokenizer; at_once: documents that are asked for at once."""
 
-    def __init__(
-        self, config: FeaturesConfig, target: TargetModel, needs: FeatureSpec, longest: int
-    ) -> None:
+    def __init__(self, source: DocumentStates, target: TargetModel, at_once: int) -> None:
+        self.source, self.target = source, target
         self.info, self.weights = target.info, target.weights
         self.device, self.dtype = target.device, target.dtype
-        whole = config.trainer_target == "whole"
-        self.client = VllmClient(config, target, needs, longest, whole)
-        at_once = config.concurrency * len(config.servers)
-        self._workers: Workers[Tensor] = Workers(at_once, "vllm")
+        self._workers: Workers[Tensor] = Workers(at_once, "documents")
 
     @torch.no_grad()
     def features(
@@ -44,17 +74,17 @@ class VllmTarget:
     ) -> tuple[Tensor | None, Tensor | None]:
         """As `TargetModel.features`; zeros on padding. Raises `UserError` when a document's states
         cannot be had."""
-        layers = self.client.layers
+        layers = self.source.layers
         if strange := sorted({*needs.taps} - {*layers}):
             raise UserError(
-                f"taps {strange} are not among the layers whose states the vLLM servers leave: "
-                f"{list(layers)}. Set features.layers, and start the servers with them."
+                f"taps {strange} are not among the layers whose states there are: {list(layers)}. "
+                "Set features.layers, and start the vLLM servers with them."
             )
         rows = [layers.index(tap) for tap in needs.taps]
         lying = list(whole_documents(segments, positions))
         asked = [
             self._workers.submit(
-                partial(self.client.states, tokens[one.row, one.first : one.end].tolist())
+                partial(self.source.states, tokens[one.row, one.first : one.end].tolist())
             )
             for one in lying
         ]
@@ -68,7 +98,7 @@ class VllmTarget:
                 if taps is not None:
                     taps[one.row, one.first : one.end] = states[:, rows]
                 if last is not None:
-                    last[one.row, one.first : one.end] = self.client.normed(states[:, -1])
+                    last[one.row, one.first : one.end] = normed(self.target, states[:, -1])
         finally:
             for coming in asked:
                 coming.cancel()
@@ -77,7 +107,7 @@ class VllmTarget:
     def close(self) -> None:
         """Give up what is under way."""
         self._workers.end()
-        self.client.close()
+        self.source.close()
 
 
 def whole_documents(segments: Tensor, positions: Tensor) -> Iterator[Document]:
@@ -90,7 +120,7 @@ def whole_documents(segments: Tensor, positions: Tensor) -> Iterator[Document]:
             continue
         if not torch.equal(counted, torch.arange(len(counted), dtype=counted.dtype)):
             raise UserError(
-                "vLLM computes documents from their first token on, but a row holds one whose "
+                "engines compute documents from their first token on, but a row holds one whose "
                 "positions begin elsewhere. Use features=online or remote."
             )
         yield one

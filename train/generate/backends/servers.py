@@ -19,14 +19,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
 import httpx
 
 from heads.api.errors import UserError
 from inference.decoding.requests import Completion, Request
+from train.features.servers import FailureError
 from train.generate.backends import protocols
 from train.generate.backends.protocols import PROBE, BadAnswerError, Json, OpenAI, Protocol, SGLang
 from train.generate.sampling import SamplingConfig
+from train.generate.states import ASKED, StatesKeeper
 from train.generate.target_facts import TargetFacts
 from train.generate.turns import Refused
 
@@ -78,9 +81,17 @@ Outcome = Completion | Refused | UserError
 class ServerPool:
     """Samples answers with all given servers. Construct once: it checks every server first."""
 
-    def __init__(self, sampling: SamplingConfig, target: TargetFacts) -> None:
-        """Raises `UserError` for a server without answer, token ids or the target's tokenizer."""
+    def __init__(
+        self, sampling: SamplingConfig, target: TargetFacts, out: Path | None = None
+    ) -> None:
+        """out: the responses' folder, for `sampling.states`. Raises `UserError` for a server
+        without answer, token ids or the target's tokenizer."""
         self.sampling, self.target = sampling, target
+        self._stop = threading.Event()
+        self.keeper: StatesKeeper | None = None
+        if sampling.states:
+            assert out is not None
+            self.keeper = StatesKeeper(sampling, target.info, out, lambda: self._stop.is_set())
         key = os.environ.get(sampling.key_variable)
         self.client = httpx.Client(
             headers={"Authorization": f"Bearer {key}"} if key else None,
@@ -102,6 +113,7 @@ class ServerPool:
         for request in requests:
             waiting.put(Pending(request))
         total, stop = waiting.qsize(), threading.Event()
+        self._stop = stop
         for server in filter(self._usable, self.servers):
             for _ in range(min(self.sampling.concurrency, total)):
                 given = (server, waiting, outcomes, stop)
@@ -114,6 +126,8 @@ class ServerPool:
                 yield outcome
         finally:
             stop.set()
+            if self.keeper is not None:
+                self.keeper.close()
 
     def _usable(self, server: Server) -> bool:
         return server.failures <= self.sampling.retries
@@ -195,12 +209,20 @@ class ServerPool:
 
     def _answer(self, server: Server, request: Request) -> Completion:
         body = server.protocol.request(request, self.sampling)
+        if self.keeper is not None:
+            body |= ASKED
         answer = self._ask(server.address + server.protocol.path, body)
         tokens, ended = server.protocol.answer(answer, request)
         facts = self.target
-        return protocols.completion_of(
+        completion = protocols.completion_of(
             request, tokens, ended, facts.eos_token_ids, facts.info.vocab_size
         )
+        if self.keeper is not None:
+            try:
+                self.keeper.keep(answer, completion)
+            except FailureError as error:
+                raise ServerError(str(error)) from error
+        return completion
 
     def _connect(self, address: str) -> Server:
         """The server at an address, after a look at its protocol, its model and its tokenizer."""
@@ -254,8 +276,12 @@ class ServerPool:
 
     def _ask(self, url: str, body: Json | None = None) -> Json:
         """POST JSON, or GET without a body; raises `ServerError`, `UserError` for a wrong key."""
+        method = "GET" if body is None else "POST"
+        # states of any request, the probe's too, are files that have to be found again
+        keeper = None if body is None else self.keeper
+        headers = None if keeper is None else {"X-Request-Id": keeper.request_id()}
         try:
-            answer = self.client.request("GET" if body is None else "POST", url, json=body)
+            answer = self.client.request(method, url, json=body, headers=headers)
             content = answer.json() if answer.is_success else None
         # half an answer: ValueError
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

@@ -1,0 +1,96 @@
+"""States that servers left while they generated the responses (`sampling.states`): no second pass.
+
+Legend: N tokens, L layers, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from inference.target.model import TargetModel
+from train.data.answers import read_answers
+from train.data.pack import weighted_documents
+from train.data.states import ResponseStatesFile, digest, path_of
+from train.features.vllm.last_state import agrees, gap
+
+HOW = (
+    "Generate with sampling.states and sampling.state_layers, or use another features.mode or "
+    "features.source."
+)
+
+
+class ResponseStates:
+    """The states of the documents in the folder `responses`, of which the first `longest` tokens
+    are asked for. Raises `UserError` where none were kept, or others than are needed."""
+
+    def __init__(
+        self, responses: Path, target: TargetModel, needs: FeatureSpec, longest: int
+    ) -> None:
+        self.responses, self.target = responses, target
+        manifest = read_answers(responses)
+        facts = manifest.get("states")
+        if facts is None:
+            raise UserError(f"no hidden states were kept with the responses '{responses}'. {HOW}")
+        if facts["missing"]:
+            raise UserError(
+                f"{facts['missing']} documents of '{responses}' are without hidden states. {HOW}"
+            )
+        self.layers = tuple(facts["layers"])
+        missing = sorted({*needs.taps, target.info.num_layers} - {*self.layers})
+        if missing:
+            raise UserError(
+                f"'{responses}' has the states of the layers {list(self.layers)}, and {missing} "
+                f"are needed: the taps that the heads read, and the target's last layer. {HOW}"
+            )
+        shards = [responses / entry["file"] for entry in manifest["shards"]]
+        documents = weighted_documents(shards, target.info)
+        self._names = {digest(tokens[:longest]): digest(tokens) for tokens, _, _ in documents}
+
+    def states(self, tokens: Sequence[int]) -> Tensor:
+        """The states [N, L, H] of a document on the CPU. A document's last token was never read by
+        the server, and predicts nothing: its state is zero. Raises `UserError` for a file that is
+        damaged, or of another target."""
+        name = self._names.get(digest(tokens))
+        if name is None:
+            raise UserError(
+                f"a document is none of those in '{self.responses}', whose hidden states were "
+                "kept. Rows that change on the way (train.on_policy) need features=online, remote "
+                "or vllm."
+            )
+        path = path_of(self.responses, name)
+        found = ResponseStatesFile(path)
+        self._check(path, found, tokens)
+        states = found.states[: len(tokens)]
+        if len(states) == len(tokens):
+            return states
+        return torch.cat([states, torch.zeros_like(states[:1])])
+
+    def _check(self, path: Path, found: ResponseStatesFile, tokens: Sequence[int]) -> None:
+        """Raise `UserError` for another document's states, or another target's."""
+        shape = (len(self.layers), self.target.info.hidden_size)
+        if found.tokens[: len(tokens)] != list(tokens) or found.states.shape[1:] != shape:
+            raise UserError(
+                f"'{path}' does not hold the states [tokens, {shape[0]}, {shape[1]}] of its "
+                "document. Generate the responses again (run.overwrite=true)."
+            )
+        if found.states.dtype != self.target.dtype:
+            raise UserError(
+                f"the hidden states in '{self.responses}' are "
+                f"{str(found.states.dtype).removeprefix('torch.')}, but target.dtype is "
+                f"{str(self.target.dtype).removeprefix('torch.')}. Set target.dtype to theirs."
+            )
+        off = gap(self.target, found.states[-1, -1], found.tokens[-1], found.logprob)
+        if not agrees(self.target, off):
+            raise UserError(
+                f"'{path}' gives its last token another log-probability than the server did (by "
+                f"{off:.2g}): the server ran another model, or its last layer is another."
+            )
+
+    def close(self) -> None:
+        """Nothing is under way."""

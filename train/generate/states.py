@@ -1,0 +1,91 @@
+"""Hidden states that vLLM servers leave with an answer (`sampling.states`), kept beside it.
+
+A request with `include_output_tokens` makes vLLM's connector of hidden states (docs/features.md)
+write the states of prompt and answer. They are read as soon as the answer is there, checked against
+its tokens, and kept under the document's name (train/data/states.py). Its last state and the last
+token's log-probability are compared where the states are used, by who has the LM head.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import AliasPath, BaseModel, Field, ValidationError
+
+from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo
+from inference.decoding.requests import Completion
+from train.data.states import write_states
+from train.features.servers import FailureError
+from train.features.vllm.states_file import NAME, read_states, sweep
+from train.generate.backends.protocols import Json
+from train.generate.sampling import SamplingConfig
+
+ASKED: Json = {"kv_transfer_params": {"include_output_tokens": True}, "logprobs": 1}
+"""What a request says to have them."""
+ADVICE = (
+    "Start vLLM with the method extract_hidden_states and a connector of hidden states "
+    "(docs/features.md has the command line), with sampling.state_layers as its layers."
+)
+
+
+class _Left(BaseModel):
+    """What is read of an answer."""
+
+    path: str = Field(validation_alias=AliasPath("kv_transfer_params", "hidden_states_path"))
+    logprob: float = Field(
+        validation_alias=AliasPath("choices", 0, "logprobs", "token_logprobs", -1)
+    )
+
+
+class StatesKeeper:
+    """Keeps states in the responses' folder `out`. Threads share it. stopped: whether to give up
+    waiting for a file."""
+
+    def __init__(
+        self, sampling: SamplingConfig, info: TargetInfo, out: Path, stopped: Callable[[], bool]
+    ) -> None:
+        """Raises `UserError` for layers that are not the target's, or without its last one."""
+        layers = list(sampling.state_layers)
+        if layers != sorted(set(layers)) or not layers or layers[-1] != info.num_layers:
+            raise UserError(
+                f"sampling.state_layers must be ascending and end with {info.num_layers}, the "
+                f"target's last layer; given: {layers}."
+            )
+        self.shape = (len(layers), info.hidden_size)
+        self.folder, self.out, self.stopped = Path(sampling.states), out, stopped
+        self.seconds = sampling.timeout
+        self._name, self._numbers = f"{NAME}{secrets.token_hex(6)}-", itertools.count()
+        sweep(self.folder, self._name)
+
+    def request_id(self) -> str:
+        """A name for a request, after which its file is named."""
+        return f"{self._name}{next(self._numbers)}"
+
+    def keep(self, answer: Json, completion: Completion) -> None:
+        """Read what the server left for an answer, and keep it. Raises `UserError` for a server
+        that leaves nothing, or other layers; `FailureError` for a file that is not whole."""
+        try:
+            left = _Left.model_validate(answer)
+        except ValidationError as error:
+            raise UserError(f"it leaves no hidden states. {ADVICE}") from error
+        name = Path(left.path).name
+        if self._name not in name:
+            raise UserError(f"it names its file of hidden states '{name}', not after the request.")
+        tokens = [*completion.request.tokens, *completion.tokens]
+        states, read = read_states(self.folder / name, self.seconds, self.stopped)
+        if tuple(states.shape[1:]) != self.shape:
+            raise UserError(
+                f"it leaves states [tokens, layers, hidden] of {list(states.shape)}, not of "
+                f"{[len(tokens) - 1, *self.shape]}. {ADVICE}"
+            )
+        if read.tolist() != tokens[:-1] or len(states) != len(tokens) - 1:
+            raise FailureError(f"'{name}' holds the states of another text")
+        write_states(self.out, tokens, states, left.logprob)
+
+    def close(self) -> None:
+        """Delete what requests left that nobody waits for."""
+        sweep(self.folder, self._name)
