@@ -135,9 +135,13 @@ def parts_of(
 
 
 def search_layers(
-    parts: Sequence[SkippablePart], evaluate: Evaluate, config: SearchConfig
+    parts: Sequence[SkippablePart],
+    evaluate: Evaluate,
+    config: SearchConfig,
+    first: Sequence[Chosen] = (),
 ) -> SearchResult:
-    """Try sets of parts for the best speedup: evenly spread ones and prefixes first.
+    """Try sets of parts for the best speedup: those in `first`, evenly spread ones and prefixes
+    before others.
 
     Raises `UserError` when there are fewer than two parts, none with attention, or no set within
     the cost allowed.
@@ -146,7 +150,7 @@ def search_layers(
         raise UserError(
             f"there is nothing to search among {len(parts)} parts of the target's layers."
         )
-    search = _Search(parts, evaluate, config, np.random.default_rng(config.seed))
+    search = _Search(parts, evaluate, config, np.random.default_rng(config.seed), first)
     search.run()
     if not search.trials:
         raise UserError(
@@ -178,6 +182,7 @@ class _Search:
     evaluate: Evaluate
     config: SearchConfig
     rng: np.random.Generator
+    first: Sequence[Chosen] = ()
     trials: dict[Chosen, Trial] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -224,10 +229,10 @@ class _Search:
         return self.config.fixed_cost + sum(part.cost for keep, part in pairs if keep)
 
     def seeds(self) -> list[Chosen]:
-        """Where a search starts: layers left out evenly, at several shares; the first layers alone;
-        single parts left out."""
+        """Where a search starts: sets that it was given; layers left out evenly, at several shares;
+        the first layers alone; single parts left out."""
         layers = max(part.layer for part in self.parts) + 1
-        found: list[Chosen] = []
+        found: list[Chosen] = [*self.first]
         for share in (0.5, 0.75, 0.25):
             count = max(2, round(layers * share))
             spread = {round(place * (layers - 1) / (count - 1)) for place in range(count)}

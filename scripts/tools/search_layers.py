@@ -5,10 +5,11 @@ others.
     python -m scripts.tools.search_layers --domain code --sublayers
     python -m scripts.tools.search_layers --kind distilled   # where a distilled one starts
 
-Sets of layers are tried by decoding (`inference.tune.layer_search`). The best by tau / (1 + gamma
-c), with c the share of the target's weights that a drafted token reads (or the best by tau within a
-largest c), is written as a head config for `head=` or `measure.heads`, with a report of every
-trial. The prompts of the search are not those that the result is judged on.
+Sets of layers are tried by decoding (`inference.tune.layer_search`). Those that are left when one
+whole layer after the other is taken away come first (`inference.tune.elimination`). The best by
+tau / (1 + gamma c), with c the share of the target's weights that a drafted token reads (or the
+best by tau within a largest c), is written as a head config for `head=` or `measure.heads`, with a
+report of every trial. The prompts of the search are not those that the result is judged on.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from typing import Any
 from heads.api.checkpoint import build_config, new_drafter
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.manifest import write_bytes, write_json
 from inference.measure.prompts import Prompt, load_prompts, to_requests
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
+from inference.tune.elimination import Divergence, nested_sets
 from inference.tune.layer_search import (
     OBJECTIVES,
     Chosen,
@@ -94,7 +98,11 @@ def search(given: argparse.Namespace) -> dict[str, Any]:
 
     limits = (given.most_cost, given.objective, given.seed)
     config = SearchConfig(given.evaluations, depth, head_cost, *limits)
-    found = search_layers(parts, tried, config)
+    first: list[Chosen] = []
+    if not given.sublayers:
+        requests = to_requests(searched, target.tokenizer, decode)
+        first = eliminated(target, requests, decode)
+    found = search_layers(parts, tried, config, first)
     return {
         "target": target.info.id,
         "kind": kind,
@@ -109,6 +117,18 @@ def search(given: argparse.Namespace) -> dict[str, Any]:
             for trial in found.trials
         ],
     }
+
+
+def eliminated(
+    target: TargetModel, requests: Sequence[Request], decode: DecodeConfig
+) -> list[Chosen]:
+    """The sets that elimination finds on the target's answers to the requests, the smaller ones
+    first: they are those that a search looks for."""
+    done = Engine(target, None, decode.without_draft()).run(requests)
+    documents = [[*item.request.tokens, *item.tokens] for item in done]
+    layers = target.info.num_layers
+    found = nested_sets(layers, Divergence(target, documents))
+    return [tuple(one in kept for one in range(layers)) for kept in reversed(found)]
 
 
 def rounded(**values: float) -> dict[str, float]:
