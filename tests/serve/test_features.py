@@ -3,6 +3,7 @@ an engine that is killed meanwhile loses nothing."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import threading
 import time
@@ -23,6 +24,7 @@ from inference.target.model import TargetModel
 from scripts.evidence.vllm_server import VllmServer
 from tests.train.features.test_store import job
 from tests.train.micro_run import prepare, settings
+from train.data.config import DataConfig
 from train.data.loader import StepLoader
 from train.data.pack import PackedData
 from train.features.base import OnlineFeatures
@@ -31,13 +33,16 @@ from train.features.fetch import FetchedFeatures
 from train.features.make import make_features
 from train.features.store.writer import write_features
 from train.features.vllm.command import serve_command
+from train.generate.config import GenerateConfig
+from train.generate.run import generate
+from train.generate.sampling import SamplingConfig
 from train.run import train
 from train.target.parts import load_parts
 from train.tracking.tracker import LOG_FILE, read_log
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
-LENGTH, LAYERS, TOKEN = 64, (0, 1, 2), "a-secret"
+LENGTH, SERVED, LAYERS, TOKEN = 64, 120, (0, 1, 2), "a-secret"
 HEAD: dict[str, Any] = {"taps": (0, 1), "ttt_steps": 2}
 NEEDS = FeatureSpec((0, 1), last_hidden=True, logits=True)
 
@@ -57,7 +62,7 @@ def target(micro: Path) -> TargetModel:
 def server(engine_python: str, micro: Path, target: TargetModel) -> Iterator[VllmServer]:
     """vLLM as the printed command starts it."""
     config = FeaturesConfig(states=str(micro / "states"))
-    command = serve_command(config, target.info, LAYERS, "float32", LENGTH, cpu=True)
+    command = serve_command(config, target.info, LAYERS, "float32", SERVED, cpu=True)
     words = shlex.split(command)
     more = words[words.index("serve") + 2 :]
     running = VllmServer(
@@ -118,6 +123,55 @@ def test_its_states_are_ours_and_its_files_go(
     monkeypatch.setenv("HEADSTART_FEATURES_TOKEN", "another")
     with pytest.raises(UserError, match=r"refuses: Unauthorized Set HEADSTART_FEATURES_TOKEN"):
         made()
+
+
+def test_responses_and_their_states_come_in_one_pass(
+    server: VllmServer,
+    target: TargetModel,
+    micro: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HEADSTART_SERVER_KEY", TOKEN)
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"p{i}", "prompt": f"Add {i} and {i * i}."} for i in range(12)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    sampling = SamplingConfig(
+        server=server.address,
+        shape="none",
+        max_new_tokens=16,
+        states=str(micro / "states"),
+        state_layers=LAYERS,
+    )
+    out, config = tmp_path / "generate", TargetConfig(str(micro / "target"), device="cpu")
+    data = DataConfig(str(prompts), id_column="id")
+    manifest = generate(GenerateConfig(), data, sampling, config, out)
+    assert manifest["states"]["files"] == manifest["counts"]["done"] > 0
+    assert manifest["states"]["missing"] == 0
+    assert not any((micro / "states").glob("*.safetensors"))
+    loader = StepLoader(PackedData.from_manifest(out, target.info, LENGTH), 2, 2, 1, 0, seed=0)
+    kept = make_features(
+        FeaturesConfig(mode="responses", format="fp32"),
+        target,
+        NEEDS,
+        torch.float32,
+        answers=out,
+        loader=loader,
+        steps=3,
+    )
+    online, compared = OnlineFeatures(target, NEEDS, torch.float32), 0
+    for step in range(2):
+        for packed in loader.step(step):
+            got, true = kept.batch(packed, step), online.batch(packed, step)
+            behind = torch.nn.functional.pad(got.segments, (0, 1))[:, 1:]
+            real = (got.segments > 0) & (behind == got.segments)  # a last token is never read
+            for mine, theirs in ((got.taps, true.taps), (got.last_hidden, true.last_hidden)):
+                assert mine is not None
+                assert theirs is not None
+                torch.testing.assert_close(mine[real], theirs[real], rtol=1e-4, atol=1e-4)
+            compared += int(real.sum())
+    kept.close()
+    assert compared > 50
 
 
 @pytest.mark.parametrize("holds", ["whole", "parts"])
