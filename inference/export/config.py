@@ -38,6 +38,9 @@ class ExportConfig:
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Number format of the weights: float32, bfloat16 or float16; empty: as stored, which can be
     imported back bit for bit."""
+    quantise: Literal["", "int8", "fp8", "nvfp4"] = ""
+    """Weights of the decoder layers and of `fc` in compressed-tensors' layout, for vLLM: int8 or fp8
+    (e4m3) with a scale per output, or nvfp4 (4 bits) with one per 16 inputs; empty: as they are."""
     mask_token_id: OptionalToken = -1
     """Token that stands for "not known yet" in drafters that learned a vector for it; -1: one that
     the tokenizer does not use."""

@@ -24,7 +24,8 @@ from inference.export.config import ExportConfig
 from inference.export.layouts import native
 from inference.export.layouts.base import Checkpoint, Target, Written, read_checkpoint
 from inference.export.layouts.folder import CONFIG, ExportNotes, Json
-from inference.export.layouts.registry import find_route
+from inference.export.layouts.registry import LAYOUTS, find_route
+from inference.export.quantised import linear_weights, quantise_folder
 from inference.export.stitching import stitch
 from inference.folders import EXPORT_FILE, replace_folder
 from inference.integrity import require_unchanged
@@ -68,6 +69,9 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
     dtype = getattr(torch, config.dtype) if config.dtype else next(iter(floats.values())).dtype
     if config.dtype:
         tensors |= {name: value.to(dtype) for name, value in floats.items()}
+    if config.quantise:
+        pattern = linear_weights(LAYOUTS.get(layout), config.engine, config.quantise)
+        quantise_folder(written, tensors, pattern, config.quantise)
     # peft knows no such key; a target's own config.json says what the target is loaded in
     if written.described == CONFIG and not {"dtype", "torch_dtype"} & written.config.keys():
         written.config["dtype"] = str(dtype).removeprefix("torch.")
