@@ -21,7 +21,8 @@ from heads.api.registry import get_kind
 from heads.api.tensors import write_tensors
 from inference.decoding.decode_file import DECODE_FILE, draft_length
 from inference.export.config import ExportConfig
-from inference.export.layouts import native
+from inference.export.gguf_file import write_gguf
+from inference.export.layouts import gguf, native
 from inference.export.layouts.base import Checkpoint, Target, Written, read_checkpoint
 from inference.export.layouts.folder import CONFIG, ExportNotes, Json
 from inference.export.layouts.registry import LAYOUTS, find_route
@@ -45,6 +46,13 @@ ALGORITHMS = {
     "draft_model": "STANDALONE",
 }
 """vLLM's name of a method -> SGLang's."""
+LLAMA_TYPES = {
+    "draft_model": "draft-simple",
+    "eagle3": "draft-eagle3",
+    "dflash": "draft-dflash",
+    "dspark": "draft-dspark",
+}
+"""vLLM's name of a method -> llama.cpp's `--spec-type`."""
 NEAR_TIES = (
     "in bfloat16 the text of assisted generation may differ from generate's own where two tokens "
     "are nearly tied: passes of several tokens sum in another order"
@@ -104,13 +112,18 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
         if config.stitch:
             of_block = partial(native.is_of_block, config=written.config)
             stitch(native.target_folder(target), tensors, of_block, fresh)
+        elif written.weights == gguf.FILE:
+            notes.notes += write_gguf(
+                fresh / written.weights, written.config, tensors, target.tokenizer
+            )
         else:
             write_tensors(tensors, fresh / written.weights, {"format": "pt"})
         for name, content in written.files.items():
             (fresh / name).write_bytes(content)
         if written.tokenizer:
             target.tokenizer.save_pretrained(str(fresh))
-        write_text(fresh / written.described, written.config)
+        if written.described:
+            write_text(fresh / written.described, written.config)
         notes.files = {path.name: file_sha256(path) for path in sorted(fresh.iterdir())}
         write_text(fresh / EXPORT_FILE, asdict(notes))
     return notes
@@ -211,6 +224,12 @@ def serve(engine: str, target: str, out: Path, speculative: Json) -> str:
             f"python -m sglang.launch_server --model-path {target} "
             f"--speculative-algorithm {algorithm} --speculative-draft-model-path {out}"
             f"{'' if algorithm in ('DFLASH', 'DSPARK') else chain}"
+        )
+    if engine == gguf.ENGINE:
+        kind = LLAMA_TYPES[speculative["method"]]
+        return (
+            f"llama-server -m TARGET.gguf -md {out / gguf.FILE} --spec-type {kind} "
+            f"--spec-draft-n-max {count}"
         )
     dflash = "speculation_type" in speculative
     model = "AutoModel" if dflash else "AutoModelForCausalLM"

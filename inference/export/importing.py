@@ -59,8 +59,8 @@ def read_folder(path: Path, layout: str = "auto") -> Folder:
 
 
 def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = "auto") -> Imported:
-    """Write the checkpoint `out` from a folder, for `target`, replacing an earlier import. Quantised
-    weights become plain ones.
+    """Write the checkpoint `out` from a folder, for `target`, replacing an earlier import.
+    Quantised weights become plain ones.
 
     Raises `UserError`, before anything is written, for a folder that fits none of our kinds, and
     for an `out` that was not imported.

@@ -51,8 +51,8 @@ def linear_weights(layout: Layout | None, engine: str, name: str) -> str:
     without a quantization of the drafter's own."""
     if engine != "vllm" or layout is None:
         raise UserError(
-            f"export.quantise={name} writes a folder that vLLM reads; given export.engine={engine}. "
-            "Export for vllm, or without export.quantise."
+            f"export.quantise={name} writes a folder that vLLM reads; given "
+            f"export.engine={engine}. Export for vllm, or without export.quantise."
         )
     if not layout.linear:
         raise UserError(

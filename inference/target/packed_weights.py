@@ -73,8 +73,8 @@ def _quantise_fp4(wide: Tensor) -> dict[str, Tensor]:
     rows, columns = wide.shape
     if columns % FP4_GROUP:
         raise UserError(
-            f"nvfp4 groups {FP4_GROUP} inputs, and a weight of this drafter has {columns}. Use int8 "
-            "or fp8."
+            f"nvfp4 groups {FP4_GROUP} inputs, and a weight of this drafter has {columns}. Use "
+            "int8 or fp8."
         )
     groups = wide.view(rows, -1, FP4_GROUP)
     most = wide.abs().max().clamp(min=torch.finfo(torch.float32).tiny)

@@ -20,11 +20,13 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import vocab
 from inference.export.check.config import VerifyConfig
+from inference.export.check.gguf import check_gguf
 from inference.export.engine_folder import require_plain_path
 from inference.export.importing import read_folder, recognise
 from inference.export.layouts import base, dflash, eagle3, native
 from inference.export.layouts.base import IDS, Layout, Shapes, TensorRow
-from inference.export.layouts.folder import Folder, Json
+from inference.export.layouts.folder import ExportNotes, Folder, Json
+from inference.export.layouts.gguf import ENGINE, FILE
 from inference.export.layouts.llama import read_rope
 from inference.export.layouts.registry import LAYOUTS
 from inference.export.quantised import open_weights
@@ -51,6 +53,10 @@ def verify(config: VerifyConfig, given: TargetConfig, target: TargetModel | None
     """Check the folder of `config` against a target. target: that of `given`, if it is loaded.
     Raises `UserError` for a folder that is not a drafter's."""
     plain_files(Path(config.dir))  # a link may lead out of it
+    if (Path(config.dir) / FILE).is_file():
+        notes, found = ExportNotes.read(Path(config.dir)), target or TargetModel.load(given)
+        faults = check_gguf(Path(config.dir), notes, found)
+        return Verdict(notes.layout or "gguf", ENGINE, faults, notes.notes)
     folder, damaged = open_weights(read_folder(Path(config.dir)))
     target = TargetModel.load(given) if target is None else target
     name = folder.export.layout or find_layout(folder)

@@ -90,7 +90,7 @@ def test_damaged_scales_are_faults(
     found = verify(VerifyConfig(str(tmp_path / "out")), target_config(target), target).faults
     assert any(fault in each for each in found), found
     (tmp_path / "out" / "headstart_export.json").unlink()
-    with pytest.raises(UserError, match="damaged|lacks|missing"):
+    with pytest.raises(UserError, match=r"damaged|lacks|missing"):
         import_folder(Folder.read(tmp_path / "out"), target, tmp_path / "back")
 
 
