@@ -3,7 +3,8 @@ drafter computes, and what it lacks is refused."""
 
 from __future__ import annotations
 
-import math
+import importlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,39 +183,51 @@ def test_faults_are_named(target: TargetModel, tmp_path: Path) -> None:
         verify(VerifyConfig(str(tmp_path / "out")), target_config(target), target)
 
 
-def test_llama_cpp_writes_the_same_text(tmp_path: Path) -> None:
-    """A distilled drafter in llama.cpp, against transformers on the folder for transformers."""
-    library = pytest.importorskip("llama_cpp_py_sync")
-    target = load_target(save_target(tmp_path / "target", rope_parameters=LLAMA3))
-    for name in ("distilled_layers", "distilled_tied", "distilled_qwen2"):
-        mine = save(target, name, tmp_path / f"{name}.mine")
-        write(target, mine, tmp_path / f"{name}.gguf", ENGINE)
-        write(target, mine, tmp_path / name, "transformers")
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
-        prompt = list(range(7, 19))
-        ours = model.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=24,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0, len(prompt) :].tolist()
-        file = str(tmp_path / f"{name}.gguf" / FILE)
-        llama = library.Llama(file, n_ctx=128, n_threads=1, type_k="f32", type_v="f32")
-        assert greedy(llama, prompt, 24) == ours, name
-        llama.close()
+def llama_cpp() -> tuple[Any, Any]:
+    """llama.cpp's C interface by a package that brings it, and cffi's: llama-cpp-py-sync, or
+    llama-cpp-cffi. Skips without one that loads here."""
+    with suppress(ImportError, RuntimeError):
+        bindings = importlib.import_module("llama_cpp_py_sync._cffi_bindings")
+        return bindings.get_lib(), bindings.get_ffi()
+    module = pytest.importorskip("llama._llama_cpp_cpu")
+    return module.lib, module.ffi
 
 
-def greedy(llama: Any, prompt: list[int], count: int) -> list[int]:
-    """Tokens with the largest logit, one at a time."""
-    from llama_cpp_py_sync._cffi_bindings import get_lib
-
-    past, found, tokens = 0, list[int](), prompt
+def greedy(file: Path, prompt: list[int], count: int) -> list[int]:
+    """llama.cpp's tokens with the largest logit, one at a time, with a float32 cache."""
+    lib, ffi = llama_cpp()
+    lib.llama_backend_init()
+    loading, running = lib.llama_model_default_params(), lib.llama_context_default_params()
+    loading.n_gpu_layers = 0
+    running.n_ctx, running.n_threads, running.n_threads_batch = 128, 1, 1
+    running.type_k = running.type_v = 0
+    model = lib.llama_model_load_from_file(str(file).encode(), loading)
+    assert model != ffi.NULL, "llama.cpp refuses the file"
+    context = lib.llama_init_from_model(model, running)
+    size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    found, tokens = list[int](), prompt
     for _ in range(count):
-        past = llama._eval_tokens(tokens, past)
-        logits = get_lib().llama_get_logits_ith(llama._ctx, -1)
-        scores = [logits[place] for place in range(llama.n_vocab)]
-        assert all(map(math.isfinite, scores))
-        tokens = [max(range(len(scores)), key=scores.__getitem__)]
+        given = ffi.new("int32_t[]", tokens)
+        assert lib.llama_decode(context, lib.llama_batch_get_one(given, len(tokens))) == 0
+        logits = torch.tensor(ffi.unpack(lib.llama_get_logits_ith(context, -1), size))
+        tokens = [int(logits.argmax())]
         found += tokens
+    lib.llama_free(context)
+    lib.llama_model_free(model)
     return found
+
+
+@pytest.mark.parametrize("name", ["distilled_layers", "distilled_tied", "distilled_qwen2"])
+def test_llama_cpp_writes_the_same_text(tmp_path: Path, name: str) -> None:
+    """A distilled drafter in llama.cpp, against transformers on the folder for transformers."""
+    llama_cpp()
+    target = load_target(save_target(tmp_path / "target", rope_parameters=LLAMA3))
+    mine = save(target, name, tmp_path / "mine")
+    write(target, mine, tmp_path / "gguf", ENGINE)
+    write(target, mine, tmp_path / "out", "transformers")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    found, prompt = list(range(7, 19)), list(range(7, 19))
+    for _ in range(24):
+        found.append(int(model(torch.tensor([found])).logits[0, -1].argmax()))
+    assert len(set(found[12:])) > 2, "a text that says something"
+    assert greedy(tmp_path / "gguf" / FILE, prompt, 24) == found[12:]
