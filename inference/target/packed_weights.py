@@ -45,8 +45,8 @@ PARTS = (
 ).split()
 """What lies beside, or in place of, a quantised layer's `weight`."""
 IGNORED = (
-    "input_scale input_global_scale input_zero_point output_scale k_scale v_scale q_scale k_proj.k_"
-    "scale v_proj.v_scale k_proj.output_scale v_proj.output_scale k_zero_point v_zero_point"
+    "input_scale input_global_scale input_zero_point output_scale k_scale v_scale q_scale "
+    "k_zero_point v_zero_point"
 ).split()
 """Scales of what is not a weight."""
 WORD = 32
