@@ -19,7 +19,8 @@ from heads.api.checkpoint import build_config, read_config
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.tensors import write_tensors
-from inference.decoding.decode_file import DECODE_FILE, draft_length
+from inference.decoding.decode_file import DECODE_FILE, draft_length, read_current
+from inference.engines import settings
 from inference.export.config import ExportConfig
 from inference.export.gguf_file import write_gguf
 from inference.export.layouts import gguf, native
@@ -86,6 +87,9 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
     engine, speculative, path = config.engine, written.speculative, target.config.path
     if engine == "transformers":
         written.notes.append(NEAR_TIES)
+    tuned = {} if config.tokens else tuned_settings(checkpoint.folder, engine, speculative)
+    if tuned:
+        written.notes.append(f"the serving command has what {DECODE_FILE} says for this engine")
     notes = ExportNotes(
         kind=checkpoint.kind,
         method=checkpoint.method,
@@ -101,7 +105,8 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
         target=checkpoint.info.to_dict(),
         speculative_config=speculative,
         hf_overrides=target_overrides(engine, speculative),
-        serve=serve(engine, str(out) if config.stitch else path, out, speculative),
+        decode_settings=tuned,
+        serve=serve(engine, str(out) if config.stitch else path, out, speculative, tuned),
         serve_as_custom_class=custom_class(path, out, speculative),
         kept=written.kept,
         notes=written.notes,
@@ -199,15 +204,35 @@ def target_overrides(engine: str, speculative: Json) -> Json:
     return {"num_nextn_predict_layers": 1} if mtp else {}
 
 
-def serve(engine: str, target: str, out: Path, speculative: Json) -> str:
-    """The command, in one line, that serves the target with the exported drafter."""
+def tuned_settings(folder: Path, engine: str, speculative: Json) -> Json:
+    """What the checkpoint's decode.yaml gives an engine beyond one draft length."""
+    tuned = read_current(folder)
+    if tuned is None:
+        return {}
+    method, drafts = (
+        speculative.get("method"),
+        settings.greedy_drafts((row.batch_size, row.temperature, row.draft) for row in tuned.rows),
+    )
+    if engine in ("vllm", "speculators"):
+        fitting = method in settings.SCHEDULED and not speculative.get("parallel_drafting")
+        found = settings.vllm_settings(drafts) if fitting else {}
+        return found if settings.LENGTHS in found else {}
+    return (
+        settings.sglang_settings(drafts) if engine == "sglang" and method in settings.TREES else {}
+    )
+
+
+def serve(engine: str, target: str, out: Path, speculative: Json, tuned: Json | None = None) -> str:
+    """The command, in one line, that serves the target with the exported drafter. tuned: see
+    `tuned_settings`."""
+    tuned = tuned or {}
     count = speculative.get("num_speculative_tokens", 1)
     if engine in ("vllm", "speculators"):
         overrides = target_overrides(engine, speculative)
         tail = f" --hf-overrides '{json.dumps(overrides)}'" if overrides else ""
         own = {} if target == str(out) else {"model": str(out)}  # stitched: the target's own block
-        settings = json.dumps({**speculative, **own})
-        return f"vllm serve {target} --speculative-config '{settings}'{tail}"
+        given = json.dumps({**speculative, **own, **tuned})
+        return f"vllm serve {target} --speculative-config '{given}'{tail}"
     if engine == "sglang" and speculative["method"] == "uno":
         return (
             f"python -m sglang.launch_server --model-path {target} --attention-backend fa3 "
@@ -216,10 +241,12 @@ def serve(engine: str, target: str, out: Path, speculative: Json) -> str:
         )
     if engine == "sglang":
         algorithm = ALGORITHMS[speculative["method"]]
-        chain = (
-            f" --speculative-num-steps {count} --speculative-eagle-topk 1 "
-            f"--speculative-num-draft-tokens {count + 1}"
-        )
+        shape = tuned or {
+            "--speculative-num-steps": count,
+            "--speculative-eagle-topk": 1,
+            "--speculative-num-draft-tokens": count + 1,
+        }
+        chain = "".join(f" {name} {value}" for name, value in shape.items())
         return (
             f"python -m sglang.launch_server --model-path {target} "
             f"--speculative-algorithm {algorithm} --speculative-draft-model-path {out}"

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from heads.api.checkpoint import load_drafter
@@ -28,9 +29,12 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
 from inference.decoding.sampling.distribution import SamplingSettings
+from inference.engines.settings import LENGTHS, length_at
 from inference.export.check.config import LiveConfig
 from inference.export.check.verify import find_source
+from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
+from inference.export.quantised import KEY
 from inference.integrity import require_unchanged
 from inference.measure import vllm_process
 from inference.measure.foreign.vllm_worker import ServedMode, ServingMode
@@ -112,8 +116,16 @@ class Served:
 
     @property
     def depth(self) -> int:
-        """Drafted tokens per step."""
+        """Most drafted tokens per step."""
         return int(self.speculative["num_speculative_tokens"])
+
+    def depths(self, batch: int) -> tuple[int, int]:
+        """Least and most drafted tokens per step with up to `batch` requests at once."""
+        schedule = self.speculative.get(LENGTHS)
+        if schedule is None:
+            return self.depth, self.depth
+        found = [length_at(schedule, rows) for rows in range(1, batch + 1)]
+        return min(found), max(found)
 
     def mode(self) -> ServingMode:
         """The engine's settings for it."""
@@ -243,19 +255,39 @@ def live_check(
         ours = decode(target, None, requests, 0, batch)
         plain = {"ours": ours, "engine": read_answers(theirs, requests, 0)}
         for export in exports:
-            found, depth = by_mode[export.name, batch], export.depth
+            found, (least, depth) = by_mode[export.name, batch], export.depths(batch)
             row = LiveRow(export.name, export.kind, f"vllm {found.version}", batch, plain=plain)
             rows.append(row)
             if found.error:
                 row.problems.append(f"the engine refuses it: {found.error}")
                 continue
             row.corrected = tuple(found.corrected)
-            counts = counted.get(export.name)  # They do not depend on the batch.
+            name = f"{export.name} {depth}"
+            counts = counted.get(name)  # They do not depend on the batch.
             ours = decode(target, export.drafter, requests, depth, batch, counts)
-            counted[export.name] = ours.counts
+            counted[name] = ours.counts
             row.answers = {"ours": ours, "engine": read_answers(found, requests, depth)}
-            judge(row, export, target, requests, known)
+            one = replace(export, compared=export.compared and least == depth)
+            judge(row, one, target, requests, known)
+            row.problems += unused(found, export, batch)
     return rows
+
+
+def unused(found: ServedMode, export: Served, batch: int) -> Iterator[str]:
+    """Draft lengths per batch size that the engine does not have, or did not draft by."""
+    asked = export.speculative.get(LENGTHS)
+    if asked is None:
+        return
+    held = [list(each) for each in found.taken.get(LENGTHS) or ()]
+    if held != [list(each) for each in asked]:
+        yield f"the engine's configuration says {LENGTHS} {held}, asked for {list(asked)}"
+    steps, drafted = found.acceptance.get("drafts", 0), found.acceptance.get("draft_tokens", 0)
+    least, most = export.depths(batch)
+    if steps and not max(least, 1) <= drafted / steps <= most:
+        yield (
+            f"the engine drafted {drafted / steps:.2f} tokens per step, and {LENGTHS} asks for "
+            f"{least} to {most} with up to {batch} requests"
+        )
 
 
 def judge(
@@ -410,8 +442,12 @@ def check_folder(
     names = ("verify.live.python", "verify.live.seconds")
     process = EngineProcess(config.python, config.seconds, names)
     served = read_served(path, target, source)
-    requests = make_requests(config, prompts, target, served.depth)
-    return live_check(target, [served], requests, process, config.batches)
+    requests, exports = make_requests(config, prompts, target, served.depth), [served]
+    lengths = Folder.read(path).export.decode_settings
+    if lengths:
+        told = {**served.speculative, **lengths}
+        exports.append(replace(served, name=f"{served.name} as tuned", speculative=told))
+    return live_check(target, exports, requests, process, config.batches)
 
 
 def make_requests(
@@ -448,12 +484,21 @@ def read_served(path: Path, target: TargetModel, source: str = "") -> Served:
     return Served(
         path.name,
         notes.method,
-        load_drafter(checkpoint, target.info, target.weights),
+        own_drafter(folder, checkpoint, target),
         path,
         notes.speculative_config,
         corrections=("grouped_rms_norm",) if method in ("dflash", "dspark") else (),
         overrides=notes.hf_overrides,
     )
+
+
+def own_drafter(folder: Folder, checkpoint: Path, target: TargetModel) -> Any:
+    """Our drafter of a checkpoint; of a folder with quantised weights, what these say."""
+    if KEY not in folder.config:
+        return load_drafter(checkpoint, target.info, target.weights)
+    with TemporaryDirectory() as scratch:
+        import_folder(folder, target, Path(scratch) / "plain")
+        return load_drafter(Path(scratch) / "plain", target.info, target.weights)
 
 
 def lines(rows: Sequence[LiveRow]) -> list[str]:
