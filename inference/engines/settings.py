@@ -34,7 +34,7 @@ class Setting:
     llama_cpp: str
 
 
-VERSIONS = {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5", "llama_cpp": "llama.cpp b11434"}
+VERSIONS = {"vllm": "vLLM 0.32", "sglang": "SGLang (not run)", "llama_cpp": "llama.cpp b11434"}
 SETTINGS = (
     Setting(
         "draft length",
@@ -52,7 +52,12 @@ SETTINGS = (
         "stop by confidence", "(enable_adaptive_verification, DSpark)", "", "--spec-draft-p-min"
     ),
     Setting("drafts at temperature", "draft_sample_method", "", ""),
-    Setting("rule of acceptance", "rejection_sample_method", "", ""),
+    Setting(
+        "rule of acceptance",
+        "rejection_sample_method",
+        "--speculative-accept-threshold-single, --speculative-accept-threshold-acc",
+        "",
+    ),
 )
 ABSENT = ("speculative_token_tree", "disable_by_batch_size")
 """Fields that other versions of vLLM had, and the version of the table has not."""

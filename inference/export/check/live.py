@@ -101,7 +101,8 @@ class Served:
 
     kind: its method; folder: what the engine loads, None for a method without a model (ngram);
     speculative: the engine's `speculative_config` without `model`; compared: whether acceptance
-    must agree; additional, corrections, overrides: see `ServingMode`.
+    must agree; additional, corrections, overrides: see `ServingMode`; original: of a folder with
+    quantised weights, the drafter before it was quantised.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Served:
     compared: bool = True
     corrections: tuple[str, ...] = ()
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    original: Any = None
 
     @property
     def depth(self) -> int:
@@ -170,7 +172,7 @@ class LiveRow:
     """An export at one batch size; `problems` is empty if it agrees with our decoder.
 
     answers: by program, "ours" and "engine"; empty if the engine refuses the export; plain: those
-    without a drafter.
+    without a drafter; original: our counts with the drafter before it was quantised.
     """
 
     name: str
@@ -182,6 +184,7 @@ class LiveRow:
     lossless: dict[str, int] = field(default_factory=dict)
     divergences: list[Divergence] = field(default_factory=list)
     corrected: tuple[str, ...] = ()
+    original: Counts | None = None
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -211,6 +214,7 @@ class LiveRow:
             "identical_to_ours": self.count_equal("tokens"),
             "answers_with_equal_steps": self.count_equal("steps"),
             **{f"tau_{side}": found.length for side, found in counts.items()},
+            **({"tau_unquantised": self.original.length} if self.original else {}),
             "difference": self.difference,
             "steps": {side: found.steps for side, found in counts.items()},
             "positions": {side: found.rates for side, found in counts.items()},
@@ -267,6 +271,8 @@ def live_check(
             ours = decode(target, export.drafter, requests, depth, batch, counts)
             counted[name] = ours.counts
             row.answers = {"ours": ours, "engine": read_answers(found, requests, depth)}
+            if export.original is not None:
+                row.original = decode(target, export.original, requests, depth, batch).counts
             one = replace(export, compared=export.compared and least == depth)
             judge(row, one, target, requests, known)
             row.problems += unused(found, export, batch)
@@ -481,21 +487,22 @@ def read_served(path: Path, target: TargetModel, source: str = "") -> Served:
             "<checkpoint folder>."
         )
     require_unchanged(checkpoint)
+    drafter = load_drafter(checkpoint, target.info, target.weights)
+    unpacked = unpack(folder, target) if KEY in folder.config else None
     return Served(
         path.name,
         notes.method,
-        own_drafter(folder, checkpoint, target),
+        unpacked or drafter,
         path,
         notes.speculative_config,
         corrections=("grouped_rms_norm",) if method in ("dflash", "dspark") else (),
         overrides=notes.hf_overrides,
+        original=drafter if unpacked else None,
     )
 
 
-def own_drafter(folder: Folder, checkpoint: Path, target: TargetModel) -> Any:
-    """Our drafter of a checkpoint; of a folder with quantised weights, what these say."""
-    if KEY not in folder.config:
-        return load_drafter(checkpoint, target.info, target.weights)
+def unpack(folder: Folder, target: TargetModel) -> Any:
+    """Our drafter with the dequantised weights of a folder."""
     with TemporaryDirectory() as scratch:
         import_folder(folder, target, Path(scratch) / "plain")
         return load_drafter(Path(scratch) / "plain", target.info, target.weights)
@@ -525,6 +532,8 @@ def lines(rows: Sequence[LiveRow]) -> list[str]:
             found.append(
                 f"  {label}     " + "  ".join(f"{rate:5.3f}" for rate in side.counts.rates)
             )
+        if row.original:
+            found.append(f"  before it was quantised: acceptance length {row.original.length:.3f}")
         found += [f"  note: {CORRECTED[name]}" for name in row.corrected]
         found += [
             f"  near tie: prompt {item.prompt}, token {item.place}, {item.margin:.2g} apart"
