@@ -29,9 +29,9 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PRE = {
     rf"{_CONTRACTIONS}{_WORDS}\p{{N}}{_REST}": "qwen2",
     rf"{_CONTRACTIONS}{_WORDS}\p{{N}}{{1,3}}{_REST}": "llama-bpe",
-    "": "gpt-2",
+    "bytes": "gpt-2",
 }
-"""Patterns by which byte-level tokenizers split text, and llama.cpp's names for them."""
+"""Patterns by which byte-level tokenizers split text (`split_pattern`), and llama.cpp's names."""
 SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 
 
@@ -137,14 +137,14 @@ def _kind(place: int, by_id: Mapping[int, str], added: Mapping[int, Any], bytewi
     return BYTE if bytewise and len(token) == 6 and token.startswith("<0x") else NORMAL
 
 
-def split_pattern(content: Json) -> str | None:
-    """The pattern of a byte-level tokenizer.json; empty for GPT-2's own, None for others."""
+def split_pattern(content: Json) -> str:
+    """The pattern of a byte-level tokenizer.json; "bytes" for GPT-2's own, empty for others."""
     found = content.get("pre_tokenizer") or {}
     parts = found.get("pretokenizers") or [found]
     patterns = [part["pattern"].get("Regex") for part in parts if part.get("type") == "Split"]
     if patterns:
-        return patterns[0] if len(patterns) == 1 else None
-    return "" if any(part.get("type") == "ByteLevel" for part in parts) else None
+        return str(patterns[0]) if len(patterns) == 1 else ""
+    return "bytes" if any(part.get("type") == "ByteLevel" for part in parts) else ""
 
 
 class GgufContent:

@@ -54,9 +54,9 @@ def verify(config: VerifyConfig, given: TargetConfig, target: TargetModel | None
     Raises `UserError` for a folder that is not a drafter's."""
     plain_files(Path(config.dir))  # a link may lead out of it
     if (Path(config.dir) / FILE).is_file():
-        notes, found = ExportNotes.read(Path(config.dir)), target or TargetModel.load(given)
-        faults = check_gguf(Path(config.dir), notes, found)
-        return Verdict(notes.layout or "gguf", ENGINE, faults, notes.notes)
+        own = ExportNotes.read(Path(config.dir))
+        found = check_gguf(Path(config.dir), own, target or TargetModel.load(given))
+        return Verdict(own.layout or "gguf", ENGINE, found, own.notes)
     folder, damaged = open_weights(read_folder(Path(config.dir)))
     target = TargetModel.load(given) if target is None else target
     name = folder.export.layout or find_layout(folder)
