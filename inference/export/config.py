@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from heads.api.config import Layers, OptionalToken, config
 
-Engine = Literal["vllm", "sglang", "speculators", "transformers"]
+Engine = Literal["vllm", "sglang", "speculators", "transformers", "llama.cpp"]
 """Export targets. speculators: vLLM's library of drafters, whose folders vLLM serves directly."""
 ENGINES: tuple[str, ...] = get_args(Engine)
 Readable = Literal[
@@ -23,7 +23,7 @@ class ExportConfig:
     """What is exported, for which engine, and where to."""
 
     engine: Engine = "vllm"
-    """vllm, sglang, speculators or transformers."""
+    """vllm, sglang, speculators, transformers or llama.cpp (a GGUF file)."""
     checkpoint: str = ""
     """A checkpoint folder; empty: the run's drafter (run.name, run.drafter)."""
     out: str = ""
@@ -38,6 +38,10 @@ class ExportConfig:
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Number format of the weights: float32, bfloat16 or float16; empty: as stored, which can be
     imported back bit for bit."""
+    quantise: Literal["", "int8", "fp8", "nvfp4"] = ""
+    """Weights of decoder layers and of `fc` in the layout of compressed-tensors, for vLLM: int8 or
+    fp8 (e4m3) with a scale per output, or nvfp4 (4 bits) with one per 16 inputs; empty: as they
+    are."""
     mask_token_id: OptionalToken = -1
     """Token that stands for "not known yet" in drafters that learned a vector for it; -1: one that
     the tokenizer does not use."""

@@ -19,12 +19,15 @@ from heads.api.checkpoint import build_config, read_config
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.tensors import write_tensors
-from inference.decoding.decode_file import DECODE_FILE, draft_length
+from inference.decoding.decode_file import DECODE_FILE, draft_length, read_current
+from inference.engines import settings
 from inference.export.config import ExportConfig
-from inference.export.layouts import native
+from inference.export.gguf_file import write_gguf
+from inference.export.layouts import gguf, native
 from inference.export.layouts.base import Checkpoint, Target, Written, read_checkpoint
 from inference.export.layouts.folder import CONFIG, ExportNotes, Json
-from inference.export.layouts.registry import find_route
+from inference.export.layouts.registry import LAYOUTS, find_route
+from inference.export.quantised import linear_weights, quantise_folder
 from inference.export.stitching import stitch
 from inference.folders import EXPORT_FILE, replace_folder
 from inference.integrity import require_unchanged
@@ -44,6 +47,13 @@ ALGORITHMS = {
     "draft_model": "STANDALONE",
 }
 """vLLM's name of a method -> SGLang's."""
+LLAMA_TYPES = {
+    "draft_model": "draft-simple",
+    "eagle3": "draft-eagle3",
+    "dflash": "draft-dflash",
+    "dspark": "draft-dspark",
+}
+"""vLLM's name of a method -> llama.cpp's `--spec-type`."""
 NEAR_TIES = (
     "in bfloat16 the text of assisted generation may differ from generate's own where two tokens "
     "are nearly tied: passes of several tokens sum in another order"
@@ -68,12 +78,18 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
     dtype = getattr(torch, config.dtype) if config.dtype else next(iter(floats.values())).dtype
     if config.dtype:
         tensors |= {name: value.to(dtype) for name, value in floats.items()}
+    if config.quantise:
+        pattern = linear_weights(LAYOUTS.get(layout), config.engine, config.quantise)
+        quantise_folder(written, tensors, pattern, config.quantise)
     # peft knows no such key; a target's own config.json says what the target is loaded in
     if written.described == CONFIG and not {"dtype", "torch_dtype"} & written.config.keys():
         written.config["dtype"] = str(dtype).removeprefix("torch.")
     engine, speculative, path = config.engine, written.speculative, target.config.path
     if engine == "transformers":
         written.notes.append(NEAR_TIES)
+    tuned = {} if config.tokens else tuned_settings(checkpoint.folder, engine, speculative)
+    if tuned:
+        written.notes.append(f"the serving command has what {DECODE_FILE} says for this engine")
     notes = ExportNotes(
         kind=checkpoint.kind,
         method=checkpoint.method,
@@ -89,7 +105,8 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
         target=checkpoint.info.to_dict(),
         speculative_config=speculative,
         hf_overrides=target_overrides(engine, speculative),
-        serve=serve(engine, str(out) if config.stitch else path, out, speculative),
+        decode_settings=tuned,
+        serve=serve(engine, str(out) if config.stitch else path, out, speculative, tuned),
         serve_as_custom_class=custom_class(path, out, speculative),
         kept=written.kept,
         notes=written.notes,
@@ -100,13 +117,18 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
         if config.stitch:
             of_block = partial(native.is_of_block, config=written.config)
             stitch(native.target_folder(target), tensors, of_block, fresh)
+        elif written.weights == gguf.FILE:
+            notes.notes += write_gguf(
+                fresh / written.weights, written.config, tensors, target.tokenizer
+            )
         else:
             write_tensors(tensors, fresh / written.weights, {"format": "pt"})
         for name, content in written.files.items():
             (fresh / name).write_bytes(content)
         if written.tokenizer:
             target.tokenizer.save_pretrained(str(fresh))
-        write_text(fresh / written.described, written.config)
+        if written.described:
+            write_text(fresh / written.described, written.config)
         notes.files = {path.name: file_sha256(path) for path in sorted(fresh.iterdir())}
         write_text(fresh / EXPORT_FILE, asdict(notes))
     return notes
@@ -182,15 +204,35 @@ def target_overrides(engine: str, speculative: Json) -> Json:
     return {"num_nextn_predict_layers": 1} if mtp else {}
 
 
-def serve(engine: str, target: str, out: Path, speculative: Json) -> str:
-    """The command, in one line, that serves the target with the exported drafter."""
+def tuned_settings(folder: Path, engine: str, speculative: Json) -> Json:
+    """What the checkpoint's decode.yaml gives an engine beyond one draft length."""
+    tuned = read_current(folder)
+    if tuned is None:
+        return {}
+    method, drafts = (
+        speculative.get("method"),
+        settings.greedy_drafts((row.batch_size, row.temperature, row.draft) for row in tuned.rows),
+    )
+    if engine in ("vllm", "speculators"):
+        fitting = method in settings.SCHEDULED and not speculative.get("parallel_drafting")
+        found = settings.vllm_settings(drafts) if fitting else {}
+        return found if settings.LENGTHS in found else {}
+    return (
+        settings.sglang_settings(drafts) if engine == "sglang" and method in settings.TREES else {}
+    )
+
+
+def serve(engine: str, target: str, out: Path, speculative: Json, tuned: Json | None = None) -> str:
+    """The command, in one line, that serves the target with the exported drafter. tuned: see
+    `tuned_settings`."""
+    tuned = tuned or {}
     count = speculative.get("num_speculative_tokens", 1)
     if engine in ("vllm", "speculators"):
         overrides = target_overrides(engine, speculative)
         tail = f" --hf-overrides '{json.dumps(overrides)}'" if overrides else ""
         own = {} if target == str(out) else {"model": str(out)}  # stitched: the target's own block
-        settings = json.dumps({**speculative, **own})
-        return f"vllm serve {target} --speculative-config '{settings}'{tail}"
+        given = json.dumps({**speculative, **own, **tuned})
+        return f"vllm serve {target} --speculative-config '{given}'{tail}"
     if engine == "sglang" and speculative["method"] == "uno":
         return (
             f"python -m sglang.launch_server --model-path {target} --attention-backend fa3 "
@@ -199,14 +241,22 @@ def serve(engine: str, target: str, out: Path, speculative: Json) -> str:
         )
     if engine == "sglang":
         algorithm = ALGORITHMS[speculative["method"]]
-        chain = (
-            f" --speculative-num-steps {count} --speculative-eagle-topk 1 "
-            f"--speculative-num-draft-tokens {count + 1}"
-        )
+        shape = tuned or {
+            "--speculative-num-steps": count,
+            "--speculative-eagle-topk": 1,
+            "--speculative-num-draft-tokens": count + 1,
+        }
+        chain = "".join(f" {name} {value}" for name, value in shape.items())
         return (
             f"python -m sglang.launch_server --model-path {target} "
             f"--speculative-algorithm {algorithm} --speculative-draft-model-path {out}"
             f"{'' if algorithm in ('DFLASH', 'DSPARK') else chain}"
+        )
+    if engine == gguf.ENGINE:
+        kind = LLAMA_TYPES[speculative["method"]]
+        return (
+            f"llama-server -m TARGET.gguf -md {out / gguf.FILE} --spec-type {kind} "
+            f"--spec-draft-n-max {count}"
         )
     dflash = "speculation_type" in speculative
     model = "AutoModel" if dflash else "AutoModelForCausalLM"

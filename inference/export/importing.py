@@ -33,6 +33,7 @@ from inference.export.layouts import (
 )
 from inference.export.layouts.base import Imported
 from inference.export.layouts.folder import CONFIG, Folder, Json, Receiver, read_json
+from inference.export.quantised import open_weights
 from inference.folders import replace_folder
 from inference.manifest import file_entry, verify_file, write_manifest
 from inference.staleness.reference import WATCH_FILE
@@ -59,11 +60,15 @@ def read_folder(path: Path, layout: str = "auto") -> Folder:
 
 def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = "auto") -> Imported:
     """Write the checkpoint `out` from a folder, for `target`, replacing an earlier import.
+    Quantised weights become plain ones.
 
     Raises `UserError`, before anything is written, for a folder that fits none of our kinds, and
     for an `out` that was not imported.
     """
     require_as_exported(folder)
+    folder, damaged = open_weights(folder)
+    if damaged:
+        raise UserError(f"'{folder.path}' is damaged: {damaged[0]}. Fetch it again.")
     receiver = Receiver(target.info, target.weights)
     name = recognise(folder) if layout == "auto" else layout
     found: Imported = READERS[name].read(folder, receiver)

@@ -38,6 +38,7 @@ from heads.api.errors import UserError, suggest
 from heads.api.target_info import Rotary, TargetInfo, TargetWeights, tokenizer_hash
 from inference.target import parallel
 from inference.target.hardware import found_device, is_there
+from inference.target.packed_target import open_packed, packed_settings, without_settings
 from inference.target.quantization import dense_weight, quantization_settings
 from inference.target.revision import revision_of
 from inference.target.rope import pin_frequencies, rope_parts, trained_positions
@@ -183,7 +184,13 @@ def load_model(config: TargetConfig) -> Any:
     described = checked_config(config)
     ranks = parallel.join_ranks(config.device) if config.tensor_parallel else None
     device = ranks.device if ranks else pick_device(config.device)
-    own = getattr(described, "quantization_config", None)
+    packed = packed_settings(config.path, config.revision, described)
+    own = None if packed else getattr(described, "quantization_config", None)
+    if packed and (ranks is not None or config.quantization not in ("auto", "none")):
+        raise UserError(
+            f"the target's files are quantised already ({packed['quant_method']}); they are loaded "
+            "as plain weights, with target.quantization=auto and target.tensor_parallel=false."
+        )
     quantised = quantization_settings(config.quantization, own, DTYPES[config.dtype_name], device)
     options: dict[str, Any] = {} if quantised is None else {"quantization_config": quantised}
     if ranks is not None:
@@ -194,6 +201,8 @@ def load_model(config: TargetConfig) -> Any:
     if DTYPES[config.dtype_name] == torch.float64:
         # the grouped product of experts, transformers' default, takes none
         options["experts_implementation"] = "eager"
+    if packed:
+        options |= _plain_weights(config, described, packed)
     model, report = _from_pretrained(config, described, options)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -206,7 +215,20 @@ def load_model(config: TargetConfig) -> Any:
         # transformers goes on without one that it could not read
         model.generation_config = own_generation
     model.requires_grad_(False).eval()
-    return prepare(model if options else model.to(device), config.long_context)
+    placed = "device_map" in options or ranks is not None
+    return prepare(model if placed else model.to(device), config.long_context)
+
+
+def _plain_weights(
+    config: TargetConfig, described: Any, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """How to load quantised files as plain weights."""
+    dtype = DTYPES[config.dtype_name]
+    return {
+        "pretrained_model_name_or_path": None,
+        "config": without_settings(described),
+        "state_dict": open_packed(config.path, config.revision, settings, dtype),
+    }
 
 
 def checked_config(config: TargetConfig) -> Any:
@@ -251,6 +273,8 @@ def _from_pretrained(
         with _ONE_AT_A_TIME:
             options = {**_source(config), "dtype": DTYPES[config.dtype_name], **options}
             loader = model_class(described)
+            if "state_dict" in options:  # the automatic classes want a path
+                loader = loader._model_mapping[type(described)]
             if described.model_type in READ_ALONE:
                 options["config"] = described.get_text_config()
             with _without_tables():

@@ -1,7 +1,8 @@
 """Quantised targets: what `target.quantization` may say, and which library it takes.
 
 Weights are quantised while they load (bitsandbytes, torchao, fp8), or come quantised with a
-checkpoint that says so itself ("auto"). The decoder is lossless for the quantised model as it is:
+checkpoint that says so itself ("auto"); those of compressed-tensors and ModelOpt are made plain
+(`inference.target.packed_target`). The decoder is lossless for the quantised model as it is:
 what it is compared with is that model's own greedy text.
 """
 
@@ -44,7 +45,6 @@ OWN_LIBRARIES: dict[str, Library] = {
     "torchao": _TORCHAO,
     "gptq": Library("gptqmodel", "gptqmodel"),
     "awq": Library("gptqmodel", "gptqmodel"),
-    "compressed-tensors": Library("compressed_tensors", "compressed-tensors"),
     "hqq": Library("hqq", "hqq"),
     "quanto": Library("optimum", "optimum-quanto"),
     "aqlm": Library("aqlm", "aqlm[gpu,cpu]"),

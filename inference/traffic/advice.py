@@ -17,6 +17,7 @@ from rich.table import Table
 
 from inference.decoding.config import DecodeConfig
 from inference.decoding.draft import NONE, Draft
+from inference.engines.settings import engine_settings
 from inference.measure.metrics import divide
 from inference.measure.prompts import Prompt
 from inference.target.memory import gib
@@ -73,6 +74,9 @@ class TrafficAdvice(TypedDict):
     ways: list[WayResult]
     best: dict[str, dict[str, str]]
     """`drafter` and `draft` of the way with the largest speedup."""
+    engines: dict[str, dict[str, dict[str, Any]]]
+    """By drafter: what each engine takes (`inference.engines.settings`) of the drafts that are
+    fastest at 1, 2, 4, ... rows."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +204,23 @@ def advise(
         "best": {
             name: {"drafter": way["drafter"], "draft": way["draft"]} for name, way in best.items()
         },
+        "engines": {
+            name: engine_settings(fastest(ways, name, arrivals, rows, seed))
+            for name in dict.fromkeys(way.drafter for way in ways[1:])
+        },
+    }
+
+
+def fastest(
+    ways: Sequence[Way], drafter: str, arrivals: Sequence[Arrival], rows: int, seed: int
+) -> dict[int, Draft]:
+    """The draft of a drafter, or plain decoding, that is fastest at every power of two of rows."""
+    own = [(way, way.jobs(arrivals, seed)) for way in ways if way.drafter in (drafter, PLAIN)]
+    counts = sorted({rows, *(2**power for power in range(rows.bit_length()))})
+    return {
+        count: max(own, key=lambda pair: pair[0].speed(pair[1], count))[0].draft
+        for count in counts
+        if count <= rows
     }
 
 

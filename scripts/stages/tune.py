@@ -13,6 +13,8 @@ from __future__ import annotations
 from heads.api.checkpoint import CONFIG_FILE, weights_file
 from heads.api.errors import UserError
 from inference.decoding.decode_file import require_tuned, write_tuned
+from inference.decoding.draft import Draft
+from inference.engines.settings import engine_settings, greedy_drafts
 from inference.manifest import checkpoint_hash, write_json
 from inference.measure.datasets import load_bench_prompts
 from inference.target.model import TargetModel
@@ -47,7 +49,18 @@ def run(settings: Settings) -> None:
     facts = result_facts(settings, target)
     own = {"name": found.name, "kind": found.kind, "path": shown(found.folder)}
     result = folder.path / TUNE_FILE
-    write_json(result, {**facts, "drafter": own, "rows": rows, **tuner.facts()})
+    engines = engine_settings(
+        greedy_drafts(
+            (row["batch_size"], row["temperature"], Draft.read(row["draft"])) for row in rows
+        )
+    )
+    write_json(result, {**facts, "drafter": own, "rows": rows, "engines": engines, **tuner.facts()})
+    engines = engine_settings(
+        greedy_drafts(
+            (row["batch_size"], row["temperature"], Draft.read(row["draft"])) for row in rows
+        )
+    )
+    write_json(result, {**facts, "drafter": own, "rows": rows, "engines": engines, **tuner.facts()})
     written = write_tuned(
         found.folder, weights, facts["target"], facts["device"], rows, facts["command"]
     )

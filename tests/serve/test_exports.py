@@ -21,6 +21,7 @@ from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
+from inference.engines.settings import LENGTHS
 from inference.export.check.config import LiveConfig
 from inference.export.check.live import LiveRow, Served, live_check, make_requests, read_served
 from inference.measure.prompts import load_prompts
@@ -112,6 +113,18 @@ def rows(
                 replace(served[-1], name="custom", folder=None, speculative=told, additional=where)
             )
     served.append(replace(with_fault(served[0], scratch / "fault"), name="fault"))
+    for quantise in ("int8", "fp8"):
+        write(
+            target,
+            scratch / "distilled" / "checkpoint",
+            scratch / quantise,
+            "vllm",
+            quantise=quantise,
+        )
+        served.append(read_served(scratch / quantise, target))
+    lengths = {LENGTHS: [[1, 1, 4], [2, 8, 1]]}
+    told = {**served[0].speculative, **lengths}
+    served.append(replace(served[0], name="lengths", speculative=told))
     process = EngineProcess(engine_python, environment={"PYTHONPATH": str(ROOT)})
     found = live_check(target, served, requests, process, (1, 3))
     return {(row.name, row.batch): row for row in found}
@@ -156,6 +169,29 @@ def test_our_medusa_proposer_does_what_the_engines_own_does(
             custom.steps,
             custom.counts,
         )
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_quantised_weights_are_accepted_as_our_decoder_accepts_them(
+    rows: dict[tuple[str, int], LiveRow], name: str
+) -> None:
+    row = rows[name, 1]
+    assert row.lossless["mismatches"] == 0
+    # the engine quantises activations too
+    assert row.answers["engine"].counts.length == pytest.approx(
+        row.answers["ours"].counts.length, rel=0.06
+    )
+    assert row.original is not None
+    assert row.original.length == pytest.approx(row.answers["ours"].counts.length, rel=0.06)
+
+
+def test_lengths_per_batch_size_are_used(rows: dict[tuple[str, int], LiveRow]) -> None:
+    for batch in (1, 3):
+        row = rows["lengths", batch]
+        assert row.problems == []
+        counts = row.answers["engine"].counts
+        drafted = counts.drafted / counts.steps
+        assert drafted == 4 if batch == 1 else 1 <= drafted < 4
 
 
 def test_a_fault_shows_in_acceptance_alone(rows: dict[tuple[str, int], LiveRow]) -> None:

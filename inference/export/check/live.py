@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from heads.api.checkpoint import load_drafter
@@ -28,9 +29,12 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
 from inference.decoding.sampling.distribution import SamplingSettings
+from inference.engines.settings import LENGTHS, length_at
 from inference.export.check.config import LiveConfig
 from inference.export.check.verify import find_source
+from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
+from inference.export.quantised import KEY
 from inference.integrity import require_unchanged
 from inference.measure import vllm_process
 from inference.measure.foreign.vllm_worker import ServedMode, ServingMode
@@ -42,6 +46,8 @@ from inference.target.model import TargetModel
 PLAIN = "plain"
 TOLERANCE = 0.02
 """How far the engine's acceptance length may be from ours, as a share of ours."""
+QUANTISED_TOLERANCE = 0.06
+"""The same where the engine quantises activations, which our decoder does not."""
 CORRECTED = {
     "grouped_rms_norm": "vLLM's CPU kernel of rms_norm gives all layers of DFlash's context keys "
     "layer 0's k_norm; corrected in the engine's process"
@@ -97,7 +103,8 @@ class Served:
 
     kind: its method; folder: what the engine loads, None for a method without a model (ngram);
     speculative: the engine's `speculative_config` without `model`; compared: whether acceptance
-    must agree; additional, corrections, overrides: see `ServingMode`.
+    must agree; additional, corrections, overrides: see `ServingMode`; original: of a folder with
+    quantised weights, the drafter before it was quantised.
     """
 
     name: str
@@ -109,11 +116,20 @@ class Served:
     compared: bool = True
     corrections: tuple[str, ...] = ()
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    original: Any = None
 
     @property
     def depth(self) -> int:
-        """Drafted tokens per step."""
+        """Most drafted tokens per step."""
         return int(self.speculative["num_speculative_tokens"])
+
+    def depths(self, batch: int) -> tuple[int, int]:
+        """Least and most drafted tokens per step with up to `batch` requests at once."""
+        schedule = self.speculative.get(LENGTHS)
+        if schedule is None:
+            return self.depth, self.depth
+        found = [length_at(schedule, rows) for rows in range(1, batch + 1)]
+        return min(found), max(found)
 
     def mode(self) -> ServingMode:
         """The engine's settings for it."""
@@ -158,7 +174,7 @@ class LiveRow:
     """An export at one batch size; `problems` is empty if it agrees with our decoder.
 
     answers: by program, "ours" and "engine"; empty if the engine refuses the export; plain: those
-    without a drafter.
+    without a drafter; original: our counts with the drafter before it was quantised.
     """
 
     name: str
@@ -170,6 +186,7 @@ class LiveRow:
     lossless: dict[str, int] = field(default_factory=dict)
     divergences: list[Divergence] = field(default_factory=list)
     corrected: tuple[str, ...] = ()
+    original: Counts | None = None
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -199,6 +216,7 @@ class LiveRow:
             "identical_to_ours": self.count_equal("tokens"),
             "answers_with_equal_steps": self.count_equal("steps"),
             **{f"tau_{side}": found.length for side, found in counts.items()},
+            **({"tau_unquantised": self.original.length} if self.original else {}),
             "difference": self.difference,
             "steps": {side: found.steps for side, found in counts.items()},
             "positions": {side: found.rates for side, found in counts.items()},
@@ -243,19 +261,41 @@ def live_check(
         ours = decode(target, None, requests, 0, batch)
         plain = {"ours": ours, "engine": read_answers(theirs, requests, 0)}
         for export in exports:
-            found, depth = by_mode[export.name, batch], export.depth
+            found, (least, depth) = by_mode[export.name, batch], export.depths(batch)
             row = LiveRow(export.name, export.kind, f"vllm {found.version}", batch, plain=plain)
             rows.append(row)
             if found.error:
                 row.problems.append(f"the engine refuses it: {found.error}")
                 continue
             row.corrected = tuple(found.corrected)
-            counts = counted.get(export.name)  # They do not depend on the batch.
+            name = f"{export.name} {depth}"
+            counts = counted.get(name)  # They do not depend on the batch.
             ours = decode(target, export.drafter, requests, depth, batch, counts)
-            counted[export.name] = ours.counts
+            counted[name] = ours.counts
             row.answers = {"ours": ours, "engine": read_answers(found, requests, depth)}
-            judge(row, export, target, requests, known)
+            if export.original is not None:
+                row.original = decode(target, export.original, requests, depth, batch).counts
+            one = replace(export, compared=export.compared and least == depth)
+            judge(row, one, target, requests, known)
+            row.problems += unused(found, export, batch)
     return rows
+
+
+def unused(found: ServedMode, export: Served, batch: int) -> Iterator[str]:
+    """Draft lengths per batch size that the engine does not have, or did not draft by."""
+    asked = export.speculative.get(LENGTHS)
+    if asked is None:
+        return
+    held = [list(each) for each in found.taken.get(LENGTHS) or ()]
+    if held != [list(each) for each in asked]:
+        yield f"the engine's configuration says {LENGTHS} {held}, asked for {list(asked)}"
+    steps, drafted = found.acceptance.get("drafts", 0), found.acceptance.get("draft_tokens", 0)
+    least, most = export.depths(batch)
+    if steps and not max(least, 1) <= drafted / steps <= most:
+        yield (
+            f"the engine drafted {drafted / steps:.2f} tokens per step, and {LENGTHS} asks for "
+            f"{least} to {most} with up to {batch} requests"
+        )
 
 
 def judge(
@@ -272,7 +312,8 @@ def judge(
         for item in found.divergences
         if not item.near_tie
     ]
-    if export.compared and abs(row.difference) > TOLERANCE:
+    tolerance = TOLERANCE if export.original is None else QUANTISED_TOLERANCE
+    if export.compared and abs(row.difference) > tolerance:
         row.problems.append(describe_difference(row, requests))
 
 
@@ -410,8 +451,12 @@ def check_folder(
     names = ("verify.live.python", "verify.live.seconds")
     process = EngineProcess(config.python, config.seconds, names)
     served = read_served(path, target, source)
-    requests = make_requests(config, prompts, target, served.depth)
-    return live_check(target, [served], requests, process, config.batches)
+    requests, exports = make_requests(config, prompts, target, served.depth), [served]
+    lengths = Folder.read(path).export.decode_settings
+    if lengths:
+        told = {**served.speculative, **lengths}
+        exports.append(replace(served, name=f"{served.name} as tuned", speculative=told))
+    return live_check(target, exports, requests, process, config.batches)
 
 
 def make_requests(
@@ -445,15 +490,25 @@ def read_served(path: Path, target: TargetModel, source: str = "") -> Served:
             "<checkpoint folder>."
         )
     require_unchanged(checkpoint)
+    drafter = load_drafter(checkpoint, target.info, target.weights)
+    unpacked = unpack(folder, target) if KEY in folder.config else None
     return Served(
         path.name,
         notes.method,
-        load_drafter(checkpoint, target.info, target.weights),
+        unpacked or drafter,
         path,
         notes.speculative_config,
         corrections=("grouped_rms_norm",) if method in ("dflash", "dspark") else (),
         overrides=notes.hf_overrides,
+        original=drafter if unpacked else None,
     )
+
+
+def unpack(folder: Folder, target: TargetModel) -> Any:
+    """Our drafter with the dequantised weights of a folder."""
+    with TemporaryDirectory() as scratch:
+        import_folder(folder, target, Path(scratch) / "plain")
+        return load_drafter(Path(scratch) / "plain", target.info, target.weights)
 
 
 def lines(rows: Sequence[LiveRow]) -> list[str]:
@@ -480,6 +535,8 @@ def lines(rows: Sequence[LiveRow]) -> list[str]:
             found.append(
                 f"  {label}     " + "  ".join(f"{rate:5.3f}" for rate in side.counts.rates)
             )
+        if row.original:
+            found.append(f"  before it was quantised: acceptance length {row.original.length:.3f}")
         found += [f"  note: {CORRECTED[name]}" for name in row.corrected]
         found += [
             f"  near tie: prompt {item.prompt}, token {item.place}, {item.margin:.2g} apart"

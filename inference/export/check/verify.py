@@ -20,13 +20,16 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import vocab
 from inference.export.check.config import VerifyConfig
+from inference.export.check.gguf import check_gguf
 from inference.export.engine_folder import require_plain_path
 from inference.export.importing import read_folder, recognise
 from inference.export.layouts import base, dflash, eagle3, native
 from inference.export.layouts.base import IDS, Layout, Shapes, TensorRow
-from inference.export.layouts.folder import Folder, Json
+from inference.export.layouts.folder import ExportNotes, Folder, Json
+from inference.export.layouts.gguf import ENGINE, FILE
 from inference.export.layouts.llama import read_rope
 from inference.export.layouts.registry import LAYOUTS
+from inference.export.quantised import open_weights
 from inference.folders import plain_files
 from inference.manifest import file_sha256
 from inference.target.loading import TargetConfig
@@ -50,7 +53,11 @@ def verify(config: VerifyConfig, given: TargetConfig, target: TargetModel | None
     """Check the folder of `config` against a target. target: that of `given`, if it is loaded.
     Raises `UserError` for a folder that is not a drafter's."""
     plain_files(Path(config.dir))  # a link may lead out of it
-    folder = read_folder(Path(config.dir))
+    if (Path(config.dir) / FILE).is_file():
+        own = ExportNotes.read(Path(config.dir))
+        found = check_gguf(Path(config.dir), own, target or TargetModel.load(given))
+        return Verdict(own.layout or "gguf", ENGINE, found, own.notes)
+    folder, damaged = open_weights(read_folder(Path(config.dir)))
     target = TargetModel.load(given) if target is None else target
     name = folder.export.layout or find_layout(folder)
     layout = LAYOUTS.get(name.removeprefix(WRAPPED))
@@ -59,7 +66,7 @@ def verify(config: VerifyConfig, given: TargetConfig, target: TargetModel | None
     source, why = find_source(folder, config.source)
     notes = [] if source else [f"not compared with a checkpoint: {why}"]
     faults = check_files(folder, layout, target.info, find_rope(folder, layout, source, given))
-    return Verdict(name, folder.export.engine, faults, notes + folder.export.notes)
+    return Verdict(name, folder.export.engine, damaged + faults, notes + folder.export.notes)
 
 
 def find_layout(folder: Folder) -> str:

@@ -259,6 +259,9 @@ class Layout:
     """Whether its norms must have the target's epsilon."""
     silent: bool = False
     """Whether the engine ignores unknown and missing tensors without an error."""
+    linear: str = ""
+    """A pattern of the weights that vLLM builds by the folder's own quantization_config; empty:
+    none."""
 
 
 def captured_layers(config: Json, layers: int, engine: str) -> tuple[int, ...]:

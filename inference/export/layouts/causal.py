@@ -111,7 +111,14 @@ def find_rope(checkpoint: Checkpoint, target: Target) -> Json:
     return {"rope_type": "llama3", "rope_theta": theta, **scaling}
 
 
-LAYOUT = base.Layout("causal", tuple(FAMILIES.values()), expect, rope=find_rope, eps=False)
+LAYOUT = base.Layout(
+    "causal",
+    tuple(FAMILIES.values()),
+    expect,
+    rope=find_rope,
+    eps=False,
+    linear=rf"model\.{llama.LINEAR}",
+)
 
 
 def matches(folder: Folder) -> bool:

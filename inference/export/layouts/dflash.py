@@ -59,6 +59,8 @@ SEQUENTIAL = (
     (".mlp.2.", ".mlp.down_proj."),
 )
 """Names of a correlator's parts in older folders, and today's."""
+LINEAR = rf"fc|{llama.LINEAR}"
+"""See `Layout.linear`."""
 MOST_CANDIDATES = 16
 """Of a slot, in both engines, which also want a power of two."""
 
@@ -102,7 +104,7 @@ def draftable(config: Json) -> tuple[int, str]:
 
 
 LAYOUTS = tuple(
-    base.Layout(name, names, expect, find_rope, most, taps=True, block=True)
+    base.Layout(name, names, expect, find_rope, most, taps=True, block=True, linear=LINEAR)
     for name, names, most in (
         ("dflash", ("DFlashDraftModel",), draftable),
         ("dflash2", ("DFlash2DraftModel",), draftable),

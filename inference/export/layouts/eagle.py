@@ -42,7 +42,12 @@ def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     return table, {EMBEDDING: (info.vocab_size, info.hidden_size)}
 
 
-LAYOUT = base.Layout("eagle", (*ARCHITECTURES.values(), "EagleLlamaForCausalLM"), expect)
+LAYOUT = base.Layout(
+    "eagle",
+    (*ARCHITECTURES.values(), "EagleLlamaForCausalLM"),
+    expect,
+    linear=rf"fc|{llama.LINEAR}",
+)
 
 
 def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:

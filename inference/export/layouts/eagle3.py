@@ -73,7 +73,13 @@ def expect(folder: Folder, info: TargetInfo, *, parallel: bool) -> base.Expected
 CLASSES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
 """vLLM puts "Eagle3" before any other name of an EAGLE-3 head."""
 LAYOUTS = tuple(
-    base.Layout(name, (*CLASSES, own), partial(expect, parallel=parallel), taps=True)
+    base.Layout(
+        name,
+        (*CLASSES, own),
+        partial(expect, parallel=parallel),
+        taps=True,
+        linear=rf"fc|midlayer\.(self_attn|mlp)\.\w+_proj|{llama.LINEAR}",
+    )
     for name, own, parallel in (
         ("eagle3", "Eagle3DraftModel", False),
         ("peagle", "PEagleDraftModel", True),

@@ -56,6 +56,9 @@ class ExportNotes:
     """The target's facts, as in the checkpoint."""
     speculative_config: Json = field(default_factory=dict)
     hf_overrides: Json = field(default_factory=dict)
+    decode_settings: Json = field(default_factory=dict)
+    """Settings beyond `speculative_config` that the checkpoint's decode.yaml gives this engine: for
+    vLLM draft lengths per batch size, for SGLang the options of its trees."""
     serve: str = ""
     serve_as_custom_class: str = ""
     kept: Json = field(default_factory=dict)

@@ -13,6 +13,8 @@ from inference.export.layouts.folder import Json
 
 EXACT_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary scalings that engines compute as transformers does, for any length of the text."""
+LINEAR = r"layers\.\d+\.(self_attn|mlp)\.\w+_proj"
+"""A pattern of the names of decoder layers' linear maps."""
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
 

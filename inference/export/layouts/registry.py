@@ -17,6 +17,7 @@ from inference.export.layouts import (
     dflash,
     eagle,
     eagle3,
+    gguf,
     medusa,
     mtp,
     native,
@@ -59,12 +60,16 @@ def _nowhere(reason: str) -> Ways:
 
 
 def _block(name: str, **others: Route | str) -> Ways:
+    gguf_file = Route("gguf-dflash", gguf.write)
     found: Ways = {engine: Route(name, dflash.write) for engine in ("vllm", "sglang")}
     found["speculators"] = Route(f"speculators-{name}", speculators.write_block)
     found["transformers"] = "it has an assistant class for plain DFlash alone"
+    found["llama.cpp"] = gguf_file if name in ("dflash", "dspark") else _NO_BLOCKS
     return found | others
 
 
+_NO_BLOCKS = "of block drafters, its DFlash and DSpark are written alone"
+_NO_SUCH = "it has no architecture for it"
 _EAGLE = Route("eagle", eagle.write)
 _EAGLE3 = Route("eagle3", eagle3.write)
 _MIMO = Route("mtp-mimo", mtp.write)
@@ -76,22 +81,31 @@ _ASSISTANT = Route("dflash-assistant", dflash.write_assistant)
 
 
 def _ways(*ways: Route | str) -> Ways:
-    """The ways to vLLM, SGLang, speculators and transformers."""
+    """The ways to vLLM, SGLang, speculators, transformers and llama.cpp."""
     return dict(zip(ENGINES, ways, strict=True))
 
 
 ROUTES: dict[str, Ways] = {
     "eagle": _ways(
-        _EAGLE, _EAGLE, "the library has no EAGLE-1; vLLM serves the folder for vllm", _STATES
+        _EAGLE,
+        _EAGLE,
+        "the library has no EAGLE-1; vLLM serves the folder for vllm",
+        _STATES,
+        _NO_SUCH,
     ),
     "eagle3": _ways(
-        _EAGLE3, _EAGLE3, Route("speculators-eagle3", speculators.write_eagle3), _STATES
+        _EAGLE3,
+        _EAGLE3,
+        Route("speculators-eagle3", speculators.write_eagle3),
+        _STATES,
+        Route("gguf-eagle3", gguf.write),
     ),
     "peagle": _ways(
         Route("peagle", eagle3.write),
         "it has no P-EAGLE; vLLM has",
         Route("speculators-peagle", speculators.write_eagle3),
         _STATES,
+        _NO_SUCH,
     ),
     "specvocab": _nowhere(
         "no engine computes an LM head for a shortlist of tokens; train with head.shortlist=0, or "
@@ -102,12 +116,14 @@ ROUTES: dict[str, Ways] = {
         _MIMO,
         "its MTP layers have norms on query and key heads, ours have none",
         "it builds MTP blocks from the target's own layer class, for families that come with them",
+        "it reads MTP blocks in their target's own file",
     ),
     "native_mtp": _ways(
         _NATIVE,
         _NATIVE,
         "vLLM serves the folder for vllm, and a checkpoint with the block in it (export.stitch)",
         "it takes the block out of the target's checkpoint: export for vllm with export.stitch",
+        "it reads MTP blocks in their target's own file: convert what export.stitch writes",
     ),
     "dflash": _block("dflash", transformers=_ASSISTANT),
     "dflash2": _block("dflash2"),
@@ -117,25 +133,28 @@ ROUTES: dict[str, Ways] = {
     "dflare": _nowhere(f"a mixture of taps per layer: {_BLOCKS}"),
     "treeflash": _nowhere(f"states conditioned on the parent: {_BLOCKS}"),
     "mixed": _nowhere(f"parts of several block drafters: {_BLOCKS}"),
-    "distilled": _ways(_CAUSAL, _CAUSAL, _ALONE, _CAUSAL),
+    "distilled": _ways(_CAUSAL, _CAUSAL, _ALONE, _CAUSAL, Route("gguf-causal", gguf.write)),
     "pard": _ways(
         _CAUSAL,
         "its stand-alone drafters are autoregressive, without mask tokens; vLLM has them",
         _ALONE,
         "it asks its assistant for one token at a time, and a PARD drafter's later tokens need "
         "mask tokens",
+        "its draft models are autoregressive, without mask tokens; vLLM has them",
     ),
     "medusa": _ways(
         Route("medusa", medusa.write),
         "it has no Medusa; vLLM up to 0.32 has, and later ones run it as a custom class",
         "the library has no Medusa; vLLM serves the folder for vllm",
         _STATES,
+        _NO_SUCH,
     ),
     "uno": _ways(
         "its Uno is not released; SGLang has one",
         Route("adapter", adapter.write),
         "the library has no adapters of the target; SGLang serves the folder for sglang",
         "its assisted generation takes language models; this one is an adapter of the target",
+        "its adapters change the target, which drafts with none",
     ),
     "hydra_heads": _nowhere(_HEADS),
     **dict.fromkeys(("early_exit", "quantized_self"), _nowhere(_SELF)),

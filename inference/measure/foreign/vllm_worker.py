@@ -119,6 +119,8 @@ class ServedMode:
     """Why there are no answers."""
     corrected: Sequence[str] = ()
     """The corrections that were needed and made."""
+    taken: Mapping[str, Any] = field(default_factory=dict)
+    """The asked speculative settings as the engine's own configuration holds them."""
 
 
 def main(arguments: list[str]) -> int:
@@ -186,9 +188,15 @@ def decode(request: ServingRequest, mode: ServingMode) -> list[ServedMode]:
         answers = list(answer(engine, request["prompts"], batch))
         wall, after = time.perf_counter() - begin, counters(engine)
         acceptance = {key: _difference(after[key], before[key]) for key in after}
-        facts = (batch, answers, acceptance, wall, "", corrected)
+        facts = (batch, answers, acceptance, wall, "", corrected, taken(engine, mode))
         found.append(ServedMode(mode.name, version(), *facts))
     return found
+
+
+def taken(engine: Any, mode: ServingMode) -> dict[str, Any]:
+    """What the engine's configuration says of every setting that was asked for."""
+    found = getattr(engine.llm_engine.vllm_config, "speculative_config", None)
+    return {name: getattr(found, name, None) for name in mode.speculative or ()}
 
 
 def _difference(now: Any, then: Any) -> Any:

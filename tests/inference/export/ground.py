@@ -48,6 +48,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "eagle3",
         {"tap_norm": False, "post_norm_recurrence": False, "draft_vocab_size": 40, "head_dim": 16},
     ),
+    "eagle3_llama_cpp": (
+        "eagle3",
+        {
+            "tap_norm": False,
+            "post_norm_recurrence": False,
+            "norm_before_fc": True,
+            "norm_before_residual": True,
+            "taps": (1, 3, 4),
+            "draft_vocab_size": 40,
+        },
+    ),
     "eagle3_taps": ("eagle3", {"taps": (1, 2, 4, 6)}),
     "peagle": ("peagle", {"num_layers": 2, "depths": 4, "draft_vocab_size": 40}),
     "peagle_whole": ("peagle", {"num_layers": 1, "depths": 3, "tap_norm": False}),

@@ -47,6 +47,10 @@ def test_a_quiet_server_gets_the_long_draft_and_a_crowded_one_the_short_draft() 
     quiet = advise(ways, crowd(10.0), ROWS)
     assert quiet["concurrency"] == {"p50": 1, "p95": 1}
     assert quiet["best"] == {name: {"drafter": "a", "draft": "chain 4"} for name in ("p50", "p95")}
+    assert quiet["engines"]["a"]["vllm"] == {
+        "num_speculative_tokens": 4,
+        "num_speculative_tokens_per_batch_size": [[1, 2, 4], [3, 8, 1]],
+    }
     crowded = advise(ways, crowd(0.001), ROWS)
     assert crowded["concurrency"]["p95"] > ROWS  # some wait
     assert crowded["best"]["p95"] == {"drafter": "a", "draft": "chain 1"}

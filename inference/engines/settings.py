@@ -1,0 +1,149 @@
+"""Decode settings that engines take, made of the drafts that were chosen per batch size.
+
+`SETTINGS` is the table of docs/serving.md: what a setting of ours is called where, and since which
+version it was read. A test compares vLLM's names with the installed version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inference.decoding.draft import NONE, Draft
+
+Json = dict[str, Any]
+LENGTHS = "num_speculative_tokens_per_batch_size"
+"""vLLM's draft lengths per batch size: [first, last, tokens], which go on beyond the last."""
+TOKENS = "num_speculative_tokens"
+SCHEDULED = ("eagle", "eagle3", "draft_model", "mtp")
+"""Methods of vLLM that draft token by token, so that any length may be asked of them."""
+TREES = ("eagle", "eagle3")
+"""Methods for which SGLang drafts trees."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting by engine. vllm: a field of its `--speculative-config`; sglang, llama_cpp: options
+    of the server; empty: the version read has none. Names in parentheses decide by themselves."""
+
+    ours: str
+    vllm: str
+    sglang: str
+    llama_cpp: str
+
+
+VERSIONS = {"vllm": "vLLM 0.32", "sglang": "SGLang (not run)", "llama_cpp": "llama.cpp b11434"}
+SETTINGS = (
+    Setting(
+        "draft length",
+        TOKENS,
+        "--speculative-num-steps, --speculative-num-draft-tokens",
+        "--spec-draft-n-max",
+    ),
+    Setting("draft length per batch size", LENGTHS, "", ""),
+    Setting("draft length per sequence length", "", "", ""),
+    Setting(
+        "tree: width and nodes", "", "--speculative-eagle-topk, --speculative-num-draft-tokens", ""
+    ),
+    Setting("static tree by its paths", "", "", ""),
+    Setting(
+        "stop by confidence", "(enable_adaptive_verification, DSpark)", "", "--spec-draft-p-min"
+    ),
+    Setting("drafts at temperature", "draft_sample_method", "", ""),
+    Setting(
+        "rule of acceptance",
+        "rejection_sample_method",
+        "--speculative-accept-threshold-single, --speculative-accept-threshold-acc",
+        "",
+    ),
+)
+ABSENT = ("speculative_token_tree", "disable_by_batch_size")
+"""Fields that other versions of vLLM had, and the version of the table has not."""
+
+
+def markdown() -> str:
+    """The table for docs/serving.md."""
+    lines = [f"| setting | {' | '.join(VERSIONS.values())} |", "|---" * 4 + "|"]
+    for row in SETTINGS:
+        cells = []
+        for value in (row.vllm, row.sglang, row.llama_cpp):
+            names = [name.strip() for name in value.strip("()").split(", ")]
+            said = ", ".join(f"`{name}`" for name in names[:1] if name)
+            said += "".join(f", {f'`{n}`' if n[0] in '-' else n}" for n in names[1:])
+            cells.append(f"({said})" if value.startswith("(") else said or "no")
+        lines.append(f"| {row.ours} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ranges(depths: Mapping[int, int]) -> list[list[int]]:
+    """vLLM's ranges [first, last, tokens] of draft lengths by batch size: every batch size has the
+    length of the nearest one (as a ratio, ties to the smaller); neighbours of one length are one
+    range."""
+    sizes, found = sorted(depths), list[list[int]]()
+    for place, size in enumerate(sizes):
+        last = math.isqrt(size * sizes[place + 1]) if place + 1 < len(sizes) else size
+        first = found[-1][1] + 1 if found else 1
+        if found and found[-1][2] == depths[size]:
+            found[-1][1] = last
+        elif last >= first:
+            found.append([first, last, depths[size]])
+    return found
+
+
+def length_at(schedule: Sequence[Sequence[int]], batch: int) -> int:
+    """The draft length of a batch size by such ranges."""
+    below = [tokens for first, _, tokens in schedule if first <= batch]
+    return below[-1]
+
+
+def vllm_settings(drafts: Mapping[int, Draft]) -> Json:
+    """Fields of vLLM's speculative_config for greedy drafts by batch size: chains and trees as
+    their depth, 0 where no draft was faster. Empty if nothing speculates."""
+    depths = {batch: draft.depth for batch, draft in drafts.items()}
+    most = max(depths.values(), default=0)
+    if not most:
+        return {}
+    found, schedule = {TOKENS: most}, ranges(depths)
+    return found if len({tokens for *_, tokens in schedule}) == 1 else found | {LENGTHS: schedule}
+
+
+def sglang_settings(drafts: Mapping[int, Draft]) -> Json:
+    """SGLang's options, by their names, for the smallest batch size that speculates. Its trees are
+    grown by the drafter's probabilities; a static tree becomes one of its depth, width and size."""
+    chosen = next((drafts[batch] for batch in sorted(drafts) if drafts[batch] != NONE), None)
+    if chosen is None:
+        return {}
+    children: dict[tuple[int, ...], int] = {}
+    for path in chosen.choices:
+        children[path[:-1]] = children.get(path[:-1], 0) + 1
+    width = chosen.width or max(children.values(), default=1)
+    return {
+        "--speculative-num-steps": chosen.depth,
+        "--speculative-eagle-topk": width,
+        "--speculative-num-draft-tokens": chosen.size,
+    }
+
+
+def llama_cpp_settings(drafts: Mapping[int, Draft]) -> Json:
+    """llama.cpp's options for the smallest batch size that speculates."""
+    chosen = next((drafts[batch] for batch in sorted(drafts) if drafts[batch] != NONE), None)
+    return {} if chosen is None else {"--spec-draft-n-max": chosen.depth}
+
+
+def engine_settings(drafts: Mapping[int, Draft]) -> dict[str, Json]:
+    """What each engine takes of greedy drafts by batch size."""
+    return {
+        "vllm": vllm_settings(drafts),
+        "sglang": sglang_settings(drafts),
+        "llama.cpp": llama_cpp_settings(drafts),
+    }
+
+
+def greedy_drafts(rows: Iterable[tuple[int, float, Draft]]) -> dict[int, Draft]:
+    """The drafts by batch size of the rows (batch size, temperature, draft) that are the coldest:
+    the greedy ones, where there are any."""
+    listed = list(rows)
+    coldest = min((temperature for _, temperature, _ in listed), default=0.0)
+    return {batch: draft for batch, temperature, draft in listed if temperature == coldest}

@@ -1,0 +1,91 @@
+"""What engines take of tuned drafts: ranges of batch sizes, trees and lengths."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+from inference.decoding.decode_file import Tuned, TunedRow
+from inference.decoding.draft import NONE, Draft
+from inference.engines.settings import (
+    LENGTHS,
+    TOKENS,
+    engine_settings,
+    greedy_drafts,
+    length_at,
+    ranges,
+    vllm_settings,
+)
+from inference.export.check.live import Served, unused
+from inference.measure.foreign.vllm_worker import ServedMode
+
+
+def chain(depth: int) -> Draft:
+    return Draft("chain", depth) if depth else NONE
+
+
+@pytest.mark.parametrize(
+    "depths", [{1: 5, 4: 3, 16: 1}, {1: 5, 8: 5, 32: 0}, {4: 2}, {1: 1, 2: 2, 3: 3}, {2: 4, 64: 1}]
+)
+def test_every_batch_size_has_the_length_of_the_nearest(depths: dict[int, int]) -> None:
+    schedule = ranges(depths)
+    assert schedule[0][0] == 1
+    assert all(last + 1 == first for (_, last, _), (first, _, _) in pairwise(schedule))
+    rows = tuple(
+        TunedRow(batch, 0.0, chain(depth), "match", {}, (1.0, 1.0))
+        for batch, depth in depths.items()
+    )
+    tuned = Tuned({"id": "", "revision": ""}, {"kind": "cpu", "name": "", "threads": 1}, "", rows)
+    for batch in range(1, 130):
+        row = tuned.row(batch, 0.0)
+        assert row is not None
+        assert length_at(schedule, batch) == row.draft.depth, batch
+
+
+def test_vllm_takes_lengths_and_one_where_they_are_equal() -> None:
+    assert vllm_settings({1: chain(4), 16: NONE}) == {TOKENS: 4, LENGTHS: [[1, 4, 4], [5, 16, 0]]}
+    assert vllm_settings({1: chain(3), 16: chain(3)}) == {TOKENS: 3}
+    assert vllm_settings({1: NONE}) == {}
+
+
+def test_sglang_takes_trees() -> None:
+    static = Draft("tree", 2, choices=((0,), (1,), (0, 0), (0, 1), (0, 2)))
+    found = engine_settings({1: NONE, 2: static, 8: chain(1)})
+    assert found["sglang"] == {
+        "--speculative-num-steps": 2,
+        "--speculative-eagle-topk": 3,
+        "--speculative-num-draft-tokens": 6,
+    }
+    assert found["llama.cpp"] == {"--spec-draft-n-max": 2}
+    dynamic = Draft("dynamic", 5, nodes=20, width=4)
+    assert engine_settings({1: dynamic})["sglang"] == {
+        "--speculative-num-steps": 5,
+        "--speculative-eagle-topk": 4,
+        "--speculative-num-draft-tokens": 20,
+    }
+
+
+def test_the_greedy_rows_are_taken() -> None:
+    rows = [(1, 0.0, chain(4)), (8, 0.0, chain(2)), (1, 1.0, chain(1))]
+    assert greedy_drafts(rows) == {1: chain(4), 8: chain(2)}
+    assert greedy_drafts(rows[2:]) == {1: chain(1)}
+
+
+def test_a_live_check_sees_lengths_that_are_not_used() -> None:
+    told = {TOKENS: 4, LENGTHS: [[1, 1, 4], [2, 8, 1]]}
+    export = Served("x", "eagle3", None, None, told)
+    assert (export.depths(1), export.depths(4)) == ((4, 4), (1, 4))
+
+    def faults(taken: object, drafted: int, batch: int) -> list[str]:
+        counts = {"drafts": 10, "draft_tokens": drafted}
+        mode = ServedMode("x", "0", batch, acceptance=counts, taken={LENGTHS: taken})
+        return list(unused(mode, export, batch))
+
+    assert faults([(1, 1, 4), (2, 8, 1)], 40, 1) == []
+    assert faults([(1, 1, 4), (2, 8, 1)], 23, 4) == []
+    assert "configuration says" in faults(None, 40, 1)[0]
+    assert "drafted 2.00 tokens per step" in faults([(1, 1, 4), (2, 8, 1)], 20, 1)[0]
+    plain = SimpleNamespace(**{**export.__dict__, "speculative": {TOKENS: 4}})
+    assert list(unused(ServedMode("x", "0"), plain, 1)) == []  # type: ignore[arg-type]

@@ -1,0 +1,77 @@
+"""An export carries what decode.yaml says for its engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from inference.decoding.decode_file import write_tuned
+from inference.decoding.draft import NONE, Draft
+from inference.engines.settings import LENGTHS, TOKENS
+from inference.export.layouts.folder import ExportNotes
+from inference.manifest import checkpoint_hash
+from inference.target.model import TargetModel
+from tests.inference.export.ground import save, write
+
+
+def tune(folder: Path, depths: dict[int, int]) -> None:
+    """A decode.yaml with these greedy rows."""
+    numbers = {
+        "predicted_tokens_per_second": 1.0,
+        "tokens_per_second": 1.0,
+        "baseline_tokens_per_second": 1.0,
+        "speedup": 1.0,
+        "speedup_ci95": [1.0, 1.0],
+        "tau": 1.0,
+    }
+    rows = [
+        {
+            "batch_size": batch,
+            "temperature": 0.0,
+            "draft": (Draft("chain", depth) if depth else NONE).plain(),
+            "rule": "match",
+        }
+        | numbers
+        for batch, depth in depths.items()
+    ]
+    device = {"kind": "cpu", "name": "here", "threads": 1}
+    where = {"id": "t", "revision": "r"}
+    write_tuned(folder, checkpoint_hash(folder), where, device, rows, "")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "settings", "said"),
+    [
+        (
+            "eagle3_plain",
+            "vllm",
+            {TOKENS: 3, LENGTHS: [[1, 2, 3], [3, 8, 1]]},
+            "[[1, 2, 3], [3, 8, 1]]",
+        ),
+        (
+            "eagle3_plain",
+            "sglang",
+            {
+                "--speculative-num-steps": 3,
+                "--speculative-eagle-topk": 1,
+                "--speculative-num-draft-tokens": 4,
+            },
+            "--speculative-num-steps 3 --speculative-eagle-topk 1",
+        ),
+        ("medusa", "vllm", {}, '"num_speculative_tokens": 3'),
+    ],
+)
+def test_an_export_carries_them(
+    target: TargetModel, tmp_path: Path, name: str, engine: str, settings: dict[str, int], said: str
+) -> None:
+    mine = save(target, name, tmp_path / "mine")
+    tune(mine, {1: 3, 8: 1})
+    write(target, mine, tmp_path / "out", engine)
+    notes = ExportNotes.read(tmp_path / "out")
+    assert notes.decode_settings == json.loads(json.dumps(settings))
+    assert said in notes.serve
+    assert LENGTHS not in notes.speculative_config
+    write(target, mine, tmp_path / "fixed", engine, tokens=2)
+    assert ExportNotes.read(tmp_path / "fixed").decode_settings == {}
