@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -25,6 +26,7 @@ from inference.server.scheduler import Done, Piece
 from inference.server.service import Service, Ticket
 
 DOMAIN_HEADER = "x-headstart-domain"
+STORE_HEADER = "x-headstart-store"
 OPEN_PATHS = frozenset(("/health", "/ready"))
 """Paths that need no token: what process supervisors look at."""
 
@@ -142,7 +144,9 @@ async def answer(service: Service, request: Request, kind: str) -> Response:
 async def read(service: Service, request: Request, kind: str) -> Asked:
     """What a request asks for; raises `ApiError`."""
     body = read_json(await request.body())
-    return parse(kind, body, service.engine.decode.sampling(), service.names)
+    asked = parse(kind, body, service.engine.decode.sampling(), service.names)
+    allowed = request.headers.get(STORE_HEADER, "true").strip().lower() == "true"
+    return asked if allowed else replace(asked, store=False)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from heads.api.config import Count, Port, Seconds, Size, config
+from heads.api.config import Count, Fraction, Port, Seconds, Size, config
 from heads.api.errors import UserError
 from heads.api.reading import read_text
 from inference.server.front.limits import Limits
@@ -92,6 +92,19 @@ class ServeConfig:
     records_redact: bool = False
     """Keep no token and no text in the records, only positions, depths, probabilities and keyed
     hashes."""
+
+    learn: bool = False
+    """Learn from the traffic in the background: answers are sampled, and `headstart learn` runs
+    beside the server (docs/learning.md)."""
+    learn_folder: str = ""
+    """Folder of the samples, the learner's journal and its candidates; empty: <root>/learn."""
+    learn_share: Fraction = 1.0
+    """Share of the answers that is sampled. Requests with "store": false or the header
+    X-Headstart-Store: false never are."""
+    learn_megabytes: Annotated[float, Ge(0.01), Le(1e9)] = 256.0
+    """Size of the samples that wait for the learner; the oldest are dropped for new ones."""
+    learn_settings: tuple[str, ...] = ()
+    """Further settings of the learner, such as [learn.least_tokens=50000,train.max_steps=200]."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.domains) <= 64:

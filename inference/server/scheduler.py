@@ -27,6 +27,7 @@ from inference.server.errors import ApiError
 from inference.server.front.fair import FairQueue
 from inference.server.metrics import ServerMetrics
 from inference.server.protocol import Asked
+from inference.server.samples import SampledAnswer, TrafficSamples
 from inference.server.text import StopText
 from inference.verifications import VerificationLog
 
@@ -81,7 +82,8 @@ class ServedRequest:
     """A request for the worker. deliver: takes events on the event loop's thread; created:
     monotonic seconds of its arrival; first: of its first token; client: whose turn it is.
 
-    The worker numbers it (index) and fills in the rest. placed: it has a row.
+    The worker numbers it (index) and fills in the rest. placed: it has a row; sampled: its passes
+    are kept for the learner.
     """
 
     id: str
@@ -100,6 +102,8 @@ class ServedRequest:
     shown: list[str] = field(default_factory=list)
     drafts: Drafts = field(default_factory=Drafts)
     first: float = 0.0
+    sampled: bool = False
+    passes: list[PassRecord] = field(default_factory=list)
 
 
 Post = Callable[[list[tuple[ServedRequest, Event]]], None]
@@ -116,9 +120,11 @@ class Scheduler:
         metrics: ServerMetrics,
         post: Post,
         log: VerificationLog | None,
+        samples: TrafficSamples | None,
         broken: Callable[[], None],
     ) -> None:
-        self.engine, self.context, self.metrics, self.log = engine, context, metrics, log
+        self.engine, self.context, self.metrics = engine, context, metrics
+        self.log, self.samples = log, samples
         self.post, self.broken = post, broken
         # the event loop uses the target's own at the same time, and a tokenizer is for one thread
         # at a time
@@ -161,7 +167,8 @@ class Scheduler:
     # The worker's thread
 
     def _work(self) -> None:
-        failures, details, begun = 0, self.log is not None, False
+        failures, begun = 0, False
+        details = self.log is not None or self.samples is not None
         while not self._ended and failures < MOST_FAILURES:
             try:
                 with Session(
@@ -247,6 +254,7 @@ class Scheduler:
             return
         if job.asked.stream or job.asked.stops:
             job.text = StopText(self.tokenizer, self.engine.target.eos_token_ids, job.asked.stops)
+        job.sampled = self.samples is not None and job.asked.store and self.samples.chosen()
         self._live[job.index] = job
         self._waiting.put(job.client, request)
 
@@ -283,7 +291,9 @@ class Scheduler:
         job.drafts.committed += record.committed
         job.drafts.accepted += record.accepted
         self.metrics.verified(job.domain, record)
-        if self.log is not None:
+        if job.sampled:
+            job.passes.append(record)
+        if self.log is not None and job.asked.store:
             root, heat = len(job.prompt) + len(job.tokens) - 1, job.asked.sampling.temperature
             self.log.verification(job.id, root, job.domain, record, heat)
 
@@ -317,9 +327,12 @@ class Scheduler:
 
     def _record(self, job: ServedRequest, finish: str) -> None:
         """Write down a sequence whose verifications were."""
-        if self.log is not None and job.tokens:
-            heat = job.asked.sampling.temperature
+        heat = job.asked.sampling.temperature
+        if self.log is not None and job.tokens and job.asked.store:
             self.log.sequence(job.id, job.domain, job.prompt, job.tokens, job.seed, heat, finish)
+        if self.samples is not None and job.sampled and job.passes and finish != "cancelled":
+            own = (job.id, job.domain, job.client, job.prompt, tuple(job.tokens), job.passes)
+            self.samples.add(SampledAnswer(*own, heat, finish))
 
     # When nothing goes on
 

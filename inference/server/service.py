@@ -28,6 +28,7 @@ from inference.server.front.workers import FairWorkers, work_in_turn
 from inference.server.metrics import ServerMetrics
 from inference.server.protocol import CHAT, Asked
 from inference.server.recorder import Recorder
+from inference.server.samples import TrafficSamples
 from inference.server.scheduler import Done, Event, Failed, Piece, Scheduler, ServedRequest, Started
 from inference.target.chat import render_prompt
 from inference.verifications import VerificationLog, record_facts
@@ -130,8 +131,10 @@ class Service:
         secret: Secret | None,
         records: Path | None = None,
         weights: str = "",
+        samples: Path | None = None,
     ) -> None:
-        """drafter, weights: its name and the hash of its weights, for the records."""
+        """drafter, weights: its name and the hash of its weights, for the records; samples: folder
+        of a learner's samples."""
         self.config, self.engine, self.secret = config, engine, secret
         info, decode = engine.target.info, engine.decode
         folder = Path(info.id)
@@ -144,17 +147,23 @@ class Service:
         self.metrics = ServerMetrics(engine.tree.max_depth, engine.clock, drafts)
         self.metrics.info.labels(self.name, drafter, decode.shape, "1").set(1)
         self.metrics.rows.set(decode.batch_size)
-        self.recorder, log = None, None
+        rule = sampling_rule(decode.rule, decode.shape)  # that of requests above 0
+        facts = record_facts(engine, drafter, weights, rule)
+        log, sampled = None, None
         if records is not None:
             size, redact = int(config.records_megabytes * 1e6), config.records_redact
-            rule = sampling_rule(decode.rule, decode.shape)  # that of requests above 0
-            facts = record_facts(engine, drafter, weights, rule)
             log = VerificationLog(records, facts, size, redact)
-            self.recorder = Recorder(log, self.metrics)
+        if samples is not None:
+            size = int(config.learn_megabytes * 1e6)
+            sampled = TrafficSamples(samples, facts, size, config.learn_share)
+        self.recorder = Recorder(log, sampled, self.metrics) if log or sampled else None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.draining = False
         self.on_broken: Callable[[], None] = lambda: None
-        self.scheduler = Scheduler(engine, self.context, self.metrics, self.post, log, self._broken)
+        kept = (log, sampled)
+        self.scheduler = Scheduler(
+            engine, self.context, self.metrics, self.post, *kept, self._broken
+        )
         self.open: set[Ticket] = set()
         self.places = Places(decode.batch_size + config.queue)
         self._log = QuietLog(logger)
