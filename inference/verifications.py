@@ -8,7 +8,7 @@ that reads parquet reads them:
     datasets.load_dataset("parquet", data_files=str(folder / "verifications-*.parquet"))
 
 Redacted records hold no token and no text. Equal prompts of one process can still be recognised,
-by a hash whose key is random and not stored, and so can a learner's clients. Whoever has both models can test a guessed prompt,
+by a hash whose key is random and not stored. Whoever has both models can test a guessed prompt,
 because the remaining numbers (lengths, accepted tokens, log p and log q) follow from the text.
 """
 

@@ -2,10 +2,10 @@
 batches, the oldest of which make room for new ones.
 
 A folder of records (`inference.verifications`) whose shards are numbered by the time of their
-writing: batch N is `verifications-N.parquet` and `sequences-N.parquet`, and is there once the latter
-is. Whoever learns takes a batch away; what nobody takes in time is dropped, oldest first, so that
-the folder stays within its size. records.json does not name a drafter, since that may change while
-the server runs.
+writing: batch N is `verifications-N.parquet` and `sequences-N.parquet`, and is there once the
+latter is. Whoever learns takes a batch away; what nobody takes in time is dropped, oldest first, so
+that the folder stays within its size. records.json does not name a drafter, since that may change
+while the server runs.
 
 What is stored of a request: token ids of prompt and answer, domain, temperature, how it ended, and
 a hash of its client under a key that is drawn at the start and stored nowhere. Never stored: the

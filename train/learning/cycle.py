@@ -29,18 +29,18 @@ from typing import Any, Protocol
 
 from heads.api.checkpoint import weights_file
 from heads.api.errors import UserError
-from inference.folders import delete_own, discard
-from inference.manifest import MANIFEST_FILE, checkpoint_hash
+from inference.folders import RUN_FILE, delete_own, discard
+from inference.manifest import checkpoint_hash, write_json
 from inference.server.samples import batches, remove_batch
 from inference.server.trial import TrialState
 from train.learning import work
 from train.learning.comparison import BETTER, OPEN, TrialTest, needed_evidence
 from train.learning.journal import Entry, Journal
-from train.learning.traffic import RECORDS, choose, largest_share, read_samples, split, write_cycle
+from train.learning.traffic import choose, largest_share, read_samples, split, write_cycle
 from train.learning.work import CrashError, CycleSettings, Part, is_full
 
 logger = logging.getLogger(__name__)
-TRAFFIC = "traffic"
+TRAFFIC, STAGE = "traffic", "learn"
 SEEN, COLLECTED = "traffic", "collected"
 WEIGHED, TRAINED, MEASURED = "weighed", "trained", "measured"
 TRIAL, COMPARED, SWAPPED, REJECTED = "trial", "compared", "swapped", "rejected"
@@ -54,6 +54,10 @@ up."""
 
 class ServerGoneError(Exception):
     """The server does not answer now."""
+
+
+class CandidateError(Exception):
+    """The cycle's candidate cannot be taken."""
 
 
 class Server(Protocol):
@@ -139,7 +143,10 @@ class Learner:
         last = self.journal.last(*STEPS)
         if last is None or last.event in ENDS:
             return self._collect(last.cycle + 1 if last else 1)
-        return self._steps[last.event](last)
+        try:
+            return self._steps[last.event](last)
+        except CandidateError as error:
+            return self._reject(last.cycle, str(error))
 
     def _note(self, event: str, cycle: int, **facts: Any) -> bool:
         entry = self.journal.append(event, cycle, **facts)
@@ -190,7 +197,9 @@ class Learner:
                 f"the server drafts with '{start}', which has no trained weights on this machine, "
                 "so there is nothing to refresh. Serve a trained drafter's checkpoint folder."
             )
-        write_cycle(self.samples, sampled, parts, self.settings.cycle(cycle))
+        folder = self.settings.cycle(cycle)
+        write_json(folder / RUN_FILE, {"stage": STAGE})
+        write_cycle(self.samples, sampled, parts, folder)
         return self._note(
             COLLECTED,
             cycle,
@@ -219,13 +228,13 @@ class Learner:
         try:
             facts = self.run_part(part, self.settings, cycle, Path(begun.facts["start"]))
         except UserError as error:
-            return self._reject(cycle, str(error))
+            raise CandidateError(str(error)) from error
         except CrashError as error:
             self._note(CRASHED, cycle, part=part.__name__, why=str(error))
             own = [one for one in self.journal.entries if one.event == CRASHED]
             count = sum(one.cycle == cycle and one.facts["part"] == part.__name__ for one in own)
             if count >= MOST_CRASHES:
-                return self._reject(cycle, f"{count} processes have failed: {error}")
+                raise CandidateError(f"{count} processes have failed: {error}") from error
             self._pause(str(error))
             return True
         return self._note(event, cycle, **facts)
@@ -242,12 +251,12 @@ class Learner:
     # The comparison
 
     def _candidate(self, cycle: int) -> Path:
-        """The cycle's candidate; raises `UserError` where its weights have changed since."""
+        """The cycle's candidate; raises `CandidateError` where its weights have changed since."""
         trained = self.journal.last(TRAINED, cycle=cycle)
         assert trained is not None, "a candidate was trained"
         folder = Path(trained.facts["checkpoint"])
         if checkpoint_hash(folder) != trained.facts["weights_sha256"]:
-            raise UserError(f"the weights in '{folder}' have changed since they were trained.")
+            raise CandidateError(f"the weights in '{folder}' have changed since they were trained")
         return folder
 
     def _begin_trial(self, last: Entry) -> bool:
@@ -264,14 +273,12 @@ class Learner:
         rate."""
         if self.server.trial() is not None:  # somebody else's, or of a learner that was killed
             self.server.end_trial(keep=False)
+        candidate = self._candidate(cycle)
         self._note(TRIAL, cycle, attempt=attempt)
-        return self._try(cycle)
-
-    def _try(self, cycle: int) -> bool:
         try:
-            self.server.start_trial(self._candidate(cycle), self.config.trial_share)
+            self.server.start_trial(candidate, self.config.trial_share)
         except UserError as error:
-            return self._reject(cycle, str(error))
+            raise CandidateError(str(error)) from error
         return True
 
     def _compare(self, last: Entry) -> bool:
@@ -297,18 +304,15 @@ class Learner:
         if last.facts["verdict"] != BETTER:
             if own:
                 self.server.end_trial(keep=False)
-            return self._reject(
-                last.cycle,
-                f"the comparison has shown '{last.facts['verdict']}' after "
-                f"{last.facts['pairs']} pairs",
-            )
+            shown, pairs = last.facts["verdict"], last.facts["pairs"]
+            raise CandidateError(f"the comparison says '{shown}' after {pairs} pairs")
         try:
             if own:
                 self.server.end_trial(keep=True)
             elif not same_folder(self.server.current(), candidate):
                 self.server.install(candidate)
         except UserError as error:
-            return self._reject(last.cycle, str(error))
+            raise CandidateError(str(error)) from error
         self._note(SWAPPED, last.cycle, checkpoint=str(candidate.resolve()))
         self._clean(last.cycle)
         return True
@@ -324,23 +328,13 @@ class Learner:
         """Remove the work of the cycles that have ended, and drafters that are not kept."""
         for folder in sorted((self.settings.folder / "cycles").glob("[0-9]*")):
             if int(folder.name) <= cycle:
-                remove_cycle(folder)
+                delete_own(folder, STAGE, "learn")
         taken = [one for one in self.journal.entries if one.event == SWAPPED]
         kept = {Path(one.facts["checkpoint"]).name for one in taken[-self.config.keep :]}
         serves = self.server.current()
         for folder in sorted((self.settings.folder / "drafters").glob("[0-9]*")):
             if folder.name not in kept and not same_folder(serves, folder):
                 discard(folder)
-
-
-def remove_cycle(folder: Path) -> None:
-    """Remove what a cycle has written besides its candidate."""
-    for name, stage in ((work.FEEDBACK, "feedback"), (work.TRAINING, "train")):
-        if (folder / name / MANIFEST_FILE).is_file():
-            delete_own(folder / name, stage, "learn")
-    discard(folder / RECORDS)
-    for path in folder.glob("*.jsonl"):
-        path.unlink()
 
 
 def same_folder(given: str, folder: Path) -> bool:
