@@ -6,10 +6,10 @@ pass, its cache and the shapes of a step stay those of one drafter, and a step c
 more. Gathering each part's rows instead would copy its caches in every step, and save nothing where
 a pass of a few rows takes as long as one of many.
 
-Which rows are whose is told by `choose` when a request gets its row (`BatchRun.refill`), and kept in
-the state, so that it moves with the row. The state that a part keeps of the other's rows must not be
-drafted from: kinds may count on their own drafts having been verified. A row that changes hands has
-its state made anew (`Lanes.rebuild`).
+Which rows are whose is told by `choose` when a request gets its row (`BatchRun.refill`), and kept
+in the state, so that it moves with the row. The state that a part keeps of the other's rows must
+not be drafted from: kinds may count on their own drafts having been verified. A row that changes
+hands has its state made anew (`Lanes.change_drafter`).
 
 Legend: B rows, N nodes, V vocabulary, V' its drafted part.
 """
@@ -50,11 +50,7 @@ class DrafterPair:
     kind: ClassVar[str] = "pair"
 
     def __init__(
-        self,
-        first: Drafter,
-        second: Drafter,
-        vocab_size: int,
-        choose: Callable[[Request], bool],
+        self, first: Drafter, second: Drafter, vocab_size: int, choose: Callable[[Request], bool]
     ) -> None:
         self.first, self.second = first, second
         self.vocab_size, self.choose = vocab_size, choose
@@ -69,8 +65,9 @@ class DrafterPair:
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> PairState:
         """Both parts' states; the rows draft with the first until they are told otherwise."""
-        states = [part.start(self._own(seen, part), tree, capacity) for part in self.parts]
-        return PairState(*states, torch.zeros_like(seen.tokens[:, 0], dtype=torch.bool))
+        first = self.first.start(self._own(seen, self.first), tree, capacity)
+        second = self.second.start(self._own(seen, self.second), tree, capacity)
+        return PairState(first, second, torch.zeros_like(seen.tokens[:, 0], dtype=torch.bool))
 
     def propose(self, state: PairState, noise: Noise) -> Proposal:
         first = self.first.propose(state.first, noise)
@@ -181,13 +178,15 @@ def require_pair(
                 "without a trial."
             )
     info, like = target.info, target.weights.embedding
-    seeds, drafts = torch.zeros(1, dtype=torch.int64, device=like.device), []
+    seeds = torch.zeros(1, dtype=torch.int64, device=like.device)
     ranked = SamplingSettings(temperature=1.0), seeds, info.vocab_size, None
     noise = SharedNoise(*ranked, keeps_logits=True)
-    for part in pair.parts:
-        state = part.start(blank_states(part, 1, info, like), shape, shape.num_nodes + 2)
-        drafts.append(part.propose(state, noise))
-    require_alike(*drafts, weighs=decode.rule != "match")
+
+    def draft(part: Drafter) -> Proposal:
+        blank = blank_states(part, 1, info, like)
+        return part.propose(part.start(blank, shape, shape.num_nodes + 2), noise)
+
+    require_alike(draft(pair.first), draft(pair.second), weighs=decode.rule != "match")
 
 
 def require_alike(first: Proposal, second: Proposal, weighs: bool) -> None:

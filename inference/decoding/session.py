@@ -160,10 +160,7 @@ class Session:
         engine.require_drafter_memory(drafter, self.lanes.count, self.lanes.capacity)
 
     def _go_on(
-        self,
-        drafter: Any,
-        state: Any,
-        lost: Callable[[int | None], bool] = lambda arm: False,
+        self, drafter: Any, state: Any, lost: Callable[[int | None], bool] = lambda arm: False
     ) -> list[Completion]:
         ended, engine = self._run.drain(), self.engine
         before = engine.drafter, self.lanes.state

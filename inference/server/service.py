@@ -20,6 +20,7 @@ from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.decoding.rules.names import sampling_rule
 from inference.server.config import ServeConfig
+from inference.server.drafter_folder import DrafterFolder
 from inference.server.errors import ApiError
 from inference.server.front.fair import Place, Places
 from inference.server.front.quiet import QuietLog
@@ -29,6 +30,8 @@ from inference.server.metrics import ServerMetrics
 from inference.server.protocol import CHAT, Asked
 from inference.server.recorder import Recorder
 from inference.server.scheduler import Done, Event, Failed, Piece, Scheduler, ServedRequest, Started
+from inference.server.swap_metrics import SwapMetrics
+from inference.server.swapping import DrafterSwaps
 from inference.target.chat import render_prompt
 from inference.verifications import VerificationLog, record_facts
 
@@ -130,8 +133,12 @@ class Service:
         secret: Secret | None,
         records: Path | None = None,
         weights: str = "",
+        admin: Secret | None = None,
+        checkpoint: str = "",
     ) -> None:
-        """drafter, weights: its name and the hash of its weights, for the records."""
+        """drafter, weights: its name and the hash of its weights, for the records. admin: the token
+        of whoever may change the drafter; None: nobody may over HTTP. checkpoint: the drafter's
+        folder, where it has one."""
         self.config, self.engine, self.secret = config, engine, secret
         info, decode = engine.target.info, engine.decode
         folder = Path(info.id)
@@ -155,6 +162,12 @@ class Service:
         self.draining = False
         self.on_broken: Callable[[], None] = lambda: None
         self.scheduler = Scheduler(engine, self.context, self.metrics, self.post, log, self._broken)
+        self.admin = admin
+        shown = SwapMetrics(self.metrics.registry)
+        self.swaps = DrafterSwaps(engine, self.scheduler, checkpoint or drafter, shown)
+        self.watched: DrafterFolder | None = None
+        if config.watch_folder:
+            self.watched = DrafterFolder(self.swaps, Path(config.watch_folder).expanduser())
         self.open: set[Ticket] = set()
         self.places = Places(decode.batch_size + config.queue)
         self._log = QuietLog(logger)
@@ -175,10 +188,14 @@ class Service:
         self.scheduler.start()
         if self.recorder is not None:
             self.recorder.start()
+        if self.watched is not None:
+            self.watched.start()
 
     def stop(self) -> None:
         """End the worker and write what was recorded."""
         self.scheduler.stop()
+        if self.watched is not None:
+            self.watched.stop()
         if self.recorder is not None:
             self.recorder.stop()
         self._short.stop()
