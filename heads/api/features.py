@@ -37,6 +37,11 @@ class FeatureSpec:
                 f"{list(self.taps)}."
             )
 
+    @property
+    def drafts_from_states(self) -> bool:
+        """Whether decoding needs inner states of the target, or tokens alone."""
+        return bool(self.taps) or self.last_hidden
+
     def check(self, num_layers: int) -> None:
         """Raise `UserError` when a tap does not exist in a target of `num_layers` layers."""
         wrong = [tap for tap in self.taps if not 0 <= tap <= num_layers]

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from inference.measure.metrics import divide
+from inference.server.admin import add_admin
 from inference.server.errors import ApiError
 from inference.server.front.body import read_json
 from inference.server.front.secret import client_of
@@ -77,6 +78,7 @@ def build_app(service: Service) -> FastAPI:
         shown = generate_latest(service.metrics.registry)
         return Response(shown, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
+    add_admin(app, service.swaps, service.admin)
     return app
 
 

@@ -22,6 +22,8 @@ Connections = Annotated[int, Ge(1), Le(1_000_000)]
 
 TOKEN_VARIABLE = "HEADSTART_SERVE_TOKEN"
 """Environment variable that holds the bearer token."""
+ADMIN_VARIABLE = "HEADSTART_SERVE_ADMIN_TOKEN"
+"""Environment variable that holds the token of whoever may change the drafter."""
 SHORTEST_TOKEN = 16
 """Characters that a token must have at least."""
 LARGEST_TOKEN = 16_384
@@ -46,6 +48,12 @@ class ServeConfig:
     token_file: str = ""
     """File that holds the bearer token; empty: the environment variable HEADSTART_SERVE_TOKEN, and
     without that no token."""
+    admin_token_file: str = ""
+    """File that holds the token of whoever may change the drafter over HTTP; empty: the environment
+    variable HEADSTART_SERVE_ADMIN_TOKEN, and without that nobody may."""
+    watch_folder: str = ""
+    """Folder whose newest checkpoint is the drafter: one that appears there is verified and taken
+    while requests run, one that cannot be taken is refused. Empty: none is watched."""
     open: bool = False
     """Listen on another address than loopback without a token."""
     context: Size = 0
@@ -141,22 +149,35 @@ def read_secret(config: ServeConfig) -> Secret | None:
     Raises `UserError` for a file that cannot be read, a short token, and an address that the whole
     network reaches without one.
     """
-    value = os.environ.get(TOKEN_VARIABLE, "").strip()
-    if config.token_file:
-        try:
-            value = read_text(Path(config.token_file), "Give a text file.", LARGEST_TOKEN).strip()
-        except UserError as error:
-            raise UserError(f"serve.token_file {error}") from error
-        if not value:
-            raise UserError(f"serve.token_file '{config.token_file}' is empty.")
-    if value and len(value) < SHORTEST_TOKEN:
-        raise UserError(
-            f"the bearer token has {len(value)} characters; {SHORTEST_TOKEN} are the least. "
-            "`openssl rand -hex 24` makes one."
-        )
-    if not value and not config.open and not is_loopback(config.host):
+    found = _read_token("token_file", config.token_file, TOKEN_VARIABLE, "bearer token")
+    if found is None and not config.open and not is_loopback(config.host):
         raise UserError(
             f"serve.host={config.host} can be reached from other machines. Set {TOKEN_VARIABLE} "
             "or serve.token_file, or say serve.open=true to serve everybody who can reach it."
+        )
+    return found
+
+
+def read_admin_secret(config: ServeConfig) -> Secret | None:
+    """The token of whoever may change the drafter, None where there is none. Raises `UserError` for
+    a file that cannot be read, and a short token."""
+    given = config.admin_token_file, ADMIN_VARIABLE
+    return _read_token("admin_token_file", *given, "admin token")
+
+
+def _read_token(setting: str, file: str, variable: str, what: str) -> Secret | None:
+    """A token from a file or, where none is named, the environment."""
+    value = os.environ.get(variable, "").strip()
+    if file:
+        try:
+            value = read_text(Path(file), "Give a text file.", LARGEST_TOKEN).strip()
+        except UserError as error:
+            raise UserError(f"serve.{setting} {error}") from error
+        if not value:
+            raise UserError(f"serve.{setting} '{file}' is empty.")
+    if value and len(value) < SHORTEST_TOKEN:
+        raise UserError(
+            f"the {what} has {len(value)} characters; {SHORTEST_TOKEN} are the least. "
+            "`openssl rand -hex 24` makes one."
         )
     return Secret(value.encode()) if value else None

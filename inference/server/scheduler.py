@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from heads.api.errors import UserError
@@ -29,10 +30,13 @@ from inference.server.metrics import ServerMetrics
 from inference.server.protocol import Asked
 from inference.server.samples import SampledAnswer, TrafficSamples
 from inference.server.text import StopText
+from inference.server.trial import TrialCounts
 from inference.verifications import VerificationLog
 
 logger = logging.getLogger(__name__)
 MOST_FAILURES = 3
+CALL_SECONDS = 1.0
+"""How often somebody who waits for the worker looks whether it lives."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,15 @@ class ServedRequest:
 
 
 Post = Callable[[list[tuple[ServedRequest, Event]]], None]
+Work = Callable[[Session], list[Completion]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that the worker is to do between two steps. work: returns what ended meanwhile."""
+
+    work: Work
+    done: Future[None] = field(default_factory=Future)
 
 
 class Scheduler:
@@ -130,7 +143,12 @@ class Scheduler:
         # at a time
         self.tokenizer = copy.deepcopy(engine.target.tokenizer)
         self.healthy = False
-        self._inbox: queue.SimpleQueue[tuple[str, ServedRequest | None]] = queue.SimpleQueue()
+        self.trial: TrialCounts | None = None
+        """What counts the verifications of two drafters; changed on the worker's thread alone."""
+        self.step_failed: Callable[[], None] = lambda: None
+        """Called on the worker's thread after a failed step, before the session is made anew."""
+        self._inbox: queue.SimpleQueue[tuple[str, ServedRequest | Task | None]]
+        self._inbox = queue.SimpleQueue()
         self._live: dict[int, ServedRequest] = {}
         self._waiting: FairQueue[Request] = FairQueue()
         self._out: list[tuple[ServedRequest, Event]] = []
@@ -158,6 +176,18 @@ class Scheduler:
     def cancel(self, job: ServedRequest) -> None:
         """Stop a job; no further events come of it. One that has ended is ignored."""
         self._inbox.put(("cancel", job))
+
+    def call(self, work: Work) -> None:
+        """Let the worker do something between two steps, and wait for it; raises what that raises,
+        and `UserError` where there is no worker. For any thread but the worker's."""
+        task = Task(work)
+        self._inbox.put(("call", task))
+        while True:
+            try:
+                return task.done.result(CALL_SECONDS)
+            except TimeoutError:
+                if not self._thread.is_alive() and not task.done.done():
+                    raise UserError("the server is stopping, so nothing is changed.") from None
 
     def stop(self) -> None:
         """End the worker; jobs under way fail."""
@@ -187,6 +217,7 @@ class Scheduler:
                 # whatever a model, a driver or a kernel throws must not leave clients waiting
                 failures += 1
                 logger.exception("a step failed (%d of %d in a row)", failures, MOST_FAILURES)
+                self.step_failed()
             finally:
                 # before anybody hears of the failure and asks again
                 self.healthy = failures < MOST_FAILURES
@@ -228,7 +259,9 @@ class Scheduler:
             if job is None:
                 self._ended = True
                 return
-            if order == "add":
+            if isinstance(job, Task):
+                self._do(session, job)
+            elif order == "add":
                 self._admit(session, job)
             elif self._live.pop(job.index, None) is not None:
                 session.cancel(job.index)
@@ -240,6 +273,16 @@ class Scheduler:
                 session.add(request)
                 job.placed = True
                 free -= 1
+
+    def _do(self, session: Session, task: Task) -> None:
+        """Do a task; what it raises is for whoever waits for it."""
+        try:
+            for completion in task.work(session):
+                self._complete(completion)
+        except Exception as error:  # noqa: BLE001 - raised where the task is waited for
+            task.done.set_exception(error)
+        else:
+            task.done.set_result(None)
 
     def _admit(self, session: Session, job: ServedRequest) -> None:
         job.index = self._count
@@ -291,6 +334,8 @@ class Scheduler:
         job.drafts.committed += record.committed
         job.drafts.accepted += record.accepted
         self.metrics.verified(job.domain, record)
+        if self.trial is not None:
+            self.trial.count(job.index, job.domain, record)
         if job.sampled:
             job.passes.append(record)
         if self.log is not None and job.asked.store:
@@ -326,8 +371,10 @@ class Scheduler:
         self._record(job, finish)
 
     def _record(self, job: ServedRequest, finish: str) -> None:
-        """Write down a sequence whose verifications were."""
+        """Write down a sequence whose verifications were; its request has ended."""
         heat = job.asked.sampling.temperature
+        if self.trial is not None:
+            self.trial.ended(job.index, job.domain)
         if self.log is not None and job.tokens and job.asked.store:
             self.log.sequence(job.id, job.domain, job.prompt, job.tokens, job.seed, heat, finish)
         if self.samples is not None and job.sampled and job.passes and finish != "cancelled":
@@ -352,5 +399,5 @@ class Scheduler:
                 order, job = self._inbox.get(timeout=0.2)
             except queue.Empty:
                 return
-            if order == "add" and job is not None:
+            if order == "add" and isinstance(job, ServedRequest):
                 self.post([(job, Failed(error))])

@@ -20,6 +20,7 @@ from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.decoding.rules.names import sampling_rule
 from inference.server.config import ServeConfig
+from inference.server.drafter_folder import DrafterFolder
 from inference.server.errors import ApiError
 from inference.server.front.fair import Place, Places
 from inference.server.front.quiet import QuietLog
@@ -30,6 +31,8 @@ from inference.server.protocol import CHAT, Asked
 from inference.server.recorder import Recorder
 from inference.server.samples import TrafficSamples
 from inference.server.scheduler import Done, Event, Failed, Piece, Scheduler, ServedRequest, Started
+from inference.server.swap_metrics import SwapMetrics
+from inference.server.swapping import DrafterSwaps
 from inference.target.chat import render_prompt
 from inference.verifications import VerificationLog, record_facts
 
@@ -131,10 +134,13 @@ class Service:
         secret: Secret | None,
         records: Path | None = None,
         weights: str = "",
+        admin: Secret | None = None,
+        checkpoint: str = "",
         samples: Path | None = None,
     ) -> None:
-        """drafter, weights: its name and the hash of its weights, for the records; samples: folder
-        of a learner's samples."""
+        """drafter, weights: its name and the hash of its weights, for the records. admin: the token
+        of whoever may change the drafter; None: nobody may over HTTP. checkpoint: the drafter's
+        folder, where it has one. samples: folder of a learner's samples."""
         self.config, self.engine, self.secret = config, engine, secret
         info, decode = engine.target.info, engine.decode
         folder = Path(info.id)
@@ -164,6 +170,12 @@ class Service:
         self.scheduler = Scheduler(
             engine, self.context, self.metrics, self.post, *kept, self._broken
         )
+        self.admin = admin
+        shown = SwapMetrics(self.metrics.registry)
+        self.swaps = DrafterSwaps(engine, self.scheduler, checkpoint or drafter, shown)
+        self.watched: DrafterFolder | None = None
+        if config.watch_folder:
+            self.watched = DrafterFolder(self.swaps, Path(config.watch_folder).expanduser())
         self.open: set[Ticket] = set()
         self.places = Places(decode.batch_size + config.queue)
         self._log = QuietLog(logger)
@@ -184,10 +196,14 @@ class Service:
         self.scheduler.start()
         if self.recorder is not None:
             self.recorder.start()
+        if self.watched is not None:
+            self.watched.start()
 
     def stop(self) -> None:
         """End the worker and write what was recorded."""
         self.scheduler.stop()
+        if self.watched is not None:
+            self.watched.stop()
         if self.recorder is not None:
             self.recorder.stop()
         self._short.stop()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from heads.api.errors import UserError
 from inference.manifest import checkpoint_hash
-from inference.server.config import read_secret
+from inference.server.config import read_admin_secret, read_secret
 from inference.server.front.server import bind, url_of
 from inference.writers import hold
 from scripts.config.schema import Settings
@@ -27,7 +27,7 @@ def run(settings: Settings) -> int:
             "`serve`)."
         ) from error
     config = settings.serve
-    secret = read_secret(config)
+    secret, admin = read_secret(config), read_admin_secret(config)
     listening = bind("serve", config.host, config.port)
     try:
         prepare_process(settings.run)
@@ -38,7 +38,8 @@ def run(settings: Settings) -> int:
             records = Path(config.records or settings.run.directory / "records")
             hold(records)  # until the stage ends
             weights = checkpoint_hash(found.checkpoint or "") if found else ""
-        service = Service(config, engine, drafter, secret, records, weights)
+        checkpoint = str(found.checkpoint or "") if found else ""
+        service = Service(config, engine, drafter, secret, records, weights, admin, checkpoint)
     except BaseException:
         listening.close()
         raise
