@@ -120,6 +120,11 @@ class ServeConfig:
                 "serve.domains must name 1 to 64 domains, each a label of the metrics; given: "
                 f"{len(self.domains)}."
             )
+        if self.learn and self.records_redact:
+            raise UserError(
+                "serve.records_redact keeps every token out of records, but serve.learn samples "
+                "answers, whose tokens it learns from. Leave one of them out."
+            )
 
     def limits(self, rows: int) -> Limits:
         """What the front lets in. rows: decoded together."""

@@ -1,9 +1,10 @@
 """Is a candidate better than the drafter that serves? The test by betting of `headstart watch` on a
 trial's answers.
 
-An observation is an answer: n verify passes, the first P of it, and the a drafted tokens that they
-accepted. With r = E[a] / E[n] of the drafter and q that of the candidate, and the e-values of
-`inference.staleness.evidence`, the candidate is better once
+An observation is an answer's acceptance x = a / n, the drafted tokens that its first n verify
+passes accepted: every answer counts alike, however long it is. With r the mean of x over the
+traffic for the drafter, q for the candidate, and the e-values of `inference.staleness.evidence`
+(P = 1), the candidate is better once
 
     E = min over s of  below(s; drafter's answers) above(s; candidate's answers)  >=  1 / alpha.
 
@@ -31,7 +32,7 @@ BETTER, WORSE, OPEN = "better", "worse", "open"
 class Outcome:
     """What a trial shows so far. evidence, against: natural logarithms of the e-values that the
     candidate is better, and worse; needed: where one of them decides; pairs: answers of the arm
-    that has fewer; acceptance: accepted drafted tokens per verify pass of drafter and candidate."""
+    that has fewer; acceptance: mean of drafter's and candidate's answers."""
 
     verdict: str
     evidence: float
@@ -48,12 +49,12 @@ def needed_evidence(error_rate: float, attempt: int) -> float:
 
 class TrialTest:
     """The test of one trial, which is given the trial's state as it grows. needed: see `Outcome`;
-    depth, most: of the trial."""
+    depth: of the trial."""
 
-    def __init__(self, needed: float, depth: int, most: int) -> None:
+    def __init__(self, needed: float, depth: int) -> None:
         self.needed = needed
         grid = Grid(depth)
-        self._current, self._candidate = Bets(grid, most), Bets(grid, most)
+        self._current, self._candidate = Bets(grid, 1), Bets(grid, 1)
 
     def look(self, state: TrialState) -> Outcome:
         """Take the answers that are new since the last look, and say what is shown."""
@@ -71,4 +72,4 @@ class TrialTest:
 def add_new(bets: Bets, arm: ArmState) -> None:
     """Give the evidence of one drafter the answers that it does not have yet."""
     for one in arm.answers[bets.answers :]:
-        bets.add(one.accepted, one.passes)
+        bets.add(one.accepted / one.passes, 1)

@@ -34,8 +34,10 @@ class LearnConfig:
     """Folder of the journal, the sampled traffic and the candidates; empty: <run>/learn."""
     key_variable: str = "HEADSTART_SERVE_TOKEN"
     """Environment variable with the server's token, if it wants one."""
-    timeout: Timeout = 60.0
-    """Seconds after which a request to the server has failed."""
+    timeout: Timeout = 120.0
+    """Seconds after which a request to the server has failed; it loads candidates meanwhile."""
+    verify: bool = True
+    """Check the certificate of a server that speaks https."""
     least_tokens: Annotated[int, Ge(1), Le(10**9)] = 20_000
     """A cycle begins once so many tokens of answers have been sampled."""
     most_tokens: Annotated[int, Ge(1), Le(10**9)] = 200_000
@@ -73,6 +75,8 @@ class LearnConfig:
     """Where candidates are trained and measured, such as cuda:1; empty: target.device."""
     keep: PositiveInt = 2
     """Drafters that were taken and stay on disk."""
+    with_parent: bool = False
+    """End when the process that started the learner has ended, as `headstart serve` does it."""
     cycles: Count = 0
     """End after so many cycles; 0: never."""
     seed: Seed = 0

@@ -25,17 +25,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from heads.api.checkpoint import weights_file
 from heads.api.errors import UserError
 from inference.folders import RUN_FILE, delete_own, discard
 from inference.manifest import checkpoint_hash, write_json
 from inference.server.samples import batches, remove_batch
-from inference.server.trial import TrialState
 from train.learning import work
 from train.learning.comparison import BETTER, OPEN, TrialTest, needed_evidence
 from train.learning.journal import Entry, Journal
+from train.learning.server import Server, ServerGoneError
 from train.learning.traffic import choose, largest_share, read_samples, split, write_cycle
 from train.learning.work import CrashError, CycleSettings, Part, is_full
 
@@ -52,24 +52,12 @@ MOST_CRASHES = 3
 up."""
 
 
-class ServerGoneError(Exception):
-    """The server does not answer now."""
+MOST_TRIES = 5
+"""Comparisons of one candidate that may be lost, to a restart of the server or a failed step."""
 
 
 class CandidateError(Exception):
     """The cycle's candidate cannot be taken."""
-
-
-class Server(Protocol):
-    """The running server's drafters (`inference.server.swapping`), reached in whatever way. All
-    raise `UserError` for what the server refuses, and `ServerGoneError` where it does not
-    answer."""
-
-    def current(self) -> str: ...
-    def install(self, checkpoint: Path) -> None: ...
-    def start_trial(self, checkpoint: Path, share: float) -> None: ...
-    def trial(self) -> TrialState | None: ...
-    def end_trial(self, keep: bool) -> None: ...
 
 
 Run = Callable[[Part, CycleSettings, int, Path], dict[str, Any]]
@@ -271,6 +259,8 @@ class Learner:
     def _start_trial(self, cycle: int, attempt: int) -> bool:
         """Note a try, then begin it: each that may have begun has spent its part of the error
         rate."""
+        if attempt > MOST_TRIES:
+            raise CandidateError(f"{MOST_TRIES} comparisons were lost with their server")
         if self.server.trial() is not None:  # somebody else's, or of a learner that was killed
             self.server.end_trial(keep=False)
         candidate = self._candidate(cycle)
@@ -289,7 +279,7 @@ class Learner:
             return self._start_trial(last.cycle, attempt + 1)  # the server was started again
         if self._test is None or self._test[0] != last.number:
             needed = needed_evidence(self.config.error_rate, attempt)
-            self._test = last.number, TrialTest(needed, state.depth, state.most)
+            self._test = last.number, TrialTest(needed, state.depth)
         found = self._test[1].look(state)
         if found.verdict == OPEN and found.pairs < self.config.most_pairs:
             return False

@@ -90,6 +90,10 @@ class Journal:
         self.entries.append(entry)
         return entry
 
+    def events(self) -> list[dict[str, Any]]:
+        """All lines as plain values, for whoever shows them."""
+        return [json.loads(entry.line()) for entry in self.entries]
+
     def last(self, *events: str, cycle: int | None = None) -> Entry | None:
         """The newest entry of one of the events (of any, where none is named)."""
         for entry in reversed(self.entries):

@@ -172,7 +172,7 @@ def in_own_process(part: Part, settings: CycleSettings, number: int, start: Path
 def _run(
     part: Part, settings: CycleSettings, number: int, start: Path, learner: int, out: Connection
 ) -> None:
-    threading.Thread(target=_end_with, args=(learner,), daemon=True).start()
+    end_with(learner)
     with suppress(OSError):
         os.nice(max(0, settings.learn.nice - os.nice(0)))
     answer: tuple[str, Any]
@@ -187,11 +187,15 @@ def _run(
     out.close()
 
 
-def _end_with(learner: int) -> None:
-    """End this process once the learner has ended, also by kill -9."""
-    while os.getppid() == learner:
-        time.sleep(LOOK_SECONDS)
-    os._exit(1)
+def end_with(parent: int) -> None:
+    """Let this process end once `parent`, which started it, has ended, also by kill -9."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="headstart-parent", daemon=True).start()
 
 
 def is_full(error: BaseException) -> bool:

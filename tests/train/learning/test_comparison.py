@@ -33,7 +33,7 @@ def trial(current: tuple[ArmAnswer, ...], candidate: tuple[ArmAnswer, ...]) -> T
 def verdict(rng: np.random.Generator, gain: np.ndarray, level: np.ndarray) -> str:
     """Look after every tenth pair until something is shown or the traffic ends."""
     first, second = answers(rng, level), answers(rng, level * gain)
-    test = TrialTest(needed_evidence(0.01, 1), DEPTH, MOST)
+    test = TrialTest(needed_evidence(0.01, 1), DEPTH)
     for seen in range(10, len(level) + 1, 10):
         found = test.look(trial(first[:seen], second[:seen])).verdict
         if found != OPEN:
@@ -78,5 +78,5 @@ def test_the_thresholds_of_all_tries_together_spend_the_error_rate() -> None:
 
 
 def test_nothing_is_shown_before_the_first_answer() -> None:
-    found = TrialTest(needed_evidence(0.01, 1), DEPTH, MOST).look(trial((), ()))
+    found = TrialTest(needed_evidence(0.01, 1), DEPTH).look(trial((), ()))
     assert (found.verdict, found.pairs) == (OPEN, 0)

@@ -19,8 +19,9 @@ from heads.api.errors import UserError
 from inference.server.samples import batches
 from tests.train.learning.traffic import StandIn, cycle_settings, prepare
 from train.learning import work
-from train.learning.cycle import ENDS, STEPS, Learner, ServerGoneError, last_taken
+from train.learning.cycle import ENDS, STEPS, Learner, last_taken
 from train.learning.journal import Entry, Journal, read_journal, writing
+from train.learning.server import ServerGoneError
 from train.learning.work import CrashError, CycleSettings, Part, in_own_process
 
 ORDER = ["collected", "weighed", "trained", "measured", "trial", "compared", "swapped"]
