@@ -111,6 +111,8 @@ class ServeConfig:
     X-Headstart-Store: false never are."""
     learn_megabytes: Annotated[float, Ge(0.01), Le(1e9)] = 256.0
     """Size of the samples that wait for the learner; the oldest are dropped for new ones."""
+    learn_seconds: Annotated[float, Ge(0.1), Le(60)] = 60.0
+    """Longest time (up to 60) until a sampled answer is written, which the learner sees then."""
     learn_settings: tuple[str, ...] = ()
     """Further settings of the learner, such as [learn.least_tokens=50000,train.max_steps=200]."""
 

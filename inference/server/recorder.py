@@ -15,12 +15,17 @@ LOOK_SECONDS, FLUSH_SECONDS = 0.5, 60.0
 
 
 class Recorder:
-    """See the module. log: every verification; samples: of a learner."""
+    """See the module. log: every verification; samples: of a learner, written every `seconds`."""
 
     def __init__(
-        self, log: VerificationLog | None, samples: TrafficSamples | None, metrics: ServerMetrics
+        self,
+        log: VerificationLog | None,
+        samples: TrafficSamples | None,
+        metrics: ServerMetrics,
+        seconds: float = FLUSH_SECONDS,
     ) -> None:
         self.log, self.samples, self.metrics = log, samples, metrics
+        self.seconds = seconds
         self._disk_full = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="headstart-records", daemon=True)
@@ -36,9 +41,10 @@ class Recorder:
 
     def _work(self) -> None:
         waited = 0.0
-        while not self._stop.wait(LOOK_SECONDS):
-            waited += LOOK_SECONDS
-            if waited >= FLUSH_SECONDS or any(one.due for one in (self.log, self.samples) if one):
+        look = min(LOOK_SECONDS, self.seconds)
+        while not self._stop.wait(look):
+            waited += look
+            if waited >= self.seconds or any(one.due for one in (self.log, self.samples) if one):
                 waited = 0.0
                 self.flush()
 

@@ -28,7 +28,7 @@ from inference.server.front.secret import Secret
 from inference.server.front.workers import FairWorkers, work_in_turn
 from inference.server.metrics import ServerMetrics
 from inference.server.protocol import CHAT, Asked
-from inference.server.recorder import Recorder
+from inference.server.recorder import FLUSH_SECONDS, Recorder
 from inference.server.samples import TrafficSamples
 from inference.server.scheduler import Done, Event, Failed, Piece, Scheduler, ServedRequest, Started
 from inference.server.swap_metrics import SwapMetrics
@@ -162,7 +162,10 @@ class Service:
         if samples is not None:
             size = int(config.learn_megabytes * 1e6)
             sampled = TrafficSamples(samples, facts, size, config.learn_share)
-        self.recorder = Recorder(log, sampled, self.metrics) if log or sampled else None
+        self.recorder = None
+        if log or sampled:
+            seconds = config.learn_seconds if sampled else FLUSH_SECONDS
+            self.recorder = Recorder(log, sampled, self.metrics, seconds)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.draining = False
         self.on_broken: Callable[[], None] = lambda: None

@@ -1,5 +1,5 @@
-"""`headstart learn`: learn from the traffic of a running server beside it (docs/learning.md). Writes
-<run>/learn/: the journal, the candidates, and learn.html with tau over time."""
+"""`headstart learn`: learn from the traffic of a running server beside it (docs/learning.md).
+Writes <run>/learn/: the journal, the candidates, and learn.html with tau over time."""
 
 from __future__ import annotations
 
@@ -103,13 +103,9 @@ def start_learner(
 ) -> subprocess.Popen[bytes]:
     """Start a learner for the server at `address`, with the server's own settings and
     `serve.learn_settings`. tokens: environment variables that it needs."""
-    own = {
-        "server": address,
-        "folder": str(folder.resolve()),
-        "with_parent": "true",
-        "verify": "false",  # this machine's own server, by its address
-    }
-    more = [f"learn.{name}='{value}'" for name, value in own.items()]
+    more = [f"learn.server='{address}'", f"learn.folder='{folder.resolve()}'"]
+    # the certificate need not name this machine's own address
+    more += ["learn.with_parent=true", "learn.verify=false"]
     derived = settings.derive("learn", before=settings.serve.learn_settings, more=more)
     path = folder / SETTINGS_FILE
     write_settings(derived, path)
