@@ -21,6 +21,7 @@ from scripts.run.process import prepare_process, say, shown
 from scripts.stages.refresh.parts import refreshing_rate
 
 if TYPE_CHECKING:
+    from train.learning.journal import Journal
     from train.learning.server import HttpServer
     from train.learning.work import CycleSettings
 
@@ -53,10 +54,12 @@ def run(settings: Settings) -> None:
     with writing(folder) as journal:
         cycle = cycle_settings(settings, folder, server)
         say(f"learning from the traffic in {shown(folder)} for {config.server}")
-        write_learning_page(journal.events(), folder)
-        Learner(
-            cycle, server, journal, show=lambda one: write_learning_page(one.events(), folder)
-        ).run()
+
+        def show(written: Journal) -> None:
+            write_learning_page(written.events(), folder)
+
+        show(journal)
+        Learner(cycle, server, journal, show=show).run()
 
 
 def learn_folder(given: str, settings: Settings) -> Path:

@@ -87,7 +87,7 @@ def weigh(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
     info = TargetInfo.from_dict(read_config(start)["target"])
     config = replace(settings.feedback, sequences=True, records=(), answers=())
     made = build([folder / RECORDS], [], folder / FEEDBACK, config, info=info)["feedback"]
-    return {key: made[key] for key in ("documents", "verifications", "errors")}  # type: ignore[literal-required]
+    return {key: made[key] for key in ("documents", "verifications", "errors")}
 
 
 def refresh(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
