@@ -26,8 +26,9 @@ LEARN = (
     "learn.held_out=0.4",
     "learn.held_out_prompts=16",
     "learn.free_megabytes=0",
-    "train.max_steps=24",
-    "train.eval_every=12",
+    "learn.nice=0",
+    "train.max_steps=60",
+    "train.eval_every=20",
     "train.eval_tokens=16",
     "train.sequence_length=64",
     "engine.name=torch",
@@ -44,7 +45,7 @@ class Served:
         words += ["target=local", f"target.path={place / 'target'}", "target.device=cpu"]
         words += ["target.dtype=float32", f"serve.drafter={place / 'drafter'}", "serve.port=0"]
         words += ["decode.depth=3", "decode.max_new_tokens=16", "decode.batch_size=8"]
-        words += ["serve.learn_seconds=0.3", f"serve.learn_folder={folder}", "run.threads=1"]
+        words += ["serve.learn_seconds=2", f"serve.learn_folder={folder}", "run.threads=1"]
         words += [f"serve.learn_settings=[{','.join(LEARN)}]", f"run.root={folder / 'outputs'}"]
         self.log = (folder / f"log-{time.time_ns()}.txt").open("w+b")
         self.process = subprocess.Popen(words, stdout=self.log, stderr=subprocess.STDOUT)
@@ -83,6 +84,7 @@ class Served:
         with httpx.Client(base_url=self.base, timeout=60) as client:
             while not self._stop.is_set():
                 number += 2
+                time.sleep(0.2)  # leaves room for the learner
                 prompt = [10 + number % 80, 11 + number // 80 % 80, 12]
                 body = {"model": "target", "prompt": prompt, "temperature": 0, "seed": number}
                 try:

@@ -121,9 +121,7 @@ def test_a_cycle_gets_the_verifications_of_its_answers_alone(place: Path, tmp_pa
     assert 0.2 < largest_share(sampled.sequences) < 0.35
 
 
-def test_batches_that_are_damaged_or_go_meanwhile_are_left_out(
-    place: Path, tmp_path: Path
-) -> None:
+def test_batches_that_are_damaged_or_go_meanwhile_are_left_out(place: Path, tmp_path: Path) -> None:
     for path in (place / "traffic").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (name,) = batches(tmp_path)
