@@ -145,7 +145,8 @@ def test_a_trial_counts_both_drafters_and_changes_no_text(
     assert sum(arm.rows for arm in arms) <= count and all(arm.rows > 3 for arm in arms)
     shown = running.metrics()
     for name, arm in zip(("current", "candidate"), arms, strict=True):
-        assert arm.committed == arm.accepted + arm.passes
+        # a pass that the end of an answer cuts commits no token of the target's own
+        assert arm.passes <= arm.committed <= arm.accepted + arm.passes
         assert 0 < len(arm.answers) <= arm.rows
         assert all(1 <= one.passes <= state.most for one in arm.answers)
         assert shown[f'headstart_trial_verify_passes_total{{arm="{name}"}}'] == arm.passes
@@ -202,9 +203,10 @@ def test_what_else_is_refused(
     monkeypatch.setattr("heads.distilled.Drafter.propose", broken)
     with pytest.raises(UserError, match="fails to draft a short text: a kernel is missing"):
         swaps.install(folders["small"])
-    monkeypatch.setattr("inference.decoding.engine.free_bytes", lambda device: 1 << 12)
-    with pytest.raises(UserError, match="are free"):
-        swaps.install(folders["second"])
+    with monkeypatch.context() as patch:
+        patch.setattr("inference.decoding.engine.free_bytes", lambda device: 1 << 12)
+        with pytest.raises(UserError, match="are free"):
+            swaps.install(folders["second"])
     assert swaps.current() == GIVEN
     with (
         serving(Engine(target, None, DecodeConfig())) as plain,
