@@ -7,6 +7,7 @@ state after it, the one that enters the LM head.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from heads.api.errors import UserError
@@ -50,6 +51,18 @@ class FeatureSpec:
                 f"taps {wrong} do not exist: the target has {num_layers} layers, so taps 0 "
                 f"(embeddings) to {num_layers} are allowed. Change head.taps."
             )
+
+
+def union(specs: Iterable[FeatureSpec]) -> FeatureSpec:
+    """What several drafters together read."""
+    specs = tuple(specs)
+    return FeatureSpec(
+        taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
+        last_hidden=any(spec.last_hidden for spec in specs),
+        logits=any(spec.logits for spec in specs),
+        verified=any(spec.verified for spec in specs),
+        forced=any(spec.forced for spec in specs),
+    )
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:

@@ -17,15 +17,15 @@ Legend: B rows, N nodes, V vocabulary, V' its drafted part.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from heads.api.drafter import Drafter, Noise, Proposal, TargetStates, forget
+from heads.api.drafter import Drafter, Noise, Proposal, TargetStates, forget, select_states
 from heads.api.errors import UserError
-from heads.api.features import FeatureSpec
+from heads.api.features import union
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Request
@@ -54,7 +54,7 @@ class DrafterPair:
     ) -> None:
         self.first, self.second = first, second
         self.vocab_size, self.choose = vocab_size, choose
-        self.needs = both(first.needs, second.needs)
+        self.needs = union((first.needs, second.needs))
         self.capturable = all(getattr(part, "capturable", True) for part in (first, second))
 
     @property
@@ -92,12 +92,7 @@ class DrafterPair:
             forget(part)
 
     def _own(self, seen: TargetStates, part: Drafter) -> TargetStates:
-        """The states with the taps that a part reads."""
-        taps, wanted = seen.taps, part.needs.taps
-        if taps is not None and wanted != self.needs.taps:
-            places = [self.needs.taps.index(tap) for tap in wanted]
-            taps = torch.stack([taps[:, :, place] for place in places], 2) if places else None
-        return replace(seen, taps=taps)
+        return select_states(seen, part.needs, self.needs)
 
     # One proposal of two
 
@@ -137,17 +132,6 @@ class DrafterPair:
         shape = *proposal.tokens.shape, self.vocab_size
         none = torch.full(shape, -torch.inf, device=following.device)
         return none.scatter(2, following, 0.0)
-
-
-def both(first: FeatureSpec, second: FeatureSpec) -> FeatureSpec:
-    """What either reads."""
-    return FeatureSpec(
-        tuple(sorted({*first.taps, *second.taps})),
-        first.last_hidden or second.last_hidden,
-        first.logits or second.logits,
-        first.verified or second.verified,
-        first.forced or second.forced,
-    )
 
 
 def _limits(first: Proposal, second: Proposal, chosen: Tensor) -> Tensor | None:

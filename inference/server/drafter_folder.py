@@ -28,12 +28,12 @@ class DrafterFolder:
     """See the module. A checkpoint is a folder in `folder`, or the `best` of a training's folder
     there."""
 
-    def __init__(self, swaps: DrafterSwaps, folder: Path, seconds: float = LOOK_SECONDS) -> None:
+    def __init__(self, swaps: DrafterSwaps, folder: Path) -> None:
         if not folder.is_dir():
             raise UserError(
                 f"serve.watch_folder '{folder}' is not a folder. Make it, or leave the setting out."
             )
-        self.swaps, self.folder, self.seconds = swaps, folder, seconds
+        self.swaps, self.folder = swaps, folder
         self._last: Seen | None = None
         self._done: Seen | None = None
         self._stop = threading.Event()
@@ -48,7 +48,7 @@ class DrafterFolder:
             self._thread.join(10.0)
 
     def _work(self) -> None:
-        while not self._stop.wait(self.seconds):
+        while not self._stop.wait(LOOK_SECONDS):
             try:
                 self.look()
             except OSError as error:  # the folder is gone for now

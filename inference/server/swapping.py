@@ -61,12 +61,13 @@ class DrafterSwaps:
         a short text or does not fit into memory, a trial that runs.
         """
 
-        def change(drafter: Any, session: Session) -> list[Completion]:
-            return session.change_drafter(drafter)
+        def change(session: Session, drafter: Any, name: str) -> list[Completion]:
+            ended = session.change_drafter(drafter)
+            self._current = name
+            return ended
 
         with self._turn:
             name = self._take(checkpoint, change)
-            self._current = name
             self.metrics.shows(name)
             logger.info("the drafter is '%s' now", name)
 
@@ -80,14 +81,13 @@ class DrafterSwaps:
         depth = engine.tree.max_depth
         most = passes_within(engine.decode.max_new_tokens, depth)
 
-        def pair(drafter: Any, session: Session) -> list[Completion]:
+        def pair(session: Session, drafter: Any, name: str) -> list[Completion]:
             ended = session.pair_with(drafter, partial(drafts_with_candidate, share))
-            names = self._current, self._candidate
+            self._candidate, names = name, (self._current, name)
             self.scheduler.trial = TrialCounts(*names, share, most, depth, self.metrics.booked)
             return ended
 
         with self._turn:
-            self._candidate = str(checkpoint)
             name = self._take(checkpoint, pair)
             self.metrics.trial.set(1)
             logger.info("'%s' is tried beside '%s', share %g", name, self._current, share)
@@ -124,7 +124,7 @@ class DrafterSwaps:
     # One change
 
     def _take(
-        self, checkpoint: Path | str, change: Callable[[Any, Session], list[Completion]]
+        self, checkpoint: Path | str, change: Callable[[Session, Any, str], list[Completion]]
     ) -> str:
         """Load and check a drafter and let the worker make the change; returns its name."""
         began = time.perf_counter()
@@ -136,7 +136,7 @@ class DrafterSwaps:
             def work(session: Session) -> list[Completion]:
                 check_drafts(self.engine, drafter)
                 begun = time.perf_counter()
-                ended = change(drafter, session)
+                ended = change(session, drafter, name)
                 self.metrics.pause.observe(time.perf_counter() - begun)
                 return ended
 

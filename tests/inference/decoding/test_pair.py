@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from heads.api.drafter import Proposal
+from heads.api.drafter import Proposal, TargetStates
 from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.decoding.pair import DrafterPair, both, require_alike
+from inference.decoding.pair import DrafterPair, require_alike
 from inference.decoding.requests import Completion, Request
 from inference.decoding.session import Session
 from tests.heads.recipes import RECIPES
@@ -209,7 +210,30 @@ def test_drafts_that_cannot_be_verified_together_are_refused() -> None:
 
 def test_a_pair_reads_what_both_read_and_gives_each_its_own() -> None:
     target = random_target()
-    first, second = drafter_of("eagle3", target), drafter_of("ngram", target)
-    found = DrafterPair(first, second, target.info.vocab_size, odd)
-    assert found.needs == both(first.needs, second.needs)
-    assert found.needs.taps == first.needs.taps
+    seen: list[Any] = []
+
+    class Looking:
+        """Drafts as n-gram lookup does, and notes the taps that it is given."""
+
+        kind, capturable = "looking", True
+
+        def __init__(self, *taps: int) -> None:
+            self.needs, self.inner = FeatureSpec(taps), drafter_of("ngram", target)
+
+        def start(self, states: Any, tree: Any, capacity: int) -> Any:
+            seen.append((self.needs.taps, states.taps))
+            return self.inner.start(states, tree, capacity)
+
+        def propose(self, state: Any, noise: Any) -> Any:
+            return self.inner.propose(state, noise)
+
+        def commit(self, state: Any, accepted: Any) -> Any:
+            return self.inner.commit(state, accepted)
+
+    found = DrafterPair(Looking(2), Looking(1, 3), target.info.vocab_size, odd)  # type: ignore[arg-type]
+    assert found.needs == FeatureSpec((1, 2, 3))
+    ids, taps = torch.zeros(1, 2, dtype=torch.int64), torch.randn(1, 2, 3, 4)
+    found.start(TargetStates(ids, ids, ids, ids == 0, taps), TokenTree.chain(3), 20)
+    (one, first), (other, second) = seen
+    assert one == (2,) and torch.equal(first, taps[:, :, 1:2])
+    assert other == (1, 3) and torch.equal(second, taps[:, :, ::2])

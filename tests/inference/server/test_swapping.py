@@ -15,19 +15,22 @@ from typing import Any
 
 import pytest
 
-from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
+from inference.decoding.loading import load_drafter
 from inference.decoding.pair import DrafterPair
+from inference.decoding.requests import PassRecord, Request
 from inference.server.drafter_folder import DrafterFolder
-from inference.server.trial import TrialCounts
+from inference.server.trial import TrialCounts, drafts_with_candidate
 from inference.target.model import TargetModel
 from tests.inference.server.drafters import BAD, checkpoint
 from tests.inference.server.running import MODEL, Running, offline, serving
-from tests.waiting import wait_until
+from tests.waiting import until
 
 PROMPTS = ["Write a list.", "What is a list?", "def add(a, b):", "Hello! Hi there.", "Bye now."]
+GIVEN = "test"
+"""The name of the drafter that a server of `serving` starts with."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,7 @@ def folders(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.fixture
 def running(target: TargetModel, folders: dict[str, Path]) -> Iterator[Running]:
-    drafter = load_drafter(folders["first"], target.info, target.weights)
+    drafter = load_drafter(folders["first"], target)
     decode = DecodeConfig(batch_size=4, depth=3, max_new_tokens=40, rule="match")
     with serving(Engine(target, drafter, decode)) as found:
         yield found
@@ -107,10 +110,11 @@ def expected(engine: Engine, count: int) -> dict[int, str]:
 def test_no_request_is_lost_and_no_text_changes_over_many_swaps(
     running: Running, folders: dict[str, Path]
 ) -> None:
-    swaps, count = running.service.swaps, 40
+    swaps, count = running.service.swaps, 16
     turn = itertools.cycle([folders["second"], "ngram", folders["small"], folders["first"]])
 
     def swap() -> None:
+        time.sleep(0.3)
         given = next(turn)
         swaps.install(given)
         assert swaps.current() == str(given)
@@ -126,9 +130,9 @@ def test_no_request_is_lost_and_no_text_changes_over_many_swaps(
 def test_a_trial_counts_both_drafters_and_changes_no_text(
     running: Running, folders: dict[str, Path]
 ) -> None:
-    swaps, count = running.service.swaps, 30
+    swaps, count = running.service.swaps, 24
     swaps.start_trial(folders["small"], share=0.5)
-    assert swaps.current() == str(folders["first"])
+    assert swaps.current() == GIVEN
     for refused in (lambda: swaps.install("ngram"), lambda: swaps.start_trial("ngram")):
         with pytest.raises(UserError, match="trial"):
             refused()
@@ -137,11 +141,12 @@ def test_a_trial_counts_both_drafters_and_changes_no_text(
     state = swaps.trial()
     assert state is not None
     arms = state.current, state.candidate
-    assert [arm.drafter for arm in arms] == [str(folders["first"]), str(folders["small"])]
+    assert [arm.drafter for arm in arms] == [GIVEN, str(folders["small"])]
     assert sum(arm.rows for arm in arms) <= count and all(arm.rows > 3 for arm in arms)
     shown = running.metrics()
     for name, arm in zip(("current", "candidate"), arms, strict=True):
-        assert arm.committed == arm.accepted + arm.passes
+        # a pass that the end of an answer cuts commits no token of the target's own
+        assert arm.passes <= arm.committed <= arm.accepted + arm.passes
         assert 0 < len(arm.answers) <= arm.rows
         assert all(1 <= one.passes <= state.most for one in arm.answers)
         assert shown[f'headstart_trial_verify_passes_total{{arm="{name}"}}'] == arm.passes
@@ -155,7 +160,7 @@ def test_a_trial_counts_both_drafters_and_changes_no_text(
 
 
 def test_trials_come_and_go_under_load(running: Running, folders: dict[str, Path]) -> None:
-    swaps, count = running.service.swaps, 30
+    swaps, count = running.service.swaps, 16
     turn = itertools.cycle([("second", True), ("small", False), ("small", True), ("first", False)])
 
     def work() -> None:
@@ -170,13 +175,13 @@ def test_trials_come_and_go_under_load(running: Running, folders: dict[str, Path
 
 @pytest.mark.parametrize("words", BAD)
 def test_a_bad_checkpoint_is_refused_and_the_old_drafter_stays(
-    running: Running, target: TargetModel, folders: dict[str, Path], tmp_path: Path, words: str
+    running: Running, target: TargetModel, tmp_path: Path, words: str
 ) -> None:
     swaps, bad = running.service.swaps, BAD[words](tmp_path / "bad", target)
     for refused in (swaps.install, swaps.start_trial):
         with pytest.raises(UserError, match=f"(?i){words}"):
             refused(bad)
-    assert swaps.current() == str(folders["first"]) and swaps.trial() is None
+    assert swaps.current() == GIVEN and swaps.trial() is None
     assert asyncio.run(ask(running, 1))[1] == expected(running.service.engine, 2)[1]
     assert running.metrics()['headstart_drafter_swaps_total{outcome="refused"}'] == 2
 
@@ -198,13 +203,16 @@ def test_what_else_is_refused(
     monkeypatch.setattr("heads.distilled.Drafter.propose", broken)
     with pytest.raises(UserError, match="fails to draft a short text: a kernel is missing"):
         swaps.install(folders["small"])
-    monkeypatch.setattr("inference.decoding.engine.free_bytes", lambda device: 1 << 20)
-    with pytest.raises(UserError, match="are free"):
-        swaps.install(folders["second"])
-    assert swaps.current() == str(folders["first"])
-    with serving(Engine(target, None, DecodeConfig())) as plain:
-        with pytest.raises(UserError, match="nothing is drafted here"):
-            plain.service.swaps.install("ngram")
+    with monkeypatch.context() as patch:
+        patch.setattr("inference.decoding.engine.free_bytes", lambda device: 1 << 12)
+        with pytest.raises(UserError, match="are free"):
+            swaps.install(folders["second"])
+    assert swaps.current() == GIVEN
+    with (
+        serving(Engine(target, None, DecodeConfig())) as plain,
+        pytest.raises(UserError, match="nothing is drafted here"),
+    ):
+        plain.service.swaps.install("ngram")
 
 
 def test_a_failed_step_ends_a_trial_without_the_candidate(
@@ -221,23 +229,17 @@ def test_a_failed_step_ends_a_trial_without_the_candidate(
         patch.setattr("heads.distilled.Drafter.propose", broken)
         with pytest.raises(Exception, match="the engine failed"):
             asyncio.run(ask(running, 1))
-    wait_until(lambda: running.service.scheduler.healthy)
+    until(lambda: running.service.scheduler.healthy)
     assert swaps.trial() is None and not isinstance(running.service.engine.drafter, DrafterPair)
     assert asyncio.run(ask(running, 1))[1] == expected(running.service.engine, 2)[1]
 
 
 def test_nobody_waits_for_a_worker_that_has_ended(target: TargetModel) -> None:
     decode = DecodeConfig(batch_size=2, depth=3, max_new_tokens=8)
-    with serving(Engine(target, load_ngram(target), decode)) as found:
+    with serving(Engine(target, load_drafter("ngram", target), decode)) as found:
         swaps = found.service.swaps
     with pytest.raises(UserError, match="stopping"):
         swaps.install("ngram")
-
-
-def load_ngram(target: TargetModel) -> Any:
-    from inference.decoding.loading import load_drafter as load
-
-    return load("ngram", target)
 
 
 # The watched folder
@@ -249,14 +251,14 @@ def test_the_newest_checkpoint_of_a_watched_folder_is_taken_and_a_bad_one_told_o
     decode = DecodeConfig(batch_size=2, depth=3, max_new_tokens=8)
     watched, made = tmp_path / "watched", tmp_path / "made"
     watched.mkdir()
-    with serving(Engine(target, load_ngram(target), decode)) as found:
+    with serving(Engine(target, load_drafter("ngram", target), decode)) as found:
         swaps = found.service.swaps
         folder = DrafterFolder(swaps, watched)
         folder.look()
-        assert swaps.current() == "test"
+        assert swaps.current() == GIVEN
         checkpoint(made / "one", target, "eagle3").rename(watched / "one")
         folder.look()
-        assert swaps.current() == "test"  # it may still be written
+        assert swaps.current() == GIVEN  # it may still be written
         folder.look()
         assert swaps.current() == str(watched / "one")
         BAD["not finite"](made / "bad", target).rename(watched / "bad")
@@ -287,11 +289,11 @@ def test_a_server_looks_at_its_folder_by_itself(
 ) -> None:
     monkeypatch.setattr("inference.server.drafter_folder.LOOK_SECONDS", 0.05)
     decode = DecodeConfig(batch_size=2, depth=3, max_new_tokens=8)
-    engine = Engine(target, load_ngram(target), decode)
+    engine = Engine(target, load_drafter("ngram", target), decode)
     with serving(engine, watch_folder=str(tmp_path)) as found:
         made = checkpoint(tmp_path / ".making", target, "eagle3")
         made.rename(tmp_path / "one")
-        wait_until(lambda: found.service.swaps.current() == str(tmp_path / "one"))
+        until(lambda: found.service.swaps.current() == str(tmp_path / "one"))
         assert asyncio.run(ask(found, 1))[1] == offline(engine, PROMPTS[1], 1, max_new_tokens=8)[0]
 
 
@@ -299,8 +301,6 @@ def test_a_server_looks_at_its_folder_by_itself(
 
 
 def test_answers_are_cut_at_the_passes_that_count_and_kept_once() -> None:
-    from inference.decoding.requests import PassRecord
-
     counts = TrialCounts("a", "b", 0.5, 2, 3)
 
     def verified(index: int, arm: int | None, *accepted: int) -> None:
@@ -321,9 +321,6 @@ def test_answers_are_cut_at_the_passes_that_count_and_kept_once() -> None:
 
 
 def test_requests_are_assigned_by_seed_and_number_in_the_asked_share() -> None:
-    from inference.decoding.requests import Request
-    from inference.server.trial import drafts_with_candidate
-
     base = Request(0, (1,), 7, 4)
     for share in (0.1, 0.5, 0.9):
         asked = [replace(base, index=number) for number in range(4000)]
