@@ -22,15 +22,15 @@ from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.config import Depth, NonEmpty, config
-from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter, forget
+from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter, forget, select_states
 from heads.api.errors import UserError
-from heads.api.features import FeatureSpec
+from heads.api.features import FeatureSpec, union
 from heads.api.one_pass import refuse_dartree
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape, TokenTree, one_path
 from heads.nn.cascade.chain import Quiet, draft_chain, fill_tree
 from heads.nn.cascade.join import join, split_shape
-from heads.nn.cascade.parts import build_part, initialise_part, modules_of, select_states, union
+from heads.nn.cascade.parts import build_part, initialise_part, modules_of
 from heads.nn.drafting.plan import TreePlan
 from heads.nn.drafting.state import last_valid
 

@@ -44,7 +44,7 @@ CACHES = ("__pycache__",)
 FEEDBACK = "feedback"
 FORMER = ".former"
 """Ends the name of a folder while another one takes its place."""
-WITHIN = {"push": ("export",)}
+WITHIN = {"push": ("export",), "learn": (FEEDBACK, "train")}
 """Stage -> stages whose folders lie in its own."""
 PARTS = {
     "parts": ("*.parquet",),
@@ -103,12 +103,19 @@ WRITTEN = {
     "tune": ("tune.json",),
     "traffic": ("traffic.json",),
 }
+WRITTEN["learn"] = (
+    "validation.jsonl",
+    "measuring.jsonl",
+    *(f"records/{name}" for name in PARTS["records"]),
+    *(f"feedback/{name}" for name in (MANIFEST_FILE, *WRITTEN[FEEDBACK])),
+    *(f"train/{name}" for name in (MANIFEST_FILE, *TRAINING)),
+)
 """Stage -> patterns of the files that it writes into its folder, for those whose record does not
 list them."""
 
 
 OTHER_FOLDERS = (
-    "generate features train plan export push tune traffic audit watch refresh feedback"
+    "generate features train plan export push tune traffic audit watch refresh feedback learn"
 ).split()
 """Names that other stages give to folders of a run."""
 

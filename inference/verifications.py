@@ -60,6 +60,7 @@ SCHEMAS = {
             ("sequence", pa.string()),
             ("domain", pa.string()),
             ("prompt_hash", pa.string()),
+            ("client", pa.string()),
             ("prompt_length", pa.int32()),
             ("answer_length", pa.int32()),
             ("tokens", pa.list_(pa.int32())),
@@ -181,16 +182,18 @@ class VerificationLog:
         domain: str,
         prompt: Sequence[int],
         answer: Sequence[int],
-        seed: int,
+        seed: int | None,
         temperature: float,
         finish: str,
+        client: str = "",
     ) -> None:
-        """Add one sequence that has ended: its prompt and answer as token ids."""
-        digest = hmac.digest(self._key, array("q", prompt).tobytes(), "sha256").hex()[:32]
+        """Add one sequence that has ended: its prompt and answer as token ids. client: who asked,
+        of whom a keyed hash is kept; empty: not recorded."""
         row = {
             "sequence": sequence,
             "domain": domain,
-            "prompt_hash": digest,
+            "prompt_hash": self._keyed(array("q", prompt).tobytes()),
+            "client": self._keyed(client.encode()) if client else None,
             "prompt_length": len(prompt),
             "answer_length": len(answer),
             "tokens": (*prompt, *answer),
@@ -199,6 +202,9 @@ class VerificationLog:
             "finish": finish,
         }
         self._add(SEQUENCES, row)
+
+    def _keyed(self, value: bytes) -> str:
+        return hmac.digest(self._key, value, "sha256").hex()[:32]
 
     def _add(self, table: str, row: dict[str, Any]) -> None:
         hidden = dict.fromkeys(SECRET_COLUMNS[table]) if self.redact else {}

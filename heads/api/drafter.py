@@ -14,7 +14,7 @@ Legend: B rows, N nodes, T positions, H hidden, V vocabulary, n taps.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -68,6 +68,18 @@ class TargetStates:
     def lengths(self) -> Tensor:
         """Valid entries per row [B] int64."""
         return self.valid.sum(1)
+
+
+def select_states(states: TargetStates, needs: FeatureSpec, all_needs: FeatureSpec) -> TargetStates:
+    """`states`, caught for `all_needs`, as one of several drafters sees them: its own taps
+    [B, T, m, H] of the n there are."""
+    taps = None
+    if needs.taps:
+        assert states.taps is not None
+        taps = states.taps
+        if needs.taps != all_needs.taps:
+            taps = torch.stack([taps[:, :, all_needs.taps.index(tap)] for tap in needs.taps], 2)
+    return replace(states, taps=taps, verified=states.verified if needs.verified else None)
 
 
 @dataclass

@@ -7,6 +7,7 @@ state after it, the one that enters the LM head.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from heads.api.errors import UserError
@@ -37,6 +38,11 @@ class FeatureSpec:
                 f"{list(self.taps)}."
             )
 
+    @property
+    def drafts_from_states(self) -> bool:
+        """Whether decoding needs inner states of the target, or tokens alone."""
+        return bool(self.taps) or self.last_hidden
+
     def check(self, num_layers: int) -> None:
         """Raise `UserError` when a tap does not exist in a target of `num_layers` layers."""
         wrong = [tap for tap in self.taps if not 0 <= tap <= num_layers]
@@ -45,6 +51,18 @@ class FeatureSpec:
                 f"taps {wrong} do not exist: the target has {num_layers} layers, so taps 0 "
                 f"(embeddings) to {num_layers} are allowed. Change head.taps."
             )
+
+
+def union(specs: Iterable[FeatureSpec]) -> FeatureSpec:
+    """What several drafters together read."""
+    specs = tuple(specs)
+    return FeatureSpec(
+        taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
+        last_hidden=any(spec.last_hidden for spec in specs),
+        logits=any(spec.logits for spec in specs),
+        verified=any(spec.verified for spec in specs),
+        forced=any(spec.forced for spec in specs),
+    )
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ from inference.decoding.sampling.noise import SharedNoise, Stream
 def require_ahead(drafter: Drafter) -> None:
     """Raise `UserError` for a drafter that cannot draft before the target has read its draft."""
     needs = drafter.needs
-    if needs.taps or needs.last_hidden:
+    if needs.drafts_from_states:
         what = "drafts from the target's inner states at the newest tokens"
     elif needs.verified:
         what = "learns from every verification"

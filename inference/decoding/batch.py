@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from inference.decoding.buffers import Lanes
 from inference.decoding.execution.accelerator import Pending
+from inference.decoding.pair import DrafterPair
 from inference.decoding.pass_details import read_details
 from inference.decoding.requests import Completion, PassRecord, Request
 
@@ -146,7 +148,8 @@ class BatchRun:
                 details = read_details(tokens[split:], chain, accepted, bool(rejected), live, pick)
                 tokens = tokens[:split]
             nodes = len(tokens) if chain else self.lanes.tree.num_nodes
-            record = PassRecord(accepted, committed, bool(rejected), nodes, live, details)
+            given = accepted, committed, bool(rejected), nodes, live, details
+            record = PassRecord(*given, completion.arm)
             if self.lanes.lengths is not None:
                 self.lanes.lengths.observe(accepted, accepted + rejected)
             completion.passes.append(record)
@@ -204,9 +207,10 @@ class BatchRun:
             (free, [request.sampling or self.lanes.settings for request in requests]),
             self.lanes.grammars.first_masks(free),
         )
+        arms = self._assign(index, requests)
         finished, alive = [], []
-        for row, request, token in zip(free, requests, first.tolist(), strict=True):
-            completion = Completion(request)
+        for row, request, token, arm in zip(free, requests, first.tolist(), arms, strict=True):
+            completion = Completion(request, arm=arm)
             self.running[row] = completion
             self._add(row, completion, [token], None)
             ends = self._is_end(request, token) or request.max_new_tokens == 1
@@ -217,3 +221,30 @@ class BatchRun:
         self.lanes.rows.endless[index] = torch.tensor(endless, device=device)
         self.lanes.rows.active[index] = torch.tensor(alive, device=device)
         return finished
+
+    def _assign(self, index: torch.Tensor, requests: list[Request]) -> list[int] | list[None]:
+        """Which of a pair of drafters drafts for requests that got the rows `index` [R]."""
+        pair = self.lanes.drafter
+        if not isinstance(pair, DrafterPair):
+            return [None] * len(requests)
+        arms = [int(pair.choose(request)) for request in requests]
+        chosen = self.lanes.state.second_drafts
+        chosen[index] = torch.tensor(arms, dtype=torch.bool, device=chosen.device)
+        return arms
+
+    # Another drafter
+
+    def change_drafter(
+        self, drafter: Any, state: Any, lost: Callable[[int | None], bool] = lambda arm: False
+    ) -> None:
+        """Go on with another drafter. state: of all rows, None: a fresh one; lost: whether the
+        state of a row, by its `Completion.arm`, is not in there and has to be made anew. Nothing
+        may be unread (`drain`)."""
+        assert not self.launched, "steps are under way"
+        texts, seated = {}, [(row, one) for row, one in enumerate(self.running) if one is not None]
+        for row, one in seated:
+            if state is None or lost(one.arm):
+                texts[row] = [*one.request.tokens, *one.tokens]
+        self.lanes.change_drafter(drafter, state, texts)
+        for _, one in seated:
+            one.arm = None

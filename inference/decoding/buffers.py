@@ -10,7 +10,7 @@ Legend: B rows, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from inference.decoding.step import Decoder, Rows
 from inference.decoding.structured.grammars import Grammars
 from inference.decoding.structured.rows import RowGrammars, forbid
 from inference.kernels.drafter_attention import drafter_kernel
-from inference.target.memory import tensor_bytes
+from inference.target.memory import blank_states, tensor_bytes
 from inference.target.model import TargetModel
 from inference.target.taps import Seen
 
@@ -63,12 +63,8 @@ class Lanes:
         own_settings: bool = False,
         details: bool = False,
     ) -> None:
-        if drafter is not None and decode.ahead:
-            assert isinstance(tree, TokenTree)
-            drafter = AheadDrafter(drafter, tree, target.device, clock, decode.ahead_threads)
-        self.target, self.drafter, self.decode, self.tree = target, drafter, decode, tree
+        self.target, self.decode, self.tree, self.clock = target, decode, tree, clock
         self.capacity, self.details = capacity, details
-        self.needs = FeatureSpec() if drafter is None else drafter.needs
         self.cache = target.new_cache(rows, capacity)
         typical = {"epsilon": decode.typical_epsilon, "delta": decode.typical_delta}
         name = sampling_rule(decode.rule, decode.shape) if own_settings else decode.acceptance
@@ -78,21 +74,30 @@ class Lanes:
         history = capacity + tree.max_depth + 2 if self.settings.uses_prefix else 0
         self.rows = Rows.empty(rows, target.device, history)
         self.state: Any = None
-        eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=target.device)
+        self.eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=target.device)
         self.own: RowSettings | None = None
         if own_settings:
             static, vocab = target.device.type == "cuda" or decode.compile, target.info.vocab_size
             self.own = RowSettings(rows, self.settings, vocab, target.device, static)
-        self.limits, self.lengths = adaptive_parts(target, drafter, decode, tree, rows)
-        size, forces = target.info.vocab_size, self.needs.forced
-        self.grammars = RowGrammars(rows, tree.num_nodes, size, target.device, forces)
-        self.keeps_logits = details or (self.limits is not None and self.limits.wants_logits)
+        size = target.info.vocab_size
+        self.grammars = RowGrammars(rows, tree.num_nodes, size, target.device)
+        self._work_with(drafter)
+
+    def _work_with(self, drafter: Any) -> None:
+        """Set up what runs the steps of `drafter`; its state is not touched."""
+        target, decode, tree, needs = self.target, self.decode, self.tree, FeatureSpec()
+        if drafter is not None and decode.ahead:
+            assert isinstance(tree, TokenTree)
+            drafter = AheadDrafter(drafter, tree, target.device, self.clock, decode.ahead_threads)
+        self.drafter, self.needs = drafter, needs if drafter is None else drafter.needs
+        self.limits, self.lengths = adaptive_parts(target, drafter, decode, tree, self.count)
+        self.grammars.tell_forced(self.needs.forced)
+        limits = self.limits
+        self.keeps_logits = self.details or (limits is not None and limits.wants_logits)
         noise = self.noise(self.rows.seeds, self.rows.lengths, self.own)
-        rule, processors, needs, limits = self.rule, self.processors, self.needs, self.limits
+        parts = target, drafter, tree, noise, self.rule, self.processors, self.needs, self.clock
         decoder = Decoder(
-            *(target, drafter, tree, noise, rule, processors, needs, clock, eos, limits, details),
-            exact=decode.exact,
-            grammars=self.grammars,
+            *(*parts, self.eos, limits, self.details), exact=decode.exact, grammars=self.grammars
         )
         self.runner = StepRunner(decoder, self.cache, self.rows, decode)
         self._narrow: dict[int, _Narrow] = {}
@@ -169,6 +174,43 @@ class Lanes:
         pending, self.state = self.runner.step(self.state, longest, exact, length)
         return pending
 
+    # Another drafter
+
+    def change_drafter(self, drafter: Any, state: Any, texts: Mapping[int, Sequence[int]]) -> None:
+        """Go on with another drafter, between two steps of which nothing is unread.
+
+        state: of all rows, or None for a fresh one; texts: row -> its prompt and answer so far, for
+        rows whose state is to be made anew.
+        """
+        self._drop_ahead()
+        self._work_with(drafter)
+        self.state = self.blank_state(self.drafter) if state is None else state
+        for row, text in texts.items():
+            self._rebuild(row, text)
+
+    def blank_state(self, drafter: Any) -> Any:
+        """A state of all rows before there is any text."""
+        info, like = self.target.info, self.target.weights.embedding
+        seen = blank_states(drafter, self.count, info, like)
+        with drafter_kernel():
+            return drafter.start(seen, self.tree, self.capacity)
+
+    def _rebuild(self, row: int, text: Sequence[int]) -> None:
+        """Make a row's drafter state anew from its text, the root last. The target reads the text
+        once more, in chunks and beside its cache, which stays as it is; where the drafter needs no
+        features it reads nothing."""
+        device = self.target.device
+        tokens = torch.tensor(text[:-1], device=device)[None]
+        index, root = torch.tensor([row], device=device), torch.tensor(text[-1:], device=device)
+        lengths, seen = torch.tensor([tokens.shape[1]], device=device), None
+        if self.needs.drafts_from_states:
+            place = torch.zeros_like(index)
+            with self.target.computing(self.decode.exact):
+                cache = self.target.new_cache(1, tokens.shape[1])
+                chunk = self.decode.prefill_chunk
+                seen = self.target.prefill(cache, place, tokens, lengths, self.needs, chunk)[1]
+        self._start_drafter(index, tokens, lengths, root, seen)
+
     def constrain(self, rows: Sequence[int], requests: Sequence[Request]) -> None:
         """Give rows the grammars of their requests."""
         for row, request in zip(rows, requests, strict=True):
@@ -230,15 +272,17 @@ class Lanes:
         return first
 
     def _start_drafter(
-        self, index: Tensor, tokens: Tensor, lengths: Tensor, first: Tensor, seen: Seen
+        self, index: Tensor, tokens: Tensor, lengths: Tensor, first: Tensor, seen: Seen | None
     ) -> None:
-        """Start the drafter on fresh prompts: the whole batch, or the rows that were refilled."""
+        """Start the drafter on fresh prompts: the whole batch, or the rows that were refilled.
+        seen: None where the drafter reads tokens alone."""
         if self.drafter is None:
             return
         place = torch.arange(tokens.shape[1], device=tokens.device)[None]
         following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
         following = torch.where(place == lengths[:, None] - 1, first[:, None], following)
-        valid, features = place < lengths[:, None], (seen.taps, seen.last_hidden)
+        features = (None, None) if seen is None else (seen.taps, seen.last_hidden)
+        valid = place < lengths[:, None]
         states = TargetStates(tokens, following, place.expand_as(tokens), valid, *features)
         with drafter_kernel():
             fresh = self.drafter.start(states, self.tree, self.capacity)

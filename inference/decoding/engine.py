@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import textwrap
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
 from inference.decoding.decode_file import advice
 from inference.decoding.loading import checkpoint_folder, load_drafter
+from inference.decoding.pair import DrafterPair
 from inference.decoding.requests import Completion, Request
 from inference.decoding.sampling.distribution import pick_bytes
 from inference.decoding.structured.constraint import Constraint
@@ -41,7 +42,7 @@ from inference.kernels.reference.heads import decoding_kernels
 from inference.target.chat import render_prompt
 from inference.target.hardware import device_facts
 from inference.target.loading import TargetConfig
-from inference.target.memory import drafter_state_bytes, free_bytes, plan_memory
+from inference.target.memory import HEADROOM, drafter_state_bytes, free_bytes, gib, plan_memory
 from inference.target.model import TargetModel
 from inference.target.text_pieces import TextPieces
 
@@ -268,7 +269,11 @@ class Engine:
     @contextmanager
     def decoding(self) -> Iterator[None]:
         """The drafter as it decodes and does not train."""
-        with packed_linears(self.drafter), decoding_kernels(self.drafter):
+        drafter = self.drafter
+        with ExitStack() as stack:
+            for part in drafter.parts if isinstance(drafter, DrafterPair) else (drafter,):
+                stack.enter_context(packed_linears(part))
+                stack.enter_context(decoding_kernels(part))
             yield
 
     def advance(self, run: BatchRun) -> list[Completion]:
@@ -323,17 +328,40 @@ class Engine:
         if free is None:
             return
         target, nodes = self.target, self.tree.num_nodes
-        like, info, dtype = target.weights.embedding, target.info, target.dtype
-        shape, room = self.tree, capacity
-        if self.decode.ahead and isinstance(shape, TokenTree):
-            shape, room = wanted_room(shape, capacity)
-        state = drafter_state_bytes(self.drafter, shape, rows, room, info, like)
+        info, dtype = target.info, target.dtype
+        state = self._state_bytes(self.drafter, rows, capacity)
         kernel = choose(TREE_ATTENTION, target.device, dtype).implementation == "triton"
         plan = plan_memory(
             *(info, dtype, target.cache_sizes(), rows, capacity, nodes, state, widest, kernel),
             sampling=pick_bytes(self.decode.sampling(), own),
         )
         plan.require(free, target.device)
+
+    def require_drafter_memory(self, drafter: Any, rows: int, capacity: int) -> None:
+        """Refuse a drafter whose state will not fit beside everything that there is."""
+        free, info = free_bytes(self.target.device), self.target.info
+        if free is None:
+            return
+        needed = self._state_bytes(drafter, rows, capacity)
+        if drafter.needs.drafts_from_states:  # a row's text is read once more, beside the cache
+            taken = self.target.cache_sizes()
+            taps, size = len(drafter.needs.taps) + 1, torch.finfo(self.target.dtype).bits // 8
+            needed += capacity * (taken.slot + taps * info.hidden_size * size) + taken.row
+        if needed > int(free * HEADROOM):
+            raise UserError(
+                f"the drafter of kind '{drafter.kind}' needs {gib(needed)} on {self.target.device} "
+                f"for {rows} rows of {capacity} tokens, but {gib(free)} are free, of which "
+                f"{HEADROOM:.0%} may be used. Start with fewer rows (decode.batch_size), shorter "
+                "ones, or this drafter alone."
+            )
+
+    def _state_bytes(self, drafter: Any, rows: int, capacity: int) -> int:
+        shape, room = self.tree, capacity
+        if self.decode.ahead and isinstance(shape, TokenTree):
+            shape, room = wanted_room(shape, capacity)
+        target = self.target
+        like = target.weights.embedding
+        return drafter_state_bytes(drafter, shape, rows, room, target.info, like)
 
     def _capacity(self, requests: list[Request]) -> int:
         """Slots a row needs: prompt, answer and a draft. Refuses requests that cannot be held."""

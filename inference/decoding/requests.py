@@ -33,7 +33,8 @@ class PassRecord:
     whether a draft was refused.
 
     nodes: tokens verified, the root included; live: drafted levels of them that counted (adaptive
-    length). 0 where not recorded. details: what was drafted, where that was asked for.
+    length). 0 where not recorded. details: what was drafted, where that was asked for. arm: see
+    `Completion`.
     """
 
     accepted: int
@@ -42,6 +43,7 @@ class PassRecord:
     nodes: int = field(default=0, compare=False)
     live: int = field(default=0, compare=False)
     details: PassDetails | None = field(default=None, compare=False)
+    arm: int | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -50,13 +52,15 @@ class Completion:
 
     finish: "stop" (end of text), "length" (no budget left) or "cancelled". The first token comes
     from prefill, so len(tokens) == 1 + sum of committed tokens over the passes, unless it was
-    cancelled before its prefill.
+    cancelled before its prefill. arm: which of two drafters drafts, 0 or 1, in a request that got
+    its row beside a pair of them (`inference.decoding.pair`); None in others.
     """
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     finish: str = ""
     passes: list[PassRecord] = field(default_factory=list)
+    arm: int | None = None
 
     @property
     def done(self) -> bool:

@@ -11,20 +11,29 @@ Beside `Engine.run`: the buffers are made once, for `decode.batch_size` rows of 
 requests may bring temperature, top_k, top_p and min_p of their own; a step computes the rows in use
 alone. A request's text is what `Engine.generate` gives for its prompt, seed, settings and rule;
 at temperature 0 every rule decides as match does.
+
+The drafter may change while requests run (`change_drafter`), and a second one may draft for some of
+them (`pair_with`, `settle`). No token changes with it under rule match or at temperature 0; above
+it, rules that weigh drafts keep the target's distribution.
+
 Everything is to be called from one thread, the one that made the session.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from heads.api.drafter import forget
 from heads.api.errors import UserError
+from inference.decoding.ahead import require_ahead
 from inference.decoding.batch import BatchRun, OnTokens
 from inference.decoding.engine import Engine
+from inference.decoding.pair import DrafterPair, PairState, require_pair
 from inference.decoding.requests import Completion, Request
 from inference.decoding.rules.names import AUTO, LOSSLESS
 
@@ -57,7 +66,7 @@ class Session:
                 f"'{engine.target.info.id}'); given: {capacity}."
             )
         self.engine, self.capacity = engine, capacity
-        self._stack = ExitStack()
+        self._stack, self._tools = ExitStack(), ExitStack()
         slots = capacity + engine.tree.num_nodes + 1
         widest = min(decode.prefill_chunk, capacity)
         engine.require_memory(decode.batch_size, slots, widest, own=True)
@@ -67,7 +76,8 @@ class Session:
 
     def __enter__(self) -> Session:
         self._stack.enter_context(torch.no_grad())
-        self._stack.enter_context(self.engine.decoding())
+        self._stack.enter_context(self._tools)
+        self._tools.enter_context(self.engine.decoding())
         self._allocate()
         return self
 
@@ -88,6 +98,86 @@ class Session:
         self.lanes.prefill(index, zeros[:, None], ones, ones, zeros)
         self.lanes.stop()
         forget(self.engine.drafter)
+
+    # Drafters
+
+    def change_drafter(self, drafter: Any) -> list[Completion]:
+        """Let all rows draft with another drafter from the next step on; returns what ended
+        meanwhile. The state of those that run is made anew from their text: the target reads that
+        once more where the drafter needs its features.
+
+        Raises `UserError`, and nothing has changed, for plain decoding and a drafter that cannot
+        draft what `decode` asks for, or does not fit into memory.
+        """
+        self.check_drafter(drafter)
+        return self._go_on(drafter, None)
+
+    def pair_with(
+        self, drafter: Any, choose: Callable[[Request], bool] = lambda request: True
+    ) -> list[Completion]:
+        """Let another drafter draft for requests that get a row from now on, where `choose` says
+        so; those that run go on with theirs. Both draft for all rows in every step, and of two
+        drafts a row's own is verified (`inference.decoding.pair`). Returns what ended meanwhile.
+
+        Raises `UserError`, and nothing has changed, as `change_drafter` does, and where two
+        drafters cannot be verified together.
+        """
+        first, target = self.engine.drafter, self.engine.target
+        if isinstance(first, DrafterPair):
+            raise UserError("two drafters draft here already. Settle on one of them first.")
+        pair = DrafterPair(first, drafter, target.info.vocab_size, choose)
+        self.check_drafter(drafter)
+        require_pair(pair, target, self.engine.decode, self.engine.tree)
+        blank = self.lanes.blank_state(drafter)
+        arms = torch.zeros(self.lanes.count, dtype=torch.bool, device=target.device)
+        ended = self._run.drain()
+        return ended + self._go_on(pair, PairState(self.lanes.state, blank, arms))
+
+    def settle(self, second: bool) -> list[Completion]:
+        """Go on with one drafter of a pair alone, in all rows; the state of those that drafted with
+        the other is made anew. Returns what ended meanwhile."""
+        pair = self.engine.drafter
+        assert isinstance(pair, DrafterPair), "one drafter drafts alone"
+        ended, state = self._run.drain(), self.lanes.state
+        kept = state.second if second else state.first
+        drafter = pair.second if second else pair.first
+
+        def lost(arm: int | None) -> bool:
+            return bool(arm) != second
+
+        return ended + self._go_on(drafter, kept, lost)
+
+    def check_drafter(self, drafter: Any) -> None:
+        """Raise `UserError` for a drafter that cannot draft here."""
+        engine = self.engine
+        if engine.drafter is None:
+            raise UserError(
+                "nothing is drafted here, so there is no draft to change. Start with a drafter "
+                "(ngram needs no weights) to change it later."
+            )
+        if engine.decode.ahead:
+            require_ahead(drafter)
+        engine.require_drafter_memory(drafter, self.lanes.count, self.lanes.capacity)
+
+    def _go_on(
+        self, drafter: Any, state: Any, lost: Callable[[int | None], bool] = lambda arm: False
+    ) -> list[Completion]:
+        ended, engine = self._run.drain(), self.engine
+        before = engine.drafter, self.lanes.state
+        try:
+            self._prepare(drafter)
+            self._run.change_drafter(drafter, state, lost)
+        except BaseException:
+            self._prepare(before[0])
+            self.lanes.change_drafter(*before, {})
+            raise
+        return ended
+
+    def _prepare(self, drafter: Any) -> None:
+        """Let `drafter` be the engine's, as it decodes and does not train."""
+        self._tools.close()
+        self.engine.drafter = drafter
+        self._tools.enter_context(self.engine.decoding())
 
     # Requests
 

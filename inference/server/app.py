@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from inference.measure.metrics import divide
+from inference.server.admin import add_admin
 from inference.server.errors import ApiError
 from inference.server.front.body import read_json
 from inference.server.front.secret import client_of
@@ -25,6 +27,7 @@ from inference.server.scheduler import Done, Piece
 from inference.server.service import Service, Ticket
 
 DOMAIN_HEADER = "x-headstart-domain"
+STORE_HEADER = "x-headstart-store"
 OPEN_PATHS = frozenset(("/health", "/ready"))
 """Paths that need no token: what process supervisors look at."""
 
@@ -75,6 +78,7 @@ def build_app(service: Service) -> FastAPI:
         shown = generate_latest(service.metrics.registry)
         return Response(shown, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
+    add_admin(app, service.swaps, service.admin)
     return app
 
 
@@ -142,7 +146,9 @@ async def answer(service: Service, request: Request, kind: str) -> Response:
 async def read(service: Service, request: Request, kind: str) -> Asked:
     """What a request asks for; raises `ApiError`."""
     body = read_json(await request.body())
-    return parse(kind, body, service.engine.decode.sampling(), service.names)
+    asked = parse(kind, body, service.engine.decode.sampling(), service.names)
+    allowed = request.headers.get(STORE_HEADER, "true").strip().lower() == "true"
+    return asked if allowed else replace(asked, store=False)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:

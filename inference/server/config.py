@@ -10,7 +10,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from heads.api.config import Count, Port, Seconds, Size, config
+from heads.api.config import Count, Fraction, Port, Seconds, Size, config
 from heads.api.errors import UserError
 from heads.api.reading import read_text
 from inference.server.front.limits import Limits
@@ -22,6 +22,8 @@ Connections = Annotated[int, Ge(1), Le(1_000_000)]
 
 TOKEN_VARIABLE = "HEADSTART_SERVE_TOKEN"
 """Environment variable that holds the bearer token."""
+ADMIN_VARIABLE = "HEADSTART_SERVE_ADMIN_TOKEN"
+"""Environment variable that holds the token of whoever may change the drafter."""
 SHORTEST_TOKEN = 16
 """Characters that a token must have at least."""
 LARGEST_TOKEN = 16_384
@@ -46,6 +48,12 @@ class ServeConfig:
     token_file: str = ""
     """File that holds the bearer token; empty: the environment variable HEADSTART_SERVE_TOKEN, and
     without that no token."""
+    admin_token_file: str = ""
+    """File that holds the token of whoever may change the drafter over HTTP; empty: the environment
+    variable HEADSTART_SERVE_ADMIN_TOKEN, and without that nobody may."""
+    watch_folder: str = ""
+    """Folder whose newest checkpoint is the drafter: one that appears there is verified and taken
+    while requests run, one that cannot be taken is refused. Empty: none is watched."""
     open: bool = False
     """Listen on another address than loopback without a token."""
     context: Size = 0
@@ -93,11 +101,31 @@ class ServeConfig:
     """Keep no token and no text in the records, only positions, depths, probabilities and keyed
     hashes."""
 
+    learn: bool = False
+    """Learn from the traffic in the background: answers are sampled, and `headstart learn` runs
+    beside the server (docs/learning.md)."""
+    learn_folder: str = ""
+    """Folder of the samples, the learner's journal and its candidates; empty: <root>/learn."""
+    learn_share: Fraction = 1.0
+    """Share of the answers that is sampled. Requests with "store": false or the header
+    X-Headstart-Store: false never are."""
+    learn_megabytes: Annotated[float, Ge(0.01), Le(1e9)] = 256.0
+    """Size of the samples that wait for the learner; the oldest are dropped for new ones."""
+    learn_seconds: Annotated[float, Ge(0.1), Le(60)] = 60.0
+    """Longest time (up to 60) until a sampled answer is written, which the learner sees then."""
+    learn_settings: tuple[str, ...] = ()
+    """Further settings of the learner, such as [learn.least_tokens=50000,train.max_steps=200]."""
+
     def __post_init__(self) -> None:
         if not 1 <= len(self.domains) <= 64:
             raise UserError(
                 "serve.domains must name 1 to 64 domains, each a label of the metrics; given: "
                 f"{len(self.domains)}."
+            )
+        if self.learn and self.records_redact:
+            raise UserError(
+                "serve.records_redact keeps every token out of records, but serve.learn samples "
+                "answers, whose tokens it learns from. Leave one of them out."
             )
 
     def limits(self, rows: int) -> Limits:
@@ -128,22 +156,35 @@ def read_secret(config: ServeConfig) -> Secret | None:
     Raises `UserError` for a file that cannot be read, a short token, and an address that the whole
     network reaches without one.
     """
-    value = os.environ.get(TOKEN_VARIABLE, "").strip()
-    if config.token_file:
-        try:
-            value = read_text(Path(config.token_file), "Give a text file.", LARGEST_TOKEN).strip()
-        except UserError as error:
-            raise UserError(f"serve.token_file {error}") from error
-        if not value:
-            raise UserError(f"serve.token_file '{config.token_file}' is empty.")
-    if value and len(value) < SHORTEST_TOKEN:
-        raise UserError(
-            f"the bearer token has {len(value)} characters; {SHORTEST_TOKEN} are the least. "
-            "`openssl rand -hex 24` makes one."
-        )
-    if not value and not config.open and not is_loopback(config.host):
+    found = _read_token("token_file", config.token_file, TOKEN_VARIABLE, "bearer token")
+    if found is None and not config.open and not is_loopback(config.host):
         raise UserError(
             f"serve.host={config.host} can be reached from other machines. Set {TOKEN_VARIABLE} "
             "or serve.token_file, or say serve.open=true to serve everybody who can reach it."
+        )
+    return found
+
+
+def read_admin_secret(config: ServeConfig) -> Secret | None:
+    """The token of whoever may change the drafter, None where there is none. Raises `UserError` for
+    a file that cannot be read, and a short token."""
+    given = config.admin_token_file, ADMIN_VARIABLE
+    return _read_token("admin_token_file", *given, "admin token")
+
+
+def _read_token(setting: str, file: str, variable: str, what: str) -> Secret | None:
+    """A token from a file or, where none is named, the environment."""
+    value = os.environ.get(variable, "").strip()
+    if file:
+        try:
+            value = read_text(Path(file), "Give a text file.", LARGEST_TOKEN).strip()
+        except UserError as error:
+            raise UserError(f"serve.{setting} {error}") from error
+        if not value:
+            raise UserError(f"serve.{setting} '{file}' is empty.")
+    if value and len(value) < SHORTEST_TOKEN:
+        raise UserError(
+            f"the {what} has {len(value)} characters; {SHORTEST_TOKEN} are the least. "
+            "`openssl rand -hex 24` makes one."
         )
     return Secret(value.encode()) if value else None

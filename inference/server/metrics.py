@@ -67,6 +67,10 @@ class ServerMetrics:
         self.written = gauge("records_written", "Records of verifications on disk.")
         about = "Records that were not written: full, or too slow a disk."
         self.dropped = gauge("records_dropped", about)
+        about = "Answers that were sampled for the learner and written."
+        self.sampled = gauge("samples_written", about)
+        about = "Batches of samples that were dropped: no room, nobody read them, or a full disk."
+        self.samples_dropped = gauge("samples_dropped", about)
         self.seats: Seats | None = None
         self.registry.register(_Derived(self, depth, clock, drafts))
 

@@ -37,7 +37,7 @@ TYPES = {
     str: "model",
     int: "max_tokens seed top_k",
     float: "temperature top_p min_p",
-    bool: "stream return_token_ids ignore_eos",
+    bool: "stream return_token_ids ignore_eos store",
     dict: "stream_options",
     object: "stop",
 }
@@ -48,8 +48,7 @@ KNOWN: dict[str, dict[str, type]] = {
 }
 """Parameters of each endpoint and their types; object: checked where it is read."""
 IGNORED = (
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "verbosity"
+    "user metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity"
 ).split()
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of", "repetition_penalty"), (1,)),
@@ -80,7 +79,8 @@ Json = dict[str, object]
 class Asked:
     """A request that was understood. content: messages (chat), text, or token ids. limit: None for
     the server's own. ids: the answer's token ids are wanted as well. ignore_eos: see `Request`.
-    constraint: the parameter that asks for structured output, and what it asks for.
+    constraint: the parameter that asks for structured output, and what it asks for. store: whether
+    anything of it may be recorded.
     """
 
     kind: str
@@ -95,6 +95,7 @@ class Asked:
     template: Mapping[str, object]
     ignore_eos: bool
     constraint: tuple[str, Constraint] | None
+    store: bool
 
 
 def parse(kind: str, body: Any, default: SamplingSettings, names: tuple[str, ...]) -> Asked:
@@ -136,6 +137,7 @@ def parse(kind: str, body: Any, default: SamplingSettings, names: tuple[str, ...
         given.get("chat_template_kwargs", {}),
         given.get("ignore_eos", False),
         read_constraint(given),
+        given.get("store", True),
     )
 
 

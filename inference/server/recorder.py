@@ -1,5 +1,5 @@
-"""Writing a server's records in the background: a thread that flushes the log when a shard is full,
-and every so often."""
+"""Writing a server's records and samples in the background: a thread that flushes them when a shard
+is full, and every so often."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import threading
 
 from inference.server.metrics import ServerMetrics
+from inference.server.samples import TrafficSamples
 from inference.verifications import VerificationLog
 
 logger = logging.getLogger(__name__)
@@ -14,10 +15,18 @@ LOOK_SECONDS, FLUSH_SECONDS = 0.5, 60.0
 
 
 class Recorder:
-    """See the module."""
+    """See the module. log: every verification; samples: of a learner, written every `seconds`."""
 
-    def __init__(self, log: VerificationLog, metrics: ServerMetrics) -> None:
-        self.log, self.metrics = log, metrics
+    def __init__(
+        self,
+        log: VerificationLog | None,
+        samples: TrafficSamples | None,
+        metrics: ServerMetrics,
+        seconds: float = FLUSH_SECONDS,
+    ) -> None:
+        self.log, self.samples, self.metrics = log, samples, metrics
+        self.seconds = seconds
+        self._disk_full = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="headstart-records", daemon=True)
 
@@ -28,24 +37,44 @@ class Recorder:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._flush()
+        self.flush()
 
     def _work(self) -> None:
         waited = 0.0
-        while not self._stop.wait(LOOK_SECONDS):
-            waited += LOOK_SECONDS
-            if self.log.due or waited >= FLUSH_SECONDS:
+        look = min(LOOK_SECONDS, self.seconds)
+        while not self._stop.wait(look):
+            waited += look
+            if waited >= self.seconds or any(one.due for one in (self.log, self.samples) if one):
                 waited = 0.0
-                self._flush()
+                self.flush()
 
-    def _flush(self) -> None:
-        full = self.log.full
+    def flush(self) -> None:
+        """Write what has gathered."""
+        if self.log is not None:
+            self._flush_log(self.log)
+        if self.samples is not None:
+            self._flush_samples(self.samples)
+
+    def _flush_log(self, log: VerificationLog) -> None:
+        full = log.full
         try:
-            self.log.flush()
+            log.flush()
         except OSError as error:
-            self.log.full = full = True
+            log.full = full = True
             logger.error("records cannot be written (%s); recording ends", error.strerror)
-        if self.log.full and not full:
+        if log.full and not full:
             logger.warning("recording has ended: serve.records_megabytes is reached")
-        self.metrics.written.set(self.log.written)
-        self.metrics.dropped.set(self.log.dropped)
+        self.metrics.written.set(log.written)
+        self.metrics.dropped.set(log.dropped)
+
+    def _flush_samples(self, samples: TrafficSamples) -> None:
+        try:
+            samples.flush()
+            self._disk_full = False
+        except OSError as error:
+            if not self._disk_full:
+                self._disk_full = True
+                words = "samples cannot be written (%s); sampling goes on once they can"
+                logger.error(words, error.strerror)
+        self.metrics.sampled.set(samples.written)
+        self.metrics.samples_dropped.set(samples.dropped)

@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from heads.api.errors import UserError
@@ -27,11 +28,15 @@ from inference.server.errors import ApiError
 from inference.server.front.fair import FairQueue
 from inference.server.metrics import ServerMetrics
 from inference.server.protocol import Asked
+from inference.server.samples import SampledAnswer, TrafficSamples
 from inference.server.text import StopText
+from inference.server.trial import TrialCounts
 from inference.verifications import VerificationLog
 
 logger = logging.getLogger(__name__)
 MOST_FAILURES = 3
+CALL_SECONDS = 1.0
+"""How often somebody who waits for the worker looks whether it lives."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,8 @@ class ServedRequest:
     """A request for the worker. deliver: takes events on the event loop's thread; created:
     monotonic seconds of its arrival; first: of its first token; client: whose turn it is.
 
-    The worker numbers it (index) and fills in the rest. placed: it has a row.
+    The worker numbers it (index) and fills in the rest. placed: it has a row; sampled: its passes
+    are kept for the learner.
     """
 
     id: str
@@ -100,9 +106,20 @@ class ServedRequest:
     shown: list[str] = field(default_factory=list)
     drafts: Drafts = field(default_factory=Drafts)
     first: float = 0.0
+    sampled: bool = False
+    passes: list[PassRecord] = field(default_factory=list)
 
 
 Post = Callable[[list[tuple[ServedRequest, Event]]], None]
+Work = Callable[[Session], list[Completion]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that the worker is to do between two steps. work: returns what ended meanwhile."""
+
+    work: Work
+    done: Future[None] = field(default_factory=Future)
 
 
 class Scheduler:
@@ -116,15 +133,22 @@ class Scheduler:
         metrics: ServerMetrics,
         post: Post,
         log: VerificationLog | None,
+        samples: TrafficSamples | None,
         broken: Callable[[], None],
     ) -> None:
-        self.engine, self.context, self.metrics, self.log = engine, context, metrics, log
+        self.engine, self.context, self.metrics = engine, context, metrics
+        self.log, self.samples = log, samples
         self.post, self.broken = post, broken
         # the event loop uses the target's own at the same time, and a tokenizer is for one thread
         # at a time
         self.tokenizer = copy.deepcopy(engine.target.tokenizer)
         self.healthy = False
-        self._inbox: queue.SimpleQueue[tuple[str, ServedRequest | None]] = queue.SimpleQueue()
+        self.trial: TrialCounts | None = None
+        """What counts the verifications of two drafters; changed on the worker's thread alone."""
+        self.step_failed: Callable[[], None] = lambda: None
+        """Called on the worker's thread after a failed step, before the session is made anew."""
+        self._inbox: queue.SimpleQueue[tuple[str, ServedRequest | Task | None]]
+        self._inbox = queue.SimpleQueue()
         self._live: dict[int, ServedRequest] = {}
         self._waiting: FairQueue[Request] = FairQueue()
         self._out: list[tuple[ServedRequest, Event]] = []
@@ -153,6 +177,18 @@ class Scheduler:
         """Stop a job; no further events come of it. One that has ended is ignored."""
         self._inbox.put(("cancel", job))
 
+    def call(self, work: Work) -> None:
+        """Let the worker do something between two steps, and wait for it; raises what that raises,
+        and `UserError` where there is no worker. For any thread but the worker's."""
+        task = Task(work)
+        self._inbox.put(("call", task))
+        while True:
+            try:
+                return task.done.result(CALL_SECONDS)
+            except TimeoutError:
+                if not self._thread.is_alive() and not task.done.done():
+                    raise UserError("the server is stopping, so nothing is changed.") from None
+
     def stop(self) -> None:
         """End the worker; jobs under way fail."""
         self._inbox.put(("stop", None))
@@ -161,7 +197,8 @@ class Scheduler:
     # The worker's thread
 
     def _work(self) -> None:
-        failures, details, begun = 0, self.log is not None, False
+        failures, begun = 0, False
+        details = self.log is not None or self.samples is not None
         while not self._ended and failures < MOST_FAILURES:
             try:
                 with Session(
@@ -180,6 +217,7 @@ class Scheduler:
                 # whatever a model, a driver or a kernel throws must not leave clients waiting
                 failures += 1
                 logger.exception("a step failed (%d of %d in a row)", failures, MOST_FAILURES)
+                self.step_failed()
             finally:
                 # before anybody hears of the failure and asks again
                 self.healthy = failures < MOST_FAILURES
@@ -221,7 +259,9 @@ class Scheduler:
             if job is None:
                 self._ended = True
                 return
-            if order == "add":
+            if isinstance(job, Task):
+                self._do(session, job)
+            elif order == "add":
                 self._admit(session, job)
             elif self._live.pop(job.index, None) is not None:
                 session.cancel(job.index)
@@ -233,6 +273,16 @@ class Scheduler:
                 session.add(request)
                 job.placed = True
                 free -= 1
+
+    def _do(self, session: Session, task: Task) -> None:
+        """Do a task; what it raises is for whoever waits for it."""
+        try:
+            for completion in task.work(session):
+                self._complete(completion)
+        except Exception as error:  # noqa: BLE001 - raised where the task is waited for
+            task.done.set_exception(error)
+        else:
+            task.done.set_result(None)
 
     def _admit(self, session: Session, job: ServedRequest) -> None:
         job.index = self._count
@@ -247,6 +297,7 @@ class Scheduler:
             return
         if job.asked.stream or job.asked.stops:
             job.text = StopText(self.tokenizer, self.engine.target.eos_token_ids, job.asked.stops)
+        job.sampled = self.samples is not None and job.asked.store and self.samples.chosen()
         self._live[job.index] = job
         self._waiting.put(job.client, request)
 
@@ -283,7 +334,11 @@ class Scheduler:
         job.drafts.committed += record.committed
         job.drafts.accepted += record.accepted
         self.metrics.verified(job.domain, record)
-        if self.log is not None:
+        if self.trial is not None:
+            self.trial.count(job.index, job.domain, record)
+        if job.sampled:
+            job.passes.append(record)
+        if self.log is not None and job.asked.store:
             root, heat = len(job.prompt) + len(job.tokens) - 1, job.asked.sampling.temperature
             self.log.verification(job.id, root, job.domain, record, heat)
 
@@ -316,10 +371,15 @@ class Scheduler:
         self._record(job, finish)
 
     def _record(self, job: ServedRequest, finish: str) -> None:
-        """Write down a sequence whose verifications were."""
-        if self.log is not None and job.tokens:
-            heat = job.asked.sampling.temperature
+        """Write down a sequence whose verifications were; its request has ended."""
+        heat = job.asked.sampling.temperature
+        if self.trial is not None:
+            self.trial.ended(job.index, job.domain)
+        if self.log is not None and job.tokens and job.asked.store:
             self.log.sequence(job.id, job.domain, job.prompt, job.tokens, job.seed, heat, finish)
+        if self.samples is not None and job.sampled and job.passes and finish != "cancelled":
+            own = (job.id, job.domain, job.client, job.prompt, tuple(job.tokens), job.passes)
+            self.samples.add(SampledAnswer(*own, heat, finish))
 
     # When nothing goes on
 
@@ -339,5 +399,5 @@ class Scheduler:
                 order, job = self._inbox.get(timeout=0.2)
             except queue.Empty:
                 return
-            if order == "add" and job is not None:
+            if order == "add" and isinstance(job, ServedRequest):
                 self.post([(job, Failed(error))])

@@ -20,6 +20,7 @@ from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.decoding.rules.names import sampling_rule
 from inference.server.config import ServeConfig
+from inference.server.drafter_folder import DrafterFolder
 from inference.server.errors import ApiError
 from inference.server.front.fair import Place, Places
 from inference.server.front.quiet import QuietLog
@@ -27,8 +28,11 @@ from inference.server.front.secret import Secret
 from inference.server.front.workers import FairWorkers, work_in_turn
 from inference.server.metrics import ServerMetrics
 from inference.server.protocol import CHAT, Asked
-from inference.server.recorder import Recorder
+from inference.server.recorder import FLUSH_SECONDS, Recorder
+from inference.server.samples import TrafficSamples
 from inference.server.scheduler import Done, Event, Failed, Piece, Scheduler, ServedRequest, Started
+from inference.server.swap_metrics import SwapMetrics
+from inference.server.swapping import DrafterSwaps
 from inference.target.chat import render_prompt
 from inference.verifications import VerificationLog, record_facts
 
@@ -130,8 +134,13 @@ class Service:
         secret: Secret | None,
         records: Path | None = None,
         weights: str = "",
+        admin: Secret | None = None,
+        checkpoint: str = "",
+        samples: Path | None = None,
     ) -> None:
-        """drafter, weights: its name and the hash of its weights, for the records."""
+        """drafter, weights: its name and the hash of its weights, for the records. admin: the token
+        of whoever may change the drafter; None: nobody may over HTTP. checkpoint: the drafter's
+        folder, where it has one. samples: folder of a learner's samples."""
         self.config, self.engine, self.secret = config, engine, secret
         info, decode = engine.target.info, engine.decode
         folder = Path(info.id)
@@ -144,17 +153,32 @@ class Service:
         self.metrics = ServerMetrics(engine.tree.max_depth, engine.clock, drafts)
         self.metrics.info.labels(self.name, drafter, decode.shape, "1").set(1)
         self.metrics.rows.set(decode.batch_size)
-        self.recorder, log = None, None
+        rule = sampling_rule(decode.rule, decode.shape)  # that of requests above 0
+        facts = record_facts(engine, drafter, weights, rule)
+        log, sampled = None, None
         if records is not None:
             size, redact = int(config.records_megabytes * 1e6), config.records_redact
-            rule = sampling_rule(decode.rule, decode.shape)  # that of requests above 0
-            facts = record_facts(engine, drafter, weights, rule)
             log = VerificationLog(records, facts, size, redact)
-            self.recorder = Recorder(log, self.metrics)
+        if samples is not None:
+            size = int(config.learn_megabytes * 1e6)
+            sampled = TrafficSamples(samples, facts, size, config.learn_share)
+        self.recorder = None
+        if log or sampled:
+            seconds = config.learn_seconds if sampled else FLUSH_SECONDS
+            self.recorder = Recorder(log, sampled, self.metrics, seconds)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.draining = False
         self.on_broken: Callable[[], None] = lambda: None
-        self.scheduler = Scheduler(engine, self.context, self.metrics, self.post, log, self._broken)
+        kept = (log, sampled)
+        self.scheduler = Scheduler(
+            engine, self.context, self.metrics, self.post, *kept, self._broken
+        )
+        self.admin = admin
+        shown = SwapMetrics(self.metrics.registry)
+        self.swaps = DrafterSwaps(engine, self.scheduler, checkpoint or drafter, shown)
+        self.watched: DrafterFolder | None = None
+        if config.watch_folder:
+            self.watched = DrafterFolder(self.swaps, Path(config.watch_folder).expanduser())
         self.open: set[Ticket] = set()
         self.places = Places(decode.batch_size + config.queue)
         self._log = QuietLog(logger)
@@ -175,10 +199,14 @@ class Service:
         self.scheduler.start()
         if self.recorder is not None:
             self.recorder.start()
+        if self.watched is not None:
+            self.watched.start()
 
     def stop(self) -> None:
         """End the worker and write what was recorded."""
         self.scheduler.stop()
+        if self.watched is not None:
+            self.watched.stop()
         if self.recorder is not None:
             self.recorder.stop()
         self._short.stop()

@@ -135,7 +135,7 @@ def drafter_state_bytes(
         return 0
 
     def probe(count: int, capacity: int) -> int:
-        blank = _blank_states(drafter, count, target, like)
+        blank = blank_states(drafter, count, target, like)
         return tensor_bytes(drafter.start(blank, tree, capacity))
 
     few, many = PROBED_SLOTS
@@ -145,8 +145,8 @@ def drafter_state_bytes(
     return int(small - per_row + rows * (per_row + per_slot * max(0, slots - few)))
 
 
-def _blank_states(drafter: Any, rows: int, target: TargetInfo, like: Tensor) -> TargetStates:
-    """One token per row and empty states."""
+def blank_states(drafter: Any, rows: int, target: TargetInfo, like: Tensor) -> TargetStates:
+    """What a drafter is started with before there is a prompt: one token per row, empty states."""
     token = torch.zeros(rows, 1, dtype=torch.int64, device=like.device)
     hidden, taps = like.new_zeros(rows, 1, target.hidden_size), len(drafter.needs.taps)
     tapped = hidden[:, :, None].repeat(1, 1, taps, 1) if taps else None

@@ -52,6 +52,7 @@ from train.feedback.config import FeedbackConfig
 from train.generate.config import GenerateConfig
 from train.generate.sampling import SamplingConfig
 from train.joint.config import JointConfig
+from train.learning.config import LearnConfig
 from train.optim import OptimConfig, ScheduleConfig
 from train.planning.plan import PlanConfig
 
@@ -98,6 +99,7 @@ class Settings:
     watch: WatchConfig
     chat: ChatConfig
     serve: ServeConfig
+    learn: LearnConfig
     loop: LoopConfig
 
     def __init__(

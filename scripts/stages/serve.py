@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import logging
+import secrets
+import subprocess
 from pathlib import Path
 
 from heads.api.errors import UserError
 from inference.manifest import checkpoint_hash
-from inference.server.config import read_secret
+from inference.server.config import ADMIN_VARIABLE, TOKEN_VARIABLE, read_admin_secret, read_secret
+from inference.server.front.secret import Secret
 from inference.server.front.server import bind, url_of
 from inference.writers import hold
 from scripts.config.schema import Settings
 from scripts.run.process import prepare_process, shown
 from scripts.stages.chat import build_engine
+from scripts.stages.learn import end_learner, learn_folder, start_learner
 
 
 def run(settings: Settings) -> int:
@@ -27,26 +31,58 @@ def run(settings: Settings) -> int:
             "`serve`)."
         ) from error
     config = settings.serve
-    secret = read_secret(config)
+    secret, admin = read_secret(config), read_admin_secret(config)
     listening = bind("serve", config.host, config.port)
+    learner: subprocess.Popen[bytes] | None = None
+    samples: Path | None = None
     try:
         prepare_process(settings.run)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
-        engine, found = build_engine(settings, config.drafter)
+        given = config.drafter
+        if config.learn:
+            samples, admin, given = prepare_learning(settings, admin)
+        engine, found = build_engine(settings, given)
         drafter, records, weights = found.name if found else "no drafter", None, ""
         if config.log_rejections:
             records = Path(config.records or settings.run.directory / "records")
             hold(records)  # until the stage ends
             weights = checkpoint_hash(found.checkpoint or "") if found else ""
-        service = Service(config, engine, drafter, secret, records, weights)
+        checkpoint = str(found.checkpoint.absolute()) if found and found.checkpoint else ""
+        own = (secret, records, weights, admin, checkpoint)
+        service = Service(config, engine, drafter, *own, samples=samples)
     except BaseException:
         listening.close()
         raise
 
     def started() -> None:
+        nonlocal learner
         where = f"{url_of(listening, bool(config.ssl_certfile))}/v1"
         guarded = "with a token" if secret else "without a token"
         kept = f"; records go to {shown(records)}" if records else ""
         print(f"serving '{service.name}' with {drafter} at {where} ({guarded}){kept}", flush=True)
+        if samples is not None:
+            tokens = {ADMIN_VARIABLE: admin.value.decode()} if admin else {}
+            tokens |= {TOKEN_VARIABLE: secret.value.decode()} if secret else {}
+            address = url_of(listening, bool(config.ssl_certfile))
+            learner = start_learner(settings, samples.parent, address, tokens)
 
-    return serve(service, listening, started)
+    try:
+        return serve(service, listening, started)
+    finally:
+        if learner is not None:
+            end_learner(learner)
+
+
+def prepare_learning(settings: Settings, admin: Secret | None) -> tuple[Path, Secret, str]:
+    """The folder of a learner's samples, held until the stage ends; the admin token, drawn where
+    none is given; and the drafter to begin with: the one that was taken last, if any."""
+    from train.learning.cycle import TRAFFIC, last_taken
+    from train.learning.journal import read_journal
+
+    config = settings.serve
+    folder = learn_folder(config.learn_folder, settings)
+    samples, taken = folder / TRAFFIC, last_taken(read_journal(folder))
+    hold(samples)
+    if taken is not None:
+        print(f"the drafter is {shown(taken)}, which learning has taken last", flush=True)
+    return samples, admin or Secret(secrets.token_hex(24).encode()), str(taken or config.drafter)

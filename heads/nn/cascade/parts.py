@@ -9,7 +9,7 @@ Legend: B rows, T positions, H hidden, n taps of the cascade, m taps of a part.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from heads.api.checkpoint import build_config, load_weights, read_config, stored_weights
-from heads.api.drafter import TargetStates, TrainableDrafter
+from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
-from heads.api.features import FeatureSpec
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo, TargetWeights
 
@@ -74,24 +73,3 @@ def initialise_part(part: CascadePart, weights: TargetWeights, generator: torch.
     else:
         load_weights(part.drafter, stored_weights(part.folder))
         part.drafter.bind(weights)  # some share what follows from loaded tensors
-
-
-def union(specs: list[FeatureSpec]) -> FeatureSpec:
-    """What all parts together ask for."""
-    return FeatureSpec(
-        taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
-        last_hidden=any(spec.last_hidden for spec in specs),
-        logits=any(spec.logits for spec in specs),
-        forced=any(spec.forced for spec in specs),
-    )
-
-
-def select_states(states: TargetStates, needs: FeatureSpec, all_needs: FeatureSpec) -> TargetStates:
-    """`states` of the cascade as a part sees them: its own taps [B, T, m, H] of the n there are."""
-    taps = None
-    if needs.taps:
-        assert states.taps is not None
-        taps = states.taps
-        if needs.taps != all_needs.taps:
-            taps = torch.stack([taps[:, :, all_needs.taps.index(tap)] for tap in needs.taps], 2)
-    return replace(states, taps=taps, verified=None)

@@ -26,15 +26,16 @@ class RowGrammars:
     Buffers are made when the first constrained request comes.
     """
 
-    def __init__(
-        self, rows: int, nodes: int, vocab_size: int, device: torch.device, forces: bool
-    ) -> None:
+    def __init__(self, rows: int, nodes: int, vocab_size: int, device: torch.device) -> None:
         self.nodes, self.vocab_size, self.device = nodes, vocab_size, device
         self._matchers: list[Matcher | None] = [None] * rows
         self._buffers: _Buffers | None = None
         self.forced: Tensor | None = None
-        if forces:
-            self.forced = torch.full((rows, FORCED_TOKENS), -1, device=device)
+
+    def tell_forced(self, wanted: bool) -> None:
+        """Keep `forced` from now on, or not."""
+        shape = len(self._matchers), FORCED_TOKENS
+        self.forced = torch.full(shape, -1, device=self.device) if wanted else None
 
     @property
     def active(self) -> bool:

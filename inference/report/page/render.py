@@ -55,8 +55,8 @@ def render(page: Page) -> str:
         answers=answers,
         style=Markup(style),
         script=Markup(script),
-        style_hash=_hash(style),
-        script_hash=_hash(script),
+        style_hash=content_hash(style),
+        script_hash=content_hash(script),
     )
 
 
@@ -82,5 +82,6 @@ def asset(name: str) -> str:
     return resources.files(PACKAGE).joinpath(name).read_text(encoding="utf-8")
 
 
-def _hash(content: str) -> str:
+def content_hash(content: str) -> str:
+    """What a Content-Security-Policy names inline content by."""
     return base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode()

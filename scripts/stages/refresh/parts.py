@@ -77,10 +77,7 @@ def train_on(
     settings: Settings, old: Found, decode: DecodeConfig, answers: Path, out: Path, goal: float
 ) -> TrainManifest:
     """Train from the old checkpoint, in a folder that is a train stage's."""
-    config, lr = settings.refresh, settings.optim.lr
-    if not settings.given("optim.lr"):  # half of the old one, as far as that is known
-        own = old.trained_with("optim").get("lr", lr)
-        lr = 0.5 * float(own) if old.stage_folder else lr
+    config = settings.refresh
     start = RefreshConfig(str(old.folder), True, config.old_target, config.lora_rank)
     folder = open_folder(settings, out, [answers / MANIFEST_FILE], stage_decides=True)
     manifest = train(
@@ -92,7 +89,7 @@ def train_on(
         config=replace(settings.train, refresh=start, goal=goal),
         features=settings.features,
         engine=settings.engine,
-        optim=replace(settings.optim, lr=lr),
+        optim=replace(settings.optim, lr=refreshing_rate(settings, old)),
         schedule=settings.schedule,
         decode=decode,
         provenance=folder.session,
@@ -100,6 +97,14 @@ def train_on(
     if not folder.complete:
         folder.finish()
     return manifest
+
+
+def refreshing_rate(settings: Settings, old: Found) -> float:
+    """The learning rate of a training that goes on from `old`: half of its own, as far as that is
+    known, unless one is given."""
+    if settings.given("optim.lr") or not old.stage_folder:
+        return settings.optim.lr
+    return 0.5 * float(old.trained_with("optim").get("lr", settings.optim.lr))
 
 
 def goal_of(settings: Settings, old: Found) -> float:

@@ -56,12 +56,20 @@ class Running:
 
 @contextmanager
 def serving(
-    engine: Engine, token: str = "", records: Path | None = None, **config: Any
+    engine: Engine,
+    token: str = "",
+    records: Path | None = None,
+    samples: Path | None = None,
+    admin: Secret | None = None,
+    checkpoint: str = "",
+    **config: Any,
 ) -> Iterator[Running]:
     """Serve `engine` until the block ends."""
     given = replace(ServeConfig(port=0, name=MODEL, grace_seconds=20), **config)
     listening = bind("serve", given.host, given.port)
-    service = Service(given, engine, "test", Secret(token.encode()) if token else None, records)
+    secret = Secret(token.encode()) if token else None
+    own = {"admin": admin, "checkpoint": checkpoint, "samples": samples}
+    service = Service(given, engine, "test", secret, records, **own)  # type: ignore[arg-type]
     service.start()
     begun = threading.Event()
     server = Server(service, listening, begun.set)

@@ -1,0 +1,91 @@
+"""A folder that a server watches: its drafter is the newest checkpoint in there.
+
+Training writes a checkpoint's config.json last, and a folder can be renamed into its place, so what
+has one is complete. What is copied there file by file settles first: a checkpoint is looked at once
+it has not changed for a whole interval. One that was refused is looked at again when it changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from heads.api.checkpoint import CONFIG_FILE, weights_file
+from heads.api.errors import UserError
+from inference.manifest import MANIFEST_FILE, PARTIAL
+from inference.server.swapping import DrafterSwaps
+
+logger = logging.getLogger(__name__)
+LOOK_SECONDS = 2.0
+
+Seen = tuple[Path, tuple[tuple[int, int], ...]]
+"""A checkpoint, with time in nanoseconds and size of each of its files."""
+
+
+class DrafterFolder:
+    """See the module. A checkpoint is a folder in `folder`, or the `best` of a training's folder
+    there."""
+
+    def __init__(self, swaps: DrafterSwaps, folder: Path) -> None:
+        if not folder.is_dir():
+            raise UserError(
+                f"serve.watch_folder '{folder}' is not a folder. Make it, or leave the setting out."
+            )
+        self.swaps, self.folder = swaps, folder
+        self._last: Seen | None = None
+        self._done: Seen | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="headstart-drafters", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(10.0)
+
+    def _work(self) -> None:
+        while not self._stop.wait(LOOK_SECONDS):
+            try:
+                self.look()
+            except OSError as error:  # the folder is gone for now
+                logger.warning("'%s' cannot be looked at: %s", self.folder, error.strerror)
+
+    def look(self) -> None:
+        """Take the newest checkpoint if it is another one and has not changed since the last
+        look. Nothing is taken while a trial runs."""
+        newest = newest_checkpoint(self.folder)
+        settled, self._last = newest == self._last, newest
+        if newest is None or not settled or newest == self._done:
+            return
+        if self.swaps.trial() is not None:
+            return
+        self._done = newest
+        with suppress(UserError):  # which was logged
+            self.swaps.install(newest[0])
+
+
+def newest_checkpoint(folder: Path) -> Seen | None:
+    """The checkpoint whose configuration was written last; None where there is none."""
+    found = []
+    for child in folder.iterdir():
+        if child.name.startswith(".") or child.name.endswith(PARTIAL):
+            continue
+        best = child / "best"
+        checkpoint = best if (best / CONFIG_FILE).is_file() else child
+        with suppress(FileNotFoundError):  # it is being removed
+            written = (checkpoint / CONFIG_FILE).stat().st_mtime_ns
+            found.append((written, checkpoint))
+    if not found:
+        return None
+    checkpoint = max(found)[1]
+    files = checkpoint / CONFIG_FILE, weights_file(checkpoint), checkpoint / MANIFEST_FILE
+    marks = []
+    for file in (*files, checkpoint.parent / MANIFEST_FILE):
+        with suppress(OSError):
+            now = file.stat()
+            marks.append((now.st_mtime_ns, now.st_size))
+    return checkpoint, tuple(marks)

@@ -1,0 +1,126 @@
+"""`headstart learn`: learn from the traffic of a running server beside it (docs/learning.md).
+Writes <run>/learn/: the journal, the candidates, and learn.html with tau over time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from heads.api.errors import UserError
+from inference.report.page.learning import write_learning_page
+from scripts.config.schema import Settings, write_settings
+from scripts.run import drafters
+from scripts.run.process import prepare_process, say, shown
+from scripts.stages.refresh.parts import refreshing_rate
+
+if TYPE_CHECKING:
+    from train.learning.journal import Journal
+    from train.learning.server import HttpServer
+    from train.learning.work import CycleSettings
+
+logger = logging.getLogger(__name__)
+SETTINGS_FILE = "settings.yaml"
+"""What `headstart serve` starts its learner with."""
+
+
+def run(settings: Settings) -> None:
+    """Learn until `learn.cycles` cycles have ended, or until a signal."""
+    try:  # what it needs of the server's package is an extra
+        from train.learning.cycle import Learner
+        from train.learning.journal import writing
+        from train.learning.server import HttpServer
+        from train.learning.work import end_with
+    except ImportError as error:
+        raise UserError(
+            f"`headstart learn` needs {error.name}: pip install fastapi (Headstart's extra "
+            "`serve`)."
+        ) from error
+    config, folder = settings.learn, learn_folder(settings.learn.folder, settings)
+    if config.with_parent:
+        end_with(os.getppid())
+    prepare_process(settings.run)
+    logging.basicConfig(format="%(asctime)s learn: %(levelname)s %(message)s", level=logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    with suppress(OSError):
+        os.nice(max(0, config.nice - os.nice(0)))
+    server = HttpServer(config)
+    with writing(folder) as journal:
+        cycle = cycle_settings(settings, folder, server)
+        say(f"learning from the traffic in {shown(folder)} for {config.server}")
+
+        def show(written: Journal) -> None:
+            write_learning_page(written.events(), folder)
+
+        show(journal)
+        Learner(cycle, server, journal, show=show).run()
+
+
+def learn_folder(given: str, settings: Settings) -> Path:
+    """The learner's folder, which a server and its learner share."""
+    return Path(given).expanduser() if given else settings.run.directory / "learn"
+
+
+def cycle_settings(settings: Settings, folder: Path, server: HttpServer) -> CycleSettings:
+    """What every cycle is made with: the draft and the learning rate are those of the drafter that
+    serves now. Waits for a server that does not answer yet."""
+    from train.learning.server import ServerGoneError
+    from train.learning.work import CycleSettings
+
+    while True:
+        try:
+            current = server.current()
+            break
+        except ServerGoneError as error:
+            logger.warning("%s", error)
+            time.sleep(settings.learn.look_seconds)
+    found = drafters.find_trained("the server's drafter", current, settings.run)
+    target = settings.target
+    if settings.learn.device:
+        target = replace(target, device=settings.learn.device)
+    return CycleSettings(
+        folder=folder.resolve(),
+        learn=settings.learn,
+        target=target,
+        train=settings.train,
+        features=settings.features,
+        feedback=settings.feedback,
+        engine=settings.engine,
+        optim=replace(settings.optim, lr=refreshing_rate(settings, found)),
+        schedule=settings.schedule,
+        decode=drafters.draft_settings(found, settings.decode),
+    )
+
+
+# Beside `headstart serve`
+
+
+def start_learner(
+    settings: Settings, folder: Path, address: str, tokens: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a learner for the server at `address`, with the server's own settings and
+    `serve.learn_settings`. tokens: environment variables that it needs."""
+    more = [f"learn.server='{address}'", f"learn.folder='{folder.resolve()}'"]
+    # the certificate need not name this machine's own address
+    more += ["learn.with_parent=true", "learn.verify=false"]
+    derived = settings.derive("learn", before=settings.serve.learn_settings, more=more)
+    path = folder / SETTINGS_FILE
+    write_settings(derived, path)
+    command = [sys.executable, "-m", "scripts.cli", "learn", "--config", str(path)]
+    return subprocess.Popen(command, env={**os.environ, **tokens}, stdin=subprocess.DEVNULL)
+
+
+def end_learner(learner: subprocess.Popen[bytes]) -> None:
+    """End a learner; whatever it was doing, its journal says what is finished."""
+    learner.terminate()
+    try:
+        learner.wait(10.0)
+    except subprocess.TimeoutExpired:
+        learner.kill()
+        learner.wait()

@@ -1,0 +1,144 @@
+"""`headstart serve serve.learn=true`, whole: a server, its learner, traffic, a drafter that is
+taken, kill -9, and what was learnt after a restart."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.train.learning.traffic import prepare
+from train.learning.journal import Entry, read_journal
+
+WAIT_SECONDS = 900.0
+LEARN = (
+    "learn.least_tokens=600",
+    "learn.look_seconds=0.3",
+    "learn.held_out=0.4",
+    "learn.held_out_prompts=16",
+    "learn.free_megabytes=0",
+    "learn.nice=0",
+    "train.max_steps=60",
+    "train.eval_every=20",
+    "train.eval_tokens=16",
+    "train.sequence_length=64",
+    "engine.name=torch",
+    "engine.precision=float32",
+    "optim.lr=5e-3",
+)
+
+
+class Served:
+    """`headstart serve serve.learn=true` in a process of its own. base: its address."""
+
+    def __init__(self, place: Path, folder: Path) -> None:
+        words = [sys.executable, "-m", "scripts.cli", "serve", "serve.learn=true"]
+        words += ["target=local", f"target.path={place / 'target'}", "target.device=cpu"]
+        words += ["target.dtype=float32", f"serve.drafter={place / 'drafter'}", "serve.port=0"]
+        words += ["decode.depth=3", "decode.max_new_tokens=16", "decode.batch_size=8"]
+        words += ["serve.learn_seconds=2", f"serve.learn_folder={folder}", "run.threads=1"]
+        words += [f"serve.learn_settings=[{','.join(LEARN)}]", f"run.root={folder / 'outputs'}"]
+        self.log = (folder / f"log-{time.time_ns()}.txt").open("w+b")
+        self.process = subprocess.Popen(words, stdout=self.log, stderr=subprocess.STDOUT)
+        self.base, self.failed = "", 0
+        self.answers: dict[str, str] = {}
+        self._stop = threading.Event()
+        found = self._wait_for(r"at (http://[^/]+)/v1")
+        self.base = found.group(1)
+
+    def said(self) -> str:
+        return Path(self.log.name).read_text(encoding="utf-8", errors="replace")
+
+    def _wait_for(self, pattern: str) -> re.Match[str]:
+        end = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < end and self.process.poll() is None:
+            if found := re.search(pattern, self.said()):
+                return found
+            time.sleep(0.2)
+        raise AssertionError(self.said()[-3000:])
+
+    @contextmanager
+    def traffic(self) -> Iterator[None]:
+        """Requests from two threads until the block ends."""
+        threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join()
+
+    def _ask(self, own: int) -> None:
+        number = own
+        with httpx.Client(base_url=self.base, timeout=60) as client:
+            while not self._stop.is_set():
+                number += 2
+                time.sleep(0.2)  # leaves room for the learner
+                prompt = [10 + number % 80, 11 + number // 80 % 80, 12]
+                body = {"model": "target", "prompt": prompt, "temperature": 0, "seed": number}
+                try:
+                    answer = client.post("/v1/completions", json=body)
+                    self.failed += answer.status_code != 200
+                    text = answer.json()["choices"][0]["text"]
+                    # whatever drafts, the same prompt has the same answer
+                    assert self.answers.setdefault(str(prompt), text) == text
+                except httpx.HTTPError:
+                    self.failed += not self._stop.is_set()
+                except AssertionError:
+                    self.failed += 1000
+
+
+def wait_for(folder: Path, event: str, count: int, served: Served) -> list[Entry]:
+    """The journal once it has so many lines of an event."""
+    end = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < end:
+        found = read_journal(folder)
+        if sum(entry.event == event for entry in found) >= count:
+            return found
+        assert served.process.poll() is None, served.said()[-3000:]
+        time.sleep(0.3)
+    raise AssertionError(f"{[entry.event for entry in found]}\n{served.said()[-3000:]}")
+
+
+@pytest.mark.slow
+def test_a_server_learns_from_its_traffic_and_goes_on_after_a_kill(tmp_path: Path) -> None:
+    place, folder = prepare(tmp_path), tmp_path / "learn"
+    folder.mkdir()
+    served = Served(place, folder)
+    try:
+        with served.traffic():
+            known = wait_for(folder, "swapped", 1, served)
+            time.sleep(1.0)
+        assert served.failed == 0 and len(served.answers) > 50
+        taken = next(entry for entry in known if entry.event == "swapped").facts["checkpoint"]
+        facts = {entry.event: entry.facts for entry in known}
+        assert facts["measured"]["after"]["tau"] > facts["measured"]["before"]["tau"]
+        assert "swap" in (folder / "learn.html").read_text(encoding="utf-8")
+        served.process.send_signal(signal.SIGKILL)
+        served.process.wait()
+        again = Served(place, folder)
+        try:
+            assert taken in again.said() or "learning has taken last" in again.said()
+            again.answers = served.answers
+            before = len(read_journal(folder))
+            with again.traffic():
+                wait_for(folder, "traffic", 2 + before, again)
+            assert again.failed == 0
+            assert read_journal(folder)[: len(known)] == known
+            again.process.send_signal(signal.SIGTERM)
+            assert again.process.wait(60) == 0
+        finally:
+            again.process.kill()
+    finally:
+        served.process.kill()

@@ -1,0 +1,206 @@
+"""The heavy parts of a cycle, each in a process of its own at low priority: weights from records, a
+short training from the drafter that serves, tau on held-out traffic.
+
+A process leaves its result in files, so that whatever is finished is found again after a kill:
+feedback and training continue their own folders. It ends with the learner that started it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from heads.api.checkpoint import build_config, load_drafter, read_config
+from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo
+from inference.decoding.config import DecodeConfig
+from inference.folders import CHECKPOINT, copy_plain, replace_part
+from inference.manifest import checkpoint_hash
+from inference.measure.metrics import TauEstimate
+from inference.measure.prompts import load_prompts, to_requests
+from inference.measure.run import quick_tau
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
+from train.config import TrainConfig
+from train.engines.base import EngineConfig
+from train.features.config import FeaturesConfig
+from train.feedback.build import build
+from train.feedback.config import FeedbackConfig
+from train.learning.config import LearnConfig
+from train.learning.traffic import MEASURING, RECORDS, VALIDATION
+from train.optim import OptimConfig, ScheduleConfig
+from train.refresh import RefreshConfig
+from train.run import train
+
+logger = logging.getLogger(__name__)
+FEEDBACK, TRAINING = "feedback", "train"
+"""Folders of a cycle."""
+LOOK_SECONDS = 0.5
+
+
+class CrashError(Exception):
+    """A process of a cycle has ended without a result."""
+
+
+@dataclass(frozen=True)
+class CycleSettings:
+    """What all cycles are made with. folder: of the learner; decode: draft, sampling and length by
+    which tau is measured."""
+
+    folder: Path
+    learn: LearnConfig
+    target: TargetConfig
+    train: TrainConfig
+    features: FeaturesConfig
+    feedback: FeedbackConfig
+    engine: EngineConfig
+    optim: OptimConfig
+    schedule: ScheduleConfig
+    decode: DecodeConfig
+
+    def cycle(self, number: int) -> Path:
+        """The folder of a cycle's work, which is removed at its end."""
+        return self.folder / "cycles" / f"{number:04d}"
+
+    def candidate(self, number: int) -> Path:
+        """The checkpoint that a cycle brings forth."""
+        return self.folder / "drafters" / f"{number:04d}"
+
+
+# The parts
+
+
+def weigh(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
+    """Write the cycle's answers with weights; returns their figures. start: the drafter that
+    serves, which says for what target."""
+    folder = settings.cycle(number)
+    info = TargetInfo.from_dict(read_config(start)["target"])
+    config = replace(settings.feedback, sequences=True, records=(), answers=())
+    made = build([folder / RECORDS], [], folder / FEEDBACK, config, info=info)["feedback"]
+    return {key: made[key] for key in ("documents", "verifications", "errors")}
+
+
+def refresh(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
+    """Train from `start` on the cycle's answers and keep the candidate; returns its checkpoint, the
+    hash of its weights and what the training cost."""
+    folder, out = settings.cycle(number), settings.candidate(number)
+    content = read_config(start)
+    begin = RefreshConfig(init_from=str(start), other_target=True)
+    config = replace(
+        settings.train, refresh=begin, prompts=(str(folder / VALIDATION),), domains=(), goal=0.0
+    )
+    made = train(
+        content["kind"],
+        build_config(content["kind"], content["config"]),
+        target=settings.target,
+        data=folder / FEEDBACK,
+        out=folder / TRAINING,
+        config=config,
+        features=settings.features,
+        engine=settings.engine,
+        optim=settings.optim,
+        schedule=settings.schedule,
+        decode=settings.decode,
+    )
+    with replace_part(out, CHECKPOINT) as fresh:
+        copy_plain(folder / TRAINING / made["checkpoint"], fresh)
+    cost = {"steps": made["steps"], "tokens": made["tokens"], "seconds": made["seconds"]}
+    return {"checkpoint": str(out), "weights_sha256": checkpoint_hash(out), **cost}
+
+
+def measure(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
+    """tau of the drafter that serves and of the candidate on held-out traffic. Raises `UserError`
+    for a candidate with weights that are not finite, and one that the target does not take."""
+    candidate = settings.candidate(number)
+    prompts = load_prompts(settings.cycle(number) / MEASURING)
+    target = TargetModel.load(settings.target)
+    tokens = settings.train.eval_tokens
+    decode = replace(settings.decode, batch_size=settings.train.eval_batch, max_new_tokens=tokens)
+    limit = target.info.max_position_embeddings
+    requests = to_requests(prompts, target.tokenizer, decode, capacity=limit, overlong="skip")
+
+    def tau(checkpoint: Path) -> TauEstimate:
+        drafter = load_drafter(checkpoint, target.info, target.weights, changed_target=True)
+        return quick_tau(target, drafter, requests, decode)
+
+    before, after = tau(start), tau(candidate)
+    return {"prompts": len(requests), "before": asdict(before), "after": asdict(after)}
+
+
+# In a process of its own
+
+Part = Callable[[CycleSettings, int, Path], dict[str, Any]]
+"""A part of a cycle: (settings, number of the cycle, the drafter that serves) -> figures."""
+
+
+def in_own_process(part: Part, settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
+    """Run a part at low priority; raises what it raises: `UserError`, and `OSError` for a full
+    disk. Raises `CrashError` where it ends without a result."""
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    arguments = (part, settings, number, start, os.getpid(), sending)
+    process = context.Process(target=_run, args=arguments, daemon=True)
+    process.start()
+    sending.close()
+    try:
+        how, value = receiving.recv()
+    except EOFError:
+        process.join()
+        words = f"the process that was to {part.__name__} ended with status {process.exitcode}"
+        raise CrashError(words) from None
+    finally:
+        receiving.close()
+        process.join()
+    if how == "full":
+        raise OSError(errno.ENOSPC, value)
+    if how != "done":
+        raise (UserError if how == "refused" else CrashError)(value)
+    found: dict[str, Any] = value
+    return found
+
+
+def _run(
+    part: Part, settings: CycleSettings, number: int, start: Path, learner: int, out: Connection
+) -> None:
+    end_with(learner)
+    with suppress(OSError):
+        os.nice(max(0, settings.learn.nice - os.nice(0)))
+    answer: tuple[str, Any]
+    try:
+        answer = ("done", part(settings, number, start))
+    except UserError as error:
+        answer = ("refused", str(error))
+    except Exception as error:
+        logger.exception("part '%s' of cycle %d failed", part.__name__, number)
+        answer = ("full" if is_full(error) else "failed", f"{type(error).__name__}: {error}")
+    out.send(answer)
+    out.close()
+
+
+def end_with(parent: int) -> None:
+    """Let this process end once `parent`, which started it, has ended, also by kill -9."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="headstart-parent", daemon=True).start()
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that the disk is full. Libraries written in other languages raise
+    errors of their own, with the system's words."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return os.strerror(errno.ENOSPC).lower() in str(error).lower()
