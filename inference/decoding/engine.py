@@ -252,6 +252,11 @@ class Engine:
         constraint = request.constraint or self.constraint
         if constraint is None:
             return request
+        if request.min_tokens:
+            raise UserError(
+                "an answer that follows a grammar ends where the grammar does: min_tokens does not go "
+                "with it."
+            )
         if request.ignore_eos:
             raise UserError(
                 "an answer that follows a grammar ends where the grammar does: ignore_eos does not "
