@@ -15,12 +15,7 @@ from torch import Tensor
 
 from inference.decoding.buffers import Lanes
 from inference.decoding.execution.accelerator import Pending
-from inference.decoding.logprobs import (
-    columns,
-    prompt_logprobs,
-    read_logprobs,
-    token_logprobs,
-)
+from inference.decoding.logprobs import columns, prompt_logprobs, read_logprobs, token_logprobs
 from inference.decoding.pass_details import read_details
 from inference.decoding.requests import Completion, PassRecord, Request
 from inference.decoding.step import unpacked

@@ -204,8 +204,8 @@ class Lanes:
         index [R] rows, tokens [R, T] right-padded, lengths [R], seeds [R], budgets [R] new tokens
         after the first; all int64. The rows are inactive until `activate`. own: the rows and the
         settings they bring, where rows have their own. masks [R, 1, W]: what may come first
-        (`RowGrammars.first_masks`). watch: is shown the target's own logits [R, V], its features, and
-        the first tokens.
+        (`RowGrammars.first_masks`). watch: is shown the target's own logits [R, V], its features,
+        and the first tokens.
         """
         held = None
         if self.own is not None and own is not None:

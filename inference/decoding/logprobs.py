@@ -28,7 +28,8 @@ PROMPT_PLACES = 256
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """A token's log-probability, and the most likely tokens in its place with theirs, best first."""
+    """A token's log-probability, and the most likely tokens in its place with theirs, best
+    first."""
 
     token: int
     logprob: float

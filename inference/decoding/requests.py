@@ -16,8 +16,8 @@ class Request:
 
     sampling: settings of its own, in a session; None: the engine's. ignore_eos: the answer goes on
     after end-of-text tokens, up to max_new_tokens. constraint: what the answer has to follow; None:
-    the engine's (`decode.structure`). min_tokens: end of text is forbidden before so many new tokens.
-    logprobs: asks for log-probabilities, and takes them.
+    the engine's (`decode.structure`). min_tokens: end of text is forbidden before so many new
+    tokens. logprobs: asks for log-probabilities, and takes them.
     """
 
     index: int

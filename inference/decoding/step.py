@@ -40,9 +40,9 @@ class Rows:
 
     lengths [B] committed tokens in the cache (the root is at this position, not yet in the cache),
     root [B] the last committed token, budget [B] new tokens that may still be committed, active [B]
-    bool, seeds [B], endless [B] bool: end of text does not end the row, earliest [B] the first position
-    at which end of text may stand; all others int64. history [B, S] int64: prompt and committed tokens, the root included, for sampling settings that look at
-    the text; else None.
+    bool, seeds [B], endless [B] bool: end of text does not end the row, earliest [B] the first
+    position at which end of text may stand; all others int64. history [B, S] int64: prompt and
+    committed tokens, the root included, for sampling settings that look at the text; else None.
     """
 
     lengths: Tensor
@@ -112,7 +112,8 @@ class StepResult:
 
     def packed(self, times: Tensor | None = None) -> Tensor:
         """Everything in one int64 tensor [B, D+6] for one copy to the host; behind that details,
-        log-probabilities (`unpacked` cuts there), and the step's times [P] (`StepClock.times`), the same in every row."""
+        log-probabilities (`unpacked` cuts there), and the step's times [P] (`StepClock.times`), the
+        same in every row."""
         flags = [self.rejected.to(torch.int64), self.ended.to(torch.int64)]
         counts = [self.committed, self.accepted, *flags, self.live]
         behind = [] if self.details is None else [self.details]
@@ -200,17 +201,7 @@ class Decoder:
                 cache, proposal.tokens, proposal.tree, rows.lengths, longest, self.needs, exact
             )
         self.clock.border("verify")
-        raw = logits
-        if self.processors.active:
-            prefix = None
-            if rows.history is not None:
-                prefix = Prefix(rows.history, rows.lengths, proposal.tokens, proposal.tree)
-            logits = self.processors(logits, prefix)
-        if grammars is not None:
-            grammars.fill()
-            logits = grammars.forbid(logits)
-        if self.wishes.ends:
-            logits = without_early_ends(logits, positions, rows.earliest, self.eos)
+        raw, logits = logits, self._permitted(logits, positions, rows, proposal)
         verdict = self.rule.judge(proposal, logits, positions, self.noise)
         result = self._cut(verdict, rows, proposal)
         if self.limits is not None:
@@ -237,6 +228,23 @@ class Decoder:
     def constrained(self) -> bool:
         """Whether a row has a grammar: then the step has a place that waits for the host."""
         return self.grammars is not None and self.grammars.active
+
+    def _permitted(
+        self, logits: Tensor, positions: Tensor, rows: Rows, proposal: Proposal
+    ) -> Tensor:
+        """The target's logits [B, N, V] after processors, with -inf at what a grammar or a least
+        length forbids."""
+        if self.processors.active:
+            prefix = None
+            if rows.history is not None:
+                prefix = Prefix(rows.history, rows.lengths, proposal.tokens, proposal.tree)
+            logits = self.processors(logits, prefix)
+        if self.constrained and self.grammars is not None:
+            self.grammars.fill()
+            logits = self.grammars.forbid(logits)
+        if self.wishes.ends:
+            logits = without_early_ends(logits, positions, rows.earliest, self.eos)
+        return logits
 
     def _propose(self, rows: Rows, state: Any, length: int | None) -> Proposal:
         if self.drafter is None:
