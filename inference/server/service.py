@@ -241,7 +241,7 @@ class Service:
                 other.leave()
             raise
         name = f"{'chatcmpl' if asked.kind == CHAT else 'cmpl'}-{secrets.token_hex(12)}"
-        tickets = []
+        tickets: list[Ticket] = []
         for prompt, limit in zip(prompts, limits, strict=True):
             seed = secrets.randbits(63) if asked.seed is None else asked.seed
             for number in range(asked.choices):
