@@ -44,8 +44,14 @@ def test_of_a_conversation(
     server: Running, engine: Engine, reference: Any, temperature: float
 ) -> None:
     asked: dict[str, Any] = {
-        **{"model": MODEL, "messages": TALK, "max_tokens": 20, "seed": 3},
-        **{"temperature": temperature, "logprobs": True, "top_logprobs": 4, "extra_body": IDS},
+        "model": MODEL,
+        "messages": TALK,
+        "max_tokens": 20,
+        "seed": 3,
+        "temperature": temperature,
+        "logprobs": True,
+        "top_logprobs": 4,
+        "extra_body": IDS,
     }
     found = server.client.chat.completions.create(**asked)
     (choice,), texts = found.choices, TokenTexts(engine.target.tokenizer)
@@ -87,8 +93,14 @@ def test_of_prompts_that_are_echoed(
     """As lm-eval asks for the likelihood of given texts: several prompts of token ids at once."""
     prompts = [[5, 6, 7, 9], [11, 3], [4]]
     asked: dict[str, Any] = {
-        **{"model": MODEL, "prompt": prompts, "max_tokens": limit, "temperature": 0},
-        **{"logprobs": 1, "echo": True, "seed": 1234, "extra_body": IDS},
+        "model": MODEL,
+        "prompt": prompts,
+        "max_tokens": limit,
+        "temperature": 0,
+        "logprobs": 1,
+        "echo": True,
+        "seed": 1234,
+        "extra_body": IDS,
     }
     found = server.client.completions.create(**asked)
     tokenizer, texts = engine.target.tokenizer, TokenTexts(engine.target.tokenizer)
@@ -121,8 +133,12 @@ def test_of_prompts_that_are_echoed(
 
 def test_an_echo_comes_first_in_a_stream(server: Running) -> None:
     asked: dict[str, Any] = {
-        **{"model": MODEL, "prompt": "Hello there", "max_tokens": 9, "temperature": 0},
-        **{"logprobs": 2, "echo": True},
+        "model": MODEL,
+        "prompt": "Hello there",
+        "max_tokens": 9,
+        "temperature": 0,
+        "logprobs": 2,
+        "echo": True,
     }
     (whole,) = server.client.completions.create(**asked).choices
     parts = list(server.client.completions.create(**asked, stream=True))
@@ -136,8 +152,12 @@ def test_an_echo_comes_first_in_a_stream(server: Running) -> None:
 
 def test_they_end_where_a_stop_string_ends_the_text(server: Running) -> None:
     asked: dict[str, Any] = {
-        **{"model": MODEL, "messages": TALK, "max_tokens": 30, "temperature": 0},
-        **{"logprobs": True, "extra_body": IDS},
+        "model": MODEL,
+        "messages": TALK,
+        "max_tokens": 30,
+        "temperature": 0,
+        "logprobs": True,
+        "extra_body": IDS,
     }
     (whole,) = server.client.chat.completions.create(**asked).choices
     text = whole.message.content or ""
@@ -155,10 +175,18 @@ def test_they_end_where_a_stop_string_ends_the_text(server: Running) -> None:
     assert cut.logprobs.content == whole.logprobs.content[: len(cut.logprobs.content)] == streamed
 
 
-def test_they_are_those_without_the_grammar(server: Running, engine: Engine, reference: Any) -> None:
+def test_they_are_those_without_the_grammar(
+    server: Running, engine: Engine, reference: Any
+) -> None:
     asked: dict[str, Any] = {
-        **{"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 12, "temperature": 1, "seed": 5},
-        **{"logprobs": 3, "n": 2, "extra_body": {**IDS, "guided_regex": "[ab]{6}"}},
+        "model": MODEL,
+        "prompt": [5, 6, 7],
+        "max_tokens": 12,
+        "temperature": 1,
+        "seed": 5,
+        "logprobs": 3,
+        "n": 2,
+        "extra_body": {**IDS, "guided_regex": "[ab]{6}"},
     }
     for choice in server.client.completions.create(**asked).choices:
         tokens = choice.token_ids  # type: ignore[attr-defined]
