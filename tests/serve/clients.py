@@ -43,12 +43,14 @@ def python_of(name: str) -> str | None:
     return str(found) if folder and found.is_file() else None
 
 
-def run(command: Sequence[str], folder: Path) -> str:
-    """Run a client to its end; returns what it wrote. An error shows the end of that."""
+def run(command: Sequence[str], folder: Path, offline: bool = True) -> str:
+    """Run a client to its end; returns what it wrote. An error shows the end of that. offline: tell
+    the Hub's client so, with which aiperf reads no tokenizer from a folder."""
+    own = {"HF_HOME": str(folder / "hf")} | ({"HF_HUB_OFFLINE": "1"} if offline else {})
     done = subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")},
+        env={**os.environ, **own},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

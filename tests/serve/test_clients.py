@@ -146,6 +146,7 @@ def test_aiperf(address: str, tiny_target: Path, tmp_path: Path) -> None:
             *("--extra-inputs", "ignore_eos:true", "--extra-inputs", f"min_tokens:{LENGTH}"),
         ],
         tmp_path,
+        offline=False,
     )
     (path,) = (tmp_path / "aiperf").rglob("profile_export_aiperf.json")
     found = json.loads(path.read_text())
