@@ -36,6 +36,7 @@ doc_to_text: "{{{{question}}}}"
 CHOICE = """
 output_type: multiple_choice
 doc_to_choice: "{{choices}}"
+target_delimiter: ""
 doc_to_target: answer
 metric_list: [{metric: acc}]
 """
