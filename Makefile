@@ -24,10 +24,14 @@ ifeq ($(SERVE_PYTHON),$(SERVE_VENV)/bin/python)
 SERVE_NEEDS := $(SERVE_STAMP)
 endif
 
+# The field's benchmarks and lm-eval, each in an environment of its own, outside of the repository (3.3 GB). sglang's benchmark is taken
+# without the engine: its packages are those that `sglang.benchmark` imports.
+CLIENT_ENVS ?= $(HOME)/.cache/headstart/clients
+
 # The browser that report.html is checked in.
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: install demo test test-all test-chaos check docs help serve-env test-serve test-page
+.PHONY: install demo test test-all test-chaos check docs help serve-env client-envs test-serve test-page
 help:
 	@sed -n '1,6s/^# //p' Makefile
 
@@ -72,9 +76,20 @@ $(SERVE_STAMP):
 	$(SERVE_PYTHON) -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
 	touch $(SERVE_STAMP)
 
-# Tests against a real vLLM: minutes on two cores. `make test-serve SERVE_PYTHON=/path/to/python` takes one that is there already.
+client-envs:
+	for name in lm_eval guidellm aiperf sglang; do test -x $(CLIENT_ENVS)/$$name/bin/python || $(PY) -m venv $(CLIENT_ENVS)/$$name || exit 1; done
+	$(CLIENT_ENVS)/lm_eval/bin/python -m pip install --disable-pip-version-check -q 'lm-eval[api]==0.4.13' transformers
+	$(CLIENT_ENVS)/guidellm/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt torch==2.13.0
+	$(CLIENT_ENVS)/guidellm/bin/python -m pip install --disable-pip-version-check -q guidellm==0.8.1
+	$(CLIENT_ENVS)/aiperf/bin/python -m pip install --disable-pip-version-check -q aiperf==0.13.0
+	$(CLIENT_ENVS)/sglang/bin/python -m pip install --disable-pip-version-check -q --no-deps sglang==0.5.23
+	$(CLIENT_ENVS)/sglang/bin/python -m pip install --disable-pip-version-check -q \
+	  aiohttp datasets msgspec numpy orjson pillow psutil pybase64 pydantic pyzmq requests tqdm transformers
+
+# Tests against a real vLLM, and with the clients that `make client-envs` has installed: minutes on two cores.
+# `make test-serve SERVE_PYTHON=/path/to/python` takes one that is there already.
 test-serve: $(NEEDS) $(SERVE_NEEDS)
-	HEADSTART_SERVE_PYTHON=$(abspath $(SERVE_PYTHON)) $(PYTHON) -m pytest -q -m serve tests
+	HEADSTART_SERVE_PYTHON=$(abspath $(SERVE_PYTHON)) HEADSTART_CLIENT_ENVS=$(CLIENT_ENVS) $(PYTHON) -m pytest -q -m serve tests
 
 # report.html in headless Chromium: a minute. `make test-page CHROMIUM=/path/to/chromium` takes another one.
 test-page: $(NEEDS)

@@ -8,16 +8,21 @@ knows.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from inference.decoding.buffers import Lanes
 from inference.decoding.execution.accelerator import Pending
+from inference.decoding.logprobs import columns, prompt_logprobs, read_logprobs, token_logprobs
 from inference.decoding.pair import DrafterPair
 from inference.decoding.pass_details import read_details
 from inference.decoding.requests import Completion, PassRecord, Request
+from inference.decoding.step import unpacked
+from inference.target.model import TargetModel
+from inference.target.taps import Seen
 
 OnTokens = Callable[[Request, list[int], PassRecord | None], None]
 
@@ -111,6 +116,10 @@ class BatchRun:
         """Launch a step; with results on their way, the longest row is only bounded."""
         self.lanes.grammars.force()
         running = [item for item in self.running if item is not None]
+        self.lanes.wishes.logprobs = _asks_logprobs(running)
+        # of the tokens that the host knows of: at most too often
+        early = [len(item.tokens) < item.request.min_tokens for item in running]
+        self.lanes.wishes.ends = bool(self.end_ids) and any(early)
         known = max(len(item.request.tokens) + len(item.tokens) - 1 for item in running)
         ahead = known + len(self.launched) * (self.lanes.tree.max_depth + 1)
         longest = min(ahead, self.lanes.capacity - self.lanes.tree.num_nodes)
@@ -133,20 +142,21 @@ class BatchRun:
         """Bring a step's outcome to the host and book it."""
         finished = []
         outcome = pending.read()
+        wide = columns(self.lanes.target.info.vocab_size) if _asks_logprobs(sat) else 0
         for row, completion in enumerate(sat):
             if completion is None or completion.done:
                 continue
-            committed, accepted, rejected, ended, live, *tokens = outcome[row]
+            committed, accepted, rejected, ended, live, *rest = outcome[row]
             if committed == 0:
                 continue
             details = None
             chain = self.lanes.tree.is_chain
+            tokens, drafted, scores = unpacked(rest, self.lanes.details, wide)
             if self.lanes.details:
-                # D + 1 tokens, then 3 D + 2 numbers
-                split = (len(tokens) - 3) // 4 + 1
                 pick = tokens[accepted]
-                details = read_details(tokens[split:], chain, accepted, bool(rejected), live, pick)
-                tokens = tokens[:split]
+                details = read_details(drafted, chain, accepted, bool(rejected), live, pick)
+            if (asked := completion.request.logprobs) is not None:
+                asked.answer += read_logprobs(scores, tokens[:committed], asked.most)
             nodes = len(tokens) if chain else self.lanes.tree.num_nodes
             given = accepted, committed, bool(rejected), nodes, live, details
             record = PassRecord(*given, completion.arm)
@@ -198,6 +208,15 @@ class BatchRun:
 
         index = column(free)
         self.lanes.constrain(free, requests)
+        earliest = [len(request.tokens) + request.min_tokens for request in requests]
+        self.lanes.rows.earliest[index] = column(earliest)
+        held = any(request.min_tokens > 0 for request in requests)
+        self.lanes.wishes.ends = bool(self.end_ids) and held
+
+        def watch(logits: torch.Tensor, seen: Seen, picked: torch.Tensor) -> None:
+            _keep_logprobs(self.lanes.target, requests, logits, seen, picked)
+
+        asks = any(request.logprobs is not None for request in requests)
         first = self.lanes.prefill(
             index,
             tokens.to(device),
@@ -206,6 +225,7 @@ class BatchRun:
             column([request.max_new_tokens - 1 for request in requests]),
             (free, [request.sampling or self.lanes.settings for request in requests]),
             self.lanes.grammars.first_masks(free),
+            watch if asks else None,
         )
         arms = self._assign(index, requests)
         finished, alive = [], []
@@ -248,3 +268,23 @@ class BatchRun:
         self.lanes.change_drafter(drafter, state, texts)
         for _, one in seated:
             one.arm = None
+
+def _asks_logprobs(some: Sequence[Completion | None]) -> bool:
+    """Whether any of the requests asks for log-probabilities."""
+    return any(item is not None and item.request.logprobs is not None for item in some)
+
+
+def _keep_logprobs(
+    target: TargetModel, requests: list[Request], logits: Tensor, seen: Seen, first: Tensor
+) -> None:
+    """Give requests the log-probabilities of their prompts and first tokens: logits [R, V] behind
+    the prompts, first [R]."""
+    numbers, tokens = token_logprobs(logits[:, None], first[:, None]).tolist(), first.tolist()
+    for row, request in enumerate(requests):
+        if (asked := request.logprobs) is None:
+            continue
+        asked.answer += read_logprobs(numbers[row], tokens[row : row + 1], asked.most)
+        if asked.of_prompt:
+            hidden = seen.last_hidden[row, : len(request.tokens)]
+            head = target.weights.logits
+            asked.prompt += prompt_logprobs(head, hidden, request.tokens, asked.most)

@@ -10,7 +10,7 @@ Legend: B rows, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.sampling.noise import SharedNoise
 from inference.decoding.sampling.processors import Prefix, Processors
 from inference.decoding.sampling.row_settings import RowNoise, RowSettings
-from inference.decoding.step import Decoder, Rows
+from inference.decoding.step import Decoder, Rows, StepWishes, without_early_ends
 from inference.decoding.structured.grammars import Grammars
 from inference.decoding.structured.rows import RowGrammars, forbid
 from inference.kernels.drafter_attention import drafter_kernel
@@ -81,6 +81,7 @@ class Lanes:
             self.own = RowSettings(rows, self.settings, vocab, target.device, static)
         size = target.info.vocab_size
         self.grammars = RowGrammars(rows, tree.num_nodes, size, target.device)
+        self.wishes = StepWishes()
         self._work_with(drafter)
 
     def _work_with(self, drafter: Any) -> None:
@@ -97,7 +98,10 @@ class Lanes:
         noise = self.noise(self.rows.seeds, self.rows.lengths, self.own)
         parts = target, drafter, tree, noise, self.rule, self.processors, self.needs, self.clock
         decoder = Decoder(
-            *(*parts, self.eos, limits, self.details), exact=decode.exact, grammars=self.grammars
+            *(*parts, self.eos, limits, self.details),
+            exact=decode.exact,
+            grammars=self.grammars,
+            wishes=self.wishes,
         )
         self.runner = StepRunner(decoder, self.cache, self.rows, decode)
         self._narrow: dict[int, _Narrow] = {}
@@ -237,13 +241,15 @@ class Lanes:
         budgets: Tensor,
         own: tuple[Sequence[int], Sequence[SamplingSettings]] | None = None,
         masks: Tensor | None = None,
+        watch: Callable[[Tensor, Seen, Tensor], None] | None = None,
     ) -> Tensor:
         """Read prompts into rows and pick their first tokens [R].
 
         index [R] rows, tokens [R, T] right-padded, lengths [R], seeds [R], budgets [R] new tokens
         after the first; all int64. The rows are inactive until `activate`. own: the rows and the
         settings they bring, where rows have their own. masks [R, 1, W]: what may come first
-        (`RowGrammars.first_masks`).
+        (`RowGrammars.first_masks`). watch: is shown the target's own logits [R, V], its features,
+        and the first tokens.
         """
         held = None
         if self.own is not None and own is not None:
@@ -253,7 +259,7 @@ class Lanes:
             logits, seen = self.target.prefill(
                 self.cache, index, tokens, lengths, self.needs, self.decode.prefill_chunk
             )
-        logits = logits[:, None]
+        raw, logits = logits, logits[:, None]
         if self.processors.active:
             place = torch.arange(tokens.shape[0], device=tokens.device)
             last = tokens[place, lengths - 1][:, None]
@@ -261,7 +267,12 @@ class Lanes:
             logits = self.processors(logits, Prefix(tokens, lengths - 1, last, root))
         if masks is not None:
             logits = forbid(logits, masks)
+        if self.wishes.ends:
+            earliest, eos = self.rows.earliest[index], self.runner.decoder.eos
+            logits = without_early_ends(logits, lengths[:, None] - 1, earliest, eos)
         first = self.noise(seeds, lengths, held).target_pick(logits, lengths[:, None])[:, 0]
+        if watch is not None:
+            watch(raw, seen, first)
         self._start_drafter(index, tokens, lengths, first, seen)
         rows = self.rows
         rows.lengths[index], rows.root[index] = lengths, first

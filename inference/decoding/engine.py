@@ -253,10 +253,11 @@ class Engine:
         constraint = request.constraint or self.constraint
         if constraint is None:
             return request
-        if request.ignore_eos:
+        if request.ignore_eos or request.min_tokens:
+            name = "ignore_eos does" if request.ignore_eos else "min_tokens does"
             raise UserError(
-                "an answer that follows a grammar ends where the grammar does: ignore_eos does not "
-                "go with it."
+                f"an answer that follows a grammar ends where the grammar does: {name} not go with "
+                "it."
             )
         if self.decode.bad_words:
             raise UserError(

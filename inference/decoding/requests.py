@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from inference.decoding.logprobs import Logprobs
 from inference.decoding.pass_details import PassDetails
 from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.structured.constraint import Constraint
@@ -15,7 +16,8 @@ class Request:
 
     sampling: settings of its own, in a session; None: the engine's. ignore_eos: the answer goes on
     after end-of-text tokens, up to max_new_tokens. constraint: what the answer has to follow; None:
-    the engine's (`decode.structure`).
+    the engine's (`decode.structure`). min_tokens: end of text is forbidden before so many new
+    tokens. logprobs: asks for log-probabilities, and takes them.
     """
 
     index: int
@@ -25,6 +27,8 @@ class Request:
     sampling: SamplingSettings | None = None
     ignore_eos: bool = False
     constraint: Constraint | None = None
+    min_tokens: int = 0
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True)

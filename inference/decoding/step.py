@@ -10,7 +10,7 @@ Legend: B rows, N nodes, D the tree's deepest level, S slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.adaptive.lengths import Limits
 from inference.decoding.ahead import AheadDrafter
 from inference.decoding.clock import StepClock
+from inference.decoding.logprobs import token_logprobs
 from inference.decoding.pass_details import pass_details
 from inference.decoding.rules.base import Rule, Verdict
 from inference.decoding.sampling.noise import SharedNoise
@@ -39,9 +40,9 @@ class Rows:
 
     lengths [B] committed tokens in the cache (the root is at this position, not yet in the cache),
     root [B] the last committed token, budget [B] new tokens that may still be committed, active [B]
-    bool, seeds [B], endless [B] bool: end of text does not end the row; all others int64. history
-    [B, S] int64: prompt and committed tokens, the root included, for sampling settings that look at
-    the text; else None.
+    bool, seeds [B], endless [B] bool: end of text does not end the row, earliest [B] the first
+    position at which end of text may stand; all others int64. history [B, S] int64: prompt and
+    committed tokens, the root included, for sampling settings that look at the text; else None.
     """
 
     lengths: Tensor
@@ -50,15 +51,16 @@ class Rows:
     active: Tensor
     seeds: Tensor
     endless: Tensor
+    earliest: Tensor
     history: Tensor | None = None
 
     @classmethod
     def empty(cls, rows: int, device: torch.device, history_slots: int = 0) -> Rows:
         """Inactive rows. history_slots: S, or 0 for rows without a history."""
         zeros = torch.zeros(rows, dtype=torch.int64, device=device)
-        lengths, root, budget, seeds = (zeros.clone() for _ in range(4))
+        lengths, root, budget, seeds, earliest = (zeros.clone() for _ in range(5))
         history = lengths.new_zeros(rows, history_slots) if history_slots else None
-        return cls(lengths, root, budget, lengths > 0, seeds, lengths > 0, history)
+        return cls(lengths, root, budget, lengths > 0, seeds, lengths > 0, earliest, history)
 
     def first(self, count: int) -> Rows:
         """The first `count` rows, as views."""
@@ -95,7 +97,8 @@ class StepResult:
     [B] drafted tokens among them; rejected [B] bool: a drafted token was tested and refused; ended
     [B] bool: end of text or no budget left; live [B] int64: drafted levels that counted
     (`Proposal.limit`). details [B, 3 D + 2] int64: see `inference.decoding.pass_details`; None
-    where unwanted.
+    where unwanted. logprobs [B, D+1, 2 K + 1] int64 (`inference.decoding.logprobs.token_logprobs`)
+    of `tokens`; None where no row asks.
     """
 
     tokens: Tensor
@@ -105,16 +108,47 @@ class StepResult:
     ended: Tensor
     live: Tensor
     details: Tensor | None = None
+    logprobs: Tensor | None = None
 
     def packed(self, times: Tensor | None = None) -> Tensor:
-        """Everything in one int64 tensor [B, D+6] for one copy to the host, details behind, and
-        behind these the step's times [P] (`StepClock.times`), the same in every row."""
+        """Everything in one int64 tensor [B, D+6] for one copy to the host; behind that details,
+        log-probabilities (`unpacked` cuts there), and the step's times [P] (`StepClock.times`), the
+        same in every row."""
         flags = [self.rejected.to(torch.int64), self.ended.to(torch.int64)]
         counts = [self.committed, self.accepted, *flags, self.live]
         behind = [] if self.details is None else [self.details]
+        if self.logprobs is not None:
+            behind.append(self.logprobs.flatten(1))
         if times is not None:
             behind.append(times.expand(self.tokens.shape[0], -1))
         return torch.cat([torch.stack(counts, 1), self.tokens, *behind], 1)
+
+
+def unpacked(
+    numbers: list[int], details: bool, columns: int
+) -> tuple[list[int], list[int], list[list[int]]]:
+    """What stands behind a row's five counts in `StepResult.packed`, without times: tokens [D+1],
+    details, log-probabilities [D+1][columns]. details: whether there are any; columns: of
+    log-probabilities, or 0."""
+    # (D + 1) (1 + columns), and of details 3 (D + 1) - 1
+    count = (len(numbers) + details) // (1 + columns + 3 * details)
+    end = count + (3 * count - 1 if details else 0)
+    rest = range(end, len(numbers), columns or 1)
+    return numbers[:count], numbers[count:end], [numbers[i : i + columns] for i in rest]
+
+
+@dataclass
+class StepWishes:
+    """What rows of a batch ask for that most do not, set before a step is launched; a captured or
+    compiled step belongs to one answer. logprobs: log-probabilities; ends: that end of text is held
+    back (`Rows.earliest`)."""
+
+    logprobs: bool = False
+    ends: bool = False
+
+    @property
+    def key(self) -> tuple[bool, bool]:
+        return self.logprobs, self.ends
 
 
 @dataclass
@@ -134,6 +168,7 @@ class Decoder:
     details: bool = False  # passes say what was drafted
     exact: bool = False  # see inference/target/exact.py
     grammars: RowGrammars | None = None  # structured output
+    wishes: StepWishes = field(default_factory=StepWishes)  # shared by the decoders of a batch
 
     def step(
         self,
@@ -166,20 +201,16 @@ class Decoder:
                 cache, proposal.tokens, proposal.tree, rows.lengths, longest, self.needs, exact
             )
         self.clock.border("verify")
-        if self.processors.active:
-            prefix = None
-            if rows.history is not None:
-                prefix = Prefix(rows.history, rows.lengths, proposal.tokens, proposal.tree)
-            logits = self.processors(logits, prefix)
-        if grammars is not None:
-            grammars.fill()
-            logits = grammars.forbid(logits)
+        raw, logits = logits, self._permitted(logits, positions, rows, proposal)
         verdict = self.rule.judge(proposal, logits, positions, self.noise)
         result = self._cut(verdict, rows, proposal)
         if self.limits is not None:
             self.limits.observe(proposal, result.accepted, result.rejected, rows.active)
         if self.details:
             result.details = pass_details(proposal, logits, verdict, result.accepted)
+        if self.wishes.logprobs:
+            row = torch.arange(raw.shape[0], device=raw.device)[:, None]
+            result.logprobs = token_logprobs(raw[row, verdict.path], verdict.tokens)
         cache.commit(proposal.tree, rows.lengths, verdict.path, verdict.accepted, result.committed)
         self.clock.border("other")
         if self.drafter is not None:
@@ -197,6 +228,23 @@ class Decoder:
     def constrained(self) -> bool:
         """Whether a row has a grammar: then the step has a place that waits for the host."""
         return self.grammars is not None and self.grammars.active
+
+    def _permitted(
+        self, logits: Tensor, positions: Tensor, rows: Rows, proposal: Proposal
+    ) -> Tensor:
+        """The target's logits [B, N, V] after processors, with -inf at what a grammar or a least
+        length forbids."""
+        if self.processors.active:
+            prefix = None
+            if rows.history is not None:
+                prefix = Prefix(rows.history, rows.lengths, proposal.tokens, proposal.tree)
+            logits = self.processors(logits, prefix)
+        if self.constrained and self.grammars is not None:
+            self.grammars.fill()
+            logits = self.grammars.forbid(logits)
+        if self.wishes.ends:
+            logits = without_early_ends(logits, positions, rows.earliest, self.eos)
+        return logits
 
     def _propose(self, rows: Rows, state: Any, length: int | None) -> Proposal:
         if self.drafter is None:
@@ -256,3 +304,11 @@ class Decoder:
             tokens, hidden = tokens.gather(1, path), hidden[row, path]
             taps = None if taps is None else taps[row, path]
         return TargetStates(tokens, result.tokens, positions, valid, taps, hidden)
+
+
+def without_early_ends(logits: Tensor, positions: Tensor, earliest: Tensor, eos: Tensor) -> Tensor:
+    """Logits [B, N, V] with -inf for end of text `eos` [E] where the token behind a node stands
+    before the row's `earliest` [B]; positions [B, N]: the nodes'."""
+    early = (positions + 1 < earliest[:, None])[..., None]
+    held = logits.index_select(-1, eos).masked_fill(early, float("-inf"))
+    return logits.index_copy(-1, eos, held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import json
 import time
 from dataclasses import replace
@@ -17,14 +18,14 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from inference.measure.metrics import divide
 from inference.server.admin import add_admin
+from inference.server.answer import Answer
+from inference.server.envelope import Json
 from inference.server.errors import ApiError
 from inference.server.front.body import read_json
 from inference.server.front.secret import client_of
-from inference.server.protocol import CHAT, TEXT, Asked, Envelope, Json, parse
-from inference.server.scheduler import Done, Piece
-from inference.server.service import Service, Ticket
+from inference.server.protocol import CHAT, TEXT, Asked, parse
+from inference.server.service import Service
 
 DOMAIN_HEADER = "x-headstart-domain"
 STORE_HEADER = "x-headstart-store"
@@ -53,6 +54,16 @@ def build_app(service: Service) -> FastAPI:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         return await count_tokens(service, request)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await write_tokens(service, request)
+
+    @app.get("/version")
+    async def version() -> Response:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return JSONResponse({"version": importlib.metadata.version("headstart")})
+        return JSONResponse({"version": "unknown"})
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -121,26 +132,24 @@ async def answer(service: Service, request: Request, kind: str) -> Response:
     place = service.enter(client(request))
     try:
         asked = await read(service, request, kind)
-        ticket = await service.ticket(asked, request.headers.get(DOMAIN_HEADER, ""), created, place)
+        domain = request.headers.get(DOMAIN_HEADER, "")
+        tickets = await service.tickets(asked, domain, created, place)
     except BaseException:
         place.leave()
         raise
-    watch = asyncio.create_task(watch_client(request, ticket))
+    under_way = Answer(service, asked, tickets)
+    watch = asyncio.create_task(watch_client(request, under_way))
     streams = False
     try:
-        await ticket.start()
-        envelope = Envelope(kind, ticket.job.id, service.name, int(time.time()), asked.ids)
+        await tickets[0].start()
         if asked.stream:
             streams = True
-            return EventStream(ticket, envelope, asked, watch)
-        while not isinstance(event := await ticket.next(), Done):
-            pass
-        figures = count(ticket, event)
-        return JSONResponse(envelope.whole(event.text, event.finish, event.tokens, figures))
+            return EventStream(under_way, watch)
+        return JSONResponse(await under_way.whole())
     finally:
         if not streams:
             watch.cancel()
-            ticket.close()
+            under_way.close()
 
 
 async def read(service: Service, request: Request, kind: str) -> Asked:
@@ -158,35 +167,43 @@ async def count_tokens(service: Service, request: Request) -> Response:
     place = service.enter(client(request))
     try:
         body = read_json(await request.body())
+        strings = False
         if isinstance(body, dict):
             body["model"] = body.get("model") or service.name
+            strings = body.pop("return_token_strs", None) is True
         kind = CHAT if isinstance(body, dict) and "messages" in body else TEXT
         asked = parse(kind, body, service.engine.decode.sampling(), service.names)
-        tokens = await service.tokens(asked, created, place)
+        if len(asked.prompts) != 1:
+            raise ApiError(400, f"one prompt at a time; given {len(asked.prompts)}.", "prompt")
+        tokens = await service.tokens(asked, asked.prompts[0], created, place)
     finally:
         place.leave()
-    size = {"count": len(tokens), "max_model_len": service.context}
+    size: Json = {"count": len(tokens), "max_model_len": service.context}
+    if strings:
+        service.require_tokens(tokens, "prompt")
+        size["token_strs"] = [service.texts.text(token) for token in tokens]
     return JSONResponse({**size, "tokens": list(tokens)})
 
 
-async def watch_client(request: Request, ticket: Ticket) -> None:
-    """Tell the ticket when its client leaves."""
+async def write_tokens(service: Service, request: Request) -> Response:
+    """vLLM's `/detokenize`: the text of token ids, special tokens included; raises `ApiError`."""
+    body = read_json(await request.body())
+    given = body.get("tokens") if isinstance(body, dict) else None
+    if not isinstance(given, list) or not all(type(token) is int for token in given):
+        raise ApiError(422, "'tokens' must be a list of token ids.", "tokens", "wrong_type")
+    if (model := body.get("model")) not in (None, *service.names):
+        message = f"there is no model '{model}' here; served is '{service.name}'."
+        raise ApiError(404, message, "model", "model_not_found")
+    tokens = tuple(given)
+    service.require_tokens(tokens, "list")
+    return JSONResponse({"prompt": service.texts.prompt(tokens)})
+
+
+async def watch_client(request: Request, under_way: Answer) -> None:
+    """Tell the answer when its client leaves."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    ticket.leave()
-
-
-def count(ticket: Ticket, done: Done) -> Json:
-    """The tokens of an answer; its seed, which gives the answer again, and drafting's figures."""
-    read, written, drafts = len(ticket.job.prompt), len(done.tokens), done.drafts
-    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    drafting = {
-        "seed": ticket.job.seed,
-        "verify_passes": drafts.passes,
-        "accepted_drafts": drafts.accepted,
-        "tau": divide(drafts.committed, drafts.passes) if drafts.passes else 1.0,
-    }
-    return {"usage": usage, "headstart": drafting}
+    under_way.leave()
 
 
 class EventStream(Response):
@@ -195,31 +212,25 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, ticket: Ticket, envelope: Envelope, asked: Asked, watch: asyncio.Task[None]
-    ) -> None:
+    def __init__(self, under_way: Answer, watch: asyncio.Task[None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self.ticket, self.envelope, self.asked, self.watch = ticket, envelope, asked, watch
+        self.under_way, self.watch = under_way, watch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream. What fails once it has begun is its last event."""
-        service, who = self.ticket.service, self.ticket.place.client
+        service, who = self.under_way.service, self.under_way.tickets[0].place.client
+        one_at_a_time = asyncio.Lock()
 
         async def out(content: Json | str, last: bool = False) -> None:
             data = content if isinstance(content, str) else json.dumps(content)
             body = b"" if last else f"data: {data}\n\n".encode()
-            await send({"type": "http.response.body", "body": body, "more_body": not last})
+            async with one_at_a_time:
+                await send({"type": "http.response.body", "body": body, "more_body": not last})
 
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            if self.envelope.kind == CHAT:
-                await out(self.envelope.piece("", role="assistant"))
-            while isinstance(event := await self.ticket.next(), Piece):
-                await out(self.envelope.piece(event.text))
-            await out(self.envelope.end(event.finish, event.tokens))
-            if self.asked.usage:
-                await out(self.envelope.usage(count(self.ticket, event)))
+            await self.under_way.stream(out)
             await out("[DONE]")
             await out("", last=True)
         except ApiError as error:
@@ -233,4 +244,4 @@ class EventStream(Response):
             raise
         finally:
             self.watch.cancel()
-            self.ticket.close()
+            self.under_way.close()

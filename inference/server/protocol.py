@@ -1,5 +1,4 @@
-"""Requests and answers in the form of OpenAI's API: what is understood, what is refused and why,
-what is sent back.
+"""Requests in the form of OpenAI's API: what is understood, what is refused and why.
 
 A parameter that would change the answer and is not supported is refused by name; silence would hand
 out something else than what was asked for. Parameters that change nothing here (`user`, `metadata`,
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from heads.api.errors import UserError, suggest
+from inference.decoding.logprobs import MOST_TOP
 from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.structured.constraint import Constraint
 from inference.server.errors import ApiError
@@ -35,7 +35,7 @@ WORDS = {
 SAMPLING = ("temperature", "top_p", "min_p", "top_k")
 TYPES = {
     str: "model",
-    int: "max_tokens seed top_k",
+    int: "max_tokens min_tokens seed top_k n",
     float: "temperature top_p min_p",
     bool: "stream return_token_ids ignore_eos store",
     dict: "stream_options",
@@ -43,57 +43,72 @@ TYPES = {
 }
 COMMON = {name: kind for kind, names in TYPES.items() for name in names.split()} | FIELDS
 KNOWN: dict[str, dict[str, type]] = {
-    CHAT: {"messages": list, "max_completion_tokens": int, "chat_template_kwargs": dict, **COMMON},
-    TEXT: {"prompt": object, **COMMON},
+    CHAT: {
+        "messages": list,
+        "max_completion_tokens": int,
+        "chat_template_kwargs": dict,
+        "logprobs": bool,
+        "top_logprobs": int,
+        **COMMON,
+    },
+    TEXT: {"prompt": object, "logprobs": int, "echo": bool, "add_special_tokens": bool, **COMMON},
 }
 """Parameters of each endpoint and their types; object: checked where it is read."""
 IGNORED = (
     "user metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity"
 ).split()
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("n", "best_of", "repetition_penalty"), (1,)),
-    **dict.fromkeys(("top_logprobs", "frequency_penalty", "presence_penalty", "min_tokens"), (0,)),
-    **dict.fromkeys(("echo", "use_beam_search"), (False,)),
-    **dict.fromkeys(("continue_final_message", "return_token_strs"), (False,)),
+    **dict.fromkeys(("best_of", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
+    **dict.fromkeys(("echo", "use_beam_search", "continue_final_message"), (False,)),
     **dict.fromkeys(("tools", "functions", "stop_token_ids"), ([],)),
     **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
     "moderation": (),
-    "logprobs": (False, 0),
     "suffix": ("",),
     "logit_bias": ({},),
     "tool_choice": ("none", "auto"),
     "function_call": ("none",),
     "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
-    **dict.fromkeys(("skip_special_tokens", "add_special_tokens"), (True,)),
+    "skip_special_tokens": (True,),
+    "add_special_tokens": (True, False),  # of a conversation, which its template writes
     "add_generation_prompt": (True,),
     "include_stop_str_in_output": (False,),
 }
 """Parameters that are not supported -> the values with which they ask for nothing."""
 
-Json = dict[str, object]
-"""A JSON object that is sent."""
+STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that was understood. content: messages (chat), text, or token ids. limit: None for
-    the server's own. ids: the answer's token ids are wanted as well. ignore_eos: see `Request`.
+    """A request that was understood. prompts: of each what is continued, messages (chat), text, or
+    token ids. choices: answers to each. limit: most new tokens; None for the server's own, 0 with
+    echo alone. usage: whether a stream ends with its usage; running_usage: every part has it too.
+    ids: the answer's token ids are wanted as well. special: text gets the tokenizer's beginning of
+    text. ignore_eos, min_tokens: see `Request`. logprobs: how many of the most likely tokens are
+    shown in every place; None without log-probabilities. echo: the prompt comes before the answer.
     constraint: the parameter that asks for structured output, and what it asks for. store: whether
     anything of it may be recorded.
     """
 
     kind: str
-    content: Any
+    prompts: tuple[Any, ...]
+    choices: int
     sampling: SamplingSettings
     seed: int | None
     limit: int | None
+    min_tokens: int
     stops: tuple[str, ...]
     stream: bool
     usage: bool
+    running_usage: bool
     ids: bool
     template: Mapping[str, object]
+    special: bool
     ignore_eos: bool
+    logprobs: int | None
+    echo: bool
     constraint: tuple[str, Constraint] | None
     store: bool
 
@@ -114,30 +129,43 @@ def parse(kind: str, body: Any, default: SamplingSettings, names: tuple[str, ...
     if model not in names:
         message = f"there is no model '{model}' here; served is '{names[0]}'."
         raise ApiError(404, message, "model", "model_not_found")
-    limit, seed = given.get("max_completion_tokens", given.get("max_tokens")), given.get("seed")
-    if limit is not None and limit < 1:
-        raise ApiError(400, f"'max_tokens' must be at least 1; given {limit}.", "max_tokens")
+    limit, echo = given.get("max_completion_tokens", given.get("max_tokens")), given.get("echo")
+    least = 0 if echo else 1
+    if limit is not None and limit < least:
+        raise ApiError(400, f"'max_tokens' must be at least {least}; given {limit}.", "max_tokens")
+    for name, smallest in (("n", 1), ("min_tokens", 0)):
+        if given.get(name, smallest) < smallest:
+            message = f"'{name}' must be at least {smallest}; given {given[name]}."
+            raise ApiError(400, message, name)
+    seed = given.get("seed")
     if seed is not None and not 0 <= seed <= LARGEST_SEED:
         raise ApiError(400, f"'seed' must be 0 to {LARGEST_SEED}; given {seed}.", "seed")
     stream, options = given.get("stream", False), given.get("stream_options", {})
-    unknown = sorted(set(options) - {"include_usage", "include_obfuscation"})
+    unknown = sorted(set(options) - {*STREAM_OPTIONS})
     if unknown or (options and not stream):
         what = f"has no option '{unknown[0]}'" if unknown else "needs 'stream': true"
         raise ApiError(400, f"'stream_options' {what}.", "stream_options")
+    running_usage = bool(options.get("continuous_usage_stats"))
     return Asked(
         kind,
-        _messages(given) if kind == CHAT else _prompt(given),
-        _sampling(given, default),
-        seed,
-        limit,
-        _stops(given),
-        stream,
-        bool(options.get("include_usage")),
-        given.get("return_token_ids", False),
-        given.get("chat_template_kwargs", {}),
-        given.get("ignore_eos", False),
-        read_constraint(given),
-        given.get("store", True),
+        prompts=(_messages(given),) if kind == CHAT else _prompts(given),
+        choices=given.get("n", 1),
+        sampling=_sampling(given, default),
+        seed=seed,
+        limit=limit,
+        min_tokens=given.get("min_tokens", 0),
+        stops=_stops(given),
+        stream=stream,
+        usage=bool(options.get("include_usage")) or running_usage,
+        running_usage=running_usage,
+        ids=given.get("return_token_ids", False),
+        template=given.get("chat_template_kwargs", {}),
+        special=given.get("add_special_tokens", True),
+        ignore_eos=given.get("ignore_eos", False),
+        logprobs=_logprobs(kind, given),
+        echo=bool(echo),
+        constraint=read_constraint(given),
+        store=given.get("store", True),
     )
 
 
@@ -201,6 +229,20 @@ def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def _logprobs(kind: str, given: Mapping[str, Any]) -> int | None:
+    """How many of the most likely tokens are shown beside an answer's own; None: nothing is. A
+    conversation says so with two parameters, a text with one."""
+    most, name = given.get("logprobs"), "logprobs"
+    if kind == CHAT:
+        asked, most, name = bool(most), given.get("top_logprobs"), "top_logprobs"
+        if most and not asked:
+            raise ApiError(400, "'top_logprobs' needs 'logprobs': true.", name)
+        most = (most or 0) if asked else None
+    if most is not None and not 0 <= most <= MOST_TOP:
+        raise ApiError(400, f"'{name}' must be 0 to {MOST_TOP}; given {most}.", name)
+    return most
+
+
 def _messages(given: Mapping[str, Any]) -> Any:
     """The conversation; `inference.target.chat`, which owns the template, checks its form."""
     if "messages" not in given:
@@ -211,67 +253,18 @@ def _messages(given: Mapping[str, Any]) -> Any:
     return given["messages"]
 
 
-def _prompt(given: Mapping[str, Any]) -> str | tuple[int, ...]:
-    """Text or token ids; a list of one of them is taken as well."""
+def _prompts(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
+    """Texts or token ids: of one prompt, or a list of prompts."""
     prompt = given.get("prompt")
     if prompt is None:
         raise ApiError(400, "'prompt' is missing.", "prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        if len(prompt) > 1:
-            message = f"one prompt per request; given {len(prompt)}."
-            raise ApiError(400, message, "prompt", "unsupported_parameter")
-        prompt = prompt[0]
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
+    return tuple(_prompt(item) for item in (prompt if several else [prompt]))
+
+
+def _prompt(prompt: Any) -> str | tuple[int, ...]:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and all(type(item) is int for item in prompt):
         return tuple(prompt)
-    raise _wrong_type("prompt", "text or a list of token ids", prompt)
-
-
-# Answers
-
-
-@dataclass(frozen=True)
-class Envelope:
-    """What all parts of one answer have in common. created: seconds since 1970; ids: whether the
-    answer's token ids are wanted."""
-
-    kind: str
-    id: str
-    model: str
-    created: int
-    ids: bool
-
-    def whole(self, text: str, finish: str, tokens: tuple[int, ...], figures: Json) -> Json:
-        """An answer in one piece. figures: `usage`, and `headstart` (only this server has it)."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        content: Json = {"message": message} if self.kind == CHAT else {"text": text}
-        name = "chat.completion" if self.kind == CHAT else "text_completion"
-        return self._body(name, [self._choice(content, finish, tokens)]) | figures
-
-    def piece(self, text: str, **more: str) -> Json:
-        """A part of a stream. more: keys of a conversation's delta beside the text."""
-        delta = {**more, "content": text}
-        content: Json = {"delta": delta} if self.kind == CHAT else {"text": text}
-        return self._body(self._streamed, [self._choice(content, None)])
-
-    def end(self, finish: str, tokens: tuple[int, ...]) -> Json:
-        """The end of a stream's text."""
-        content: Json = {"delta": {}} if self.kind == CHAT else {"text": ""}
-        return self._body(self._streamed, [self._choice(content, finish, tokens)])
-
-    def usage(self, figures: Json) -> Json:
-        """The last part of a stream that asked for it."""
-        return self._body(self._streamed, []) | figures
-
-    @property
-    def _streamed(self) -> str:
-        return "chat.completion.chunk" if self.kind == CHAT else "text_completion"
-
-    def _body(self, name: str, choices: list[Json]) -> Json:
-        head = {"id": self.id, "object": name, "created": self.created, "model": self.model}
-        return {**head, "choices": choices}
-
-    def _choice(self, content: Json, finish: str | None, tokens: tuple[int, ...] = ()) -> Json:
-        known: Json = {"token_ids": list(tokens)} if self.ids and finish else {}
-        return {"index": 0, **content, "logprobs": None, "finish_reason": finish, **known}
+    raise _wrong_type("prompt", "text, a list of token ids, or a list of these", prompt)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from heads.api.errors import UserError
 from inference.decoding.engine import Engine
+from inference.decoding.logprobs import Logprobs, TokenLogprobs
 from inference.decoding.requests import Completion, PassRecord, Request
 from inference.decoding.session import Session
 from inference.server.errors import ApiError
@@ -46,9 +47,12 @@ class Started:
 
 @dataclass(frozen=True)
 class Piece:
-    """More text of a streamed answer."""
+    """More text of a streamed answer. tokens: how many it has by now; logprobs: of those that were
+    in no piece before, where they were asked for."""
 
     text: str
+    tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass
@@ -63,12 +67,13 @@ class Drafts:
 @dataclass(frozen=True)
 class Done:
     """An answer's end. text: all of it; finish: stop or length; tokens: what was generated, end of
-    text or stop included."""
+    text or stop included; logprobs: as those of `Piece`."""
 
     text: str
     finish: str
     tokens: tuple[int, ...]
     drafts: Drafts
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,9 @@ class ServedRequest:
     """A request for the worker. deliver: takes events on the event loop's thread; created:
     monotonic seconds of its arrival; first: of its first token; client: whose turn it is.
 
-    The worker numbers it (index) and fills in the rest. placed: it has a row; sampled: its passes
-    are kept for the learner.
+    logprobs: what of them is asked for, filled in by the decoder. The worker numbers it (index) and
+    fills in the rest. placed: it has a row; sampled: its passes are kept for the learner; told:
+    tokens whose log-probabilities were delivered.
     """
 
     id: str
@@ -98,6 +104,7 @@ class ServedRequest:
     domain: str
     created: float
     client: str = ""
+    logprobs: Logprobs | None = None
     deliver: Callable[[Event], None] = lambda event: None
     index: int = -1
     placed: bool = False
@@ -108,6 +115,14 @@ class ServedRequest:
     first: float = 0.0
     sampled: bool = False
     passes: list[PassRecord] = field(default_factory=list)
+    told: int = 0
+
+    def untold(self, tokens: int) -> tuple[TokenLogprobs, ...]:
+        """The log-probabilities of the first `tokens` tokens that were not delivered yet."""
+        if self.logprobs is None:
+            return ()
+        begin, self.told = self.told, tokens
+        return tuple(self.logprobs.answer[begin:tokens])
 
 
 Post = Callable[[list[tuple[ServedRequest, Event]]], None]
@@ -288,16 +303,18 @@ class Scheduler:
         job.index = self._count
         self._count += 1
         try:
-            follows = None if job.asked.constraint is None else job.asked.constraint[1]
-            own = (job.asked.sampling, job.asked.ignore_eos, follows)
+            asked = job.asked
+            follows = None if asked.constraint is None else asked.constraint[1]
+            own = (asked.sampling, asked.ignore_eos, follows, asked.min_tokens, job.logprobs)
             request = Request(job.index, job.prompt, job.seed, job.limit, *own)
             session.check(request)
         except UserError as error:
             self._out.append((job, Failed(ApiError(400, str(error)))))
             return
-        if job.asked.stream or job.asked.stops:
-            job.text = StopText(self.tokenizer, self.engine.target.eos_token_ids, job.asked.stops)
-        job.sampled = self.samples is not None and job.asked.store and self.samples.chosen()
+        if asked.stream or asked.stops:
+            ends = self.engine.target.eos_token_ids
+            job.text = StopText(self.tokenizer, ends, asked.stops, asked.min_tokens)
+        job.sampled = self.samples is not None and asked.store and self.samples.chosen()
         self._live[job.index] = job
         self._waiting.put(job.client, request)
 
@@ -326,7 +343,9 @@ class Scheduler:
         if piece:
             job.shown.append(piece)
             if job.asked.stream:
-                self._out.append((job, Piece(piece)))
+                assert job.text is not None
+                tokens = job.text.tokens
+                self._out.append((job, Piece(piece, tokens, job.untold(tokens))))
 
     def _book(self, job: ServedRequest, record: PassRecord) -> None:
         """Count a verification, before its tokens are added."""
@@ -362,7 +381,8 @@ class Scheduler:
             ends = self.engine.target.eos_token_ids
             shown = [token for token in job.tokens if token not in ends]
             whole = str(self.tokenizer.decode(shown, skip_special_tokens=True))
-        self._out.append((job, Done(whole, finish, tuple(job.tokens[:tokens]), job.drafts)))
+        given = tuple(job.tokens[:tokens])
+        self._out.append((job, Done(whole, finish, given, job.drafts, job.untold(tokens))))
         now = time.monotonic()
         self.metrics.tokens.labels(job.domain).inc(tokens)
         self.metrics.whole.observe(now - job.created)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from heads.api.errors import UserError
 from inference.decoding.engine import Engine
+from inference.decoding.logprobs import Logprobs
 from inference.decoding.requests import Request
 from inference.decoding.rules.names import sampling_rule
 from inference.server.config import ServeConfig
@@ -27,12 +28,13 @@ from inference.server.front.quiet import QuietLog
 from inference.server.front.secret import Secret
 from inference.server.front.workers import FairWorkers, work_in_turn
 from inference.server.metrics import ServerMetrics
-from inference.server.protocol import CHAT, Asked
+from inference.server.protocol import CHAT, LARGEST_SEED, Asked
 from inference.server.recorder import FLUSH_SECONDS, Recorder
 from inference.server.samples import TrafficSamples
 from inference.server.scheduler import Done, Event, Failed, Piece, Scheduler, ServedRequest, Started
 from inference.server.swap_metrics import SwapMetrics
 from inference.server.swapping import DrafterSwaps
+from inference.server.token_text import TokenTexts
 from inference.target.chat import render_prompt
 from inference.verifications import VerificationLog, record_facts
 
@@ -54,8 +56,8 @@ OUTCOMES = {
 
 
 class Ticket:
-    """A request under way: its job, its place, and the events that came for it. gone: the client
-    has left."""
+    """An answer under way, one of the choices of a request: its job, its place, and the events that
+    came for it. gone: the client has left."""
 
     def __init__(self, job: ServedRequest, service: Service, place: Place) -> None:
         self.job, self.service, self.place = job, service, place
@@ -93,6 +95,8 @@ class Ticket:
         message = f"the answer took longer than {self.service.config.request_seconds:g} s."
         event = await self._next(self._deadline, lambda: ApiError(504, message, code="timeout"))
         assert isinstance(event, (Piece, Done))
+        if self.job.asked.limit == 0:  # the prompt alone was wanted, and a token came of reading it
+            event = _without_text(event)
         if isinstance(event, Done):
             self.ended = True
             self.service.metrics.requests.labels(event.finish).inc()
@@ -185,6 +189,8 @@ class Service:
         # one for each thread that uses it
         self._tokenizer = copy.deepcopy(engine.target.tokenizer)
         self._other_tokenizer = copy.deepcopy(engine.target.tokenizer)
+        self.texts = TokenTexts(copy.deepcopy(engine.target.tokenizer))
+        """Of the event loop's thread."""
         self.longest_prompt = self.context * max(map(len, self._tokenizer.get_vocab()))
         """Characters that fit into the context at most."""
         # what belongs to rendering itself: a request must not bring a template of its own, or
@@ -245,37 +251,74 @@ class Service:
             message = "the server takes no requests now: it is stopping."
             raise ApiError(503, message, code="unavailable", retry_after=5)
 
-    async def ticket(self, asked: Asked, domain: str, created: float, place: Place) -> Ticket:
-        """Turn a request into a job and hand it to the worker; raises `ApiError`."""
-        prompt = await self.tokens(asked, created, place)
-        if asked.constraint is not None or self.engine.constraint is not None:
-            late = "the structure of the answer was not compiled"
-            await self._in_turn(self._long, partial(self._compile, asked), created, place, late)
-        self._require_ready()  # again: reading the prompt took a while
-        room = self.context - len(prompt)
-        limit = min(self.engine.decode.max_new_tokens, room) if asked.limit is None else asked.limit
-        self._check(prompt, limit, room)
-        job = ServedRequest(
-            id=f"{'chatcmpl' if asked.kind == CHAT else 'cmpl'}-{secrets.token_hex(12)}",
-            prompt=prompt,
-            limit=limit,
-            seed=secrets.randbits(63) if asked.seed is None else asked.seed,
-            asked=asked,
-            domain=self.config.domain(domain),
-            created=created,
-            client=place.client,
-        )
-        ticket = Ticket(job, self, place)
-        self.open.add(ticket)
-        self.scheduler.submit(job)
-        return ticket
+    async def tickets(
+        self, asked: Asked, domain: str, created: float, place: Place
+    ) -> list[Ticket]:
+        """Turn a request into a job for each of its choices, `asked.choices` of every prompt, and
+        hand them to the worker; raises `ApiError`. Each has a place, the first one `place`."""
+        places = [place, *self._further_places(asked, place.client)]
+        try:
+            prompts = [await self.tokens(asked, one, created, place) for one in asked.prompts]
+            if asked.constraint is not None or self.engine.constraint is not None:
+                late = "the structure of the answer was not compiled"
+                await self._in_turn(self._long, partial(self._compile, asked), created, place, late)
+            self._require_ready()  # again: reading the prompts took a while
+            limits = [self._limit(asked, prompt) for prompt in prompts]
+        except BaseException:
+            for other in places[1:]:
+                other.leave()
+            raise
+        name = f"{'chatcmpl' if asked.kind == CHAT else 'cmpl'}-{secrets.token_hex(12)}"
+        tickets: list[Ticket] = []
+        for prompt, limit in zip(prompts, limits, strict=True):
+            seed = secrets.randbits(63) if asked.seed is None else asked.seed
+            for number in range(asked.choices):
+                own = len(tickets)
+                job = ServedRequest(
+                    id=f"{name}-{own}" if own else name,
+                    prompt=prompt,
+                    limit=limit,
+                    seed=(seed + number) % (LARGEST_SEED + 1),
+                    asked=asked,
+                    domain=self.config.domain(domain),
+                    created=created,
+                    client=place.client,
+                    logprobs=_wanted_logprobs(asked),
+                )
+                tickets.append(Ticket(job, self, places[own]))
+        for ticket in tickets:
+            self.open.add(ticket)
+            self.scheduler.submit(ticket.job)
+        return tickets
 
-    async def tokens(self, asked: Asked, created: float, place: Place) -> tuple[int, ...]:
-        """The token ids of a request's prompt; raises `ApiError`. Others than short prompts are
-        made into tokens one at a time, clients in turn."""
-        if isinstance(asked.content, tuple):
-            return asked.content
-        size = characters(asked.content) + characters(asked.template)
+    def _further_places(self, asked: Asked, client: str) -> list[Place]:
+        """Places for all choices but the first; raises `ApiError`."""
+        count, places = len(asked.prompts) * asked.choices, list[Place]()
+        if count > self.places.most:
+            name = "n" if asked.choices > 1 else "prompt"
+            raise ApiError(
+                400,
+                f"the request asks for {count} answers; this server takes {self.places.most} at "
+                "once. Ask in several requests.",
+                name,
+            )
+        try:
+            while len(places) < count - 1:
+                places.append(self.enter(client))
+        except ApiError:
+            for place in places:
+                place.leave()
+            raise
+        return places
+
+    async def tokens(
+        self, asked: Asked, prompt: Any, created: float, place: Place
+    ) -> tuple[int, ...]:
+        """The token ids of one of a request's prompts; raises `ApiError`. Others than short prompts
+        are made into tokens one at a time, clients in turn."""
+        if isinstance(prompt, tuple):
+            return prompt
+        size = characters(prompt) + characters(asked.template)
         if size > self.longest_prompt:
             raise ApiError(
                 400,
@@ -285,10 +328,11 @@ class Service:
                 "context_length_exceeded",
             )
         lane, tokenizer = self._short, self._tokenizer
-        weight = characters(asked.content, names=True) + characters(asked.template, names=True)
+        weight = characters(prompt, names=True) + characters(asked.template, names=True)
         if weight > SHORT_PROMPT:
             lane, tokenizer = self._long, self._other_tokenizer
-        work, what = partial(self._tokens, asked, tokenizer), f"the prompt, of {size} characters,"
+        work = partial(self._tokens, asked, prompt, tokenizer)
+        what = f"the prompt, of {size} characters,"
         return await self._in_turn(lane, work, created, place, f"{what} was not tokenised")
 
     async def _in_turn(
@@ -308,19 +352,31 @@ class Service:
 
     def _compile(self, asked: Asked) -> None:
         """Compile what an answer has to follow before the worker needs it; raises `ApiError`."""
-        name, constraint = asked.constraint or ("ignore_eos", None)
+        own = "ignore_eos" if asked.ignore_eos else "min_tokens"
+        name, constraint = asked.constraint or (own, None)
+        given = (None, asked.ignore_eos, constraint, asked.min_tokens)
         try:
-            self.engine.constrained(Request(0, (0,), 0, 1, None, asked.ignore_eos, constraint))
+            self.engine.constrained(Request(0, (0,), 0, 1, *given))
         except UserError as error:
             raise ApiError(400, f"'{name}': {error}", name) from error
 
-    def _check(self, prompt: tuple[int, ...], limit: int, room: int) -> None:
+    def require_tokens(self, tokens: tuple[int, ...], name: str) -> None:
+        """Raise `ApiError` for ids that are no tokens. name: the parameter that has them."""
         vocab = self.engine.target.info.vocab_size
+        if tokens and (min(tokens) < 0 or max(tokens) >= vocab):
+            message = f"token ids go from 0 to {vocab - 1}; the {name} has others."
+            raise ApiError(400, message, name)
+
+    def _limit(self, asked: Asked, prompt: tuple[int, ...]) -> int:
+        """The most new tokens of an answer to `prompt`; raises `ApiError` where there is no room
+        for them."""
         if not prompt:
             raise ApiError(400, "the prompt is empty.", "prompt")
-        if min(prompt) < 0 or max(prompt) >= vocab:
-            message = f"token ids go from 0 to {vocab - 1}; the prompt has others."
-            raise ApiError(400, message, "prompt")
+        self.require_tokens(prompt, "prompt")
+        room = self.context - len(prompt)
+        limit = min(self.engine.decode.max_new_tokens, room)
+        if asked.limit is not None:
+            limit = max(asked.limit, 1)
         if room < 1 or limit > room:
             raise ApiError(
                 400,
@@ -329,8 +385,12 @@ class Service:
                 "max_tokens" if room >= 1 else "prompt",
                 "context_length_exceeded",
             )
+        if asked.min_tokens > limit:
+            message = f"'min_tokens' is {asked.min_tokens}, more than the {limit} of 'max_tokens'."
+            raise ApiError(400, message, "min_tokens")
+        return limit
 
-    def _tokens(self, asked: Asked, tokenizer: Any) -> tuple[int, ...]:
+    def _tokens(self, asked: Asked, prompt: Any, tokenizer: Any) -> tuple[int, ...]:
         reserved = sorted(set(asked.template) & self._reserved)
         if reserved:
             message = f"'{reserved[0]}' is no value for a template."
@@ -338,9 +398,9 @@ class Service:
         try:
             if asked.kind == CHAT:
                 arguments = dict(asked.template)
-                return tuple(render_prompt(tokenizer, asked.content, arguments=arguments))
-            asked.content.encode("utf-8")  # half a surrogate pair, which JSON can hold, is no text
-            return tuple(tokenizer.encode(asked.content))
+                return tuple(render_prompt(tokenizer, prompt, arguments=arguments))
+            prompt.encode("utf-8")  # half a surrogate pair, which JSON can hold, is no text
+            return tuple(tokenizer.encode(prompt, add_special_tokens=asked.special))
         except UserError as error:
             raise ApiError(400, str(error), "messages") from error
         except UnicodeEncodeError as error:
@@ -393,8 +453,21 @@ class Service:
             "object": "model",
             "created": self.created,
             "owned_by": "headstart",
+            "root": self.engine.target.info.id,
             "max_model_len": self.context,
         }
+
+
+def _wanted_logprobs(asked: Asked) -> Logprobs | None:
+    """What the decoder is asked for."""
+    return None if asked.logprobs is None else Logprobs(asked.logprobs, asked.echo)
+
+
+def _without_text(event: Piece | Done) -> Piece | Done:
+    """The event of an answer of no tokens."""
+    if isinstance(event, Piece):
+        return Piece("")
+    return Done("", "length", (), event.drafts)
 
 
 def characters(value: object, names: bool = False) -> int:

@@ -11,10 +11,12 @@ from inference.target.text_pieces import TextPieces
 
 class StopText:
     """Tokens in, text out. tokens: how many it took up to and including the one that completed a
-    stop string."""
+    stop string. least: that many tokens are not searched for one."""
 
-    def __init__(self, tokenizer: Any, ends: Sequence[int], stops: tuple[str, ...]) -> None:
-        self.pieces, self.stops = TextPieces(tokenizer, ends), stops
+    def __init__(
+        self, tokenizer: Any, ends: Sequence[int], stops: tuple[str, ...], least: int = 0
+    ) -> None:
+        self.pieces, self.stops, self.least = TextPieces(tokenizer, ends), stops, least
         self.tokens = 0
         self.stopped = False
         self._held = ""
@@ -31,7 +33,8 @@ class StopText:
             if self.stopped:
                 break
             self.tokens += 1
-            shown += self._decide(self.pieces.add([token]))
+            piece = self.pieces.add([token])
+            shown += piece if self.tokens <= self.least else self._decide(piece)
         return shown
 
     def rest(self) -> str:

@@ -74,7 +74,7 @@ class CompiledStep:
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows) -> None:
         self._decoder, self._cache, self._rows = decoder, cache, rows
-        self._plans: dict[tuple[int, int, bool], _Plan] = {}
+        self._plans: dict[tuple[int, int, bool, tuple[bool, bool]], _Plan] = {}
         with traced_for_cpu():
             choice = choose(TREE_ATTENTION, "cpu", decoder.target.dtype)
         self._reads_committed = choice.implementation == "cpp"
@@ -102,7 +102,8 @@ class CompiledStep:
         clock. Raises `UserError` when it fails.
         """
         bound = self.bound(longest)
-        key = bound, self._decoder.noise.mode, self._decoder.constrained
+        decoder = self._decoder
+        key = bound, decoder.noise.mode, decoder.constrained, decoder.wishes.key
         plan = self._plans.get(key)
         if plan is not None and plan.ready:
             return plan.run(self._decoder)

@@ -63,7 +63,7 @@ class StepRunner:
         elif decode.compile:
             self.compiled = CompiledStep(decoder, cache, rows)
         self.slots = decode.steps_behind(device) + 2
-        self.variants: dict[tuple[int | None, int, bool], _Variant] = {}
+        self.variants: dict[tuple[int | None, int, bool, tuple[bool, bool]], _Variant] = {}
 
     def step(
         self, state: Any, longest: int, exact: bool = True, length: int | None = None
@@ -87,7 +87,7 @@ class StepRunner:
     ) -> tuple[Pending, Any]:
         """A step of `length` on its way: captured where that is due, replayed where it was."""
         constrained = self.decoder.constrained
-        key = length, self.decoder.noise.mode, constrained
+        key = length, self.decoder.noise.mode, constrained, self.decoder.wishes.key
         if key not in self.variants:
             self.variants[key] = _Variant(accelerator.ring(self.slots))
         variant, clock = self.variants[key], self.decoder.clock

@@ -48,9 +48,9 @@ def test_prompts_that_cannot_fit_are_not_tokenised(
         sizes: list[int] = []
         plain = running.service._tokens
 
-        def counted(asked: Any, tokenizer: Any) -> Any:
-            sizes.append(len(asked.content))
-            return plain(asked, tokenizer)
+        def counted(asked: Any, prompt: Any, tokenizer: Any) -> Any:
+            sizes.append(len(prompt))
+            return plain(asked, prompt, tokenizer)
 
         monkeypatch.setattr(running.service, "_tokens", counted)
         large = [pool.submit(ask, running, "x y " * 250_000) for _ in range(20)]
@@ -73,10 +73,10 @@ def holding(running: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """Long prompts are not tokenised before the block ends."""
     gate, plain = threading.Event(), running.service._tokens
 
-    def held(asked: Any, tokenizer: Any) -> Any:
-        if len(asked.content) > SHORT_PROMPT:
+    def held(asked: Any, prompt: Any, tokenizer: Any) -> Any:
+        if len(prompt) > SHORT_PROMPT:
             gate.wait()
-        return plain(asked, tokenizer)
+        return plain(asked, prompt, tokenizer)
 
     # as of a target with a long context
     running.service.longest_prompt = 1 << 30

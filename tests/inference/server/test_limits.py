@@ -31,8 +31,11 @@ def nested(levels: int) -> Any:
 
 
 BAD: list[tuple[dict[str, Any], int, str | None, str]] = [
-    ({"n": 2}, 400, "n", "'n' is not supported"),
-    ({"logprobs": True}, 400, "logprobs", "not supported"),
+    ({"n": 0}, 400, "n", "at least 1; given 0"),
+    ({"n": 1000}, 400, "n", "at once. Ask in several requests"),
+    ({"best_of": 2}, 400, "best_of", "'best_of' is not supported"),
+    ({"min_tokens": -1}, 400, "min_tokens", "at least 0"),
+    ({"min_tokens": 4}, 400, "min_tokens", "is 4, more than the 3 of 'max_tokens'"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "not supported"),
     ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "set it to 0"),
     ({"response_format": {"type": "xml"}}, 400, "response_format", "needs a .type. of"),
@@ -126,7 +129,7 @@ def test_a_bad_request_is_named(
 
 
 @pytest.mark.parametrize(
-    "prompt", [[5, 100000], [-1], [], "", {"a": 1}, ["a", "b"], [1.5]], ids=str
+    "prompt", [[5, 100000], [-1], [], "", {"a": 1}, ["a", 5], [[5], "a", {}], [1.5]], ids=str
 )
 def test_a_bad_prompt_is_refused(running: Running, prompt: Any) -> None:
     found = post(running, {"model": MODEL, "prompt": prompt, "max_tokens": 3}, "/v1/completions")

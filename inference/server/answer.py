@@ -1,0 +1,136 @@
+"""A request under way and what is sent for it: the choices' events gathered into one response, or
+into one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from inference.decoding.logprobs import TokenLogprobs
+from inference.measure.metrics import divide
+from inference.server.envelope import ChoiceWriter, Envelope, Json
+from inference.server.protocol import Asked
+from inference.server.scheduler import Done, Drafts, Piece
+from inference.server.service import Service, Ticket
+
+Found = TypeVar("Found")
+Out = Callable[[Json], Awaitable[None]]
+
+
+class Answer:
+    """The choices of a request under way, from when the first one has started."""
+
+    def __init__(self, service: Service, asked: Asked, tickets: Sequence[Ticket]) -> None:
+        self.service, self.asked, self.tickets = service, asked, tickets
+        job = tickets[0].job
+        self.envelope = Envelope(asked.kind, job.id, service.name, int(time.time()))
+        self.counts = [0] * len(tickets)
+        """Tokens of every choice by now."""
+        self.writers = [
+            ChoiceWriter(asked, index, ticket.job.prompt, self._echo(index), service.texts)
+            for index, ticket in enumerate(tickets)
+        ]
+
+    def _echo(self, index: int) -> str:
+        """The text of a choice's prompt, where it is wanted."""
+        if not self.asked.echo:
+            return ""
+        given = self.asked.prompts[index // self.asked.choices]
+        return given if isinstance(given, str) else self.service.texts.prompt(given)
+
+    async def whole(self) -> Json:
+        """The response in one piece; raises `ApiError`."""
+        done = await together([self._end(index) for index in range(len(self.tickets))])
+        choices = [
+            writer.whole(end.text, end.finish, end.tokens, end.logprobs, of_prompt(ticket))
+            for writer, ticket, end in zip(self.writers, self.tickets, done, strict=True)
+        ]
+        return self.envelope.whole(choices, self.figures(done))
+
+    async def _end(self, index: int) -> Done:
+        ticket = await self._started(index)
+        while not isinstance(event := await ticket.next(), Done):
+            pass
+        self.counts[index] = len(event.tokens)
+        return event
+
+    async def _started(self, index: int) -> Ticket:
+        """The ticket of a choice, once its prompt was read; the first one's was."""
+        ticket = self.tickets[index]
+        if index:
+            await ticket.start()
+        return ticket
+
+    async def stream(self, out: Out) -> None:
+        """Hand every part of a stream to `out`; raises `ApiError`."""
+        done = await together([self._tell(index, out) for index in range(len(self.tickets))])
+        if self.asked.usage:
+            await out(self.envelope.part([], self.figures(done)))
+
+    async def _tell(self, index: int, out: Out) -> Done:
+        """The parts of one choice."""
+        writer, ticket = self.writers[index], await self._started(index)
+
+        async def tell(choice: Json) -> None:
+            usage: Json | None = {"usage": self.usage()} if self.asked.running_usage else None
+            await out(self.envelope.part([choice], usage))
+
+        if (opening := writer.opening(of_prompt(ticket))) is not None:
+            await tell(opening)
+        while isinstance(event := await ticket.next(), Piece):
+            if event.text:
+                self.counts[index] = event.tokens
+                await tell(writer.piece(event.text, event.logprobs))
+        self.counts[index] = len(event.tokens)
+        await tell(writer.end(event.finish, event.tokens, event.logprobs))
+        return event
+
+    def usage(self) -> Json:
+        """Tokens read and written by now; a prompt counts once, however many choices it has."""
+        prompts = self.tickets[:: self.asked.choices]
+        read, written = sum(len(ticket.job.prompt) for ticket in prompts), sum(self.counts)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    def figures(self, done: Sequence[Done]) -> Json:
+        """The tokens of all choices; their seeds, which give them again, and drafting's figures."""
+        drafts, seeds = Drafts(), [ticket.job.seed for ticket in self.tickets]
+        for end in done:
+            drafts.passes += end.drafts.passes
+            drafts.accepted += end.drafts.accepted
+            drafts.committed += end.drafts.committed
+        drafting: Json = {
+            "seed": seeds[0],
+            "verify_passes": drafts.passes,
+            "accepted_drafts": drafts.accepted,
+            "tau": divide(drafts.committed, drafts.passes) if drafts.passes else 1.0,
+        }
+        if len(seeds) > 1:
+            drafting["seeds"] = seeds
+        return {"usage": self.usage(), "headstart": drafting}
+
+    def leave(self) -> None:
+        """The client has gone."""
+        for ticket in self.tickets:
+            ticket.leave()
+
+    def close(self) -> None:
+        """See `Ticket.close`."""
+        for ticket in self.tickets:
+            ticket.close()
+
+
+def of_prompt(ticket: Ticket) -> Sequence[TokenLogprobs]:
+    """The log-probabilities of a choice's prompt, which was read."""
+    return () if ticket.job.logprobs is None else ticket.job.logprobs.prompt
+
+
+async def together(works: Sequence[Coroutine[Any, Any, Found]]) -> list[Found]:
+    """What all of them return; the first error ends the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
