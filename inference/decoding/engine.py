@@ -154,14 +154,14 @@ class Engine:
         changes: decode settings for this call, such as temperature=0.7 or max_new_tokens=64.
         """
         engine = self.with_settings(**changes)
-        requests = engine._requests(as_list(prompts), seeds)
+        requests = engine.requests(as_list(prompts), seeds)
         done = {completion.request.index: completion for completion in engine.run(requests)}
         return [engine._answer(done[request.index]) for request in requests]
 
     def stream(self, prompt: Prompt, seed: int | None = None, **changes: Any) -> Iterator[str]:
         """Answer a prompt piece by piece; leaving the loop stops. changes: see `generate`."""
         engine = self.with_settings(**changes)
-        requests = engine._requests([prompt], None if seed is None else [seed])
+        requests = engine.requests([prompt], None if seed is None else [seed])
         new: list[int] = []
         text = TextPieces(self.target.tokenizer, self.target.eos_token_ids)
         completions = engine.run(
@@ -190,7 +190,8 @@ class Engine:
         kept = {"capacity": self.capacity, "details": self.details}
         return Engine(self.target, self.drafter, decode, **kept)  # type: ignore[arg-type]
 
-    def _requests(self, prompts: Sequence[Prompt], seeds: Sequence[int] | None) -> list[Request]:
+    def requests(self, prompts: Sequence[Prompt], seeds: Sequence[int] | None) -> list[Request]:
+        """What `run` takes for prompts as `generate` takes them, numbered from 0."""
         if seeds is not None and len(seeds) != len(prompts):
             raise UserError(f"{len(prompts)} prompts need as many seeds; given: {len(seeds)}.")
         base, limit = self.decode.seed, self.decode.max_new_tokens

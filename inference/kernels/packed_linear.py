@@ -11,7 +11,7 @@ A packed product costs some 40 us more per call there, so on Intel's CPUs, where
 multiply 5 rows with [864, 256] in 38 us by `F.linear` and in 18 us packed: everything is packed.
 
 On other devices, in other dtypes, for more rows than decoding has, under autocast or when gradients
-are recorded, the plain path runs. A weight that was changed in place since is packed again at the next
+are recorded, the plain path runs. A weight that was changed in place is packed again at the next
 product (`TargetModel.follow`); modules that train are packed only while they decode.
 """
 
