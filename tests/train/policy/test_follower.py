@@ -16,7 +16,6 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.placement import PlacedDrafter, weights_on
 from inference.decoding.requests import Completion, Request
-from inference.target.model import TargetModel
 from tests.heads.recipes import build
 from tests.models import VOCAB, random_model, random_target
 from train.on_policy import OnPolicyConfig
@@ -70,11 +69,11 @@ def test_a_refresh_raises_tau_after_the_policy_moved(optim: str) -> None:
     greedy = replace(SAMPLED, temperature=0.0)
     one = follower(decode=greedy, optim=OptimConfig(kind=optim, lr=0.02))
     one.rollout(PROMPTS)
-    one.refresh(40)
+    one.refresh(25)
     known = one.rollout(PROMPTS).tau
     one.follow(policy())
     moved = one.rollout(PROMPTS).tau
-    facts = one.refresh(60)
+    facts = one.refresh(25)
     again = one.rollout(PROMPTS).tau
     assert facts.tau == moved
     assert facts.last_loss < facts.loss
@@ -132,17 +131,17 @@ def test_a_drafter_on_another_device_is_refreshed_there() -> None:
 def test_log_probabilities_are_those_of_reading_each_answer_alone() -> None:
     one = follower(decode=replace(SAMPLED, temperature=0.7, top_k=9, repetition_penalty=1.3))
     rollout = one.rollout(PROMPTS, logprobs=True)
-    target = one.engine.target
     assert rollout.logprobs is not None
     for done, found in zip(rollout.completions, rollout.logprobs, strict=True):
-        assert found == pytest.approx(slow_logprobs(target, done), abs=1e-6)
+        assert found == pytest.approx(slow_logprobs(done), abs=1e-5)
 
 
-def slow_logprobs(target: TargetModel, done: Completion) -> list[float]:
+@torch.no_grad()
+def slow_logprobs(done: Completion) -> list[float]:
     """Token by token by the model's own forward pass and transformers' order of settings."""
-    text, found = list(done.request.tokens), []
+    text, found, model = list(done.request.tokens), [], random_model("llama", 3).double()
     for token in done.tokens:
-        logits = target.model(torch.tensor([text]), use_cache=False).logits[0, -1]
+        logits = model(torch.tensor([text]), use_cache=False).logits[0, -1]
         seen = torch.tensor(sorted(set(text)))
         logits[seen] = torch.where(logits[seen] < 0, logits[seen] * 1.3, logits[seen] / 1.3)
         logits = logits / 0.7
@@ -175,15 +174,20 @@ def test_a_saved_drafter_loads_with_the_saved_policy(tmp_path: Path) -> None:
     assert torch.equal(stored["fc.weight"], one.drafter.fc.weight)
 
 
-def test_a_step_that_is_no_number_changes_nothing() -> None:
-    one = follower(optim=OptimConfig(lr=1e30, clip=0.0))
+def test_a_step_that_is_no_number_changes_nothing_and_the_next_refresh_works() -> None:
+    one = follower()
     one.rollout(PROMPTS)
+    one.refresh(1)
     before = {name: value.clone() for name, value in one.drafter.state_dict().items()}
+    training = one._training
+    assert training is not None
+    with torch.no_grad():
+        training.drafter.fc.weight[0, 0] = torch.nan  # type: ignore[index,union-attr]
     with pytest.raises(UserError, match="The drafter keeps its weights"):
-        one.refresh(50)
+        one.refresh(2)
     for name, value in one.drafter.state_dict().items():
         assert torch.equal(value, before[name]), name
-    assert math.isfinite(one.rollout(PROMPTS).tau)
+    assert math.isfinite(one.refresh(1).last_loss)
 
 
 def test_what_cannot_be_refreshed_is_refused() -> None:
