@@ -76,9 +76,9 @@ class Way:
 
     def step(self, asked: Sequence[Prompt], group: int, seeds: Sequence[int]) -> Facts:
         """A rollout, an update of the policy, and what the drafter does about it."""
-        prompts = [prompt.messages for prompt in asked for _ in range(group)]
-        rollout = self.follower.rollout(prompts, seeds)
         tokenizer = self.follower.engine.target.tokenizer
+        prompts = [ids for prompt in asked for ids in [prompt.render(tokenizer)] * group]
+        rollout = self.follower.rollout(prompts, seeds)
         texts = [
             tokenizer.decode(one.tokens, skip_special_tokens=True) for one in rollout.completions
         ]
