@@ -144,6 +144,12 @@ class Drafter(TrainableDrafter):
             if isinstance(part.drafter, TrainableDrafter):
                 part.drafter.bind(weights)
 
+    def follow(self, weights: TargetWeights) -> None:
+        """Let every part follow."""
+        for part in self._parts:
+            if isinstance(part.drafter, TrainableDrafter):
+                part.drafter.follow(weights)
+
     def choose_vocabulary(self, counts: Tensor) -> None:
         """Fix the draft vocabularies of the parts that have no checkpoint."""
         for part in self._parts:

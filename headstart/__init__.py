@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from inference.report.model import Report, read_report
     from inference.target.loading import TargetConfig
     from inference.target.model import TargetModel
+    from train.policy.follower import Follower
+    from train.policy.training import RefreshSettings
+    from train.policy.trl import TrlRollouts
 
 __version__ = "0.1.0"
 
@@ -37,11 +40,14 @@ __all__ = [
     "BenchConfig",
     "DecodeConfig",
     "Engine",
+    "Follower",
     "Generation",
+    "RefreshSettings",
     "Report",
     "TargetConfig",
     "TargetModel",
     "Trained",
+    "TrlRollouts",
     "UserError",
     "load_drafter",
     "measure",
@@ -50,16 +56,20 @@ __all__ = [
 ]
 
 _DECODING = ("heads", "inference")
+_TRAINING = ("heads", "inference", "train")
 _EVERYTHING = ("heads", "inference", "train", "scripts", "conf")
 _HOMES = {
     "BenchConfig": ("inference.measure.config", _DECODING),
     "DecodeConfig": ("inference.decoding.config", _DECODING),
     "Engine": ("inference.decoding.engine", _DECODING),
+    "Follower": ("train.policy.follower", _TRAINING),
     "Generation": ("inference.decoding.engine", _DECODING),
+    "RefreshSettings": ("train.policy.training", _TRAINING),
     "Report": ("inference.report.model", _DECODING),
     "TargetConfig": ("inference.target.loading", _DECODING),
     "TargetModel": ("inference.target.model", _DECODING),
     "Trained": ("headstart.training", _EVERYTHING),
+    "TrlRollouts": ("train.policy.trl", _TRAINING),
     "UserError": ("heads.api.errors", _DECODING),
     "load_drafter": ("inference.decoding.loading", _DECODING),
     "measure": ("headstart.measuring", _EVERYTHING),

@@ -87,20 +87,26 @@ class Updates:
     def merged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A base's tensors with the updates added in, summed in float32 or what is wider; those of
         other layers as they are. Raises `UserError` for an update without a weight that it fits."""
+        self.require_fit(tensors)
         found = dict(tensors)
         for layer, (down, up) in self.layers.items():
             name = f"{layer}.weight"
-            weight = found.get(name)
+            weight = found[name]
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            product = up.to(wide) @ down.to(wide)
+            found[name] = weight.to(wide) + self.alpha / self.rank * product
+        return found
+
+    def require_fit(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise `UserError` for an update without a weight in `tensors` that it fits."""
+        for layer, (down, up) in self.layers.items():
+            weight = tensors.get(f"{layer}.weight")
             if weight is None or weight.shape != (up.shape[0], down.shape[1]):
                 there = "there is none" if weight is None else f"its shape is {list(weight.shape)}"
                 raise UserError(
                     f"the adapter updates the weight of layer '{layer}', "
                     f"{[up.shape[0], down.shape[1]]}, but in its base {there}. {ADVICE}"
                 )
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            product = up.to(wide) @ down.to(wide)
-            found[name] = weight.to(wide) + self.alpha / self.rank * product
-        return found
 
     def write(self, folder: Path, base: str, base_sha256: str) -> None:
         """Write both files of peft's layout into `folder`, each atomically. base: where the base

@@ -267,6 +267,12 @@ class TrainableDrafter(nn.Module):
         assert self._target is not None, "bind was not called"
         return self._target
 
+    def follow(self, weights: TargetWeights) -> None:
+        """Go on with a target whose weights have changed since: what was made of them and is not
+        trained (packed layers, a frozen copy of the LM head) is made again; trained weights stay.
+        """
+        self.bind(weights)
+
     def choose_vocabulary(self, counts: Tensor) -> None:
         """Fix a reduced draft vocabulary by token counts [V]; called before `initialise`.
 

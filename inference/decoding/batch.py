@@ -41,6 +41,7 @@ class BatchRun:
         """narrow: compute the rows in use alone, and keep them together (seldom full batches)."""
         self.lanes, self.on_tokens, self.lag, self.narrow = lanes, on_tokens, lag, narrow
         self.end_ids = set(lanes.target.eos_token_ids)
+        self.version = lanes.target.version  # of the weights that all caches are of
         self.running: list[Completion | None] = [None] * lanes.count
         self.waiting = deque(requests)
         # steps whose results are unread, with the requests that their rows held then

@@ -32,6 +32,7 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.decode_file import advice
 from inference.decoding.loading import checkpoint_folder, load_drafter
 from inference.decoding.pair import DrafterPair
+from inference.decoding.placement import PlacedDrafter
 from inference.decoding.requests import Completion, Request
 from inference.decoding.sampling.distribution import pick_bytes
 from inference.decoding.structured.constraint import Constraint
@@ -40,6 +41,7 @@ from inference.kernels.packed_linear import packed_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.kernels.reference.heads import decoding_kernels
 from inference.target.chat import render_prompt
+from inference.target.follow import Weights
 from inference.target.hardware import device_facts
 from inference.target.loading import TargetConfig
 from inference.target.memory import HEADROOM, drafter_state_bytes, free_bytes, gib, plan_memory
@@ -104,6 +106,7 @@ class Engine:
         self.constraint = Constraint.read(self.decode.structure)
         self.clock = StepClock(target.device)
         self._lanes: Lanes | None = None
+        self._made_of = self._versions  # the weights that the lanes' steps are of
         self._run: BatchRun | None = None
         self._last_bytes = 0
         if isinstance(drafter, TrainableDrafter):
@@ -152,14 +155,14 @@ class Engine:
         changes: decode settings for this call, such as temperature=0.7 or max_new_tokens=64.
         """
         engine = self.with_settings(**changes)
-        requests = engine._requests(as_list(prompts), seeds)
+        requests = engine.requests(as_list(prompts), seeds)
         done = {completion.request.index: completion for completion in engine.run(requests)}
         return [engine._answer(done[request.index]) for request in requests]
 
     def stream(self, prompt: Prompt, seed: int | None = None, **changes: Any) -> Iterator[str]:
         """Answer a prompt piece by piece; leaving the loop stops. changes: see `generate`."""
         engine = self.with_settings(**changes)
-        requests = engine._requests([prompt], None if seed is None else [seed])
+        requests = engine.requests([prompt], None if seed is None else [seed])
         new: list[int] = []
         text = TextPieces(self.target.tokenizer, self.target.eos_token_ids)
         completions = engine.run(
@@ -188,7 +191,8 @@ class Engine:
         kept = {"capacity": self.capacity, "details": self.details}
         return Engine(self.target, self.drafter, decode, **kept)  # type: ignore[arg-type]
 
-    def _requests(self, prompts: Sequence[Prompt], seeds: Sequence[int] | None) -> list[Request]:
+    def requests(self, prompts: Sequence[Prompt], seeds: Sequence[int] | None) -> list[Request]:
+        """What `run` takes for prompts as `generate` takes them, numbered from 0."""
         if seeds is not None and len(seeds) != len(prompts):
             raise UserError(f"{len(prompts)} prompts need as many seeds; given: {len(seeds)}.")
         base, limit = self.decode.seed, self.decode.max_new_tokens
@@ -278,7 +282,13 @@ class Engine:
             yield
 
     def advance(self, run: BatchRun) -> list[Completion]:
-        """Drop what was cancelled, or refill free rows, or launch a step; and book the time."""
+        """Drop what was cancelled, or refill free rows, or launch a step; and book the time. Raises
+        `UserError` when the target's weights have changed since the run began."""
+        if run.version != self.target.version:
+            raise UserError(
+                "the target's weights have changed while requests run: their caches are of the old "
+                "ones. Begin a new run or session."
+            )
         dropped = run.drop_cancelled()
         if dropped:
             return dropped
@@ -303,6 +313,33 @@ class Engine:
         if self._run is not None:
             self._run.cancel(index)
 
+    # Changed weights
+
+    def follow(self, weights: Weights) -> None:
+        """Go on with new weights of the target, taken in place (inference/target/follow.py); the
+        drafter keeps its own weights, and what it was made of the target's is made again.
+
+        weights: a model, its state dict, or low-rank updates. Raises `UserError` while requests
+        run, and for weights that do not fit: the target then keeps those that it has.
+        """
+        if self._run is not None:
+            raise UserError(
+                "the target's weights cannot change while requests run: their caches are of the "
+                "old ones. Finish the run, or leave its loop."
+            )
+        self.target.follow(weights)
+        if isinstance(self.drafter, PlacedDrafter):
+            self.drafter.follow(self.target)
+        elif isinstance(self.drafter, TrainableDrafter):
+            self.drafter.follow(self.target.weights)
+
+    @property
+    def _versions(self) -> tuple[int, int]:
+        """Of the target's and the drafter's weights: captured and compiled steps are of one."""
+        drafter = getattr(self.drafter, "drafter", self.drafter)
+        own = drafter.parameters() if isinstance(drafter, TrainableDrafter) else ()
+        return self.target.version, sum(parameter._version for parameter in own)
+
     # Buffers
 
     def _lanes_for(self, requests: list[Request]) -> Lanes:
@@ -310,11 +347,13 @@ class Engine:
         rows = min(self.decode.batch_size, len(requests))
         capacity = self._capacity(requests)
         lanes = self._lanes
-        if lanes is None or lanes.count != rows or lanes.capacity < capacity:
+        fits = lanes is not None and lanes.count == rows and lanes.capacity >= capacity
+        if lanes is None or not fits or self._made_of != self._versions:
             self._lanes = None  # the old buffers go before the new ones come
             longest = max(len(request.tokens) for request in requests)
             self.require_memory(rows, capacity, min(self.decode.prefill_chunk, longest))
             self._lanes = lanes = self.new_lanes(rows, capacity, details=self.details)
+            self._made_of = self._versions
         return lanes
 
     def new_lanes(self, rows: int, capacity: int, **more: Any) -> Lanes:

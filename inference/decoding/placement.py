@@ -25,7 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from heads.api.drafter import Drafter, Noise, Proposal, TargetStates, Verified, forget
+from heads.api.drafter import (
+    Drafter,
+    Noise,
+    Proposal,
+    TargetStates,
+    TrainableDrafter,
+    Verified,
+    forget,
+)
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetWeights
 from heads.api.tree import DraftShape, TokenTree
@@ -107,6 +115,11 @@ class PlacedDrafter:
     def forget(self) -> None:
         """Let the drafter forget other answers, if it keeps any."""
         forget(self.drafter)
+
+    def follow(self, target: TargetModel) -> None:
+        """Go on with a target whose weights have changed: the copies of them are made again."""
+        if isinstance(self.drafter, TrainableDrafter):
+            self.drafter.follow(weights_on(target, self.device))
 
     # Crossing over
 

@@ -11,8 +11,8 @@ A packed product costs some 40 us more per call there, so on Intel's CPUs, where
 multiply 5 rows with [864, 256] in 38 us by `F.linear` and in 18 us packed: everything is packed.
 
 On other devices, in other dtypes, for more rows than decoding has, under autocast or when gradients
-are recorded, the plain path runs. The packed copy does not follow later changes of the weight, so
-modules that train are packed only while they decode.
+are recorded, the plain path runs. A weight that was changed in place is packed again at the next
+product (`TargetModel.follow`); modules that train are packed only while they decode.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def mkl_at_home() -> bool:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Give every eligible `nn.Linear` a packed path, for weights that never change again."""
+    """Give every eligible `nn.Linear` a packed path, for weights that seldom change."""
     for linear in _eligible(module):
         linear.forward = _packed_forward(linear)  # type: ignore[method-assign]
 
@@ -103,14 +103,23 @@ def packs(dtype: torch.dtype) -> bool:
 def _packed_forward(linear: nn.Linear) -> Any:
     """A replacement of `linear.forward`: x [..., in] -> [..., out]."""
     weight, bias = linear.weight, linear.bias
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
+    packed, version = _packed(weight)
     in_features, dtype = linear.in_features, weight.dtype
     fewest = FEWEST_ROWS if dtype == torch.float32 and mkl_at_home() else 1
 
     def forward(x: Tensor) -> Tensor:
+        nonlocal packed, version
         fits = fewest <= x.numel() // in_features <= MAX_ROWS and x.dtype == dtype
         if not fits or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return F.linear(x, weight, bias)
+        if weight._version != version:
+            packed, version = _packed(weight)
         return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], ""))
 
     return forward
+
+
+def _packed(weight: Tensor) -> tuple[Tensor, int]:
+    """A copy in oneDNN's layout, and the version of the weight that it is a copy of."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
+    return cast(Tensor, packed), weight._version

@@ -496,10 +496,12 @@ def shared_weights(model: Any) -> TargetWeights:
 def _named_as_text(model: Any) -> dict[str, Tensor]:
     """A model's weights by the names that they have in a text model: composite ones put their text
     part one level deeper."""
-    return {
-        name.replace("model.language_model.", "model.", 1): value
-        for name, value in model.named_parameters()
-    }
+    return {text_name(name): value for name, value in model.named_parameters()}
+
+
+def text_name(name: str) -> str:
+    """A weight's name in a text model, by its name in that or in a composite one."""
+    return name.replace("model.language_model.", "model.", 1)
 
 
 def _windows(config: Any) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target import loading
 from inference.target.attention import AttentionPlan, attention_plan, mark_layers
 from inference.target.exact import ExactHead, exactly, install_exact
+from inference.target.follow import InPlace, Weights
 from inference.target.indexed import IndexedCache, masks
 from inference.target.kv_cache import CacheSizes, KVCache, LayerShape
 from inference.target.padding import of_like_length
@@ -78,6 +80,10 @@ class TargetModel:
         self._head = ExactHead(self.weights.logits)
         self.exact = self._prepared = False
         """Whether verifications compute token by token, see `computing`."""
+        self._in_place = InPlace(model)
+        self.version = 0
+        """How often the weights were changed, see `follow`."""
+        self._revision = info.revision
         self.compiled_attention: dict[int, nn.Module] | None = None
         """Attention modules of compiled layers, by their number in the cache; empty where layers
         were tried and left alone, None before that."""
@@ -105,6 +111,18 @@ class TargetModel:
         for reference in references:
             target._check_against(*reference)
         return target
+
+    def follow(self, weights: Weights) -> None:
+        """Take over new weights in place (inference/target/follow.py): a model or state dict of
+        the same configuration, or low-rank updates of the weights that were loaded. `info.revision`
+        then says that they are others. Raises `UserError`; the old weights stay.
+
+        Drafters that were made of the old weights have to follow: see `Engine.follow`.
+        """
+        self._in_place.take(weights)
+        self.version += 1
+        # nothing that is written from now on is of the weights that were loaded
+        self.info = replace(self.info, revision=f"{self._revision}+{self.version}")
 
     @contextmanager
     def computing(self, exact: bool) -> Iterator[None]:

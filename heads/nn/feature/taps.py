@@ -107,6 +107,13 @@ class TapDrafter(ReducedDrafter):
         if self.shortlist is not None:
             self.shortlist.initialise(self.lm_head.weight)
 
+    @torch.no_grad()
+    def follow(self, weights: TargetWeights) -> None:
+        """See `TrainableDrafter`; an LM head that is not trained becomes the target's again."""
+        super().follow(weights)
+        if not self.config.train_lm_head:
+            init.copy(self.lm_head.weight, self.lm_head_rows(weights))
+
     def logits(self, emitted: Tensor) -> Tensor:
         """Normalised outputs [..., H] -> logits [..., V'], as drafts are drawn from them."""
         if self.shortlist is None:

@@ -72,3 +72,15 @@ def test_float64_and_foreign_objects_are_left_alone(monkeypatch: pytest.MonkeyPa
     assert "forward" not in layer.__dict__
     with packed_linears(object()):
         pass
+
+
+def test_a_weight_that_was_changed_in_place_is_packed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packed_linear, "mkl_at_home", lambda: False)
+    layer, x = nn.Linear(8, 4).requires_grad_(False), torch.randn(3, 8)
+    pack_linears(layer)
+    before = layer(x)
+    layer.weight.mul_(2)
+    layer.bias.mul_(2)
+    torch.testing.assert_close(layer(x), 2 * before)

@@ -74,7 +74,7 @@ def test_an_answer_is_that_of_the_engine_streamed_or_not(running: Running) -> No
     pieces = [part.choices[0].delta.content or "" for part in stream if part.choices]
     assert "".join(pieces) == found.choices[0].message.content
     plain = Engine(structured_target(), None, DecodeConfig(shape="none", temperature=1.0))
-    (request,) = plain._requests([USER], [5])
+    (request,) = plain.requests([USER], [5])
     request = replace(request, max_new_tokens=60, constraint=Constraint.schema(PERSON))
     (done,) = plain.run([request])
     assert plain._answer(done).text == found.choices[0].message.content

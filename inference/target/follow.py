@@ -1,0 +1,189 @@
+"""New weights for a loaded target, taken in place: those of a policy in reinforcement learning, or
+of a model that is fine-tuned while it serves.
+
+They come as a whole (a model, or its state dict) or as low-rank updates (LoRA, 2106.09685) of the
+weights that the target had before the first of them. Everything is checked before anything is
+written: a target has all of the new weights or keeps all of the old ones. What refers to the
+weights (drafters that share them, merged projections, captured graphs) sees the new ones; what was
+made of them is made again: see `Engine.follow`.
+
+Weights are [out, in] as `nn.Linear` holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.api.adapter import Updates
+from heads.api.errors import UserError
+from inference.target.loading import text_name
+from inference.target.parallel import gather_whole
+
+Weights = nn.Module | Mapping[str, Tensor] | Updates
+"""A policy: the model (with LoRA layers of peft: their updates), its state dict, or updates."""
+_BEFORE = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put before the names of a model's weights."""
+_PEFT = "base_model.model."
+_DOWN, _UP = ".lora_A.{}.weight", ".lora_B.{}.weight"
+_MORE = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+_SHOWN = 3
+"""Names in a message."""
+
+
+class InPlace:
+    """A loaded model that takes new weights in place. base: of the layers that low-rank updates
+    have changed, their weights before the first, in host memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.base: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, weights: Weights) -> None:
+        """Take over weights; raises `UserError` for those that do not fit, are not finite, or
+        cannot be taken by this model, which then keeps its own."""
+        _require_plain(self.model)
+        given = _unwrapped(weights) if isinstance(weights, nn.Module) else weights
+        own = {text_name(name): value for name, value in self.model.state_dict().items()}
+        if isinstance(given, Updates):
+            self._add(given, own)
+        else:
+            self._replace({text_name(name): value for name, value in given.items()}, own)
+
+    def _replace(self, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Take over a whole state dict; of tied weights one name is enough."""
+        if any("lora_" in name for name in given):
+            raise UserError(
+                "this state dict holds low-rank updates without their scale. Give the peft model "
+                "itself, its saved folder through heads.api.adapter.read_updates, or `Updates` "
+                "with rank and alpha."
+            )
+        tied = _tied(own)
+        missing = [name for name in own if not any(other in given for other in tied[name])]
+        unknown = [name for name in given if name not in own]
+        shapes = [
+            f"{name} {list(given[name].shape)} for {list(own[name].shape)}"
+            for name in own
+            if name in given and given[name].shape != own[name].shape
+        ]
+        found = {"missing": missing, "unknown": unknown, "of another shape": shapes}
+        if missing or unknown or shapes:
+            raise UserError(
+                f"the new weights are not those of this target: {_shown(found)}. Give the whole "
+                "state of a model of the same configuration; weights that are divided among "
+                "processes (FSDP, ZeRO-3) have to be gathered first."
+            )
+        values = {name: gather_whole(value.detach()) for name, value in given.items()}
+        for name, value in values.items():
+            _require_finite(name, value)
+            one = next(other for other in tied[name] if other in values)
+            if one != name and not torch.equal(value, values[one]):
+                raise UserError(
+                    f"{name} and {one} are one weight in this target, but two in the new weights. "
+                    "Train with tied embeddings, or load the policy as a target of its own."
+                )
+        for name, value in values.items():
+            own[name].copy_(value)
+        self.base.clear()
+
+    def _add(self, updates: Updates, own: Mapping[str, Tensor]) -> None:
+        """Let the layers be those of the base with `updates` added in, and no others."""
+        layers = {text_name(layer): pair for layer, pair in updates.layers.items()}
+        base = {f"{layer}.weight": own.get(f"{layer}.weight") for layer in layers} | self.base
+        given = replace(updates, layers=layers)
+        given.require_fit({name: value for name, value in base.items() if value is not None})
+        for layer, pair in layers.items():
+            for part in pair:
+                _require_finite(layer, part)
+        for name, value in base.items():
+            if name not in self.base and value is not None:
+                self.base[name] = value.to("cpu", copy=True)
+        for name, kept in self.base.items():  # one at a time: a sum is in float32
+            layer, value = name.removesuffix(".weight"), kept.to(own[name].device)
+            if layer in layers:
+                down, up = (gather_whole(part.detach()).to(value.device) for part in layers[layer])
+                value = replace(updates, layers={layer: (down, up)}).merged({name: value})[name]
+            own[name].copy_(value)
+
+
+def _unwrapped(model: nn.Module) -> Mapping[str, Tensor] | Updates:
+    """A model's state by plain names, or the updates of peft's layers in it."""
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        for prefix in _BEFORE:
+            name = name.removeprefix(prefix)
+        state[name] = value
+    configs: Any = getattr(getattr(model, "module", model), "peft_config", None)
+    if not configs or not any("lora_" in name for name in state):
+        return state
+    active = [*configs] if len(configs) == 1 else [getattr(model, "active_adapter", "")]
+    return _peft_updates(state, configs[active[0]], active[0])
+
+
+def _peft_updates(state: Mapping[str, Tensor], config: Any, adapter: str) -> Updates:
+    """The updates of a peft model's active adapter; raises `UserError` for what is more than one
+    low-rank product per layer."""
+    down, up = _DOWN.format(adapter), _UP.format(adapter)
+    layers = [name.removesuffix(down) for name in state if name.endswith(down)]
+    parts = {f"{layer}{end}" for layer in layers for end in (down, up)}
+    more = [name for name in _MORE if getattr(config, name, None)]
+    more += [name for name in state if "lora_" in name and name not in parts]
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA" or more or getattr(config, "bias", "none") != "none":
+        raise UserError(
+            f"of peft's adapters plain LoRA is followed, one low-rank product per layer; this one "
+            f"is {kind} with {', '.join(more[:_SHOWN]) or 'biases'}. Give the state dict of its "
+            "merged model (merge_and_unload of a copy)."
+        )
+    pairs = {
+        layer.removeprefix(_PEFT): (state[layer + down], state[layer + up]) for layer in layers
+    }
+    return Updates(int(config.r), float(config.lora_alpha), pairs)
+
+
+def _require_plain(model: nn.Module) -> None:
+    """Raise `UserError` for a model whose weights cannot be written as they come."""
+    odd = [name for name, value in model.named_parameters() if type(value) is not nn.Parameter]
+    split = [name for name, value in model.named_parameters() if gather_whole(value) is not value]
+    config: Any = getattr(model, "config", None)
+    if odd or getattr(config, "quantization_config", None) is not None:
+        raise UserError(
+            "a quantised target cannot take new weights in place: they would have to be quantised "
+            "anew. Load it with target.quantization=none."
+        )
+    if split:
+        raise UserError(
+            "a target that is split over processes cannot take new weights in place. Load it with "
+            "target.tensor_parallel=false."
+        )
+
+
+def _require_finite(name: str, value: Tensor) -> None:
+    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        raise UserError(
+            f"the new weight '{name}' holds values that are not finite. The target keeps its old "
+            "weights; look at the step that made these."
+        )
+
+
+def _tied(own: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """By every name, all names of its weight in their order."""
+    groups: dict[Any, list[str]] = {}
+    for name, value in own.items():
+        place = value.data_ptr() if value.numel() else name
+        groups.setdefault((place, value.shape, value.stride()), []).append(name)
+    return {name: group for group in groups.values() for name in group}
+
+
+def _shown(found: Mapping[str, Sequence[str]]) -> str:
+    """Names by what is wrong with them, in words."""
+    parts = []
+    for what, names in found.items():
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        parts += [f"{', '.join(names[:_SHOWN])}{more}: {what}"] if names else []
+    return "; ".join(parts)

@@ -1,0 +1,188 @@
+"""The drafter in training beside the one that decodes: float32 weights of its own, the losses,
+engine and optimisers of `headstart train`, on answers that are in memory."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import TrainableDrafter
+from heads.api.errors import UserError
+from inference.target.model import TargetModel
+from train.data.loader import StepLoader
+from train.data.pack import PackedData
+from train.data.packed_file import Document
+from train.distributed import World
+from train.engines.base import EngineConfig
+from train.engines.torch_engine import TorchEngine
+from train.features.base import Features, OnlineFeatures
+from train.on_policy import OnPolicyConfig, OnPolicyFeatures
+from train.optim import OptimConfig
+
+
+@dataclass(frozen=True)
+class RefreshSettings:
+    """How a drafter is trained between rollouts."""
+
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(kind="muon", lr=1e-3))
+    """The optimiser, whose state goes on from refresh to refresh; the rate is constant."""
+    rows: int = 8
+    """Packed rows of a step (at least 1); fewer where the rollouts fill fewer."""
+    micro_rows: int = 8
+    """Rows of a forward pass (at least 1)."""
+    length: int = 0
+    """Tokens of a packed row, longer answers are cut; 0: those of the longest answer."""
+    rollouts: int = 1
+    """How many of the last rollouts are trained on (at least 1)."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the forward passes; auto: float32 on a CPU, bfloat16 elsewhere."""
+    on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
+    """Which share of the rows the drafter rewrites (train/on_policy.py); by default none."""
+    seed: int = 0
+    """Of the order of rows and of what losses draw."""
+
+    def __post_init__(self) -> None:
+        least = {"rows": 1, "micro_rows": 1, "length": 0, "rollouts": 1}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise UserError(
+                    f"RefreshSettings.{name} is at least {bound}; given: {getattr(self, name)}."
+                )
+
+
+@dataclass(frozen=True)
+class Refreshed:
+    """What a refresh did. tau: of the last rollout, drafted before it; loss, last_loss: per
+    supervised token at the first and the last step; accuracy: of the first drafted token at the
+    last step, where the kind measures it; tokens: read, padding not counted."""
+
+    steps: int
+    seconds: float
+    tokens: int
+    tau: float
+    loss: float
+    last_loss: float
+    accuracy: float | None = None
+
+
+class DrafterTraining:
+    """A drafter's weights in training. Raises `UserError` for a kind that trains none, or not on
+    its own words where that is asked for."""
+
+    def __init__(
+        self, drafter: TrainableDrafter, target: TargetModel, settings: RefreshSettings
+    ) -> None:
+        self.target, self.settings, self.served = target, settings, drafter
+        self.drafter = _float32_copy(drafter, target)
+        self.steps = 0
+        precision = settings.precision
+        if precision == "auto":
+            precision = "float32" if target.device.type == "cpu" else "bfloat16"
+        config = EngineConfig(name="torch", precision=precision)
+        self.config = config
+        self.engine = self._new_engine()
+        plain = OnlineFeatures(target, self.drafter.needs, config.dtype)
+        self.features: Features = plain
+        if settings.on_policy.share:
+            eos, own = target.eos_token_ids, settings.on_policy
+            self.features = OnPolicyFeatures(plain, self.drafter, eos, own, config)
+
+    def follow(self) -> None:
+        """Go on with the target's new weights."""
+        self.drafter.follow(self.target.weights)
+
+    def train(self, documents: Iterable[Document], length: int, steps: int) -> Mapping[str, float]:
+        """So many steps on the documents, packed into rows of `length`; returns sums and, as loss
+        and last_loss, two means. The decoding drafter gets the new weights if all are finite; else
+        `UserError`, and both keep the old ones."""
+        settings = self.settings
+        data = PackedData(documents, length)
+        rows = min(settings.rows, len(data))
+        micro = math.gcd(rows, settings.micro_rows)
+        # another seed for every refresh: the first rows of one are not those of the next
+        loader = StepLoader(data, rows, micro, 1, 0, settings.seed + self.steps)
+        found: dict[str, float] = defaultdict(float)
+        for index in range(steps):
+            batches, supervised = loader.step(index), max(1, loader.supervised(index))
+            loss = 0.0
+            for place, packed in enumerate(batches):
+                batch = self.features.batch(packed, self.steps)
+                batch.progress = 1.0
+                output = self.engine.forward_backward(batch, supervised, place + 1 == len(batches))
+                loss += float(output.loss_sum) / supervised
+                found["tokens"] += int((packed.segments > 0).sum())
+                if index + 1 == steps and "accuracy/depth1" in output.metrics:
+                    right, count = map(float, output.metrics["accuracy/depth1"])
+                    found["right"] += right
+                    found["judged"] += count
+            norm = self.engine.step(settings.optim.lr)
+            if not math.isfinite(loss) or not math.isfinite(norm):
+                self._take_back()
+                raise UserError(
+                    f"a refresh ended at step {index + 1}: its loss is {loss}, its gradient's norm "
+                    f"{norm}. The drafter keeps its weights. Lower RefreshSettings.optim.lr."
+                )
+            found["last_loss"] = loss
+            if index == 0:
+                found["loss"] = loss
+            self.steps += 1
+        self.publish()
+        return found
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Hand the weights to the drafter that decodes, in place."""
+        own: dict[str, Tensor] = dict(self.served.state_dict())
+        for name, value in self.drafter.state_dict().items():
+            own[name].copy_(value)
+
+    def state(self) -> dict[str, Any]:
+        """What `load` goes on from: weights in training, the optimiser's state, steps so far."""
+        return {
+            "drafter": dict(self.drafter.state_dict()),
+            "optimizer": self.engine.optimizer.state_dict(),
+            "steps": self.steps,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`; the decoding drafter gets its weights."""
+        self.drafter.load_state_dict(state["drafter"])
+        self.engine.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+        self.publish()
+
+    def _new_engine(self) -> TorchEngine:
+        world = World(device=self.target.device)
+        return TorchEngine(self.drafter, self.config, self.settings.optim, world)
+
+    def _take_back(self) -> None:
+        """Go back to the weights that decode; the optimiser begins anew."""
+        self.drafter.load_state_dict(self.served.state_dict())
+        self.engine = self._new_engine()
+
+
+def _float32_copy(drafter: TrainableDrafter, target: TargetModel) -> TrainableDrafter:
+    """A drafter of the same weights to be trained, beside the target."""
+    if not drafter.trains:
+        raise UserError(
+            f"kind '{drafter.kind}' trains no weights of its own, so there is nothing to refresh. "
+            "It follows its target as it is."
+        )
+    kind: Any = type(drafter)
+    cuda = [target.device] if target.device.type == "cuda" else []
+    with torch.random.fork_rng(cuda):  # weights that are set below
+        copy: TrainableDrafter = kind(drafter.config, drafter.info)
+    copy.to(device=target.device, dtype=torch.float32)
+    copy.load_state_dict(drafter.state_dict())
+    copy.bind(target.weights)
+    if not any(parameter.requires_grad for parameter in copy.parameters()):
+        raise UserError(
+            f"kind '{drafter.kind}' has no weights to train: it follows its target as it is."
+        )
+    return copy
