@@ -270,6 +270,7 @@ class BatchRun:
         for _, one in seated:
             one.arm = None
 
+
 def _asks_logprobs(some: Sequence[Completion | None]) -> bool:
     """Whether any of the requests asks for log-probabilities."""
     return any(item is not None and item.request.logprobs is not None for item in some)

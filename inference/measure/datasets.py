@@ -23,6 +23,7 @@ from typing import Any
 from heads.api.config import NonNegativeInt, config
 from heads.api.errors import UserError, suggest
 from inference.measure.prompts import Prompt, load_prompts
+from inference.target.chat import Message
 
 BUILDERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 COMMIT = 40
@@ -140,7 +141,7 @@ def _from_table(source: str, config: DatasetConfig) -> Loaded:
                 "seed comes from its id."
             )
         first, *turns = asked
-        messages = ({"role": "user", "content": first},)
+        messages: tuple[Message, ...] = ({"role": "user", "content": first},)
         prompts[name] = Prompt(name, own, messages=messages, turns=tuple(turns))
     if not prompts:
         how = f"template {config.template!r}" if config.template else "given turns_column"

@@ -112,5 +112,4 @@ def sampling_of(decode: DecodeConfig) -> dict[str, object]:
 
 def kept_layers(decode: DecodeConfig) -> tuple[int, ...]:
     """The layers whose states are kept with the responses."""
-    kept = isinstance(decode, SamplingConfig) and decode.states
-    return decode.state_layers if kept else ()
+    return decode.state_layers if isinstance(decode, SamplingConfig) and decode.states else ()
