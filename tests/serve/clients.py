@@ -46,11 +46,12 @@ def python_of(name: str) -> str | None:
 def run(command: Sequence[str], folder: Path, offline: bool = True) -> str:
     """Run a client to its end; returns what it wrote. An error shows the end of that. offline: tell
     the Hub's client so, with which aiperf reads no tokenizer from a folder."""
-    own = {"HF_HOME": str(folder / "hf")} | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+    own = {name: value for name, value in os.environ.items() if not name.endswith("_OFFLINE")}
+    own |= {"HF_HOME": str(folder / "hf")} | ({"HF_HUB_OFFLINE": "1"} if offline else {})
     done = subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, **own},
+        env=own,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

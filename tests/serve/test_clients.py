@@ -168,8 +168,10 @@ def write_tasks(folder: Path) -> list[str]:
 
 def likelihood(model: Any, tokenizer: Any, before: str, text: str) -> tuple[float, bool]:
     """The sum of the log-probabilities of `text` behind `before`, and whether every token of it is
-    the most likely one; by transformers."""
-    start, whole = len(tokenizer.encode(before)), tokenizer.encode(before + text)
+    the most likely one; by transformers. As lm-eval does, `before` keeps the tokens that it has alone
+    where the whole text would be divided otherwise."""
+    context = tokenizer.encode(before)
+    start, whole = len(context), [*context, *tokenizer.encode(before + text)[len(context) :]]
     with torch.no_grad():
         logs = model(torch.tensor([whole])).logits[0, start - 1 : -1].log_softmax(-1)
     own = torch.tensor(whole[start:])
