@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
+import io
 import pickle
 import sys
 import time
@@ -34,6 +34,7 @@ from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.loading import load_drafter
+from inference.manifest import write_bytes
 from inference.measure.config import process_facts
 from inference.measure.prompts import Prompt, load_prompts
 from inference.report.markdown import markdown_table
@@ -167,9 +168,9 @@ def save(folder: Path, settings: Facts, ways: Sequence[Way], steps: list[Facts])
     content: Facts = {"settings": settings, "steps": steps, "ways": {}}
     for way in ways:
         content["ways"][way.name] = {**way.policy.state(), "follower": way.follower.state()}
-    partial = folder / "state.pt.partial"
-    torch.save(content, partial)
-    os.replace(partial, folder / "state.pt")
+    written = io.BytesIO()
+    torch.save(content, written)
+    write_bytes(folder / "state.pt", written.getvalue())
 
 
 def restore(folder: Path, settings: Facts, ways: Sequence[Way]) -> list[Facts]:

@@ -38,9 +38,9 @@ class LearnConfig:
     """Seconds after which a request to the server has failed; it loads candidates meanwhile."""
     verify: bool = True
     """Check the certificate of a server that speaks https."""
-    least_tokens: Annotated[int, Ge(1), Le(10**9)] = 20_000
+    least_tokens: Annotated[int, Ge(1), Le(1_000_000_000)] = 20_000
     """A cycle begins once so many tokens of answers have been sampled."""
-    most_tokens: Annotated[int, Ge(1), Le(10**9)] = 200_000
+    most_tokens: Annotated[int, Ge(1), Le(1_000_000_000)] = 200_000
     """Most tokens of answers that a cycle learns from; the newest ones are taken."""
     all_tokens: TokenTotal = 0
     """Tokens of answers that all cycles together may learn from; 0: no limit."""

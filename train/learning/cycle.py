@@ -261,7 +261,7 @@ class Learner:
         rate."""
         if attempt > MOST_TRIES:
             raise CandidateError(f"{MOST_TRIES} comparisons were lost with their server")
-        if self.server.trial() is not None:  # somebody else's, or of a learner that was killed
+        if self.server.trial() is not None:  # started by others, or by a learner that was killed
             self.server.end_trial(keep=False)
         candidate = self._candidate(cycle)
         self._note(TRIAL, cycle, attempt=attempt)

@@ -195,7 +195,8 @@ def decode(request: ServingRequest, mode: ServingMode) -> list[ServedMode]:
 
 def taken(engine: Any, mode: ServingMode) -> dict[str, Any]:
     """What the engine's configuration says of every setting that was asked for."""
-    found = getattr(engine.llm_engine.vllm_config, "speculative_config", None)
+    settings = getattr(engine.llm_engine, "vllm_config", None)
+    found = getattr(settings, "speculative_config", None)
     return {name: getattr(found, name, None) for name in mode.speculative or ()}
 
 

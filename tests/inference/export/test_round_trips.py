@@ -82,9 +82,11 @@ def test_every_kind_and_engine_has_a_way_or_a_reason(target: TargetModel) -> Non
         assert set(ways) == set(ENGINES), method
         for way in ways.values():
             assert isinstance(way, Route) or len(way) > 20
-    # Every way is walked by a test above, those of a target's own block in test_native_mtp.py.
+    # Every way is walked by a test above, those of a target's own block in test_native_mtp.py, GGUF
+    # files in test_gguf.py.
     walked = {(method_of(name), engine) for name, engine in EXPORTS}
     walked |= {("native_mtp", engine) for engine in ("vllm", "sglang")}
+    walked |= {(method, "llama.cpp") for method in ("distilled", "eagle3", "dflash", "dspark")}
     there = {
         (method, engine)
         for method, ways in ROUTES.items()

@@ -181,10 +181,7 @@ def test_a_missing_library_is_named_with_its_pip_name(
         settings(name)
 
 
-@pytest.mark.parametrize(
-    ("method", "pip"),
-    [("gptq", "gptqmodel"), ("awq", "gptqmodel"), ("compressed-tensors", "compressed-tensors")],
-)
+@pytest.mark.parametrize(("method", "pip"), [("gptq", "gptqmodel"), ("awq", "gptqmodel")])
 def test_a_quantised_checkpoint_names_the_library_it_needs(
     monkeypatch: pytest.MonkeyPatch, method: str, pip: str
 ) -> None:
