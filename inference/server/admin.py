@@ -87,13 +87,14 @@ class Admin:
         return self._state(self.swaps.trial())
 
     def answers(self, given: Given) -> Told:
-        """A trial with the observations of both drafters, [domain, accepted, passes] each."""
+        """A trial with the observations of both drafters,
+        [domain, accepted, passes, client] each."""
         require_keys(given)
         found = self.swaps.trial()
         if found is None:
             raise ApiError(404, "no trial runs.", code="no_trial")
         told = {
-            name: [[one.domain, one.accepted, one.passes] for one in arm.answers]
+            name: [[one.domain, one.accepted, one.passes, one.client] for one in arm.answers]
             for name, arm in (("current", found.current), ("candidate", found.candidate))
         }
         return {**self._state(found), "answers": told}
