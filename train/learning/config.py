@@ -31,7 +31,8 @@ class LearnConfig:
     server: str = ""
     """Address of the running server, such as http://127.0.0.1:8000."""
     folder: str = ""
-    """Folder of the journal, the sampled traffic and the candidates; empty: <run>/learn."""
+    """Folder of the journal, the sampled traffic and the candidates; empty: the one into which the
+    server samples answers."""
     key_variable: str = "HEADSTART_SERVE_TOKEN"
     """Environment variable with the server's token, if it wants one."""
     timeout: Timeout = 120.0

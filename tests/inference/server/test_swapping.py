@@ -315,7 +315,9 @@ def test_answers_are_cut_at_the_passes_that_count_and_kept_once() -> None:
     for index in (1, 2, 7):
         counts.ended(index, "code", f"client {index}")
     state = counts.state()
-    assert [(one.accepted, one.passes, one.client) for one in state.candidate.answers] == [(3, 2, 0)]
+    assert [(one.accepted, one.passes, one.client) for one in state.candidate.answers] == [
+        (3, 2, 0)
+    ]
     assert [(one.accepted, one.passes, one.client) for one in state.current.answers] == [(1, 1, 1)]
     assert (state.candidate.rows, state.candidate.passes, state.candidate.accepted) == (1, 3, 6)
     assert (state.current.rows, state.current.committed) == (1, 2)
