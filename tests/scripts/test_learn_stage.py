@@ -35,6 +35,7 @@ LEARN = (
     "learn.held_out_prompts=16",
     "learn.free_megabytes=0",
     "learn.nice=0",
+    "learn.error_rate=0.2",  # decided after fewer answers, which a busy machine gives slowly
     "train.max_steps=60",
     "train.eval_every=20",
     "train.eval_tokens=16",
