@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -28,9 +29,12 @@ DRAFTER_PATH = "/admin/drafter"
 TRIAL_PATH = "/admin/drafter/trial"
 
 
-def add_admin(app: FastAPI, swaps: DrafterSwaps, secret: Secret | None) -> None:
-    """Add the routes to an application. Work is done on threads of its own: loading takes time."""
-    admin = Admin(swaps)
+def add_admin(
+    app: FastAPI, swaps: DrafterSwaps, secret: Secret | None, samples: Path | None = None
+) -> None:
+    """Add the routes to an application. Work is done on threads of its own: loading takes time.
+    samples: where the server samples answers, if it does."""
+    admin = Admin(swaps, samples)
     for method, path, work in (
         ("GET", DRAFTER_PATH, admin.state),
         ("POST", DRAFTER_PATH, admin.install),
@@ -63,11 +67,12 @@ def _endpoint(work: Work, secret: Secret | None) -> Callable[[Request], Awaitabl
 class Admin:
     """What the routes do. given: the body of a POST, of others the query."""
 
-    def __init__(self, swaps: DrafterSwaps) -> None:
+    def __init__(self, swaps: DrafterSwaps, samples: Path | None) -> None:
         self.swaps = swaps
+        self.samples = str(samples.resolve()) if samples else None
 
     def state(self, given: Given) -> Told:
-        """The drafter, and the sums of a trial."""
+        """The drafter, the sums of a trial, and the folder of samples."""
         require_keys(given)
         return self._state(self.swaps.trial())
 
@@ -87,13 +92,14 @@ class Admin:
         return self._state(self.swaps.trial())
 
     def answers(self, given: Given) -> Told:
-        """A trial with the observations of both drafters, [domain, accepted, passes] each."""
+        """A trial with the observations of both drafters,
+        [domain, accepted, passes, client] each."""
         require_keys(given)
         found = self.swaps.trial()
         if found is None:
             raise ApiError(404, "no trial runs.", code="no_trial")
         told = {
-            name: [[one.domain, one.accepted, one.passes] for one in arm.answers]
+            name: [[one.domain, one.accepted, one.passes, one.client] for one in arm.answers]
             for name, arm in (("current", found.current), ("candidate", found.candidate))
         }
         return {**self._state(found), "answers": told}
@@ -112,7 +118,7 @@ class Admin:
         if found is not None:
             trial = {"share": found.share, "most": found.most, "depth": found.depth}
             trial |= {"current": sums(found.current), "candidate": sums(found.candidate)}
-        return {"drafter": self.swaps.current(), "trial": trial}
+        return {"drafter": self.swaps.current(), "trial": trial, "samples": self.samples}
 
 
 def require_admin(request: Request, secret: Secret | None) -> None:

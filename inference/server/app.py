@@ -89,7 +89,7 @@ def build_app(service: Service) -> FastAPI:
         shown = generate_latest(service.metrics.registry)
         return Response(shown, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    add_admin(app, service.swaps, service.admin)
+    add_admin(app, service.swaps, service.admin, service.samples)
     return app
 
 

@@ -104,6 +104,9 @@ class ServeConfig:
     learn: bool = False
     """Learn from the traffic in the background: answers are sampled, and `headstart learn` runs
     beside the server (docs/learning.md)."""
+    sample: bool = False
+    """Sample answers for a `headstart learn` that is started by hand. Needs an admin token, with
+    which the learner changes the drafter."""
     learn_folder: str = ""
     """Folder of the samples, the learner's journal and its candidates; empty: <root>/learn."""
     learn_share: Fraction = 1.0
@@ -122,10 +125,15 @@ class ServeConfig:
                 "serve.domains must name 1 to 64 domains, each a label of the metrics; given: "
                 f"{len(self.domains)}."
             )
-        if self.learn and self.records_redact:
+        if (self.learn or self.sample) and self.records_redact:
             raise UserError(
-                "serve.records_redact keeps every token out of records, but serve.learn samples "
-                "answers, whose tokens it learns from. Leave one of them out."
+                "serve.records_redact keeps every token out of records, but serve.learn and "
+                "serve.sample sample answers with their tokens. Leave one of them out."
+            )
+        if self.learn and self.sample:
+            raise UserError(
+                "serve.learn=true samples for the learner that the server starts, "
+                "serve.sample=true for another one; a server has one. Leave one of them out."
             )
 
     def limits(self, rows: int) -> Limits:

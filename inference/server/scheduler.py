@@ -354,7 +354,7 @@ class Scheduler:
         job.drafts.accepted += record.accepted
         self.metrics.verified(job.domain, record)
         if self.trial is not None:
-            self.trial.count(job.index, job.domain, record)
+            self.trial.count(job.index, job.domain, record, job.client)
         if job.sampled:
             job.passes.append(record)
         if self.log is not None and job.asked.store:
@@ -394,7 +394,7 @@ class Scheduler:
         """Write down a sequence whose verifications were; its request has ended."""
         heat = job.asked.sampling.temperature
         if self.trial is not None:
-            self.trial.ended(job.index, job.domain)
+            self.trial.ended(job.index, job.domain, job.client)
         if self.log is not None and job.tokens and job.asked.store:
             self.log.sequence(job.id, job.domain, job.prompt, job.tokens, job.seed, heat, finish)
         if self.samples is not None and job.sampled and job.passes and finish != "cancelled":

@@ -177,7 +177,7 @@ class Service:
         self.scheduler = Scheduler(
             engine, self.context, self.metrics, self.post, *kept, self._broken
         )
-        self.admin = admin
+        self.admin, self.samples = admin, samples
         shown = SwapMetrics(self.metrics.registry)
         self.swaps = DrafterSwaps(engine, self.scheduler, checkpoint or drafter, shown)
         self.watched: DrafterFolder | None = None

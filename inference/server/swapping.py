@@ -13,6 +13,7 @@ and the change itself between two steps of the worker.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -80,9 +81,10 @@ class DrafterSwaps:
         engine = self.engine
         depth = engine.tree.max_depth
         most = passes_within(engine.decode.max_new_tokens, depth)
+        choose = partial(drafts_with_candidate, share, secrets.token_bytes(16))
 
         def pair(session: Session, drafter: Any, name: str) -> list[Completion]:
-            ended = session.pair_with(drafter, partial(drafts_with_candidate, share))
+            ended = session.pair_with(drafter, choose)
             self._candidate, names = name, (self._current, name)
             self.scheduler.trial = TrialCounts(*names, share, most, depth, self.metrics.booked)
             return ended

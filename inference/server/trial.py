@@ -1,11 +1,13 @@
 """A candidate beside the drafter in a running server: what each of the two has done, at any time.
 
 Every request that begins while a trial runs drafts with one of the two, by a hash of its seed and
-number; requests that ran before keep the drafter and do not count. The text never depends on it.
+number under a key that is drawn for the trial, so that no client can choose; requests that ran
+before keep the drafter and do not count. The text never depends on it.
 
 An answer is one observation for the sequential test: the drafted tokens that its first `most`
 passes accepted, and how many passes those were (`inference.staleness.evidence.Bets.add`). It is
-known as soon as it has so many passes, or has ended.
+known as soon as it has so many passes, or has ended. Its client is a number, in the order in which
+clients came to the trial: enough to bound what one of them weighs, and no address.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ MOST_ANSWERS = 200_000
 @dataclass(frozen=True)
 class ArmAnswer:
     """One answer. accepted: drafted tokens that its first `passes` verifications kept; passes: at
-    most `TrialState.most`, at least 1."""
+    most `TrialState.most`, at least 1; client: whose, from 0 on, the same in both arms."""
 
     domain: str
     accepted: int
     passes: int
+    client: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,11 @@ class TrialState:
     depth: int
 
 
-def drafts_with_candidate(share: float, request: Request) -> bool:
-    """Whether a request drafts with the candidate: the same for the same seed and number."""
-    key = f"{request.seed}:{request.index}".encode()
-    place = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
+def drafts_with_candidate(share: float, key: bytes, request: Request) -> bool:
+    """Whether a request drafts with the candidate: the same for the same seed and number under a
+    key of at most 64 bytes, which whoever sends requests does not know."""
+    own = f"{request.seed}:{request.index}".encode()
+    place = int.from_bytes(hashlib.blake2b(own, digest_size=8, key=key).digest(), "big")
     return place < share * 2.0**64
 
 
@@ -105,10 +109,11 @@ class TrialCounts:
         """booked: told of every verification that counts, and whether the candidate drafted."""
         self.share, self.most, self.depth, self.booked = share, most, depth, booked
         self._arms = _Arm(current), _Arm(candidate)
+        self._clients = dict[str, int]()
         self._lock = threading.Lock()
 
-    def count(self, index: int, domain: str, record: PassRecord) -> None:
-        """Book a verification of request `index`, unless that began before the trial."""
+    def count(self, index: int, domain: str, record: PassRecord, client: str = "") -> None:
+        """Book a verification of a client's request `index`, unless that began before the trial."""
         if record.arm is None:
             return
         with self._lock:
@@ -123,20 +128,21 @@ class TrialCounts:
             if len(kept) < self.most:
                 kept.append(record.accepted)
                 if len(kept) == self.most:
-                    self._observe(arm, domain, kept)
+                    self._observe(arm, domain, kept, client)
         self.booked(bool(record.arm), record)
 
-    def ended(self, index: int, domain: str) -> None:
-        """A request has ended, however."""
+    def ended(self, index: int, domain: str, client: str = "") -> None:
+        """A client's request has ended, however."""
         with self._lock:
             for arm in self._arms:
                 kept = arm.open.pop(index, [])
                 if 0 < len(kept) < self.most:
-                    self._observe(arm, domain, kept)
+                    self._observe(arm, domain, kept, client)
 
-    def _observe(self, arm: _Arm, domain: str, kept: list[int]) -> None:
+    def _observe(self, arm: _Arm, domain: str, kept: list[int], client: str) -> None:
         if len(arm.answers) < MOST_ANSWERS:
-            arm.answers.append(ArmAnswer(domain, sum(kept), len(kept)))
+            number = self._clients.setdefault(client, len(self._clients))
+            arm.answers.append(ArmAnswer(domain, sum(kept), len(kept), number))
 
     def state(self) -> TrialState:
         """A copy of everything as it stands."""

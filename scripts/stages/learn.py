@@ -42,7 +42,7 @@ def run(settings: Settings) -> None:
             f"`headstart learn` needs {error.name}: pip install fastapi (Headstart's extra "
             "`serve`)."
         ) from error
-    config, folder = settings.learn, learn_folder(settings.learn.folder, settings)
+    config = settings.learn
     if config.with_parent:
         end_with(os.getppid())
     prepare_process(settings.run)
@@ -51,6 +51,8 @@ def run(settings: Settings) -> None:
     with suppress(OSError):
         os.nice(max(0, config.nice - os.nice(0)))
     server = HttpServer(config)
+    wait_for(server, config.look_seconds)
+    folder = sampled_folder(config.folder, server)
     with writing(folder) as journal:
         cycle = cycle_settings(settings, folder, server)
         say(f"learning from the traffic in {shown(folder)} for {config.server}")
@@ -63,24 +65,54 @@ def run(settings: Settings) -> None:
 
 
 def learn_folder(given: str, settings: Settings) -> Path:
-    """The learner's folder, which a server and its learner share."""
+    """The folder of learning, which a server and its learner share."""
     return Path(given).expanduser() if given else settings.run.directory / "learn"
+
+
+def wait_for(server: HttpServer, seconds: float) -> None:
+    """Ask a server every so often until it answers."""
+    from train.learning.server import ServerGoneError
+
+    while True:
+        try:
+            server.current()
+            return
+        except ServerGoneError as error:
+            logger.warning("%s", error)
+            time.sleep(seconds)
+
+
+def sampled_folder(given: str, server: HttpServer) -> Path:
+    """The folder of learning, which holds the server's samples. Raises `UserError` for another one
+    than was given, and a server that samples nothing, or on another machine."""
+    from train.learning.cycle import TRAFFIC
+
+    samples = server.samples()
+    if samples is None:
+        raise UserError(
+            f"the server at {server.base} samples no answers to learn from. Start it with "
+            "serve.sample=true (or serve.learn=true, which starts a learner too)."
+        )
+    folder = Path(given).expanduser() if given else samples.parent
+    if (folder / TRAFFIC).resolve() != samples:
+        raise UserError(
+            f"learn.folder is '{folder}', but the server at {server.base} samples into "
+            f"'{samples}'. Leave learn.folder out, or give '{samples.parent}'."
+        )
+    if not samples.is_dir():
+        raise UserError(
+            f"the server at {server.base} samples into '{samples}', which is not on this machine. "
+            "Start `headstart learn` where the server runs, or where it sees the same folder."
+        )
+    return folder
 
 
 def cycle_settings(settings: Settings, folder: Path, server: HttpServer) -> CycleSettings:
     """What every cycle is made with: the draft and the learning rate are those of the drafter that
-    serves now. Waits for a server that does not answer yet."""
-    from train.learning.server import ServerGoneError
+    serves now."""
     from train.learning.work import CycleSettings
 
-    while True:
-        try:
-            current = server.current()
-            break
-        except ServerGoneError as error:
-            logger.warning("%s", error)
-            time.sleep(settings.learn.look_seconds)
-    found = drafters.find_trained("the server's drafter", current, settings.run)
+    found = drafters.find_trained("the server's drafter", server.current(), settings.run)
     target = settings.target
     if settings.learn.device:
         target = replace(target, device=settings.learn.device)

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from heads.api.errors import UserError
 from inference.manifest import checkpoint_hash
-from inference.server.config import ADMIN_VARIABLE, TOKEN_VARIABLE, read_admin_secret, read_secret
+from inference.server.config import (
+    ADMIN_VARIABLE,
+    TOKEN_VARIABLE,
+    ServeConfig,
+    read_admin_secret,
+    read_secret,
+)
 from inference.server.front.secret import Secret
 from inference.server.front.server import bind, url_of
 from inference.writers import hold
@@ -31,7 +37,7 @@ def run(settings: Settings) -> int:
             "`serve`)."
         ) from error
     config = settings.serve
-    secret, admin = read_secret(config), read_admin_secret(config)
+    secret, admin = read_secret(config), admin_for(config)
     listening = bind("serve", config.host, config.port)
     learner: subprocess.Popen[bytes] | None = None
     samples: Path | None = None
@@ -39,8 +45,8 @@ def run(settings: Settings) -> int:
         prepare_process(settings.run)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
         given = config.drafter
-        if config.learn:
-            samples, admin, given = prepare_learning(settings, admin)
+        if config.learn or config.sample:
+            samples, given = prepare_learning(settings)
         engine, found = build_engine(settings, given)
         drafter, records, weights = found.name if found else "no drafter", None, ""
         if config.log_rejections:
@@ -59,8 +65,9 @@ def run(settings: Settings) -> int:
         where = f"{url_of(listening, bool(config.ssl_certfile))}/v1"
         guarded = "with a token" if secret else "without a token"
         kept = f"; records go to {shown(records)}" if records else ""
+        kept += f"; samples go to {shown(samples)}" if samples else ""
         print(f"serving '{service.name}' with {drafter} at {where} ({guarded}){kept}", flush=True)
-        if samples is not None:
+        if config.learn and samples is not None:
             tokens = {ADMIN_VARIABLE: admin.value.decode()} if admin else {}
             tokens |= {TOKEN_VARIABLE: secret.value.decode()} if secret else {}
             address = url_of(listening, bool(config.ssl_certfile))
@@ -73,9 +80,22 @@ def run(settings: Settings) -> int:
             end_learner(learner)
 
 
-def prepare_learning(settings: Settings, admin: Secret | None) -> tuple[Path, Secret, str]:
-    """The folder of a learner's samples, held until the stage ends; the admin token, drawn where
-    none is given; and the drafter to begin with: the one that was taken last, if any."""
+def admin_for(config: ServeConfig) -> Secret | None:
+    """The admin token, drawn where the server starts a learner and none is given. Raises
+    `UserError` where another learner needs one."""
+    given = read_admin_secret(config)
+    if given is None and config.sample:
+        raise UserError(
+            "serve.sample=true samples for a learner that changes the drafter, which needs an "
+            f"admin token: set {ADMIN_VARIABLE}, for `headstart learn` too. `openssl rand -hex 24` "
+            "makes one."
+        )
+    return Secret(secrets.token_hex(24).encode()) if given is None and config.learn else given
+
+
+def prepare_learning(settings: Settings) -> tuple[Path, str]:
+    """The folder of a learner's samples, held until the stage ends, and the drafter to begin with:
+    the one that was taken last, if any."""
     from train.learning.cycle import TRAFFIC, last_taken
     from train.learning.journal import read_journal
 
@@ -85,4 +105,4 @@ def prepare_learning(settings: Settings, admin: Secret | None) -> tuple[Path, Se
     hold(samples)
     if taken is not None:
         print(f"the drafter is {shown(taken)}, which learning has taken last", flush=True)
-    return samples, admin or Secret(secrets.token_hex(24).encode()), str(taken or config.drafter)
+    return samples, str(taken or config.drafter)

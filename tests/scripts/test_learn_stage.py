@@ -1,9 +1,11 @@
 """`headstart serve serve.learn=true`, whole: a server, its learner, traffic, a drafter that is
-taken, kill -9, and what was learnt after a restart."""
+taken, kill -9, and what was learnt after a restart. The same with a learner started by hand."""
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,10 +14,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
+from heads.api.errors import UserError
+from inference.server.config import ADMIN_VARIABLE, ServeConfig
+from scripts.stages.learn import sampled_folder
+from scripts.stages.serve import admin_for
 from tests.train.learning.traffic import prepare
 from train.learning.journal import Entry, read_journal
 
@@ -27,6 +35,7 @@ LEARN = (
     "learn.held_out_prompts=16",
     "learn.free_megabytes=0",
     "learn.nice=0",
+    "learn.error_rate=0.2",  # decided after fewer answers, which a busy machine gives slowly
     "train.max_steps=60",
     "train.eval_every=20",
     "train.eval_tokens=16",
@@ -37,18 +46,29 @@ LEARN = (
 )
 
 
-class Served:
-    """`headstart serve serve.learn=true` in a process of its own. base: its address."""
+def common(place: Path, folder: Path) -> list[str]:
+    """Settings that a server and its learner share."""
+    words = ["target=local", f"target.path={place / 'target'}", "target.device=cpu"]
+    words += ["target.dtype=float32", "decode.depth=3", "decode.max_new_tokens=16"]
+    return [*words, "decode.batch_size=8", "run.threads=1", f"run.root={folder / 'outputs'}"]
 
-    def __init__(self, place: Path, folder: Path) -> None:
-        words = [sys.executable, "-m", "scripts.cli", "serve", "serve.learn=true"]
-        words += ["target=local", f"target.path={place / 'target'}", "target.device=cpu"]
-        words += ["target.dtype=float32", f"serve.drafter={place / 'drafter'}", "serve.port=0"]
-        words += ["decode.depth=3", "decode.max_new_tokens=16", "decode.batch_size=8"]
-        words += ["serve.learn_seconds=2", f"serve.learn_folder={folder}", "run.threads=1"]
-        words += [f"serve.learn_settings=[{','.join(LEARN)}]", f"run.root={folder / 'outputs'}"]
-        self.log = (folder / f"log-{time.time_ns()}.txt").open("w+b")
-        self.process = subprocess.Popen(words, stdout=self.log, stderr=subprocess.STDOUT)
+
+def started(folder: Path, *words: str) -> tuple[subprocess.Popen[bytes], Path]:
+    """A stage in a process of its own, and the file with what it says."""
+    path = folder / f"log-{time.time_ns()}.txt"
+    with path.open("wb") as log:
+        command = [sys.executable, "-m", "scripts.cli", *words]
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT), path
+
+
+class Served:
+    """`headstart serve` with `more` in a process of its own. base: its address."""
+
+    def __init__(self, place: Path, folder: Path, *more: str) -> None:
+        words = ["serve", *common(place, folder), f"serve.drafter={place / 'drafter'}"]
+        words += ["serve.port=0", "serve.learn_seconds=2", f"serve.learn_folder={folder}"]
+        more = more or ("serve.learn=true", f"serve.learn_settings=[{','.join(LEARN)}]")
+        self.process, self.log = started(folder, *words, *more)
         self.base, self.failed = "", 0
         self.answers: dict[str, str] = {}
         self._stop = threading.Event()
@@ -56,7 +76,7 @@ class Served:
         self.base = found.group(1)
 
     def said(self) -> str:
-        return Path(self.log.name).read_text(encoding="utf-8", errors="replace")
+        return self.log.read_text(encoding="utf-8", errors="replace")
 
     def _wait_for(self, pattern: str) -> re.Match[str]:
         end = time.monotonic() + WAIT_SECONDS
@@ -131,9 +151,9 @@ def test_a_server_learns_from_its_traffic_and_goes_on_after_a_kill(tmp_path: Pat
         try:
             assert taken in again.said() or "learning has taken last" in again.said()
             again.answers = served.answers
-            before = len(read_journal(folder))
+            before = sum(entry.event == "traffic" for entry in read_journal(folder))
             with again.traffic():
-                wait_for(folder, "traffic", 2 + before, again)
+                wait_for(folder, "traffic", 1 + before, again)
             assert again.failed == 0
             assert read_journal(folder)[: len(known)] == known
             again.process.send_signal(signal.SIGTERM)
@@ -142,3 +162,67 @@ def test_a_server_learns_from_its_traffic_and_goes_on_after_a_kill(tmp_path: Pat
             again.process.kill()
     finally:
         served.process.kill()
+
+
+@pytest.mark.slow
+def test_a_learner_started_by_hand_learns_beside_a_server_and_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, folder = prepare(tmp_path), tmp_path / "learn"
+    folder.mkdir()
+    monkeypatch.setenv(ADMIN_VARIABLE, secrets.token_hex(24))
+    served = Served(place, folder, "serve.sample=true")
+    words = ["learn", *common(place, folder), *LEARN, f"learn.server={served.base}"]
+    words += ["learn.cycles=1"]
+    learner, said = started(folder, *words, f"learn.folder={folder}")
+    try:
+        with served.traffic():
+            known = wait_for(folder, "collected", 1, served)
+            learner.kill()
+            learner.wait()
+            learner, said = started(folder, *words)  # the server knows the folder
+            # with so little traffic the candidate need not be better
+            assert learner.wait(WAIT_SECONDS) == 0, said.read_text()
+        found = read_journal(folder)
+        assert found[: len(known)] == known and found[-1].event in ("swapped", "rejected")
+        assert sum(entry.event == "collected" for entry in found) == 1
+        assert served.failed == 0
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(60) == 0
+    finally:
+        learner.kill()
+        served.process.kill()
+
+
+def stand_in(samples: Path | None) -> Any:
+    return SimpleNamespace(base="http://there", samples=lambda: samples)
+
+
+def test_a_learner_takes_the_folder_into_which_its_server_samples(tmp_path: Path) -> None:
+    samples = tmp_path / "traffic"
+    with pytest.raises(UserError, match="not on this machine"):
+        sampled_folder("", stand_in(samples))
+    samples.mkdir()
+    assert sampled_folder("", stand_in(samples)) == tmp_path
+    assert sampled_folder(os.path.relpath(tmp_path), stand_in(samples)).resolve() == tmp_path
+    with pytest.raises(UserError, match=r"Leave learn\.folder out"):
+        sampled_folder(str(tmp_path / "other"), stand_in(samples))
+    with pytest.raises(UserError, match=r"serve\.sample=true"):
+        sampled_folder("", stand_in(None))
+
+
+def test_sampling_for_another_learner_needs_a_token_that_both_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(ADMIN_VARIABLE, raising=False)
+    assert admin_for(ServeConfig()) is None
+    drawn = admin_for(ServeConfig(learn=True))
+    assert drawn is not None and drawn != admin_for(ServeConfig(learn=True))
+    with pytest.raises(UserError, match=ADMIN_VARIABLE):
+        admin_for(ServeConfig(sample=True))
+    monkeypatch.setenv(ADMIN_VARIABLE, "a-token-of-sixteen")
+    given = admin_for(ServeConfig(sample=True))
+    assert given is not None and given.value == b"a-token-of-sixteen"
+    for wrong in ({"learn": True}, {"records_redact": True}):
+        with pytest.raises(UserError, match=r"serve\.sample"):
+            ServeConfig(sample=True, **wrong)

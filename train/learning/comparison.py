@@ -13,16 +13,35 @@ product, since which drafter an answer gets is drawn independently of everything
 reaches 1 / alpha) <= alpha, however often one looks (Ville's inequality). A trial that a restarted
 server has lost begins anew; its k-th try has alpha = error_rate 2^-k, which together stay below
 error_rate. The same with both exchanged shows that a candidate is worse.
+
+No client decides alone. With k_i the answers of client i in an arm, min(k_i, c) of them count, the
+first ones, c being the largest number with which no client exceeds its share of either arm
+(`train.learning.traffic.client_limit`); the others wait, and count once c has grown. What has
+counted stays: with the first answer of a second client, those of the first are not taken back.
+
+The limit leaves the argument whole, because neither who drafts nor what counts looks at what was
+accepted. The arm is drawn under a key that no client knows (`inference.server.trial`), and which
+answers count follows from the clients of all answers alone. Given these clients, with r_t and q_t
+the means of the answers that count, r and q their averages over what has counted so far,
+
+    E[below(s)] <= mean over c of prod over t of 1 - c (r_t - s) / (D - s) <= 1  for s <= r,
+
+by the inequality of arithmetic and geometric means, and E[above(s)] <= 1 for s >= q. So at every
+look the chance that a candidate with q <= r has reached 1 / alpha is at most alpha (Markov). Over
+all looks together this is proven where clients come as draws from one traffic; for limits that bite
+while clients differ, and for drifting traffic, the tests simulate it.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from math import log
 
-from inference.server.trial import ArmState, TrialState
+from inference.server.trial import ArmAnswer, ArmState, TrialState
 from inference.staleness.evidence import Bets, Grid
 from inference.staleness.sequential_test import fallen, risen
+from train.learning.traffic import client_limit
 
 BETTER, WORSE, OPEN = "better", "worse", "open"
 """Verdicts; `OPEN` after the last pair means that nothing was shown."""
@@ -31,14 +50,16 @@ BETTER, WORSE, OPEN = "better", "worse", "open"
 @dataclass(frozen=True)
 class Outcome:
     """What a trial shows so far. evidence, against: natural logarithms of the e-values that the
-    candidate is better, and worse; needed: where one of them decides; pairs: answers of the arm
-    that has fewer; acceptance: mean of drafter's and candidate's answers."""
+    candidate is better, and worse; needed: where one of them decides; pairs: answers that count,
+    of the arm with fewer; answers: all of them, likewise; acceptance: mean of the drafter's and the
+    candidate's answers that count."""
 
     verdict: str
     evidence: float
     against: float
     needed: float
     pairs: int
+    answers: int
     acceptance: tuple[float, float]
 
 
@@ -49,27 +70,55 @@ def needed_evidence(error_rate: float, attempt: int) -> float:
 
 class TrialTest:
     """The test of one trial, which is given the trial's state as it grows. needed: see `Outcome`;
-    depth: of the trial."""
+    depth: of the trial; client_share: largest share of one client."""
 
-    def __init__(self, needed: float, depth: int) -> None:
-        self.needed = needed
+    def __init__(self, needed: float, depth: int, client_share: float) -> None:
+        self.needed, self.share = needed, client_share
         grid = Grid(depth)
-        self._current, self._candidate = Bets(grid, 1), Bets(grid, 1)
+        self._current, self._candidate = Arm(grid), Arm(grid)
 
     def look(self, state: TrialState) -> Outcome:
         """Take the answers that are new since the last look, and say what is shown."""
-        current, candidate = self._current, self._candidate
-        add_new(current, state.current)
-        add_new(candidate, state.candidate)
+        arms = self._current, self._candidate
+        for arm, own in zip(arms, (state.current, state.candidate), strict=True):
+            arm.see(own)
+        limit = min(arm.limit(self.share) for arm in arms)
+        for arm in arms:
+            arm.take(limit)
+        current, candidate = (arm.bets for arm in arms)
         better, worse = risen(current, candidate, 0), fallen(current, candidate, 0)
         verdict = BETTER if better >= self.needed else WORSE if worse >= self.needed else OPEN
         pairs = min(current.answers, candidate.answers)
+        seen = min(arm.seen for arm in arms)
         sums = (current.accepted, current.passes), (candidate.accepted, candidate.passes)
         before, after = (accepted / max(1.0, passes) for accepted, passes in sums)
-        return Outcome(verdict, better, worse, self.needed, pairs, (before, after))
+        return Outcome(verdict, better, worse, self.needed, pairs, seen, (before, after))
 
 
-def add_new(bets: Bets, arm: ArmState) -> None:
-    """Give the evidence of one drafter the answers that it does not have yet."""
-    for one in arm.answers[bets.answers :]:
-        bets.add(one.accepted / one.passes, 1)
+class Arm:
+    """The answers of one drafter: `seen` of them, `taken` of each client as evidence, the others
+    waiting."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.bets, self.seen = Bets(grid, 1), 0
+        self.taken = Counter[int]()
+        self._waiting: dict[int, deque[ArmAnswer]] = defaultdict(deque)
+
+    def see(self, arm: ArmState) -> None:
+        """Look at the answers that are new."""
+        for one in arm.answers[self.seen :]:
+            self._waiting[one.client].append(one)
+        self.seen = len(arm.answers)
+
+    def limit(self, share: float) -> int:
+        """Answers that one client gives at most."""
+        counts = [self.taken[client] + len(own) for client, own in self._waiting.items()]
+        return client_limit(counts, share, self.seen)
+
+    def take(self, limit: int) -> None:
+        """Count the first `limit` answers of every client."""
+        for client, own in self._waiting.items():
+            while own and self.taken[client] < limit:
+                one = own.popleft()
+                self.bets.add(one.accepted / one.passes, 1)
+                self.taken[client] += 1

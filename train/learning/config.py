@@ -31,7 +31,8 @@ class LearnConfig:
     server: str = ""
     """Address of the running server, such as http://127.0.0.1:8000."""
     folder: str = ""
-    """Folder of the journal, the sampled traffic and the candidates; empty: <run>/learn."""
+    """Folder of the journal, the sampled traffic and the candidates; empty: the one into which the
+    server samples answers."""
     key_variable: str = "HEADSTART_SERVE_TOKEN"
     """Environment variable with the server's token, if it wants one."""
     timeout: Timeout = 120.0
@@ -45,8 +46,9 @@ class LearnConfig:
     all_tokens: TokenTotal = 0
     """Tokens of answers that all cycles together may learn from; 0: no limit."""
     client_share: Fraction = 0.25
-    """Largest share of a cycle's tokens that comes from one client, or the n-th part where there
-    are n clients and that is more. Clients are told apart as the server's fairness does."""
+    """Largest share of a cycle's tokens, and of a comparison's answers, that comes from one client,
+    or the n-th part where there are n clients and that is more. Clients are told apart as the
+    server's fairness does. 1: no limit, for a server with one user."""
     held_out: Annotated[float, Gt(0), Le(0.5)] = 0.2
     """Share of the prompts that is held out of the training: one half chooses the checkpoint, the
     other one measures the candidate."""
@@ -61,8 +63,8 @@ class LearnConfig:
     """Chance of ever taking a candidate that is not better, per candidate and for any number of
     looks."""
     most_pairs: PositiveInt = 2000
-    """Pairs of observations after which a comparison that has shown nothing ends; the candidate is
-    rejected."""
+    """Answers of each drafter after which a comparison that has shown nothing ends; the candidate
+    is rejected."""
     look_seconds: Timeout = 5.0
     """Seconds between two looks at the traffic or at a comparison."""
     pause_seconds: Timeout = 60.0

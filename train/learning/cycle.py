@@ -279,9 +279,9 @@ class Learner:
             return self._start_trial(last.cycle, attempt + 1)  # the server was started again
         if self._test is None or self._test[0] != last.number:
             needed = needed_evidence(self.config.error_rate, attempt)
-            self._test = last.number, TrialTest(needed, state.depth)
+            self._test = last.number, TrialTest(needed, state.depth, self.config.client_share)
         found = self._test[1].look(state)
-        if found.verdict == OPEN and found.pairs < self.config.most_pairs:
+        if found.verdict == OPEN and found.answers < self.config.most_pairs:
             return False
         taus = {"before": state.current.tau, "after": state.candidate.tau}
         return self._note(COMPARED, last.cycle, tau=taus, **asdict(found))
@@ -295,7 +295,10 @@ class Learner:
             if own:
                 self.server.end_trial(keep=False)
             shown, pairs = last.facts["verdict"], last.facts["pairs"]
-            raise CandidateError(f"the comparison says '{shown}' after {pairs} pairs")
+            words = f"the comparison says '{shown}' after {pairs} pairs"
+            if (answers := last.facts.get("answers", pairs)) > pairs:
+                words += f", of {answers}: others are of clients beyond learn.client_share"
+            raise CandidateError(words)
         try:
             if own:
                 self.server.end_trial(keep=True)

@@ -78,6 +78,11 @@ class HttpServer:
     def current(self) -> str:
         return str(self._ask("GET", DRAFTER_PATH)["drafter"])
 
+    def samples(self) -> Path | None:
+        """The folder into which the server samples answers; None where it samples none."""
+        found = self._ask("GET", DRAFTER_PATH).get("samples")
+        return Path(found) if found else None
+
     def install(self, checkpoint: Path) -> None:
         self._ask("POST", DRAFTER_PATH, {"checkpoint": str(checkpoint.resolve())})
 

@@ -305,17 +305,20 @@ def test_answers_are_cut_at_the_passes_that_count_and_kept_once() -> None:
 
     def verified(index: int, arm: int | None, *accepted: int) -> None:
         for one in accepted:
-            counts.count(index, "code", PassRecord(one, one + 1, True, arm=arm))
+            record = PassRecord(one, one + 1, True, arm=arm)
+            counts.count(index, "code", record, f"client {index}")
 
     verified(0, None, 3)
     counts.ended(0, "code")
     verified(1, 1, 2, 1, 3)
     verified(2, 0, 1)
     for index in (1, 2, 7):
-        counts.ended(index, "code")
+        counts.ended(index, "code", f"client {index}")
     state = counts.state()
-    assert [(one.accepted, one.passes) for one in state.candidate.answers] == [(3, 2)]
-    assert [(one.accepted, one.passes) for one in state.current.answers] == [(1, 1)]
+    assert [(one.accepted, one.passes, one.client) for one in state.candidate.answers] == [
+        (3, 2, 0)
+    ]
+    assert [(one.accepted, one.passes, one.client) for one in state.current.answers] == [(1, 1, 1)]
     assert (state.candidate.rows, state.candidate.passes, state.candidate.accepted) == (1, 3, 6)
     assert (state.current.rows, state.current.committed) == (1, 2)
 
@@ -324,6 +327,10 @@ def test_requests_are_assigned_by_seed_and_number_in_the_asked_share() -> None:
     base = Request(0, (1,), 7, 4)
     for share in (0.1, 0.5, 0.9):
         asked = [replace(base, index=number) for number in range(4000)]
-        chosen = [drafts_with_candidate(share, one) for one in asked]
+        chosen = [drafts_with_candidate(share, b"a key", one) for one in asked]
         assert abs(sum(chosen) / len(chosen) - share) < 0.03
-        assert chosen == [drafts_with_candidate(share, one) for one in asked]
+        assert chosen == [drafts_with_candidate(share, b"a key", one) for one in asked]
+        other = [drafts_with_candidate(share, b"another key", one) for one in asked]
+        expected_equal = share**2 + (1 - share) ** 2  # as of two independent draws
+        equal = sum(a == b for a, b in zip(chosen, other, strict=True)) / len(asked)
+        assert abs(equal - expected_equal) < 0.04

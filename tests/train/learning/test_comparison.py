@@ -1,8 +1,10 @@
 """Comparing a candidate within a server: false swaps stay below the error rate, true gains are
-found."""
+found, and no client decides alone."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from math import log
 
 import numpy as np
@@ -33,7 +35,7 @@ def trial(current: tuple[ArmAnswer, ...], candidate: tuple[ArmAnswer, ...]) -> T
 def verdict(rng: np.random.Generator, gain: np.ndarray, level: np.ndarray) -> str:
     """Look after every tenth pair until something is shown or the traffic ends."""
     first, second = answers(rng, level), answers(rng, level * gain)
-    test = TrialTest(needed_evidence(0.01, 1), DEPTH)
+    test = TrialTest(needed_evidence(0.01, 1), DEPTH, 0.25)
     for seen in range(10, len(level) + 1, 10):
         found = test.look(trial(first[:seen], second[:seen])).verdict
         if found != OPEN:
@@ -63,6 +65,7 @@ def test_of_200_comparisons_of_a_drafter_with_itself_at_most_one_in_a_hundred_sw
     drift: bool,
 ) -> None:
     found = swaps_of_itself(200, 200, drift)
+    print(f"200 comparisons of a drafter with itself, drift={drift}: {Counter(found)}")
     assert found.count(BETTER) <= 2 and found.count(WORSE) <= 2
 
 
@@ -78,5 +81,102 @@ def test_the_thresholds_of_all_tries_together_spend_the_error_rate() -> None:
 
 
 def test_nothing_is_shown_before_the_first_answer() -> None:
-    found = TrialTest(needed_evidence(0.01, 1), DEPTH).look(trial((), ()))
+    found = TrialTest(needed_evidence(0.01, 1), DEPTH, 0.25).look(trial((), ()))
     assert (found.verdict, found.pairs) == (OPEN, 0)
+
+
+# Clients
+
+
+def of_clients(
+    rng: np.random.Generator, clients: np.ndarray, means: np.ndarray
+) -> tuple[ArmAnswer, ...]:
+    """Answers of these clients, with the mean acceptance of each."""
+    own = zip(answers(rng, means[clients]), clients, strict=True)
+    return tuple(replace(one, client=int(client)) for one, client in own)
+
+
+def traffic_of(
+    rng: np.random.Generator, rates: np.ndarray, current: np.ndarray, candidate: np.ndarray
+) -> tuple[tuple[ArmAnswer, ...], tuple[ArmAnswer, ...]]:
+    """Both arms' answers of clients at these rates, with their means under both drafters."""
+    drawn = [rng.choice(len(rates), 600, p=rates / rates.sum()) for _ in range(2)]
+    return of_clients(rng, drawn[0], current), of_clients(rng, drawn[1], candidate)
+
+
+def judge(arms: tuple[tuple[ArmAnswer, ...], tuple[ArmAnswer, ...]], share: float) -> str:
+    test = TrialTest(needed_evidence(0.01, 1), DEPTH, share)
+    for seen in range(20, len(arms[0]) + 1, 20):
+        found = test.look(trial(arms[0][:seen], arms[1][:seen])).verdict
+        if found != OPEN:
+            return found
+    return OPEN
+
+
+RATES = np.array([90.0] + [2.0] * 20)
+"""A client with two thirds of the traffic, and twenty others."""
+
+
+def test_a_client_for_whom_alone_a_candidate_is_better_does_not_decide() -> None:
+    # it has taught the candidate its own text, which the others pay for
+    current = np.full(21, 1.2)
+    candidate = np.array([2.4] + [0.7] * 20)
+    assert 0.25 * 2.4 + 0.75 * 0.7 < 1.2  # with its largest share the candidate is worse
+    rng = np.random.default_rng(3)
+    arms = [traffic_of(rng, RATES, current, candidate) for _ in range(6)]
+    assert [judge(one, 1.0) for one in arms] == [BETTER] * 6
+    assert BETTER not in [judge(one, 0.25) for one in arms]
+
+
+def test_a_client_beyond_its_share_does_not_hide_what_all_others_gain() -> None:
+    current = np.full(21, 1.0)
+    candidate = np.array([0.9] + [1.8] * 20)
+    rng = np.random.default_rng(4)
+    arms = [traffic_of(rng, RATES, current, candidate) for _ in range(6)]
+    assert [judge(one, 0.25) for one in arms].count(BETTER) >= 5
+
+
+def false_swaps_among_clients(count: int) -> list[str]:
+    """Verdicts of comparisons of a drafter with itself on the traffic of clients who differ."""
+    rng, found = np.random.default_rng(6), []
+    for _ in range(count):
+        means = np.array([rng.choice([0.1, 2.8]), *rng.uniform(0.5, 2.0, 20)])
+        found.append(judge(traffic_of(rng, RATES, means, means), 0.25))
+    return found
+
+
+def test_a_drafter_compared_with_itself_among_unlike_clients_is_not_swapped() -> None:
+    found = false_swaps_among_clients(20)
+    assert found.count(BETTER) <= 1 and found.count(WORSE) <= 1
+
+
+@pytest.mark.slow
+def test_of_200_comparisons_among_unlike_clients_at_most_one_in_a_hundred_swaps() -> None:
+    found = false_swaps_among_clients(200)
+    print(f"200 comparisons of a drafter with itself: {Counter(found)}")
+    assert found.count(BETTER) <= 2 and found.count(WORSE) <= 2
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.6])
+def test_what_counts_follows_from_clients_alone_and_stays_within_their_share(share: float) -> None:
+    rng = np.random.default_rng(7)
+    arms = traffic_of(rng, RATES, np.full(21, 1.0), np.full(21, 1.5))
+    other = tuple(tuple(replace(one, accepted=0) for one in arm) for arm in arms)
+    tests = [TrialTest(1e9, DEPTH, share) for _ in range(2)]
+    for test, given in zip(tests, (arms, other), strict=True):
+        found = test.look(trial(*given))
+    taken = [[arm.taken for arm in (test._current, test._candidate)] for test in tests]
+    assert taken[0] == taken[1]
+    for arm, counted in zip(arms, taken[0], strict=True):
+        whole, limit = Counter(one.client for one in arm), max(counted.values())
+        assert counted == {client: min(of, limit) for client, of in whole.items()}
+        assert limit <= max(share, 1 / len(whole)) * counted.total()
+    assert found.pairs == min(counted.total() for counted in taken[0]) and found.answers == 600
+
+
+def test_a_single_client_counts_wholly_and_clients_of_one_answer_each_do() -> None:
+    rng = np.random.default_rng(8)
+    for clients in (np.zeros(50, int), np.arange(50)):
+        arms = [of_clients(rng, clients, np.ones(50)) for _ in range(2)]
+        test = TrialTest(1e9, DEPTH, 0.25)
+        assert test.look(trial(*arms)).pairs == 50

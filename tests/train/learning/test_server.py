@@ -38,6 +38,7 @@ def running(place: Path) -> Iterator[Running]:
         token="a-token-for-the-tests",
         admin=Secret(ADMIN.encode()),
         checkpoint=str(place / "drafter"),
+        samples=place / "sampled",
     ) as found:
         yield found
 
@@ -54,12 +55,14 @@ def test_a_trial_is_seen_as_the_server_has_it_and_ends_with_the_candidate(
 ) -> None:
     drafter = place / "drafter"
     assert server.current() == str(drafter) and server.trial() is None
+    assert server.samples() == (place / "sampled").resolve()
     server.start_trial(drafter, 0.5)
     for number in range(12):
         running.client.completions.create(model=MODEL, prompt=[5, 6, 7 + number], seed=number)
     found = server.trial()
     assert found is not None and found == running.service.swaps.trial()
     assert found.current.answers and found.candidate.answers
+    assert {one.client for one in (*found.current.answers, *found.candidate.answers)} == {0}
     with pytest.raises(UserError, match="trial"):
         server.install(drafter)
     server.end_trial(keep=True)
