@@ -57,10 +57,14 @@ def test_a_trial_is_seen_as_the_server_has_it_and_ends_with_the_candidate(
     assert server.current() == str(drafter) and server.trial() is None
     assert server.samples() == (place / "sampled").resolve()
     server.start_trial(drafter, 0.5)
-    for number in range(12):
+    found = None
+    for number in range(64):  # which of the two drafts is drawn under a key of the trial's
         running.client.completions.create(model=MODEL, prompt=[5, 6, 7 + number], seed=number)
-    found = server.trial()
-    assert found is not None and found == running.service.swaps.trial()
+        found = server.trial()
+        assert found is not None and found == running.service.swaps.trial()
+        if found.current.answers and found.candidate.answers:
+            break
+    assert found is not None
     assert found.current.answers and found.candidate.answers
     assert {one.client for one in (*found.current.answers, *found.candidate.answers)} == {0}
     with pytest.raises(UserError, match="trial"):
