@@ -186,6 +186,8 @@ class _Search:
     trials: dict[Chosen, Trial] = field(default_factory=dict)
 
     def run(self) -> None:
+        """Try `config.evaluations` sets: where to start, random ones, then those that the model of
+        what was tried expects most of."""
         trials, count = self.trials, self.config.evaluations
         for kept in self.seeds():
             if len(trials) < max(4, count // 2):

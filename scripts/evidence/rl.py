@@ -135,6 +135,8 @@ def report(given: argparse.Namespace) -> None:
 
 
 def make_way(name: str, given: argparse.Namespace) -> Way:
+    """A policy with its rollouts, which begins where all begin: without a drafter, with one that
+    stays as it is, or with one that follows. Raises `UserError` without the drafter's folder."""
     target = cpu_target(dtype=given.dtype)
     drafter = None
     if name != NONE:

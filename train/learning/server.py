@@ -91,6 +91,7 @@ class HttpServer:
         self._ask("POST", TRIAL_PATH, body)
 
     def trial(self) -> TrialState | None:
+        """The trial with its observations as it stands at the server; None where none runs."""
         found = self._ask("GET", TRIAL_PATH, missing=NO_TRIAL)
         if not found:
             return None

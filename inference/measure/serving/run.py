@@ -218,6 +218,8 @@ class _Session:
         warmup: int,
         provenance: Provenance | None,
     ) -> schema.Report:
+        """The content of report.json. sides: the measured server, and the one it is compared with;
+        warmup: prompts that do not count. Raises `UserError` where nothing was drafted."""
         config, decode = self.config, self.decode
         side, plain = sides[0], sides[1] if len(sides) > 1 else None
         apis = sorted({api_of(config.serving, prompt) for prompt in measured})
