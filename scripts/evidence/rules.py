@@ -136,8 +136,8 @@ def markdown(content: Facts) -> list[str]:
         f"{settings['prompts']} prompts, {len(settings['seeds'])} seeds each, up to "
         f"{settings['new_tokens']} new tokens; intervals: 95% bootstrap over prompts and seeds. "
         "`match` keeps the text of plain decoding for the seed, every other rule its "
-        "distribution. In a dynamic tree drafts are certain, and no rule accepts more than the "
-        f"target's own pick. Made by `{content['command']}`; all figures: rules.json.",
+        "distribution. In a dynamic tree drafts are certain for `specinfer`, and `match` grows it "
+        f"along the target's noise. Made by `{content['command']}`; all figures: rules.json.",
         "",
         *table(content["rows"]),
         "",
