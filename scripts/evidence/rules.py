@@ -137,7 +137,7 @@ def markdown(content: Facts) -> list[str]:
         f"{settings['new_tokens']} new tokens; intervals: 95% bootstrap over prompts and seeds. "
         "`match` keeps the text of plain decoding for the seed, every other rule its "
         "distribution. In a dynamic tree drafts are certain for `specinfer`, and `match` grows it "
-        f"along the target's noise. Made by `{content['command']}`; all figures: rules.json.",
+        f"along the shared Gumbel noise. Made by `{content['command']}`; all figures: rules.json.",
         "",
         *table(content["rows"]),
         "",
