@@ -77,7 +77,7 @@ class Lanes:
         self.eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=target.device)
         self.own: RowSettings | None = None
         if own_settings:
-            static, vocab = target.device.type == "cuda" or decode.compile, target.info.vocab_size
+            static, vocab = target.device.type == "cuda" or decode.compiles, target.info.vocab_size
             self.own = RowSettings(rows, self.settings, vocab, target.device, static)
         size = target.info.vocab_size
         self.grammars = RowGrammars(rows, tree.num_nodes, size, target.device)

@@ -99,8 +99,10 @@ class DecodeConfig(SamplingSettings):
     and drafters that draft from tokens alone; not with `adaptive` or `compile`."""
     ahead_threads: Rows = 1
     """CPU threads of the drafter while it drafts ahead; the target keeps its own."""
-    compile: bool = False
-    """Compile all passes (torch.compile): tens of seconds once, faster steps after."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile all passes: tens of seconds once, faster steps after. On a CPU what was compiled is
+    kept for later runs. auto: measurements on a CPU that are long enough for it to pay
+    (inference/decoding/execution/worth.py); all else has to be told."""
     exact: bool = False
     """Compute every token in shapes that depend on no other: plain and drafted text are the same in
     bfloat16 too, whatever the draft and the batch (inference/target/exact.py). Slower. Not with
@@ -117,7 +119,7 @@ class DecodeConfig(SamplingSettings):
                 "decode.shape is 'tree' but decode.choices is empty: give paths such as "
                 "[[0],[1],[0,0]]."
             )
-        if self.exact and self.compile:
+        if self.exact and self.compiles:
             raise UserError(
                 "decode.exact and decode.compile do not go together: a compiler chooses the order "
                 "of sums anew for every shape. Leave out one of them."
@@ -141,11 +143,16 @@ class DecodeConfig(SamplingSettings):
                 f"and decode.adaptive=none; given: decode.{given}. Change that, or leave out "
                 "decode.ahead."
             )
-        if self.compile:
+        if self.compiles:
             raise UserError(
                 "decode.ahead and decode.compile do not go together: a compiled step is one "
                 "sequence of operations, with nothing beside it. Leave out one of them."
             )
+
+    @property
+    def compiles(self) -> bool:
+        """Whether passes are compiled; auto has to be settled before."""
+        return self.compile is True
 
     @property
     def acceptance(self) -> str:

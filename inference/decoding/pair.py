@@ -154,7 +154,7 @@ def require_pair(
     for given, what in (
         (decode.ahead, "decode.ahead drafts with one drafter"),
         (decode.adaptive_settings().active, "decode.adaptive adapts the draft of one drafter"),
-        (decode.compile, "decode.compile compiles the step of one drafter"),
+        (decode.compiles, "decode.compile compiles the step of one drafter"),
     ):
         if given:
             raise UserError(

@@ -42,6 +42,11 @@ def call_in_cpp(operation: Any, source: Path, arguments: str) -> None:
     )
 
 
+def cpp_sources() -> list[str]:
+    """The C++ of every operation."""
+    return sorted(_functions.values())
+
+
 @contextmanager
 def in_cpp() -> Iterator[None]:
     """Let what inductor compiles within the block call the C++ functions."""

@@ -172,8 +172,9 @@ def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
 
 
 def _shared(decode: DecodeConfig, key: str) -> Any:
-    """A setting that all arms share; of the rule, what auto stands for."""
-    return decode.acceptance if key == "rule" else getattr(decode, key)
+    """A setting that all arms share; of rule and compile, what auto stands for."""
+    own = {"rule": "acceptance", "compile": "compiles"}
+    return getattr(decode, own.get(key, key))
 
 
 def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
@@ -189,13 +190,13 @@ def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
             f"'{decode.acceptance}' at temperature {decode.temperature:g}. "
             "Set decode.rule=match, or leave bench.lost out."
         )
-    fastest = any(arm.decode.compile for arm in arms)  # no arm is measured in a slower mode
+    compiles = any(arm.decode.compiles for arm in arms)  # no arm is measured in a slower mode
     result = []
     for arm in arms:
         if arm.decode.shape == "none":
             words = "which drafts nothing. Give it a chain or a tree."
             raise UserError(f"'{arm.name}' has decode.shape 'none', {words}")
-        own = replace(arm.decode, batch_size=1, compile=fastest)
+        own = replace(arm.decode, batch_size=1, compile=compiles or arm.decode.compile)
         result.append(replace(arm, decode=own))
         # other rules share no noise
         sampled = arm.decode.temperature > 0 and arm.decode.acceptance == "match"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, field, replace
@@ -35,6 +36,8 @@ from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.costs import measure_costs
 from inference.decoding.engine import Engine
+from inference.decoding.execution.compiled import NotCompiledError
+from inference.decoding.execution.worth import settled
 from inference.decoding.requests import Completion, Request
 from inference.decoding.rules.names import TEXT, promise
 from inference.decoding.rules.registry import get_rule
@@ -70,6 +73,7 @@ from inference.target.model import TargetModel
 from inference.verifications import RecordsConfig
 from inference.writers import only_writer
 
+logger = logging.getLogger(__name__)
 TEXT_TOKENS = 1 << 16
 """Most token ids of prompts that are strung together as text for caches."""
 ROOM = 64
@@ -122,15 +126,16 @@ def measure(
     """
     session = _prepare(config, target, arms, prompts)
     with only_writer(out):
-        session.records = records = AnswerLog.open(out, session.fingerprint(), session.names)
-        with ExitStack() as stack:
-            for arm in arms:  # pack weights once, and not at the start of every answer
-                stack.enter_context(packed_linears(arm.drafter))
-            # compiled verifications that catch the same taps are compiled once
-            taps = [tap for arm in arms if arm.decode.compile for tap in arm.drafter.needs.taps]
-            stack.enter_context(target.taps.share(taps))
-            session.warm_up()
-            session.run(console)
+        try:
+            session.decode_all(out, console)
+        except NotCompiledError as error:
+            if any(arm.decode.compiles for arm in arms):
+                raise  # asked for
+            logger.warning("measuring steps that are not compiled: %s", error)
+            arms = [replace(arm, decode=replace(arm.decode, compile=False)) for arm in arms]
+            session = _prepare(config, target, arms, prompts)
+            session.decode_all(out, console)
+        records = session.records
         baseline, drafters = session.results()
         content = {
             "format": schema.FORMAT,
@@ -201,6 +206,19 @@ class _Session:
         return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
     # Running
+
+    def decode_all(self, out: Path, console: Console | None) -> None:
+        """Decode what is not on record in `out`."""
+        self.records = AnswerLog.open(out, self.fingerprint(), self.names)
+        with ExitStack() as stack:
+            for arm in self.arms:  # pack weights once, and not at the start of every answer
+                stack.enter_context(packed_linears(arm.drafter))
+            # compiled verifications that catch the same taps are compiled once
+            compiled = [arm for arm in self.arms if arm.decode.compiles]
+            taps = [tap for arm in compiled for tap in arm.drafter.needs.taps]
+            stack.enter_context(self.target.taps.share(taps))
+            self.warm_up()
+            self.run(console)
 
     def warm_up(self) -> None:
         """Let every arm answer the warm-up prompts: allocations, thread pools and caches settle."""
@@ -446,6 +464,7 @@ def _prepare(
             f"no prompt fits: with decode.max_new_tokens={decode.max_new_tokens} all are longer "
             f"than the target's {limit} positions. Shorten the prompts or the answers."
         )
+    checked = _settle(checked, target, config.repeats * sum(r.max_new_tokens for r in requests))
     kept = [measured[request.index] for request in requests]
     requests = [replace(request, index=place) for place, request in enumerate(requests)]
     warmup = warmup or requests[:1]
@@ -457,6 +476,14 @@ def _prepare(
         engines[arm.name] = Engine(target, arm.drafter, arm.decode, capacity=room)
     peers = {peer.name: peer for peer in make_peers(config.baselines, target, checked)}
     return _Session(config, target, checked, kept, requests, warmup, engines, peers)
+
+
+def _settle(arms: Sequence[Arm], target: TargetModel, tokens: int) -> list[Arm]:
+    """The arms with `decode.compile` settled, for all alike. tokens: of an arm's answers, which it
+    writes in half as many steps or fewer."""
+    settled_ones = [settled(arm.decode, target, tokens / 2) for arm in arms]
+    compiles = all(decode.compiles for decode in settled_ones)
+    return [replace(arm, decode=replace(arm.decode, compile=compiles)) for arm in arms]
 
 
 def _answer(engine: Engine, request: Request) -> tuple[Completion, dict[str, float]]:

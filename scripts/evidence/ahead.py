@@ -7,6 +7,11 @@ one first each time. Every text is compared with that of plain decoding, and eve
 with those of drafting afterwards.
 
 Drafters: n-gram lookup, the small model of assets/tiny-target-small as it is, and each `--drafter`.
+
+The embedded target's passes are short operations that Python launches, and threads of Python take
+turns. So the same is measured on a wide target of random weights (`WIDE`), whose operations take
+long enough to run beside each other: its text counts up (acceptance/shapes.py), and its drafter, a
+small model whose numbers are random too, counts wrongly at one token in five.
 """
 
 from __future__ import annotations
@@ -34,13 +39,27 @@ from inference.measure.prompts import Prompt, load_prompts, to_requests
 from inference.report.markdown import markdown_table
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
+from scripts.evidence.acceptance.shapes import (
+    Shape,
+    as_target,
+    counting_model,
+    make_counting,
+    new_head,
+)
 from scripts.evidence.common import Facts, cell, write_report
 from scripts.tools.common import PROMPTS, REPORTS, ROOT, command, cpu_target
 
+EMBEDDED, WIDE_NAME = "embedded", "wide"
+WIDE = Shape(4096, 2048, 6, 16, 4, 5632, 2, 1024, 8, 2816, 0)
+"""280 million weights, and 31 million of the drafter."""
+WRONG = 0.2
+"""Share of the tokens behind which the drafter of the wide target counts wrongly."""
 SMALL = ROOT / "assets" / "tiny-target-small"
+Place = tuple[TargetModel, dict[str, Any], list[Prompt]]
+"""A target, its drafters by name, and prompts."""
 PLAIN, AHEAD = "plain", "ahead"
 ABOUT = (
-    "Embedded target, batch 1. **serial**: drafts are made after verifications, on so many CPU "
+    "Batch 1. **serial**: drafts are made after verifications, on so many CPU "
     "threads; **ahead**: during them, with 1 thread for the target and 1 for the drafter "
     "(`decode.ahead`). **over serial**: tokens/s over those of drafting "
     "afterwards, same drafter, with 95% intervals over prompts. **kept ahead**: share of drafts "
@@ -87,13 +106,13 @@ class Way:
 def report(given: argparse.Namespace) -> None:
     """Decode and write."""
     own, rows = torch.get_num_threads(), list[Facts]()
-    target = cpu_target()
-    drafters = load_drafters(target, given.drafter)
     try:
-        for temperature in given.temperatures:
-            ways = all_ways(target, drafters, given, temperature)
-            decode_in_turns(target, ways, given)
-            rows += facts(ways, temperature)
+        for name in given.targets:
+            target, drafters, prompts = PLACES[name](given)
+            for temperature in given.temperatures:
+                ways = all_ways(target, drafters, given, temperature)
+                decode_in_turns(target, ways, prompts, given.repeats)
+                rows += [{"target": name, **row} for row in facts(ways, temperature)]
     finally:
         torch.set_num_threads(own)
     content = {"format": 1, "command": given.command, "device": device_facts(target.device)}
@@ -102,6 +121,34 @@ def report(given: argparse.Namespace) -> None:
     content["rows"] = rows
     write_report(given.out, content, page(content))
     print(f"{given.out}.json, {given.out}.md")
+
+
+def embedded(given: argparse.Namespace) -> Place:
+    """The embedded target, its drafters, and some of its evaluation prompts."""
+    target, prompts = cpu_target(), load_prompts(PROMPTS)
+    chosen = prompts[:: max(1, len(prompts) // given.prompts)][: given.prompts]
+    return target, load_drafters(target, given.drafter), chosen
+
+
+def wide(given: argparse.Namespace) -> Place:
+    """The wide target, its drafter, and prompts of random tokens."""
+    positions = 2 * given.tokens
+    target = as_target(counting_model(WIDE, torch.device("cpu"), torch.float32, positions))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(WIDE.vocab, (given.prompts, 16), generator=generator).tolist()
+    prompts = [Prompt(str(n), "random", tokens=tuple(each)) for n, each in enumerate(tokens)]
+    return target, {"counting model": miscounting_drafter(target)}, prompts
+
+
+def miscounting_drafter(target: TargetModel) -> Any:
+    """A small model that counts as the wide target does, but for `WRONG` of the tokens."""
+    drafter: Any = new_head("distilled", replace(WIDE, small_tied=False), target).eval()
+    make_counting(drafter, drafter.model.embed_tokens.weight, drafter.lm_head.weight)
+    wrong = torch.randperm(WIDE.vocab, generator=torch.Generator().manual_seed(1))
+    wrong = wrong[: int(WRONG * WIDE.vocab)]
+    head = drafter.lm_head.weight.detach()
+    head[wrong] = head[wrong.roll(1)]
+    return drafter
 
 
 def load_drafters(target: TargetModel, folders: Sequence[Path]) -> dict[str, Any]:
@@ -131,16 +178,16 @@ def all_ways(
     return ways
 
 
-def decode_in_turns(target: TargetModel, ways: list[Way], given: argparse.Namespace) -> None:
+def decode_in_turns(
+    target: TargetModel, ways: list[Way], chosen: Sequence[Prompt], repeats: int
+) -> None:
     """Every prompt in every way, the first one as a warm-up too."""
-    prompts = load_prompts(PROMPTS)
-    chosen = prompts[:: max(1, len(prompts) // given.prompts)][: given.prompts]
     room = target.info.max_position_embeddings
     decode = ways[0].engine.decode
     requests = to_requests(chosen, target.tokenizer, decode, capacity=room, overlong="skip")
     for way in ways:
         way.answer(requests[0], chosen[0], counts=False)
-    for repeat in range(given.repeats):
+    for repeat in range(repeats):
         for number, request in enumerate(requests):
             turn = (number + repeat) % len(ways)
             for way in (*ways[turn:], *ways[:turn]):
@@ -191,7 +238,7 @@ def same_passes(one: Completion, other: Completion) -> bool:
 def page(content: Facts) -> list[str]:
     """The report as Markdown."""
     serial = [f"serial {threads}" for threads in content["serial"]]
-    header = ["drafter", "way", "temperature", "ms / token", "tau"]
+    header = ["target", "drafter", "way", "temperature", "ms / token", "tau"]
     header += [f"over {name}" for name in serial]
     header += ["draft ms", "hidden ms", "kept ahead", "texts", "drafts"]
     body = []
@@ -200,6 +247,7 @@ def page(content: Facts) -> list[str]:
         ratios = [over.get(name) for name in serial]
         body.append(
             [
+                row["target"],
                 row["drafter"] or "none",
                 row["way"],
                 f"{row['temperature']:g}",
@@ -222,13 +270,16 @@ def page(content: Facts) -> list[str]:
         f"`{content['command']}` on {device['name']}: {content['prompts']} prompts x "
         f"{content['repeats']} repeats, up to {content['tokens']} new tokens.",
         "",
-        *markdown_table(header, body, texts=2),
+        *markdown_table(header, body, texts=3),
         "",
     ]
 
 
+PLACES = {EMBEDDED: embedded, WIDE_NAME: wide}
+
 main = command(
     report,
+    targets={"nargs": "+", "choices": sorted(PLACES), "default": (EMBEDDED, WIDE_NAME)},
     drafter={"action": "append", "type": Path, "default": [], "metavar": "FOLDER"},
     temperatures={"nargs": "+", "type": float, "default": (0.0,), "metavar": "T"},
     serial={"nargs": "+", "type": int, "default": (1, 2), "metavar": "THREADS"},

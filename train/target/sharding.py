@@ -81,7 +81,7 @@ def refuse_combinations(job: TrainingJob) -> None:
             job.config.on_policy.share > 0,
             "train.on_policy runs it a different number of times in every process (share=0)",
         ),
-        (job.decode.compile, "a compiled pass holds no messages (decode.compile=false)"),
+        (job.decode.compiles, "a compiled pass holds no messages (decode.compile=false)"),
         (
             job.target.quantization not in ("auto", "none"),
             "packed weights cannot be divided (target.quantization=none)",

@@ -37,7 +37,7 @@ def adaptive_parts(
             f"kind '{drafter.kind}' learns from the verification of its whole draft: "
             "decode.adaptive and decode.adaptive_lengths do not go with it."
         )
-    if decode.compile and settings.lengths and target.device.type == "cpu":
+    if decode.compiles and settings.lengths and target.device.type == "cpu":
         raise UserError(
             "decode.adaptive_lengths chooses between several steps; decode.compile compiles one. "
             "Turn one of them off."

@@ -39,11 +39,11 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.node import map_arg
 from torch.fx.passes.split_module import split_module
 
 from heads.api.errors import UserError
 from heads.kernels.dispatch import choose, traced_for_cpu
+from inference.decoding.execution.function_cache import layout, weights_of
 from inference.decoding.execution.inductor import compile_graph
 from inference.decoding.step import Decoder, Rows
 from inference.kernels.packed_linear import unpacked_linears
@@ -56,7 +56,7 @@ _PARTS = {"draft": 0, "verify": 1, "other": 2, "commit": 2}
 """Which compiled function the work before each of the clock's marks goes to."""
 _spent = [0.0]
 _Known = dict[str, tuple[str, Callable[..., Any]]]
-"""Compiled verifications by `_layout`, each with the weights it was compiled with."""
+"""Compiled verifications by `layout`, each with the weights it was compiled with."""
 _verifications: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 """Those of every target."""
 
@@ -64,6 +64,10 @@ _verifications: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 def seconds_spent() -> float:
     """Seconds this process has spent on tracing and compiling steps."""
     return _spent[0]
+
+
+class NotCompiledError(UserError):
+    """A step cannot be compiled, or not on this machine."""
 
 
 class CompiledStep:
@@ -99,7 +103,7 @@ class CompiledStep:
         longest: the longest row's committed tokens or an upper bound of it. The first step of every
         bound is traced, and what was traced is compiled; the next one waits for the C++ compiler,
         which meanwhile runs beside this process. That time is in `seconds_spent` and not on the
-        clock. Raises `UserError` when it fails.
+        clock. Raises `NotCompiledError` when it fails.
         """
         bound = self.bound(longest)
         decoder = self._decoder
@@ -117,7 +121,7 @@ class CompiledStep:
             else:
                 packed = plan.first_run(self._decoder)
         except (RuntimeError, TypeError, OSError) as error:
-            raise UserError(
+            raise NotCompiledError(
                 f"compiling a decoding step failed ({type(error).__name__}: "
                 f"{str(error).strip().splitlines()[0]}). It needs a C++ compiler such as g++ and "
                 "weights that can be traced, which bitsandbytes' 4-bit ones cannot; without them "
@@ -238,33 +242,16 @@ class _Part:
         if self.shared is None:
             self.compiled = compile_graph(self.graph, arguments)
             return
-        name, weights = _layout(self.graph, arguments), _weights(self.graph)
+        name, weights = layout(self.graph, arguments), _weights(self.graph)
         before, self.compiled = self.shared.get(name, ("", None))
         if self.compiled is None or before != weights:
             self.compiled = compile_graph(self.graph, arguments)
             self.shared[name] = weights, self.compiled
 
 
-def _layout(graph: GraphModule, arguments: list[Tensor]) -> str:
-    """What a compiled graph depends on beside its weights: operations, whatever tracing has called
-    their values, and layout of inputs."""
-    number = {node: place for place, node in enumerate(graph.graph.nodes)}
-
-    def plain(value: Any) -> Any:
-        return map_arg(value, lambda node: f"%{number[node]}")
-
-    operations = []
-    for node in graph.graph.nodes:
-        name = str(node.target) if node.op.startswith("call") else ""
-        operations.append((node.op, name, plain(node.args), plain(node.kwargs)))
-    layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in arguments]
-    return repr((operations, layouts, torch.get_num_threads()))
-
-
 def _weights(graph: GraphModule) -> str:
     """Which weights a graph reads, in its order, and in which version."""
-    read = [getattr(graph, str(node.target)) for node in graph.graph.find_nodes(op="get_attr")]
-    return repr([(w.data_ptr(), w._version, w.shape, w.dtype) for w in read])
+    return repr([(w.data_ptr(), w._version, w.shape, w.dtype) for w in weights_of(graph)])
 
 
 class _Plan:

@@ -58,9 +58,9 @@ class StepRunner:
         clock, capturable = decoder.clock, getattr(decoder.drafter, "capturable", True)
         self.captures = decode.graph == "auto" and capturable and clock.times is not None
         self.compiled = None
-        if decode.compile and self.accelerator is not None:
+        if decode.compiles and self.accelerator is not None:
             cache.writer.compiled = compile_layers(decoder.target)
-        elif decode.compile:
+        elif decode.compiles:
             self.compiled = CompiledStep(decoder, cache, rows)
         self.slots = decode.steps_behind(device) + 2
         self.variants: dict[tuple[int | None, int, bool, tuple[bool, bool]], _Variant] = {}

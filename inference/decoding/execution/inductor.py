@@ -9,20 +9,19 @@ how many copies of a packed weight there are.
 from __future__ import annotations
 
 import functools
-import hashlib
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import _disable_current_modes
 
+from inference.decoding.execution import function_cache
 from inference.kernels.cpp_operations import in_cpp
 
 OPTIONS: dict[str, Any] = {
@@ -59,24 +58,43 @@ _PARTS_OF = {
 }
 """Operations that show a tensor, or a part of it, without a copy."""
 
-_constants: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
-"""Packed weights of compiled functions by content, shape and type."""
-
 
 def compile_graph(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]:
-    """Compile a graph for arguments of these shapes, layouts and types; weights are constants.
+    """Compile a graph for arguments of these shapes, layouts and types; weights are constants. What
+    an earlier process compiled is taken from disk (`function_cache`).
 
     The C++ compiler may still run at the end: its errors (RuntimeError, OSError) are raised by the
     first call of the result.
     """
+    key = function_cache.key_of(graph, arguments, settings())
+    with set_up():
+        kept = function_cache.load(key)
+        if kept is not None:
+            return kept
+        from torch._inductor.compile_fx import compile_fx  # seconds to import
+
+        _copy_parts_of_weights(graph)
+        for node in graph.graph.nodes:
+            node.meta.pop("val", None)  # inductor makes its own, for all inputs alike
+        with function_cache.recording() as made:
+            function = cast(Callable[..., Any], compile_fx(graph, arguments))
+    return function_cache.keeping(function, made, key)
+
+
+def settings() -> str:
+    """All that is set or replaced in inductor, as text."""
+    import torch._inductor.config as inductor_config  # seconds to import
+
+    return repr((Path(__file__).read_text("utf-8"), inductor_config.cpp.cxx))
+
+
+@contextmanager
+def set_up() -> Iterator[None]:
+    """Set inductor up as its graphs are compiled here."""
     # seconds to import: only for those who compile
     import torch._inductor.config as inductor_config
-    from torch._inductor.compile_fx import compile_fx
     from torch._inductor.select_algorithm import get_algorithm_selector_cache
 
-    _copy_parts_of_weights(graph)
-    for node in graph.graph.nodes:
-        node.meta.pop("val", None)  # inductor makes its own, for all inputs alike
     selector = get_algorithm_selector_cache()
     selector.add_preprocessing_fn(_prefer_own)
     try:
@@ -90,7 +108,7 @@ def compile_graph(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., 
             compiling_aside(),
             in_cpp(),
         ):
-            return cast(Callable[..., Any], compile_fx(graph, arguments))
+            yield
     finally:
         selector.preprocessing_fns.remove(_prefer_own)
 
@@ -269,20 +287,10 @@ def sharing_constants() -> Iterator[None]:
     before = GraphLowering.add_tensor_constant
 
     def once(graph: Any, data: Tensor, name: str | None = None) -> Any:
-        return before(graph, _alike(data), name)
+        return before(graph, function_cache.shared(data), name)
 
     setattr(GraphLowering, "add_tensor_constant", once)  # noqa: B010
     try:
         yield
     finally:
         setattr(GraphLowering, "add_tensor_constant", before)  # noqa: B010
-
-
-def _alike(data: Tensor) -> Tensor:
-    """The first living constant with this one's content and layout; this one if there is none."""
-    if type(data) is not Tensor or data.is_mkldnn or not data.is_contiguous():
-        return data
-    with _disable_current_modes():
-        raw = data.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-        content = hashlib.sha256(raw).hexdigest()
-    return _constants.setdefault((content, data.shape, data.dtype), data)

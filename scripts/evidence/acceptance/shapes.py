@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from heads.api.checkpoint import new_drafter
@@ -33,7 +34,8 @@ long."""
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a target; small_*: of the small model beside it; draft_vocab: EAGLE-3's."""
+    """Sizes of a target; small_*: of the small model beside it, small_tied: whether its LM head is
+    its embedding; draft_vocab: EAGLE-3's."""
 
     vocab: int
     hidden: int
@@ -47,6 +49,7 @@ class Shape:
     small_intermediate: int
     draft_vocab: int
     family: type = LlamaConfig
+    small_tied: bool = True
 
 
 LLAMA = Shape(128_256, 4096, 32, 32, 8, 14_336, 16, 2048, 32, 8192, 32_000)
@@ -154,13 +157,19 @@ def as_target(model: Any) -> TargetModel:
 def counting_model(shape: Shape, device: torch.device, dtype: torch.dtype, positions: int) -> Any:
     """A model whose greedy text counts up by `STRIDE`, robustly in every dtype."""
     model = build_model(shape, device, dtype, positions)
+    make_counting(model, model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    return model
+
+
+@torch.no_grad()
+def make_counting(model: torch.nn.Module, embedding: Tensor, head: Tensor) -> None:
+    """Let a model with these weights count up by `STRIDE`."""
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             quiet = name.endswith(("o_proj.weight", "down_proj.weight"))
             parameter.normal_(0, 1e-4 if quiet else 0.02)
-    embedding = model.get_input_embeddings().weight.normal_(0, 1.0)
-    model.get_output_embeddings().weight.copy_(embedding.roll(STRIDE, 0))
-    return model
+    embedding.normal_(0, 1.0)
+    head.copy_(embedding.roll(STRIDE, 0))
 
 
 def new_head(kind: str, shape: Shape, target: TargetModel) -> TrainableDrafter:
@@ -174,7 +183,7 @@ def new_head(kind: str, shape: Shape, target: TargetModel) -> TrainableDrafter:
             num_key_value_heads=min(shape.kv_heads, shape.small_heads),
             head_dim=shape.small_hidden // shape.small_heads,
             intermediate_size=shape.small_intermediate,
-            tie_embeddings=True,
+            tie_embeddings=shape.small_tied,
         )
     else:
         head = Eagle3Config(draft_vocab_size=shape.draft_vocab)

@@ -26,6 +26,8 @@ from heads.suffix import Config as SuffixConfig
 from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
+from inference.decoding.execution import worth
+from inference.decoding.execution.compiled import CompiledStep, NotCompiledError
 from inference.decoding.requests import Completion, Request
 from inference.decoding.rules.names import LOSSLESS, RULES
 from inference.decoding.rules.registry import get_rule
@@ -536,7 +538,38 @@ def test_all_arms_run_in_the_fastest_mode_of_any(arms: list[Arm]) -> None:
     checked = check_arms(BenchConfig(), [arms[0], compiled])
     assert [arm.decode.compile for arm in checked] == [True, True]
     assert report_settings({arm.name: arm.decode for arm in checked}, 4).compile is True
-    assert not any(arm.decode.compile for arm in check_arms(BenchConfig(), arms))
+    assert not any(arm.decode.compiles for arm in check_arms(BenchConfig(), arms))
+
+
+def test_long_measurements_are_compiled_and_go_on_without_where_that_fails(
+    target: TargetModel,
+    arms: list[Arm],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tried: list[bool] = []
+
+    def no_compiler(step: CompiledStep, *given: Any) -> Any:
+        tried.append(True)
+        raise NotCompiledError("compiling a decoding step failed.")
+
+    monkeypatch.setattr(CompiledStep, "__call__", no_compiler)
+    monkeypatch.setattr(worth, "can_compile", lambda *given: True)
+
+    def measured(name: str, decode: DecodeConfig) -> dict[str, Any]:
+        own = [replace(arm, decode=decode) for arm in arms]
+        measure(BenchConfig(), target, own, prompts(), tmp_path / name, console=QUIET)
+        found: dict[str, Any] = json.loads((tmp_path / name / "report.json").read_text())
+        return found
+
+    assert measured("short", DECODE)["settings"]["compile"] is False
+    assert not tried
+    monkeypatch.setattr(worth, "LEAST_STEPS", 10)
+    assert measured("long", DECODE)["settings"]["compile"] is False
+    assert tried and "not compiled: compiling a decoding step failed" in caplog.text
+    with pytest.raises(NotCompiledError):
+        measured("asked", replace(DECODE, compile=True))
 
 
 def test_a_drafter_that_changes_the_text_is_reported_as_a_mismatch(

@@ -1,0 +1,331 @@
+"""Compiled functions that are kept on disk, so that a later process compiles nothing anew.
+
+Inductor has such caches, but not for functions whose weights are constants. What it makes of a
+graph is a Python module with the C++ in it, and constants: weights as the products read them. An
+entry is that module and the names of its constants, which are files of their own, named by content:
+steps that read the same weights share them. The C++ compiler's results are in inductor's own cache,
+and an entry whose results are gone is compiled there again.
+
+A function's key is a hash of all that it depends on: the graph, the layouts of its inputs, the
+content of its weights, the number of threads, the machine, torch, and this package's settings of
+inductor. Entries lie under inductor's folder (TORCHINDUCTOR_CACHE_DIR), which torch, too, runs code
+from; `MOST_BYTES` bounds them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
+
+from inference.kernels.cpp_operations import cpp_sources
+from inference.manifest import write_bytes
+
+logger = logging.getLogger(__name__)
+MOST_BYTES = 4 << 30
+"""All entries and constants; the entries that were used longest ago are removed first."""
+MOST_WEIGHTS = 1 << 30
+"""Bytes of a graph's weights; functions of larger ones are not kept."""
+FORMAT = 1
+CALLING = "def _wrap_func("
+"""Where the part of a module begins that calls its C++."""
+Function = Callable[..., Any]
+_Address = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+
+_constants: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
+"""Constants of compiled functions by content, shape and type."""
+
+
+# Keys
+
+
+def layout(graph: GraphModule, arguments: Sequence[Tensor]) -> str:
+    """What a compiled graph depends on beside its weights: operations, whatever tracing has called
+    their values, and layout of inputs."""
+    number = {node: place for place, node in enumerate(graph.graph.nodes)}
+
+    def plain(value: Any) -> Any:
+        return map_arg(value, lambda node: f"%{number[node]}")
+
+    operations = []
+    for node in graph.graph.nodes:
+        name = str(node.target) if node.op.startswith("call") else ""
+        operations.append((node.op, name, plain(node.args), plain(node.kwargs)))
+    layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in arguments]
+    return repr((operations, layouts, torch.get_num_threads()))
+
+
+def weights_of(graph: GraphModule) -> list[Tensor]:
+    """The weights that a graph reads, in its order."""
+    return [getattr(graph, str(node.target)) for node in graph.graph.find_nodes(op="get_attr")]
+
+
+def key_of(graph: GraphModule, arguments: Sequence[Tensor], settings: str) -> str:
+    """The key of a function; empty for one that is not kept. settings: how inductor is set up."""
+    weights = weights_of(graph)
+    if not all(map(_is_plain, weights)):
+        return ""
+    if sum(weight.nbytes for weight in weights) > MOST_WEIGHTS:
+        return ""
+    machine = (platform.machine(), torch.backends.cpu.get_cpu_capability())
+    versions = (FORMAT, torch.__version__, platform.python_version())
+    facts = repr((versions, machine, settings, cpp_sources(), layout(graph, arguments)))
+    found = hashlib.sha256(facts.encode())
+    for weight in weights:
+        found.update(repr((weight.shape, weight.stride(), weight.dtype)).encode())
+        found.update(raw(weight))
+    return found.hexdigest()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor whose numbers can be written and read."""
+    return type(value) in (Tensor, nn.Parameter) and not value.is_mkldnn
+
+
+def raw(tensor: Tensor) -> bytes:
+    """The memory that a tensor shows, from its first number to its last."""
+    extent = _extent(tensor.shape, tensor.stride())
+    with _disable_current_modes():
+        memory = tensor.detach().as_strided((extent,), (1,))
+        return memory.view(torch.uint8).numpy().tobytes()
+
+
+def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Numbers between the first one that a tensor shows and the last one, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+
+
+def shared(data: Tensor) -> Tensor:
+    """The first living constant with this one's content and layout; this one if there is none."""
+    if type(data) is not Tensor or data.is_mkldnn or not data.is_contiguous():
+        return data
+    name = hashlib.sha256(raw(data)).hexdigest(), (*data.shape,), data.stride(), data.dtype
+    return _constants.setdefault(name, data)
+
+
+# What is kept
+
+
+@dataclass
+class Made:
+    """What inductor makes of a graph: the module's code, its constants, and for which inputs the
+    module was called and what it gave, once it was."""
+
+    code: str = ""
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    given: list[_Address] | None = None
+    results: list[_Address] = field(default_factory=list)
+
+    def watch(self, module: Any) -> None:
+        """Note the first call of a module."""
+        call = module.call
+
+        def noting(given: list[Tensor]) -> list[Tensor]:
+            addresses = [_address(each) for each in given] if self.given is None else []
+            results: list[Tensor] = call(given)
+            if self.given is None:
+                self.given, self.results = addresses, [_address(each) for each in results]
+            return results
+
+        module.call = noting
+
+
+@contextmanager
+def recording() -> Iterator[Made]:
+    """Record what inductor makes within the block."""
+    from torch._inductor import codecache  # seconds to import
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    made = Made()
+    load, note = codecache.PyCodeCache.load_by_key_path, CppWrapperCpu.write_constant
+
+    def load_and_keep(key: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        module = load(key, path, *args, **kwargs)
+        attributes = kwargs.get("attrs")
+        if attributes is not None:
+            made.code = Path(path).read_text("utf-8")
+            made.constants = {name: attributes[name] for name in _read(made.code) & {*attributes}}
+            made.watch(module)
+        return module
+
+    # What is noted is where a constant lies in memory, so that no process finds the C++ of another.
+    setattr(CppWrapperCpu, "write_constant", lambda *_: None)  # noqa: B010
+    setattr(codecache.PyCodeCache, "load_by_key_path", load_and_keep)  # noqa: B010
+    try:
+        yield made
+    finally:
+        setattr(codecache.PyCodeCache, "load_by_key_path", load)  # noqa: B010
+        setattr(CppWrapperCpu, "write_constant", note)  # noqa: B010
+
+
+def keeping(function: Function, made: Made, key: str) -> Function:
+    """`function`, kept under `key` with its first call: until then the C++ compiler may run, and
+    what comes between its arguments and the module's is not known."""
+    waits = [bool(key) and bool(made.code)]
+
+    def call(*arguments: Tensor) -> Any:
+        if not waits[0]:
+            return function(*arguments)
+        given = [_address(each) for each in arguments]
+        results = function(*arguments)
+        waits[0] = False
+        entry = _entry(made, given, results)
+        if entry is not None:
+            try:
+                _store(key, entry, made.constants)
+            except OSError as error:
+                logger.warning("a compiled step is not kept for later runs: %s", error)
+        return results
+
+    return call
+
+
+def _read(code: str) -> set[str]:
+    """The names that a module's call reads. What a graph is given and does not read, such as a
+    weight packed for a library whose product was not taken, is none of its constants."""
+    calling = code.partition(CALLING)[2].partition("\ndef ")[0]
+    return {*re.findall(r"\w+", calling)}
+
+
+def _address(tensor: Tensor) -> _Address:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _entry(made: Made, given: list[_Address], results: Any) -> dict[str, Any] | None:
+    """What is written of a function; None where something other than an order lies between its
+    arguments and results and those of its module."""
+    single = isinstance(results, Tensor)
+    outer = [_address(each) for each in ([results] if single else results)]
+    if CALLING not in made.code or not all(map(_is_plain, made.constants.values())):
+        return None
+    if made.given is None or not {*made.given} <= {*given} or not {*outer} <= {*made.results}:
+        return None
+    return {
+        "code": made.code,
+        "takes": [given.index(each) for each in made.given],
+        "gives": [made.results.index(each) for each in outer],
+        "single": single,
+    }
+
+
+# On disk
+
+
+def folder() -> Path:
+    """Where entries lie."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "headstart"
+
+
+def _store(key: str, entry: dict[str, Any], constants: dict[str, Tensor]) -> None:
+    """Write an entry, its constants first, and make room."""
+    described = {}
+    for name, constant in constants.items():
+        content = raw(constant)
+        digest = hashlib.sha256(content).hexdigest()
+        file = _constant_file(digest)
+        if not file.is_file():
+            write_bytes(file, content)
+        dtype = str(constant.dtype).removeprefix("torch.")
+        layout = {"shape": constant.shape, "stride": constant.stride(), "dtype": dtype}
+        described[name] = {"sha256": digest, **layout}
+    entry = {**entry, "constants": described}
+    write_bytes(_entry_file(key), json.dumps(entry).encode())
+    make_room()
+
+
+def load(key: str) -> Function | None:
+    """The function that is kept under `key`; None where there is none, or not all of it."""
+    from torch._inductor.codecache import PyCodeCache
+
+    if not key:
+        return None
+    try:
+        entry = json.loads(_entry_file(key).read_bytes())
+        constants = {name: _constant(facts) for name, facts in entry["constants"].items()}
+        module_key, path = PyCodeCache.write(entry["code"])
+        call = PyCodeCache.load_by_key_path(module_key, path, attrs=constants).call
+        _entry_file(key).touch()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("a compiled step that was kept cannot be read and is made anew: %s", error)
+        return None
+    takes, gives, single = entry["takes"], entry["gives"], entry["single"]
+
+    def function(*arguments: Tensor) -> Any:
+        results = call([arguments[place] for place in takes])
+        return results[gives[0]] if single else [results[place] for place in gives]
+
+    return function
+
+
+def _constant(facts: dict[str, Any]) -> Tensor:
+    """A constant that was kept; raises ValueError when it is not what was written."""
+    shape, stride = (*facts["shape"],), (*facts["stride"],)
+    dtype = getattr(torch, facts["dtype"])
+    name = facts["sha256"], shape, stride, dtype
+    known = _constants.get(name)
+    if known is not None:
+        return known
+    file = _constant_file(facts["sha256"])
+    content = file.read_bytes()
+    if hashlib.sha256(content).hexdigest() != facts["sha256"]:
+        raise ValueError(f"{file} was changed")
+    with _disable_current_modes():
+        memory = torch.empty(_extent(shape, stride), dtype=dtype)
+        memory.view(torch.uint8).numpy()[:] = np.frombuffer(content, dtype=np.uint8)
+        return _constants.setdefault(name, memory.as_strided(shape, stride))
+
+
+def make_room(most: int = MOST_BYTES) -> None:
+    """Remove the entries that were used longest ago until all take `most` bytes, and constants that
+    no entry names."""
+    found = []
+    for file in sorted(folder().glob("*.json"), key=_used):
+        with suppress(OSError, ValueError, KeyError):
+            named = json.loads(file.read_bytes())["constants"].values()
+            found.append((file, {facts["sha256"] for facts in named}))
+    sizes = {file.stem: file.stat().st_size for file in folder().glob("*.bin")}
+    kept: set[str] = set()
+    room = most
+    for file, named in reversed(found):
+        room -= file.stat().st_size + sum(sizes.get(name, 0) for name in named - kept)
+        if room < 0:
+            file.unlink(missing_ok=True)
+        else:
+            kept |= named
+    for name in sizes.keys() - kept:
+        _constant_file(name).unlink(missing_ok=True)
+
+
+def _used(file: Path) -> float:
+    with suppress(OSError):
+        return file.stat().st_mtime
+    return 0.0
+
+
+def _entry_file(key: str) -> Path:
+    return folder() / f"{key}.json"
+
+
+def _constant_file(digest: str) -> Path:
+    return folder() / f"{digest}.bin"
