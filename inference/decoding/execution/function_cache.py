@@ -41,7 +41,6 @@ MOST_BYTES = 4 << 30
 """All entries and constants; the entries that were used longest ago are removed first."""
 MOST_WEIGHTS = 1 << 30
 """Bytes of a graph's weights; functions of larger ones are not kept."""
-FORMAT = 1
 CALLING = "def _wrap_func("
 """Where the part of a module begins that calls its C++."""
 Function = Callable[..., Any]
@@ -83,7 +82,7 @@ def key_of(graph: GraphModule, arguments: Sequence[Tensor], settings: str) -> st
     if sum(weight.nbytes for weight in weights) > MOST_WEIGHTS:
         return ""
     machine = (platform.machine(), torch.backends.cpu.get_cpu_capability())
-    versions = (FORMAT, torch.__version__, platform.python_version())
+    versions = (Path(__file__).read_text("utf-8"), torch.__version__, platform.python_version())
     facts = repr((versions, machine, settings, cpp_sources(), layout(graph, arguments)))
     found = hashlib.sha256(facts.encode())
     for weight in weights:

@@ -21,7 +21,7 @@ from heads.nn.blocks import residual_blocks
 from inference.decoding.buffers import Lanes
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.decoding.execution import inductor
+from inference.decoding.execution import function_cache
 from inference.decoding.execution.accelerator import Pending
 from inference.decoding.execution.compiled import CompiledStep
 from inference.decoding.execution.inductor import (
@@ -232,7 +232,7 @@ def test_drafters_that_read_other_taps_share_the_verification_while_taps_are_sha
 
 @pytest.mark.slow
 def test_compiled_products_keep_one_copy_of_a_weight() -> None:
-    constants = inductor._constants
+    constants = function_cache._constants
     linear = nn.Linear(64, 128, bias=False)
     before, kept = len(constants), []
     for rows in (1, 3):
