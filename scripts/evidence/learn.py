@@ -10,7 +10,7 @@ torch's headers (scripts/assets/drifting.py). A server refuses a drafter of othe
 target, so after each change a short `headstart refresh` makes the drafter that was taken last one
 of the new target (docs/learning.md); its cost counts as learning's.
 
-Three drafters are compared in each phase on the same requests, a quarter of all, which say
+Three drafters are compared in each phase on the same requests, a fifth of all, which say
 `"store": false`: `frozen`, with which the first phase begins; `learned`, which serves at the end;
 `retrained`, by the recipe from scratch on the target's answers to all other requests. In between,
 tau over time is what the server's answers say. Every answer is compared with plain decoding of the

@@ -1,7 +1,7 @@
 """A phase of the report on learning: a server that learns answers its traffic, the same traffic is
 decoded by the target alone, and the drafters are compared on requests that nobody has learnt from.
 
-Every fourth request is a probe: it says `"store": false`, so the server does not learn from it, and
+Every fifth request is a probe: it says `"store": false`, so the server does not learn from it, and
 neither does the training from scratch. Steps that are done are kept in the phase's folder.
 
     begin.json, served.json    what the server began and ended with: its drafter, its journal
@@ -37,8 +37,9 @@ from train.learning.cycle import last_taken
 from train.learning.journal import Entry, read_journal
 
 DEPTH = 3
-PROBED = 4
-"""Every so-manieth request is a probe."""
+PROBED = 5
+"""One of so many requests is a probe: no divisor of the number of clients, so that each of them
+sends both."""
 RECIPE: tuple[str, ...] = ("experiment=[embedded_distilled]",)
 """The training from scratch, and what the server's learner trains by."""
 RATE = 7.5e-4
