@@ -142,7 +142,7 @@ class Evidence:
         own += [f"sampling.max_new_tokens={self.sizes.tokens}", "run.drafter=refreshed"]
         own += [f"decode.max_new_tokens={self.sizes.tokens}", "train.tracker.wandb=disabled"]
         own += ["bench=jsonl", f"bench.prompts={run / 'measuring.jsonl'}"]
-        run_stage("refresh", *words(self.target(target), run, self.sizes, *own))
+        run_stage("refresh", *words(self.target(target), run, self.sizes.threads, *own))
         cost = read_json(run / "refresh" / "refresh.json")["cost"]
         facts = {"answers": cost["answers"], "tokens": cost["training_tokens"]}
         seconds = {"seconds": cost["training_seconds"]}
@@ -301,7 +301,7 @@ main = command(
     learner_steps=(60, "of the training of a cycle"),
     least_tokens=(3000, "of answers with which a cycle begins"),
     pairs=(200, "answers of each drafter after which a comparison ends"),
-    threads=(1, "of the server, of its learner's processes, and of everything else"),
+    threads=(2, "of what runs alone; the server and its learner have one each"),
     work=ROOT / "outputs" / "learn_evidence",
     out=(REPORTS / "learn", "without its ending"),
 )

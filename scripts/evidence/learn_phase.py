@@ -37,6 +37,8 @@ from train.learning.cycle import last_taken
 from train.learning.journal import Entry, read_journal
 
 DEPTH = 3
+SERVER_THREADS = 1
+"""Of the server, and of its learner's processes beside it."""
 PROBED = 5
 """One of so many requests is a probe: no divisor of the number of clients, so that each of them
 sends both."""
@@ -62,7 +64,7 @@ ROWS = (
 class Sizes:
     """Of every phase. minutes: over which the requests come; steps: of a training from scratch;
     learner_steps, least_tokens, pairs: of a cycle (`train.max_steps`, `learn.least_tokens`,
-    `learn.most_pairs`)."""
+    `learn.most_pairs`); threads: of what runs alone."""
 
     tokens: int
     minutes: float
@@ -88,9 +90,9 @@ def once(path: Path, make: Callable[[], Facts]) -> Facts:
     return found
 
 
-def words(target: Path, run: Path, sizes: Sizes, *own: str) -> list[str]:
+def words(target: Path, run: Path, threads: int, *own: str) -> list[str]:
     """The overrides of a stage on a target in the run's folder."""
-    place = [f"run.root={run.parent}", f"run.name={run.name}", f"run.threads={sizes.threads}"]
+    place = [f"run.root={run.parent}", f"run.name={run.name}", f"run.threads={threads}"]
     whole = ["target=local", f"target.path={target}", "target.dtype=float32", "target.device=cpu"]
     return [*RECIPE, *whole, *place, *own]
 
@@ -100,7 +102,7 @@ def generate(target: Path, run: Path, prompts: Path, sizes: Sizes) -> Path:
     sampling = [f"sampling.max_new_tokens={sizes.tokens}", "sampling.batch_size=32"]
     own = [*ROWS, f"data.path={prompts}", "sampling.temperature=0", *sampling]
     if not (run / "generate" / MANIFEST_FILE).is_file():
-        run_stage("generate", *words(target, run, sizes, *own))
+        run_stage("generate", *words(target, run, sizes.threads, *own))
     return run / "generate"
 
 
@@ -108,7 +110,7 @@ def train(target: Path, run: Path, answers: Path, name: str, sizes: Sizes) -> Pa
     """The checkpoint of a training from scratch by the recipe."""
     own = [f"run.answers={answers}", f"run.drafter={name}", f"train.max_steps={sizes.steps}"]
     own += ["train.eval_every=0", "train.parity=false", "train.tracker.wandb=disabled"]
-    run_stage("train", *words(target, run, sizes, *own))
+    run_stage("train", *words(target, run, sizes.threads, *own))
     return run / "train" / name / "best"
 
 
@@ -159,7 +161,7 @@ class Phase:
         if rest:
             seconds = 60 * self.sizes.minutes * len(rest) / len(self.prompts)
             log = self.folder / "server.log"
-            with serving(self._server_words(), log, self.sizes.threads) as (base, model):
+            with serving(self._server_words(), log, SERVER_THREADS) as (base, model):
                 ask_all(base, model, rest, self.sizes.clients, seconds, out)
         once(self.folder / "served.json", lambda: self._now(learn))
         return read_answers(out)
@@ -195,7 +197,7 @@ class Phase:
             "decode.rule=match",
         ]
         own += [f"decode.batch_size={sizes.clients}"]
-        return words(self.target, self.serve, sizes, *own)
+        return words(self.target, self.serve, SERVER_THREADS, *own)
 
     @property
     def begun(self) -> Facts:
