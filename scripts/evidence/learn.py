@@ -48,6 +48,7 @@ from scripts.evidence.learn_page import page
 from scripts.evidence.learn_phase import DEPTH, ROWS, Phase, Sizes, generate, once, train, words
 from scripts.run.process import git_state
 from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, command
+from train.learning.config import LearnConfig
 from train.learning.cycle import SWAPPED
 
 FIRST_PROMPTS, REFRESH_PROMPTS, REFRESH_STEPS = 480, 96, 40
@@ -286,13 +287,13 @@ def collect(phases: Sequence[Facts], sizes: Sizes, settings: Facts, asked: str) 
 
 main = command(
     report,
-    requests=(800, "of each phase"),
+    requests=(1000, "of each phase"),
     phases={
         "nargs": "+",
         "choices": [one.name for one in PHASES],
         "default": [one.name for one in PHASES],
     },
-    minutes=(6.0, "over which the requests of a phase come"),
+    minutes=(7.0, "over which the requests of a phase come"),
     clients=(8, "each with an address of its own, where loopback has several"),
     tokens=(48, "most new tokens of an answer"),
     drafter=("", "folder of the drafter to begin with; empty: one is trained"),
@@ -300,7 +301,8 @@ main = command(
     steps=(120, "of a training from scratch"),
     learner_steps=(60, "of the training of a cycle"),
     least_tokens=(3000, "of answers with which a cycle begins"),
-    pairs=(200, "answers of each drafter after which a comparison ends"),
+    pairs=(150, "answers of each drafter after which a comparison ends"),
+    nice=(LearnConfig().nice, "priority of the learner's processes; 0 where others use the cores"),
     threads=(2, "of what runs alone; the server and its learner have one each"),
     work=ROOT / "outputs" / "learn_evidence",
     out=(REPORTS / "learn", "without its ending"),

@@ -63,8 +63,8 @@ ROWS = (
 @dataclass(frozen=True)
 class Sizes:
     """Of every phase. minutes: over which the requests come; steps: of a training from scratch;
-    learner_steps, least_tokens, pairs: of a cycle (`train.max_steps`, `learn.least_tokens`,
-    `learn.most_pairs`); threads: of what runs alone."""
+    learner_steps, least_tokens, pairs, nice: of a cycle (`train.max_steps`, `learn.least_tokens`,
+    `learn.most_pairs`, `learn.nice`); threads: of what runs alone."""
 
     tokens: int
     minutes: float
@@ -73,6 +73,7 @@ class Sizes:
     learner_steps: int
     least_tokens: int
     pairs: int
+    nice: int
     threads: int
 
     @property
@@ -179,6 +180,7 @@ class Phase:
             "learn.most_pairs": sizes.pairs,
             "learn.look_seconds": 1,
             "learn.held_out_prompts": 32,
+            "learn.nice": sizes.nice,
             "learn.keep": 1000,  # all are measured afterwards
             "train.max_steps": sizes.learner_steps,
             "train.global_batch": 1,

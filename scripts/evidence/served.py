@@ -65,9 +65,12 @@ def serving(words: Sequence[str], log: Path, threads: int) -> Iterator[tuple[str
         process = subprocess.Popen(
             command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment
         )
+    # a SIGTERM to this process ends the server too
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield _address(process, log, begin)
     finally:
+        signal.signal(signal.SIGTERM, before)
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(END_SECONDS)
