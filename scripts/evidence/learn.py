@@ -45,7 +45,17 @@ from scripts.evidence.learn_figures import (
     tau,
 )
 from scripts.evidence.learn_page import page
-from scripts.evidence.learn_phase import DEPTH, ROWS, Phase, Sizes, generate, once, train, words
+from scripts.evidence.learn_phase import (
+    DEPTH,
+    RATE,
+    ROWS,
+    Phase,
+    Sizes,
+    generate,
+    once,
+    train,
+    words,
+)
 from scripts.run.process import git_state
 from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, command
 from train.learning.config import LearnConfig
@@ -140,6 +150,7 @@ class Evidence:
         own += ["refresh.until=budget", f"refresh.prompts={REFRESH_PROMPTS}", "train.eval_every=0"]
         own += [f"train.max_steps={min(REFRESH_STEPS, self.sizes.steps)}", "train.parity=false"]
         own += ["train.global_batch=1", "train.micro_batch=1", "sampling.temperature=0"]
+        own += [f"optim.lr={RATE / 2}"]
         own += [f"sampling.max_new_tokens={self.sizes.tokens}", "run.drafter=refreshed"]
         own += [f"decode.max_new_tokens={self.sizes.tokens}", "train.tracker.wandb=disabled"]
         own += ["bench=jsonl", f"bench.prompts={run / 'measuring.jsonl'}"]
@@ -300,7 +311,7 @@ main = command(
     target=(TARGET, "the first target"),
     steps=(120, "of a training from scratch"),
     learner_steps=(60, "of the training of a cycle"),
-    least_tokens=(3000, "of answers with which a cycle begins"),
+    least_tokens=(4000, "of answers with which a cycle begins"),
     pairs=(150, "answers of each drafter after which a comparison ends"),
     nice=(LearnConfig().nice, "priority of the learner's processes; 0 where others use the cores"),
     threads=(2, "of what runs alone; the server and its learner have one each"),

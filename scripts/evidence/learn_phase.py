@@ -28,7 +28,7 @@ from inference.measure.prompts import Prompt, load_prompts
 from inference.staleness.reference import passes_within
 from inference.target.model import TargetModel
 from scripts.evidence.answer_sets import write_set
-from scripts.evidence.common import Facts, decode_prompts, read_json, run_stage
+from scripts.evidence.common import Facts, decode_prompts, family_rate, read_json, run_stage
 from scripts.evidence.served import Answer, Ask, ask_all, read_answers, serving
 from scripts.tools.common import cpu_target
 from train.data.answers import AnswerRow
@@ -43,9 +43,10 @@ PROBED = 5
 """One of so many requests is a probe: no divisor of the number of clients, so that each of them
 sends both."""
 RECIPE: tuple[str, ...] = ("experiment=[embedded_distilled]",)
-"""The training from scratch, and what the server's learner trains by."""
-RATE = 7.5e-4
-"""Learning rate of the learner: half of the recipe's, as a refresh has it."""
+"""The training from scratch, and what the server's learner and a refresh train by."""
+RATE = family_rate("distilled")
+"""Learning rate of a training from scratch, for a drafter that begins with trained weights; learner
+and refresh have half of it."""
 ROWS = (
     "data=jsonl",
     "data.kind=messages",
@@ -110,6 +111,7 @@ def generate(target: Path, run: Path, prompts: Path, sizes: Sizes) -> Path:
 def train(target: Path, run: Path, answers: Path, name: str, sizes: Sizes) -> Path:
     """The checkpoint of a training from scratch by the recipe."""
     own = [f"run.answers={answers}", f"run.drafter={name}", f"train.max_steps={sizes.steps}"]
+    own += [f"optim.lr={RATE}"]
     own += ["train.eval_every=0", "train.parity=false", "train.tracker.wandb=disabled"]
     run_stage("train", *words(target, run, sizes.threads, *own))
     return run / "train" / name / "best"
@@ -188,7 +190,8 @@ class Phase:
             "train.eval_every": max(1, sizes.learner_steps // 3),
             "train.eval_tokens": sizes.tokens,
             "train.parity": "false",
-            "optim.lr": RATE,
+            "optim.lr": RATE / 2,
+            "learn.held_out": 0.3,
         }
         learner = ",".join(f"{key}={value}" for key, value in settings.items())
         own = [f"serve.drafter={self.start}", "serve.port=0", "serve.context=1024"]
