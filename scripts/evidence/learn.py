@@ -149,8 +149,8 @@ class Evidence:
         own = [*ROWS, f"data.path={run / 'refresh.jsonl'}", f"refresh.drafter={drafter}"]
         own += ["refresh.until=budget", f"refresh.prompts={REFRESH_PROMPTS}", "train.eval_every=0"]
         own += [f"train.max_steps={min(REFRESH_STEPS, self.sizes.steps)}", "train.parity=false"]
-        own += ["train.global_batch=1", "train.micro_batch=1", "sampling.temperature=0"]
-        own += [f"optim.lr={RATE / 2}"]
+        own += ["train.global_batch=1", "train.micro_batch=1", f"optim.lr={RATE / 2}"]
+        own += ["sampling.temperature=0"]
         own += [f"sampling.max_new_tokens={self.sizes.tokens}", "run.drafter=refreshed"]
         own += [f"decode.max_new_tokens={self.sizes.tokens}", "train.tracker.wandb=disabled"]
         own += ["bench=jsonl", f"bench.prompts={run / 'measuring.jsonl'}"]
@@ -165,16 +165,15 @@ class Evidence:
     def run(self, traffic: Traffic, before: tuple[Traffic, Path] | None) -> tuple[Path, Facts]:
         """A phase: the drafter that serves at its end, and its facts. before: the phase before this
         one, and the drafter that served at its end; None: there was none."""
-        start, refreshed = self.first(), None
-        if before is not None:
-            start = before[1]
-        if traffic.target != (before[0].target if before else PHASES[0].target):
-            known = self.prompts(before[0].name if before else PHASES[0].name)
-            start, refreshed = self.refresh(start, traffic.target, known)
+        known, start = before or (PHASES[0], self.first())
+        refreshed = None
+        if traffic.target != known.target:
+            asked = self.prompts(known.name)
+            start, refreshed = self.refresh(start, traffic.target, asked)
         folder = self.work / "phases" / traffic.name
         serve, prompts = self.work / "serve" / traffic.target, self.prompts(traffic.name)
-        place = (folder, self.target(traffic.target), serve, start, prompts, self.sizes)
-        phase = Phase(*place)
+        target = self.target(traffic.target)
+        phase = Phase(folder, target, serve, start, prompts, self.sizes)
         phase.answer()
         facts = once(folder / "facts.json", lambda: self.measure(phase, traffic, refreshed))
         return phase.learned, facts
