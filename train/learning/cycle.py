@@ -145,23 +145,23 @@ class Learner:
     # Traffic
 
     def _collect(self, cycle: int) -> bool:
-        """Note new traffic; with enough of it, choose what the cycle learns from."""
+        """Choose what the cycle learns from once enough traffic is noted, or note what is new."""
         begun = self.journal.last(COLLECTED)
         through = begun.facts["through"] if begun else ""
         self._remove_read(through)
-        seen = self.journal.last(SEEN)
-        new = read_samples(self.samples, max(through, seen.facts["through"] if seen else ""))
-        if new.names:
-            drafter = self.server.current()
-            facts = {"through": new.names[-1], "drafter": drafter, **asdict(new.totals())}
-            return self._note(SEEN, cycle, **facts)
         start = begun.number if begun else -1
         waiting = [one for one in self.journal.entries[start + 1 :] if one.event == SEEN]
-        tokens = sum(one.facts["tokens"] for one in waiting)
-        if tokens < self.config.least_tokens:
+        until = max([through, *(one.facts["through"] for one in waiting)])
+        tokens, budget = sum(one.facts["tokens"] for one in waiting), self._budget()
+        # before what is new: traffic that never pauses always brings something
+        enough = tokens >= self.config.least_tokens and budget > 0
+        if enough and self._choose(cycle, through, until, budget):
+            return True
+        new = read_samples(self.samples, until)
+        if not new.names:
             return False
-        budget = self._budget()
-        return budget > 0 and self._choose(cycle, through, budget)
+        facts = {"through": new.names[-1], "drafter": self.server.current()}
+        return self._note(SEEN, cycle, **facts, **asdict(new.totals()))
 
     def _budget(self) -> int:
         """Tokens that the cycle may learn from."""
@@ -173,8 +173,9 @@ class Learner:
         )
         return min(config.most_tokens, config.all_tokens - used)
 
-    def _choose(self, cycle: int, through: str, budget: int) -> bool:
-        sampled = read_samples(self.samples, through)
+    def _choose(self, cycle: int, after: str, until: str, budget: int) -> bool:
+        """after, until: the batches that were read before, and that were noted."""
+        sampled = read_samples(self.samples, after, until)
         rows = choose(sampled.sequences, self.config.client_share, budget)
         parts = split(rows, self.config)
         if not parts.usable:

@@ -70,12 +70,12 @@ class Sampled:
         return TrafficTotals(len(self.sequences), tokens, passes, tau)
 
 
-def read_samples(folder: Path, after: str = "") -> Sampled:
-    """The batches that come after the one named. One that the server drops meanwhile, or that is
-    damaged, is left out."""
+def read_samples(folder: Path, after: str = "", until: str | None = None) -> Sampled:
+    """The batches that come after the one named, through `until` if that is given. One that the
+    server drops meanwhile, or that is damaged, is left out."""
     found = Sampled()
     for name in batches(folder):
-        if name <= after:
+        if name <= after or (until is not None and name > until):
             continue
         sequences, verifications = batch_files(folder, name)
         try:

@@ -10,8 +10,9 @@ from math import log
 import numpy as np
 import pytest
 
-from inference.server.trial import ArmAnswer, ArmState, TrialState
+from inference.server.trial import ArmAnswer
 from train.learning.comparison import BETTER, OPEN, WORSE, TrialTest, needed_evidence
+from train.learning.simulation import replay, trial_of
 
 DEPTH, MOST = 3, 12
 
@@ -24,23 +25,10 @@ def answers(rng: np.random.Generator, means: np.ndarray) -> tuple[ArmAnswer, ...
     return tuple(ArmAnswer("d", int(a), int(n)) for a, n in zip(accepted, passes, strict=True))
 
 
-def trial(current: tuple[ArmAnswer, ...], candidate: tuple[ArmAnswer, ...]) -> TrialState:
-    def arm(name: str, own: tuple[ArmAnswer, ...]) -> ArmState:
-        accepted, passes = (sum(getattr(one, key) for one in own) for key in ("accepted", "passes"))
-        return ArmState(name, len(own), passes, passes + accepted, accepted, own)
-
-    return TrialState(arm("current", current), arm("candidate", candidate), 0.5, MOST, DEPTH)
-
-
 def verdict(rng: np.random.Generator, gain: np.ndarray, level: np.ndarray) -> str:
     """Look after every tenth pair until something is shown or the traffic ends."""
     first, second = answers(rng, level), answers(rng, level * gain)
-    test = TrialTest(needed_evidence(0.01, 1), DEPTH, 0.25)
-    for seen in range(10, len(level) + 1, 10):
-        found = test.look(trial(first[:seen], second[:seen])).verdict
-        if found != OPEN:
-            return found
-    return OPEN
+    return replay(TrialTest(needed_evidence(0.01, 1), DEPTH, 0.25), first, second, 10)
 
 
 def swaps_of_itself(count: int, length: int, drift: bool) -> list[str]:
@@ -81,7 +69,7 @@ def test_the_thresholds_of_all_tries_together_spend_the_error_rate() -> None:
 
 
 def test_nothing_is_shown_before_the_first_answer() -> None:
-    found = TrialTest(needed_evidence(0.01, 1), DEPTH, 0.25).look(trial((), ()))
+    found = TrialTest(needed_evidence(0.01, 1), DEPTH, 0.25).look(trial_of((), ()))
     assert (found.verdict, found.pairs) == (OPEN, 0)
 
 
@@ -105,12 +93,7 @@ def traffic_of(
 
 
 def judge(arms: tuple[tuple[ArmAnswer, ...], tuple[ArmAnswer, ...]], share: float) -> str:
-    test = TrialTest(needed_evidence(0.01, 1), DEPTH, share)
-    for seen in range(20, len(arms[0]) + 1, 20):
-        found = test.look(trial(arms[0][:seen], arms[1][:seen])).verdict
-        if found != OPEN:
-            return found
-    return OPEN
+    return replay(TrialTest(needed_evidence(0.01, 1), DEPTH, share), *arms, step=20)
 
 
 RATES = np.array([90.0] + [2.0] * 20)
@@ -164,7 +147,7 @@ def test_what_counts_follows_from_clients_alone_and_stays_within_their_share(sha
     other = tuple(tuple(replace(one, accepted=0) for one in arm) for arm in arms)
     tests = [TrialTest(1e9, DEPTH, share) for _ in range(2)]
     for test, given in zip(tests, (arms, other), strict=True):
-        found = test.look(trial(*given))
+        found = test.look(trial_of(*given))
     taken = [[arm.taken for arm in (test._current, test._candidate)] for test in tests]
     assert taken[0] == taken[1]
     for arm, counted in zip(arms, taken[0], strict=True):
@@ -179,4 +162,4 @@ def test_a_single_client_counts_wholly_and_clients_of_one_answer_each_do() -> No
     for clients in (np.zeros(50, int), np.arange(50)):
         arms = [of_clients(rng, clients, np.ones(50)) for _ in range(2)]
         test = TrialTest(1e9, DEPTH, 0.25)
-        assert test.look(trial(*arms)).pairs == 50
+        assert test.look(trial_of(*arms)).pairs == 50

@@ -86,6 +86,32 @@ def test_a_cycle_brings_a_better_drafter_to_the_server(
     assert [path.name for path in (folder / "drafters").iterdir()] == ["0001"]
 
 
+class Busy(StandIn):
+    """A server to which new traffic has come whenever the learner looks."""
+
+    samples: Path
+
+    def current(self) -> str:
+        first, *_, last = [*batches(self.samples)] * 2
+        for table in ("verifications", "sequences"):
+            new = self.samples / f"{table}-{int(last) + 1:020d}.parquet"
+            shutil.copy(self.samples / f"{table}-{first}.parquet", new)
+        return super().current()
+
+
+def test_traffic_that_never_pauses_is_learnt_from(place: Path, tmp_path: Path) -> None:
+    settings = cycle_settings(place, new_folder(place, tmp_path / "learn"))
+    server = Busy(place / "drafter")
+    server.samples = tmp_path / "learn" / "traffic"
+    with writing(settings.folder) as journal:
+        learner = Learner(settings, server, journal)
+        assert learner.step() and learner.step()
+    seen, begun = journal.entries
+    assert (seen.event, begun.event) == ("traffic", "collected")
+    assert begun.facts["through"] == seen.facts["through"] < batches(server.samples)[-1]
+    assert begun.facts["tokens"] == seen.facts["tokens"]  # what came since is the next cycle's
+
+
 class Killed(BaseException):
     """Stands for kill -9."""
 

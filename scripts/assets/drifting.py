@@ -1,0 +1,81 @@
+"""Prompts of traffic that drifts, for the report on learning from traffic.
+
+`python`: functions to write and documentation in English, from modules that the embedded target has
+not seen. `drift`: C++ headers (`cpp_headers`) and descriptions as JSON, by halves. `finetuned` and
+`merged`: both of these mixed, half of each in each, for targets that have changed. The Python
+prompts and those that ask for JSON are about the standard library of this machine's Python and its
+manual's topics, so other versions give other prompts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+from scripts.assets import cpp_headers, python_sources
+from scripts.assets.conversations import (
+    Pair,
+    PromptRow,
+    choose,
+    is_askable,
+    pairs_of,
+    prompt_rows,
+    write_rows,
+)
+
+ENGLISH, JSON = ("code", "explain", "reference"), ("json",)
+PER_MODULE = 1000
+"""Prompts that a module may give: as many as it has."""
+
+
+@cache
+def python_pairs() -> tuple[Pair, ...]:
+    """Everything that can be asked about the standard library; for JSON, of which there is little,
+    also about modules that the embedded target knows."""
+    found = []
+    for source in (python_sources.from_stdlib, python_sources.from_topics):
+        for document in source():
+            own = (pair for pair in pairs_of(document) if is_askable(pair))
+            found += [pair for pair in own if pair.domain in JSON or document.group != "train"]
+    return tuple(found)
+
+
+def write_prompts(folder: Path, count: int) -> None:
+    """Write `count` prompts each to python.jsonl, drift.jsonl, finetuned.jsonl and merged.jsonl;
+    raises `UserError` where there are too few. Nothing is done where they stand already."""
+    if (folder / "merged.jsonl").is_file():
+        return
+    half = count // 2
+    headers = cpp_headers.split_pairs(cpp_headers.operators())
+    unseen = list({pair.question(): pair for pair in (*headers["A"], *headers["B"])}.values())
+    code = cpp_headers.choose_prompts(unseen, half, "cpp", random.Random("cpp"))
+    rows = {
+        "python": asked_about(ENGLISH, count, "python"),
+        "drift": [*code, *asked_about(JSON, count - half, "json")],
+    }
+    for name, own in rows.items():
+        random.Random(name).shuffle(own)
+    for number, name in enumerate(("finetuned", "merged")):
+        rows[name] = [*rows["python"][number::2], *rows["drift"][number::2]][:count]
+        random.Random(name).shuffle(rows[name])
+    for name, own in rows.items():
+        write_rows(folder / f"{name}.jsonl", own)
+
+
+def asked_about(domains: tuple[str, ...], count: int, prefix: str) -> list[PromptRow]:
+    """Return `count` prompts of these domains, by turns."""
+    queues: dict[str, list[Pair]] = defaultdict(list)
+    for pair in python_pairs():
+        if pair.domain in domains:
+            queues[pair.domain].append(pair)
+    rng = random.Random(prefix)
+    for queue in queues.values():
+        rng.shuffle(queue)
+    return prompt_rows(choose(queues, count, PER_MODULE), prefix, rng)
+
+
+def json_pairs() -> list[Pair]:
+    """What a target is taught that shall describe functions as JSON."""
+    return [pair for pair in python_pairs() if pair.domain in JSON]

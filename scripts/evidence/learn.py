@@ -1,0 +1,322 @@
+"""What a server that learns while it serves is worth: docs/reports/learn.{json,md}.
+
+    python -m scripts.evidence.learn
+
+Four phases of traffic at a real `headstart serve serve.learn=true` on the embedded target, over
+HTTP, from clients with addresses of their own: Python prompts and documentation in English; C++
+headers and JSON instead; both mixed, after the target was fine-tuned on C++ headers; both mixed,
+after a LoRA for JSON was merged into it. Prompts are made from this machine's standard library and
+torch's headers (scripts/assets/drifting.py). A server refuses a drafter of other weights of the
+target, so after each change a short `headstart refresh` makes the drafter that was taken last one
+of the new target (docs/learning.md); its cost counts as learning's.
+
+Three drafters are compared in each phase on the same requests, a fifth of all, which say
+`"store": false`: `frozen`, with which the first phase begins; `learned`, which serves at the end;
+`retrained`, by the recipe from scratch on the target's answers to all other requests. In between,
+tau over time is what the server's answers say. Every answer is compared with plain decoding of the
+same target. Steps that are done are kept in --work, and the report is written after every phase.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+from heads.api.errors import UserError
+from inference.manifest import MANIFEST_FILE
+from inference.measure.config import process_facts
+from inference.target.hardware import device_facts
+from scripts.assets import changed_targets, cpp_headers, drifting
+from scripts.assets.conversations import read_rows, write_rows
+from scripts.evidence.common import Facts, read_json, run_stage, write_report
+from scripts.evidence.learn_figures import (
+    FROZEN,
+    LEARNED,
+    RETRAINED,
+    cycles,
+    over_time,
+    shares,
+    swaps_of_itself,
+    tau,
+)
+from scripts.evidence.learn_page import page
+from scripts.evidence.learn_phase import (
+    DEPTH,
+    RATE,
+    ROWS,
+    Phase,
+    Sizes,
+    generate,
+    once,
+    train,
+    words,
+)
+from scripts.run.process import git_state
+from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, command
+from train.learning.config import LearnConfig
+from train.learning.cycle import SWAPPED
+
+FIRST_PROMPTS, REFRESH_PROMPTS, REFRESH_STEPS = 480, 96, 40
+"""Prompts that the first drafter learns from; prompts that a changed target answers for a refresh,
+and its steps."""
+RECIPES = {
+    "finetuned": changed_targets.Recipe(steps=60),
+    "merged": changed_targets.Recipe(steps=30, lr=2e-3, lora_rank=16),
+}
+"""Each target is made from the one before."""
+COMPARISONS, WINDOWS = 200, 8
+"""Simulated comparisons of a drafter with itself; points of tau over time in a phase."""
+LEAST_COMPARED, LEAST_SHARE = 2000, 0.9
+"""What is asked for: answers compared with plain decoding, and the share of the retrained tau."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One phase: its target's name, and what it is."""
+
+    name: str
+    target: str
+    about: str
+
+
+PHASES = (
+    Traffic("python", "embedded", "Python prompts and documentation in English"),
+    Traffic("drift", "embedded", "C++ headers and JSON instead"),
+    Traffic("finetuned", "finetuned", "both mixed; the target was fine-tuned on C++ headers"),
+    Traffic("merged", "merged", "both mixed; a LoRA for JSON was merged into the target"),
+)
+
+
+@dataclass
+class Evidence:
+    """All phases in the folder `work`. base: the first target; drafter: what the first phase begins
+    with, None: it is trained; requests: of each phase."""
+
+    work: Path
+    base: Path
+    drafter: Path | None
+    requests: int
+    sizes: Sizes
+
+    # Making
+
+    def prompts(self, name: str) -> Path:
+        """The requests of a phase."""
+        drifting.write_prompts(self.work / "prompts", self.requests)
+        return self.work / "prompts" / f"{name}.jsonl"
+
+    def target(self, name: str) -> Path:
+        """The folder of a version of the target."""
+        out = self.work / "targets" / name
+        if name not in RECIPES:
+            return self.base
+        if (out / changed_targets.MADE_FILE).is_file():
+            return out
+        if name == "finetuned":
+            before, pairs = self.base, cpp_headers.split_pairs(cpp_headers.operators())["train"]
+        else:
+            before, pairs = self.target("finetuned"), drifting.json_pairs()
+        changed_targets.finetune(before, out, pairs, RECIPES[name])
+        return out
+
+    def first(self) -> Path:
+        """The drafter that the first phase begins with: by the recipe, on answers to other Python
+        prompts than those that are asked."""
+        if self.drafter is not None:
+            return self.drafter
+        run = self.work / "first"
+        if not (run / "train" / FROZEN / MANIFEST_FILE).is_file():
+            rows = read_rows(PROMPTS / "training" / "train.jsonl")
+            own = [row for row in rows if row["domain"] in drifting.ENGLISH][:FIRST_PROMPTS]
+            write_rows(run / "prompts.jsonl", own)
+            answers = generate(self.base, run, run / "prompts.jsonl", self.sizes)
+            train(self.base, run, answers, FROZEN, self.sizes)
+        return run / "train" / FROZEN / "best"
+
+    def refresh(self, drafter: Path, target: str, known: Path) -> tuple[Path, Facts]:
+        """The drafter that was taken last, made one of a changed target, and what that cost.
+        known: a file of earlier requests."""
+        run = self.work / "serve" / target
+        if not (run / "refresh" / "refresh.json").is_file():
+            rows = read_rows(known)[:REFRESH_PROMPTS]
+            write_rows(run / "refresh.jsonl", rows)
+            write_rows(run / "measuring.jsonl", rows[:8])
+        own = [*ROWS, f"data.path={run / 'refresh.jsonl'}", f"refresh.drafter={drafter}"]
+        own += ["refresh.until=budget", f"refresh.prompts={REFRESH_PROMPTS}", "train.eval_every=0"]
+        own += [f"train.max_steps={min(REFRESH_STEPS, self.sizes.steps)}", "train.parity=false"]
+        own += ["train.global_batch=1", "train.micro_batch=1", f"optim.lr={RATE / 2}"]
+        own += ["sampling.temperature=0"]
+        own += [f"sampling.max_new_tokens={self.sizes.tokens}", "run.drafter=refreshed"]
+        own += [f"decode.max_new_tokens={self.sizes.tokens}", "train.tracker.wandb=disabled"]
+        own += ["bench=jsonl", f"bench.prompts={run / 'measuring.jsonl'}"]
+        run_stage("refresh", *words(self.target(target), run, self.sizes.threads, *own))
+        cost = read_json(run / "refresh" / "refresh.json")["cost"]
+        facts = {"answers": cost["answers"], "tokens": cost["training_tokens"]}
+        seconds = {"seconds": cost["training_seconds"]}
+        return run / "train" / "refreshed" / "best", facts | seconds
+
+    # Phases
+
+    def run(self, traffic: Traffic, before: tuple[Traffic, Path] | None) -> tuple[Path, Facts]:
+        """A phase: the drafter that serves at its end, and its facts. before: the phase before this
+        one, and the drafter that served at its end; None: there was none."""
+        known, start = before or (PHASES[0], self.first())
+        refreshed = None
+        if traffic.target != known.target:
+            asked = self.prompts(known.name)
+            start, refreshed = self.refresh(start, traffic.target, asked)
+        folder = self.work / "phases" / traffic.name
+        serve, prompts = self.work / "serve" / traffic.target, self.prompts(traffic.name)
+        target = self.target(traffic.target)
+        phase = Phase(folder, target, serve, start, prompts, self.sizes)
+        phase.answer()
+        facts = once(folder / "facts.json", lambda: self.measure(phase, traffic, refreshed))
+        return phase.learned, facts
+
+    def measure(self, phase: Phase, traffic: Traffic, refreshed: Facts | None) -> Facts:
+        """What a phase that has been answered shows."""
+        answers, plain = phase.answer(), phase.plain()
+        lost = [one.failure for one in answers if one.failure]
+        retrained, cost = phase.retrain(plain)
+        drafters = {
+            FROZEN: self.first(),
+            RETRAINED: retrained,
+            "start": Path(phase.begun["drafter"]),
+        }
+        taken = [entry for entry in phase.entries() if entry.event == SWAPPED]
+        names = [f"taken-{entry.cycle:04d}" for entry in taken]
+        for name, entry in zip(names, taken, strict=True):
+            drafters[name] = Path(entry.facts["checkpoint"])
+        arms = {name: phase.arm(name, folder) for name, folder in drafters.items()}
+        arms[LEARNED] = arms[names[-1]] if names else arms["start"]
+        learner = cycles(phase.entries())
+        spent = [learner, *([refreshed] if refreshed else [])]
+        probes = [one for one in answers if phase.is_probe(one.number)]
+        levels = [tau(arms[name]) for name in ("start", *names)]
+        return {
+            **asdict(traffic),
+            "requests": {
+                "sent": len(answers),
+                "answered": len(answers) - len(lost),
+                "lost": len(lost),
+                "failures": sorted(set(lost))[:5],
+                "seconds": phase.ended["time"] - phase.begun["time"],
+            },
+            "texts": phase.compare_texts(answers, plain),
+            "probes": len(probes),
+            "tau": shares(arms),
+            "over_time": over_time(probes, arms, WINDOWS),
+            "learner": learner,
+            "refresh": refreshed,
+            "cost": {key: sum(one[key] for one in spent) for key in ("tokens", "seconds")},
+            "retraining": cost,
+            "swaps": [
+                {
+                    "cycle": entry.cycle,
+                    "after_requests": sum(one.at < entry.time for one in answers),
+                    "tau_before": old,
+                    "tau": new,
+                    "false": new <= old,
+                }
+                for entry, old, new in zip(taken, levels, levels[1:], strict=False)
+            ],
+            "observed": arms[LEARNED]["observed"],
+        }
+
+
+# The report
+
+
+def report(given: argparse.Namespace) -> None:
+    """Run every step that is not done yet, and write the report after every phase."""
+    torch.set_num_threads(given.threads)
+    sizes = Sizes(**{one.name: getattr(given, one.name) for one in fields(Sizes)})
+    drafter = Path(given.drafter).resolve() if given.drafter else None
+    if drafter is not None and not drafter.is_dir():
+        raise UserError(f"--drafter: there is no folder '{given.drafter}'.")
+    evidence = Evidence(given.work.resolve(), given.target, drafter, given.requests, sizes)
+    asked = {"requests": given.requests, "drafter": str(drafter or ""), **asdict(sizes)}
+    asked["target"] = str(given.target)
+    known = once(evidence.work / "settings.json", lambda: asked)
+    if changed := [key for key, value in asked.items() if known.get(key) != value]:
+        raise UserError(
+            f"'{given.work}' was begun with other values of {', '.join(changed)}. Give those, "
+            "another --work, or delete it."
+        )
+    before, found = None, []
+    for traffic in PHASES:
+        if traffic.name in given.phases:
+            learned, facts = evidence.run(traffic, before)
+            before = (traffic, learned)
+            found.append(facts)
+            content = collect(found, sizes, asked, given.command)
+            write_report(given.out, content, page(content))
+            print(f"{given.out}.json after phase '{traffic.name}'", flush=True)
+
+
+def collect(phases: Sequence[Facts], sizes: Sizes, settings: Facts, asked: str) -> Facts:
+    """The content of the report."""
+    pools = [{"observed": phase["observed"], "depth": DEPTH} for phase in phases]
+    simulated = swaps_of_itself(pools, COMPARISONS, sizes.pairs, sizes.clients)
+    swaps = [swap for phase in phases for swap in phase["swaps"]]
+
+    def total(part: str, key: str) -> int:
+        return sum(phase[part][key] for phase in phases)
+
+    totals = {key: total("requests", key) for key in ("sent", "answered", "lost")}
+    totals |= {key: total("texts", key) for key in ("compared", "identical", "near_ties")}
+    totals["mismatches"] = total("texts", "mismatches")
+    totals |= {"swaps": len(swaps), "rejected": sum(len(p["learner"]["rejected"]) for p in phases)}
+    moved = [phase["tau"]["by_retrained"] for phase in phases if phase["name"] != PHASES[0].name]
+    return {
+        "format": 1,
+        "command": asked,
+        "git": git_state().get("revision", ""),
+        "settings": {**settings, "depth": DEPTH, **process_facts()},
+        "device": device_facts(torch.device("cpu")),
+        "phases": [{key: phase[key] for key in phase if key != "observed"} for phase in phases],
+        "totals": totals,
+        "false_swaps": {
+            "simulated": simulated,
+            "in_this_run": {"swaps": len(swaps), "false": sum(swap["false"] for swap in swaps)},
+        },
+        "holds": {
+            "no_request_lost": totals["lost"] == 0,
+            "all_answers_as_plain_decoding": totals["compared"] >= LEAST_COMPARED
+            and totals["compared"] == totals["identical"],
+            "90_percent_of_the_retrained_tau": all(share >= LEAST_SHARE for share in moved),
+            "false_swaps_at_most_1_percent": simulated["swaps"] <= 0.01 * COMPARISONS,
+        },
+    }
+
+
+main = command(
+    report,
+    requests=(1000, "of each phase"),
+    phases={
+        "nargs": "+",
+        "choices": [one.name for one in PHASES],
+        "default": [one.name for one in PHASES],
+    },
+    minutes=(7.0, "over which the requests of a phase come"),
+    clients=(8, "each with an address of its own, where loopback has several"),
+    tokens=(48, "most new tokens of an answer"),
+    drafter=("", "folder of the drafter to begin with; empty: one is trained"),
+    target=(TARGET, "the first target"),
+    steps=(120, "of a training from scratch"),
+    learner_steps=(80, "of the training of a cycle"),
+    least_tokens=(8000, "of answers with which a cycle begins"),
+    pairs=(150, "answers of each drafter after which a comparison ends"),
+    nice=(LearnConfig().nice, "priority of the learner's processes; 0 where others use the cores"),
+    threads=(2, "of what runs alone; the server and its learner have one each"),
+    work=ROOT / "outputs" / "learn_evidence",
+    out=(REPORTS / "learn", "without its ending"),
+)
+
+if __name__ == "__main__":
+    sys.exit(main())
