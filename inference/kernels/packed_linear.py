@@ -7,8 +7,11 @@ oneDNN-packed weight. Packing copies the weight once. Meaning: `F.linear`.
 
 A packed product costs some 40 us more per call there, so on Intel's CPUs, where the library behind
 `F.linear` (MKL) has kernels of its own, small weights and one or two rows stay with it ([512, 256],
-1 row: 77 us against 115 us; [256, 256]: 38 us against 77 us). On AMD's, two cores of an EPYC
-multiply 5 rows with [864, 256] in 38 us by `F.linear` and in 18 us packed: everything is packed.
+1 row: 77 us against 115 us; [256, 256]: 38 us against 77 us). On AMD's with AVX-512, two cores of
+an EPYC multiply 5 rows with [864, 256] in 38 us by `F.linear` and in 18 us packed: everything is
+packed. Without AVX-512, MKL is ahead on AMD's too for one row and for small weights (one core of an
+EPYC, [2048, 2048]: 1 row 1.1 ms against 1.6 ms packed, 4 rows 2.6 ms against 1.7 ms; [256, 256], 4
+rows: 59 us against 79 us).
 
 On other devices, in other dtypes, for more rows than decoding has, under autocast or when gradients
 are recorded, the plain path runs. A weight that was changed in place is packed again at the next
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +32,17 @@ from inference.processor import is_intel
 
 MAX_ROWS = 64
 """Above this many rows the plain path is as fast."""
-FEWEST_ROWS, SMALLEST_WEIGHT = 3, 1 << 19
-"""Below so many rows or elements MKL's own kernels are faster (see the module)."""
+
+
+class Limits(NamedTuple):
+    """From how many rows and elements of the weight on a float32 product is packed. Below, MKL's own
+    kernels are faster (see the module)."""
+
+    rows: int
+    elements: int
+
+
+EVERYTHING, INTEL, NO_AVX512 = Limits(1, 0), Limits(3, 1 << 19), Limits(2, 1 << 17)
 
 
 def supported() -> bool:
@@ -38,9 +50,13 @@ def supported() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def mkl_at_home() -> bool:
-    """Whether `F.linear` runs MKL on a CPU that it was written for."""
-    return is_intel() and torch.backends.mkl.is_available()
+def limits() -> Limits:
+    """The limits of this CPU."""
+    if not torch.backends.mkl.is_available():
+        return EVERYTHING
+    if is_intel():
+        return INTEL
+    return NO_AVX512 if torch.backends.cpu.get_cpu_capability() == "AVX2" else EVERYTHING
 
 
 def pack_linears(module: nn.Module) -> None:
@@ -86,8 +102,7 @@ def _eligible(module: nn.Module) -> Iterator[nn.Linear]:
             continue  # quantised weights and slices of a split model have a product of their own
         if part.weight.shape != (part.out_features, part.in_features):
             continue  # divided among processes: there only while it runs
-        small = part.weight.numel() < SMALLEST_WEIGHT
-        if small and part.weight.dtype == torch.float32 and mkl_at_home():
+        if part.weight.dtype == torch.float32 and part.weight.numel() < limits().elements:
             continue
         if part.weight.device.type == "cpu" and packs(part.weight.dtype):
             yield part
@@ -105,7 +120,7 @@ def _packed_forward(linear: nn.Linear) -> Any:
     weight, bias = linear.weight, linear.bias
     packed, version = _packed(weight)
     in_features, dtype = linear.in_features, weight.dtype
-    fewest = FEWEST_ROWS if dtype == torch.float32 and mkl_at_home() else 1
+    fewest = limits().rows if dtype == torch.float32 else 1
 
     def forward(x: Tensor) -> Tensor:
         nonlocal packed, version
