@@ -35,8 +35,8 @@ MAX_ROWS = 64
 
 
 class Limits(NamedTuple):
-    """From how many rows and elements of the weight on a float32 product is packed. Below, MKL's own
-    kernels are faster (see the module)."""
+    """From how many rows and elements of the weight on a float32 product is packed. Below, MKL's
+    own kernels are faster (see the module)."""
 
     rows: int
     elements: int
