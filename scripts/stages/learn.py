@@ -21,6 +21,7 @@ from scripts.run.process import prepare_process, say, shown
 from scripts.stages.refresh.parts import refreshing_rate
 
 if TYPE_CHECKING:
+    from scripts.run.drafters import Found
     from train.learning.journal import Journal
     from train.learning.server import HttpServer
     from train.learning.work import CycleSettings
@@ -54,7 +55,7 @@ def run(settings: Settings) -> None:
     wait_for(server, config.look_seconds)
     folder = sampled_folder(config.folder, server)
     with writing(folder) as journal:
-        cycle = cycle_settings(settings, folder, server)
+        cycle = cycle_settings(settings, folder, server, journal)
         say(f"learning from the traffic in {shown(folder)} for {config.server}")
 
         def show(written: Journal) -> None:
@@ -107,7 +108,9 @@ def sampled_folder(given: str, server: HttpServer) -> Path:
     return folder
 
 
-def cycle_settings(settings: Settings, folder: Path, server: HttpServer) -> CycleSettings:
+def cycle_settings(
+    settings: Settings, folder: Path, server: HttpServer, journal: Journal
+) -> CycleSettings:
     """What every cycle is made with: the draft and the learning rate are those of the drafter that
     serves now."""
     from train.learning.work import CycleSettings
@@ -124,10 +127,21 @@ def cycle_settings(settings: Settings, folder: Path, server: HttpServer) -> Cycl
         features=settings.features,
         feedback=settings.feedback,
         engine=settings.engine,
-        optim=replace(settings.optim, lr=refreshing_rate(settings, found)),
+        optim=replace(settings.optim, lr=learning_rate(settings, found, journal)),
         schedule=settings.schedule,
         decode=drafters.draft_settings(found, settings.decode),
     )
+
+
+def learning_rate(settings: Settings, found: Found, journal: Journal) -> float:
+    """The rate of the cycles: that of those before, since a drafter that a cycle has brought forth
+    does not say how it was trained; else as `refreshing_rate` has it."""
+    from train.learning.cycle import TRAINED
+
+    before = journal.last(TRAINED)
+    if before is not None and "rate" in before.facts and not settings.given("optim.lr"):
+        return float(before.facts["rate"])
+    return refreshing_rate(settings, found)
 
 
 # Beside `headstart serve`

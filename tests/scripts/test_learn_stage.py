@@ -22,10 +22,10 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.server.config import ADMIN_VARIABLE, ServeConfig
-from scripts.stages.learn import sampled_folder
+from scripts.stages.learn import learning_rate, sampled_folder
 from scripts.stages.serve import admin_for
 from tests.train.learning.traffic import prepare
-from train.learning.journal import Entry, read_journal
+from train.learning.journal import Entry, read_journal, writing
 
 WAIT_SECONDS = 900.0
 LEARN = (
@@ -237,3 +237,20 @@ def test_sampling_for_another_learner_needs_a_token_that_both_know(
     for wrong in ({"learn": True}, {"records_redact": True}):
         with pytest.raises(UserError, match=r"serve\.sample"):
             ServeConfig(sample=True, **wrong)
+
+
+def test_cycles_keep_the_rate_of_those_before(tmp_path: Path) -> None:
+    taken: Any = SimpleNamespace(stage_folder=None)  # as a drafter that a cycle has brought forth
+    trained: Any = SimpleNamespace(
+        stage_folder=tmp_path, trained_with=lambda group: {"lr": 4e-4} if group == "optim" else {}
+    )
+
+    def settings(*given: str) -> Any:
+        return SimpleNamespace(given=given.__contains__, optim=SimpleNamespace(lr=1e-2))
+
+    with writing(tmp_path) as journal:
+        assert learning_rate(settings(), trained, journal) == 2e-4
+        journal.append("trained", 1, rate=2e-4)
+        journal.append("swapped", 1, checkpoint="drafters/0001")
+        assert learning_rate(settings(), taken, journal) == 2e-4
+        assert learning_rate(settings("optim.lr"), taken, journal) == 1e-2

@@ -92,7 +92,7 @@ def weigh(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
 
 def refresh(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
     """Train from `start` on the cycle's answers and keep the candidate; returns its checkpoint, the
-    hash of its weights and what the training cost."""
+    hash of its weights, what the training cost and its learning rate."""
     folder, out = settings.cycle(number), settings.candidate(number)
     content = read_config(start)
     begin = RefreshConfig(init_from=str(start), other_target=True)
@@ -115,7 +115,8 @@ def refresh(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]
     with replace_part(out, CHECKPOINT) as fresh:
         copy_plain(folder / TRAINING / made["checkpoint"], fresh)
     cost = {"steps": made["steps"], "tokens": made["tokens"], "seconds": made["seconds"]}
-    return {"checkpoint": str(out), "weights_sha256": checkpoint_hash(out), **cost}
+    facts = {"checkpoint": str(out), "weights_sha256": checkpoint_hash(out)}
+    return {**facts, **cost, "rate": settings.optim.lr}
 
 
 def measure(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
