@@ -288,6 +288,7 @@ def _constant(facts: dict[str, Any]) -> Tensor:
     file = _constant_file(facts["sha256"])
     content = file.read_bytes()
     if hashlib.sha256(content).hexdigest() != facts["sha256"]:
+        file.unlink(missing_ok=True)  # and written again with the next entry that has it
         raise ValueError(f"{file} was changed")
     with _disable_current_modes():
         memory = torch.empty(_extent(shape, stride), dtype=dtype)
@@ -297,23 +298,31 @@ def _constant(facts: dict[str, Any]) -> Tensor:
 
 def make_room(most: int = MOST_BYTES) -> None:
     """Remove the entries that were used longest ago until all take `most` bytes, and constants that
-    no entry names."""
-    found = []
-    for file in sorted(folder().glob("*.json"), key=_used):
-        with suppress(OSError, ValueError, KeyError):
-            named = json.loads(file.read_bytes())["constants"].values()
-            found.append((file, {facts["sha256"] for facts in named}))
-    sizes = {file.stem: file.stat().st_size for file in folder().glob("*.bin")}
+    no entry names; nothing as long as all fits."""
+    entries, sizes = sorted(folder().glob("*.json"), key=_used), dict[str, int]()
+    for file in folder().glob("*.bin"):
+        sizes[file.stem] = _size(file)
+    if sum(map(_size, entries)) + sum(sizes.values()) <= most:
+        return
     kept: set[str] = set()
-    room = most
-    for file, named in reversed(found):
-        room -= file.stat().st_size + sum(sizes.get(name, 0) for name in named - kept)
-        if room < 0:
+    for file in reversed(entries):
+        named = set[str]()
+        with suppress(OSError, ValueError, KeyError):
+            facts = json.loads(file.read_bytes())["constants"].values()
+            named = {each["sha256"] for each in facts}
+        most -= _size(file) + sum(sizes.get(name, 0) for name in named - kept)
+        if most < 0:
             file.unlink(missing_ok=True)
         else:
             kept |= named
     for name in sizes.keys() - kept:
         _constant_file(name).unlink(missing_ok=True)
+
+
+def _size(file: Path) -> int:
+    with suppress(OSError):
+        return file.stat().st_size
+    return 0
 
 
 def _used(file: Path) -> float:
