@@ -260,6 +260,8 @@ def load(key: str) -> Function | None:
     try:
         entry = json.loads(_entry_file(key).read_bytes())
         constants = {name: _constant(facts) for name, facts in entry["constants"].items()}
+        if changed := [name for name, constant in constants.items() if constant is None]:
+            raise ValueError(f"{len(changed)} of its constants were changed")
         module_key, path = PyCodeCache.write(entry["code"])
         call = PyCodeCache.load_by_key_path(module_key, path, attrs=constants).call
         _entry_file(key).touch()
@@ -277,8 +279,9 @@ def load(key: str) -> Function | None:
     return function
 
 
-def _constant(facts: dict[str, Any]) -> Tensor:
-    """A constant that was kept; raises ValueError when it is not what was written."""
+def _constant(facts: dict[str, Any]) -> Tensor | None:
+    """A constant that was kept; None when it is not what was written: its file is removed, so that
+    the next entry that has it writes it again."""
     shape, stride = (*facts["shape"],), (*facts["stride"],)
     dtype = getattr(torch, facts["dtype"])
     name = facts["sha256"], shape, stride, dtype
@@ -288,8 +291,8 @@ def _constant(facts: dict[str, Any]) -> Tensor:
     file = _constant_file(facts["sha256"])
     content = file.read_bytes()
     if hashlib.sha256(content).hexdigest() != facts["sha256"]:
-        file.unlink(missing_ok=True)  # and written again with the next entry that has it
-        raise ValueError(f"{file} was changed")
+        file.unlink(missing_ok=True)
+        return None
     with _disable_current_modes():
         memory = torch.empty(_extent(shape, stride), dtype=dtype)
         memory.view(torch.uint8).numpy()[:] = np.frombuffer(content, dtype=np.uint8)
