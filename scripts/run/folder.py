@@ -45,6 +45,9 @@ SEAL = "# sha256: "
 FREE_GROUPS = ("run", "loop")
 """Settings that may change between the commands that fill one folder: where it is, and how the loop
 calls."""
+OTHER_DEFAULTS = ("decode.compile", "sampling.compile")
+"""Settings with another default than in earlier versions: not compared where a folder leaves them
+out."""
 FREE_KEYS = ("train.tracker.",)
 """Beginnings of others: they say where figures are shown, not what a folder holds."""
 
@@ -367,6 +370,10 @@ def comparable(
         for side, values in zip(sides, both, strict=True):
             kept = flatten(values, group)
             side.update((key, value) for key, value in kept if not key.startswith(FREE_KEYS))
+    for group, key in (name.split(".") for name in OTHER_DEFAULTS):
+        if key not in (before.get(group) or {}):
+            for side in sides:
+                side.pop(f"{group}.{key}", None)
     return sides
 
 

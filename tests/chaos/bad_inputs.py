@@ -146,7 +146,8 @@ def bad_values(hint: Any) -> list[Any]:
         wrong = [{keys[0]: value} for keys, value in of_class(inner, ()) if len(keys) == 1]
         return [*none, 5, "text", [1], {"zzz": 1}, *wrong]
     if origin in (Union, types.UnionType):
-        return [{"zzz": 1}] if takes_number(arguments) else [5.5, {"zzz": 1}, True]
+        other = [] if bool in arguments else [True]
+        return [{"zzz": 1}] if takes_number(arguments) else [5.5, {"zzz": 1}, *other]
     return []
 
 
