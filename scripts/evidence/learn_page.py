@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from inference.report.markdown import markdown_table
 from scripts.evidence.common import Facts, cell
 from scripts.evidence.learn_figures import FROZEN, RETRAINED, SIDES
@@ -14,34 +16,6 @@ def page(content: Facts) -> list[str]:
     """The report as Markdown."""
     phases, totals = content["phases"], content["totals"]
     simulated, own = content["false_swaps"]["simulated"], content["false_swaps"]["in_this_run"]
-    rows = [
-        [
-            phase["name"],
-            *(cell(phase["tau"][side]["tau"], phase["tau"][side]["tau_ci95"]) for side in SIDES),
-            share(phase["tau"], "by_retrained"),
-            share(phase["tau"], "accepted_by_retrained"),
-            share(phase["tau"], "regained"),
-        ]
-        for phase in phases
-    ]
-    costs = [
-        [
-            phase["name"],
-            f"{phase['learner']['begun']}",
-            f"{phase['learner']['swapped']}",
-            f"{len(phase['learner']['rejected'])}",
-            f"{phase['cost']['tokens']:,}",
-            f"{phase['cost']['seconds']:.0f}",
-            f"{phase['retraining']['tokens']:,}",
-            f"{phase['retraining']['seconds']:.0f}",
-        ]
-        for phase in phases
-    ]
-    times = [
-        [phase["name"], str(row["through"]), *(f"{row[side]:.2f}" for side in LIVE)]
-        for phase in phases
-        for row in phase["over_time"]
-    ]
     return [
         "# Learning from traffic",
         "",
@@ -62,7 +36,7 @@ def page(content: Facts) -> list[str]:
         "of tau - 1; **regained**: (learned - frozen) / (retrained - frozen), where retrained is "
         "better.",
         "",
-        *markdown_table(["phase", *SIDES, "of retrained", "of accepted", "regained"], rows),
+        *shares_table(phases),
         "",
         "## Cost",
         "",
@@ -70,19 +44,13 @@ def page(content: Facts) -> list[str]:
         "too. The learner trains at low priority beside the server, the training from scratch "
         "alone.",
         "",
-        *markdown_table(
-            [
-                *("phase", "cycles", "swaps", "rejected", "learning tokens", "seconds"),
-                *("retraining tokens", "seconds"),
-            ],
-            costs,
-        ),
+        *cost_table(phases),
         "",
         "## tau over time",
         "",
         "The same requests by windows. **learning**: as the server answered, comparisons included.",
         "",
-        *markdown_table(["phase", "requests so far", *LIVE], times, texts=2),
+        *time_table(phases),
         "",
         "## False swaps",
         "",
@@ -94,6 +62,52 @@ def page(content: Facts) -> list[str]:
         "on the requests above.",
         "",
     ]
+
+
+def shares_table(phases: Sequence[Facts]) -> list[str]:
+    """tau of the three drafters, and what the learned one has of the retrained one's."""
+    header = ["phase", *SIDES, "of retrained", "of accepted", "regained"]
+    rows = [
+        [
+            phase["name"],
+            *(cell(phase["tau"][side]["tau"], phase["tau"][side]["tau_ci95"]) for side in SIDES),
+            share(phase["tau"], "by_retrained"),
+            share(phase["tau"], "accepted_by_retrained"),
+            share(phase["tau"], "regained"),
+        ]
+        for phase in phases
+    ]
+    return markdown_table(header, rows)
+
+
+def cost_table(phases: Sequence[Facts]) -> list[str]:
+    """Cycles, and what they and the training from scratch took."""
+    header = ["phase", "cycles", "swaps", "rejected", "learning tokens", "seconds"]
+    header += ["retraining tokens", "seconds"]
+    rows = [
+        [
+            phase["name"],
+            f"{phase['learner']['begun']}",
+            f"{phase['learner']['swapped']}",
+            f"{len(phase['learner']['rejected'])}",
+            f"{phase['cost']['tokens']:,}",
+            f"{phase['cost']['seconds']:.0f}",
+            f"{phase['retraining']['tokens']:,}",
+            f"{phase['retraining']['seconds']:.0f}",
+        ]
+        for phase in phases
+    ]
+    return markdown_table(header, rows)
+
+
+def time_table(phases: Sequence[Facts]) -> list[str]:
+    """tau by windows of requests."""
+    rows = [
+        [phase["name"], str(row["through"]), *(f"{row[side]:.2f}" for side in LIVE)]
+        for phase in phases
+        for row in phase["over_time"]
+    ]
+    return markdown_table(["phase", "requests so far", *LIVE], rows, texts=2)
 
 
 def share(facts: Facts, key: str) -> str:

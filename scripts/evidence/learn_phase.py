@@ -181,6 +181,7 @@ class Phase:
             "learn.least_tokens": sizes.least_tokens,
             "learn.most_pairs": sizes.pairs,
             "learn.look_seconds": 1,
+            "learn.held_out": 0.3,
             "learn.held_out_prompts": 32,
             "learn.nice": sizes.nice,
             "learn.keep": 1000,  # all are measured afterwards
@@ -191,17 +192,12 @@ class Phase:
             "train.eval_tokens": sizes.tokens,
             "train.parity": "false",
             "optim.lr": RATE / 2,
-            "learn.held_out": 0.3,
         }
         learner = ",".join(f"{key}={value}" for key, value in settings.items())
         own = [f"serve.drafter={self.start}", "serve.port=0", "serve.context=1024"]
         own += ["serve.learn=true", "serve.learn_seconds=2", f"serve.learn_settings=[{learner}]"]
-        own += [
-            f"decode.max_new_tokens={sizes.tokens}",
-            f"decode.depth={DEPTH}",
-            "decode.rule=match",
-        ]
-        own += [f"decode.batch_size={sizes.clients}"]
+        own += [f"decode.max_new_tokens={sizes.tokens}", f"decode.depth={DEPTH}"]
+        own += ["decode.rule=match", f"decode.batch_size={sizes.clients}"]
         return words(self.target, self.serve, SERVER_THREADS, *own)
 
     @property

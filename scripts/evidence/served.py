@@ -98,6 +98,7 @@ def ask_all(
     for their own answers, and add an `Answer` of each to the file `out`. Nothing is sent twice."""
 
     async def run() -> None:
+        """All clients at once."""
         begin = time.monotonic()
 
         async def one(number: int) -> None:

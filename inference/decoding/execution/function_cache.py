@@ -124,9 +124,10 @@ def shared(data: Tensor) -> Tensor:
 
 @dataclass
 class Made:
-    """What inductor makes of a graph: the module's code, its constants, and for which inputs the
-    module was called and what it gave, once it was."""
+    """What inductor makes of a graph: how many modules, the last one's code and constants, and for
+    which inputs it was called and what it gave, once it was."""
 
+    modules: int = 0
     code: str = ""
     constants: dict[str, Tensor] = field(default_factory=dict)
     given: list[_Address] | None = None
@@ -159,6 +160,7 @@ def recording() -> Iterator[Made]:
         module = load(key, path, *args, **kwargs)
         attributes = kwargs.get("attrs")
         if attributes is not None:
+            made.modules += 1
             made.code = Path(path).read_text("utf-8")
             made.constants = {name: attributes[name] for name in _read(made.code) & {*attributes}}
             made.watch(module)
@@ -177,23 +179,32 @@ def recording() -> Iterator[Made]:
 def keeping(function: Function, made: Made, key: str) -> Function:
     """`function`, kept under `key` with its first call: until then the C++ compiler may run, and
     what comes between its arguments and the module's is not known."""
-    waits = [bool(key) and bool(made.code)]
+    if not key or made.modules != 1:
+        return function
+    kept = False
 
     def call(*arguments: Tensor) -> Any:
-        if not waits[0]:
+        nonlocal kept
+        if kept:
             return function(*arguments)
         given = [_address(each) for each in arguments]
         results = function(*arguments)
-        waits[0] = False
-        entry = _entry(made, given, results)
-        if entry is not None:
-            try:
-                _store(key, entry, made.constants)
-            except OSError as error:
-                logger.warning("a compiled step is not kept for later runs: %s", error)
+        _keep(key, made, given, results)
+        kept = True
         return results
 
     return call
+
+
+def _keep(key: str, made: Made, given: list[_Address], results: Any) -> None:
+    """Write a function after its first call, if it can be and the disk takes it."""
+    entry = _entry(made, given, results)
+    if entry is None:
+        return
+    try:
+        _store(key, entry, made.constants)
+    except OSError as error:
+        logger.warning("a compiled step is not kept for later runs: %s", error)
 
 
 def _read(code: str) -> set[str]:
