@@ -163,25 +163,31 @@ def _tile(  # type: ignore[no-untyped-def]
     if upcast:
         key = key.to(tl.float32)
         value = value.to(tl.float32)
-    scores = tl.dot(query, key, input_precision="ieee") * scale
+    scores = tl.dot(query, key, input_precision="ieee")
+    factor = scale
     if capped:
         # tanh of |x| through an exponential that cannot overflow
+        scores = scores * scale
         bent = tl.exp(-2.0 * tl.abs(scores))
         bent = (1.0 - bent) / (1.0 + bent)
-        scores = tl.where(scores < 0, -bent, bent) * softcap
+        scores = tl.where(scores < 0, -bent, bent)
+        factor = softcap
     if masked:
         seen = _seen(
             words, depth, slot, start, length, asked, valid, position, window, written, word_count,
             block_n, windowed
         )
         scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(peak, tl.max(scores, 1))
+    # The factor is applied in explicit fused operations: a compiler that fuses the product and the
+    # difference by itself does so in the loop without a mask only, so that a token's last bit would
+    # depend on which loop reads it.
+    higher = tl.maximum(peak, tl.max(scores, 1) * factor)
     floor = higher
     if masked:
         floor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
-    weight = tl.exp2(scores - floor[:, None])
+    weight = tl.exp2(tl.fma(scores, factor, -floor[:, None]))
     shrink = tl.exp2(peak - floor)
-    total = total * shrink + tl.sum(weight, 1)
+    total = tl.fma(total, shrink, tl.sum(weight, 1))
     weight = weight.to(narrow)
     if upcast:
         weight = weight.to(tl.float32)
@@ -306,8 +312,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp2(log_sum - base[:, None])
         shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * found, 1)
+        total = tl.fma(total, shrink, tl.sum(weight, 1))
+        acc = tl.fma(acc, shrink[:, None], tl.sum(weight[:, :, None] * found, 1))
         peak = higher
     if sunk:  # takes weight and gives nothing
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E

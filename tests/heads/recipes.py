@@ -244,9 +244,8 @@ def build(
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():
             for parameter in drafter.parameters():
-                parameter += shaken * torch.randn(parameter.shape, generator=generator).to(
-                    parameter.dtype
-                )
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter += shaken * noise.to(parameter.device, parameter.dtype)
     return drafter
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 KeyValue = tuple[Tensor, Tensor]
 
@@ -104,12 +105,40 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
+class _OutsideModes(torch.autograd.Function):
+    """Compiled flex attention where a dispatch mode is at work, such as the one that counts FLOPs.
+    torch compiles nothing there, and its uncompiled flex attention holds all scores and has no
+    implementation for modes: so both passes leave the modes, which do not see this attention."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, mask: Any, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """query [B, h, Q, D], key and value [B, g, K, D] -> [B, h, Q, D]."""
+        with _disable_current_modes(), torch.enable_grad(), torch.compiler.set_stance("default"):
+            given = [x.detach().requires_grad_(x.requires_grad) for x in (query, key, value)]
+            out: Tensor = _compiled()(*given, block_mask=mask, enable_gqa=True)
+        ctx.given, ctx.out = given, out
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Gradients of the three inputs."""
+        wanted = [x for x in ctx.given if x.requires_grad]
+        with _disable_current_modes(), torch.compiler.set_stance("default"):
+            found = iter(torch.autograd.grad(ctx.out, wanted, gradient))
+        return None, *(next(found) if x.requires_grad else None for x in ctx.given)
+
+
 def _flex(query: Tensor, context: KeyValue, own: KeyValue, mask: Any) -> Tensor:
     """The same through flex attention: compiled on CUDA, else eager (forward pass only)."""
     blocks, slots = query.shape[1:3]
     pairs = zip(context, own, strict=True)
     key, value = (torch.cat([p, o.flatten(1, 2)], 1).transpose(1, 2) for p, o in pairs)
-    run: Any = _compiled() if query.is_cuda else flex_attention
-    rows = query.flatten(1, 2).transpose(1, 2).to(value.dtype)
-    out: Tensor = run(rows, key.to(value.dtype), value, block_mask=mask, enable_gqa=True)
+    rows, key = query.flatten(1, 2).transpose(1, 2).to(value.dtype), key.to(value.dtype)
+    if query.is_cuda and not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
+        out: Tensor = _OutsideModes.apply(mask, rows, key, value)
+    else:
+        run: Any = _compiled() if query.is_cuda else flex_attention
+        out = run(rows, key, value, block_mask=mask, enable_gqa=True)
     return out.transpose(1, 2).unflatten(1, (blocks, slots)).flatten(3)

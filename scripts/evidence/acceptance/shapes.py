@@ -92,7 +92,10 @@ FULL = Sizes(
     texts=12,
     train_length=4096,
     train_steps=20,
-    tests=("-m", "gpu", "tests/inference/kernels", "tests/inference/decoding/test_cuda.py"),
+    tests=(
+        *("-m", "gpu", "tests/heads/kernels", "tests/inference/kernels"),
+        *("tests/inference/decoding/test_cuda.py", "tests/inference/decoding/test_placement.py"),
+    ),
 )
 TINY = Sizes(
     shapes={"llama31_8b": TOY, "qwen3_8b": Shape(**{**vars(TOY), "family": Qwen3Config})},
@@ -106,7 +109,7 @@ TINY = Sizes(
     texts=2,
     train_length=64,
     train_steps=4,
-    tests=("tests/inference/kernels/test_dispatch.py",),
+    tests=("tests/heads/kernels/test_dispatch.py",),
 )
 SIZES = {"full": FULL, "tiny": TINY}
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from heads.api.checkpoint import new_drafter
 from heads.api.drafter import TrainableDrafter
@@ -27,6 +26,7 @@ from heads.dflash import Config as BlockConfig
 from heads.eagle3 import Config as Eagle3Config
 from heads.kernels.reference.row_losses import NAMES, ROW_LOSSES, RowLosses
 from heads.medusa import Config as MedusaConfig
+from inference.decoding.placement import weights_on
 from inference.parity import check_parity
 from inference.target.model import TargetModel
 from scripts.evidence.acceptance.parts import Check, Found, Part, Setting
@@ -38,6 +38,7 @@ from train.engines.torch_engine import TorchEngine
 from train.features.base import OnlineFeatures
 from train.optim import OptimConfig
 from train.planning.devices import find_peak
+from train.planning.footprint import FlopCount
 
 LLAMA = "llama31_8b"
 GRADIENT_GAP = 2e-2
@@ -61,15 +62,26 @@ def heads(vocab: int, draft_vocab: int) -> dict[str, tuple[str, Any, Tensor | No
         block_size=7, sample_from_anchor=True, dependency="markov", confidence=True, ce=0.1, tv=1.8
     )
     eagle = Eagle3Config(ttt_steps=7, draft_vocab_size=draft_vocab)
-    return {"eagle3": ("eagle3", eagle, counts), "dspark": ("dflash", dspark, None)}
+    return {
+        "eagle3": ("eagle3", eagle, counts),
+        "dspark": ("dflash", dspark, None),
+        "medusa": ("medusa", MedusaConfig(), None),
+    }
 
 
-def build(recipe: str, target: TargetModel, vocab: int, draft_vocab: int) -> TrainableDrafter:
-    """A new drafter of a recipe, in float32 on the target's device."""
+def build(
+    recipe: str,
+    target: TargetModel,
+    vocab: int,
+    draft_vocab: int,
+    device: torch.device | str | None = None,
+) -> TrainableDrafter:
+    """A new drafter of a recipe, in float32 on a device, or the target's."""
     kind, config, counts = heads(vocab, draft_vocab)[recipe]
     more = {} if counts is None else {"token_counts": counts}
-    drafter = new_drafter(kind, config, target.info, target.weights, seed=0, **more)
-    return drafter.to(target.device, torch.float32)
+    weights = target.weights if device is None else weights_on(target, device)
+    drafter = new_drafter(kind, config, target.info, weights, seed=0, **more)
+    return drafter.to(device or target.device, torch.float32)
 
 
 def packed(rows: int, length: int, vocab: int, documents: int = DOCUMENTS) -> PackedBatch:
@@ -148,13 +160,12 @@ def graded(
 
 
 def gradients_on(recipe: str, device: torch.device | str) -> dict[str, Tensor]:
-    """Loss and gradients by weight, on the CPU. Features are a CPU's, so that only the drafter's
-    own work differs."""
+    """Loss and gradients by weight, on the CPU. Features and initial weights are a CPU's, so that
+    only the drafter's own work differs."""
     target = as_target(build_model(TOY, torch.device("cpu"), torch.float32, 256))
-    if recipe == "medusa":
-        drafter: Any = new_drafter("medusa", MedusaConfig(), target.info, target.weights, seed=0)
-    else:
-        drafter = build(recipe, target, TOY.vocab, TOY.draft_vocab)
+    initial = build(recipe, target, TOY.vocab, TOY.draft_vocab).state_dict()
+    drafter = build(recipe, target, TOY.vocab, TOY.draft_vocab, device)
+    drafter.load_state_dict(initial)
     batch = OnlineFeatures(target, drafter.needs).batch(packed(2, 96, TOY.vocab, 2))
     moved = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
     for name, value in moved.items():
@@ -162,8 +173,7 @@ def gradients_on(recipe: str, device: torch.device | str) -> dict[str, Tensor]:
     if batch.target_logits is not None:
         head = target.weights.lm_head.to(device)
         batch.target_logits = lambda hidden: hidden @ head.t()
-    drafter = drafter.to(device).train()
-    output = drafter.loss(batch)
+    output = drafter.train().loss(batch)
     output.loss_sum.backward()
     found = {name: w.grad.cpu() for name, w in drafter.named_parameters() if w.grad is not None}
     return {"loss": output.loss_sum.detach().cpu(), **found}
@@ -193,7 +203,7 @@ def training(setting: Setting, recipe: str) -> Found:
     losses, spent, flops = [], {"target": 0.0, "drafter": 0.0}, 0
     warm = 2
     for step in range(sizes.train_steps + warm):
-        counter = FlopCounterMode(display=False) if step == 0 else None
+        counter = FlopCount() if step == 0 else None
         with counter or nullcontext():
             begin = now(setting)
             batch = features.batch(row, step)
@@ -202,7 +212,7 @@ def training(setting: Setting, recipe: str) -> Found:
         engine.step(RATE)
         end = now(setting)
         if counter is not None:
-            flops = counter.get_total_flops()
+            flops = counter.flops
         if step >= warm:
             spent["target"] += between - begin
             spent["drafter"] += end - between
