@@ -56,7 +56,8 @@ class RMSNorm(nn.Module):
             # Five small operations: on the CPU the library's own is taken apart into twice as many.
             mean = states.square().mean(-1, keepdim=True)
             return states * torch.rsqrt(mean.add_(self.eps)) * self.weight
-        return F.rms_norm(states, self.weight.shape, self.weight, self.eps)
+        # of one dtype, for which there is a fused kernel: under autocast weights are wider
+        return F.rms_norm(states, self.weight.shape, self.weight.to(states.dtype), self.eps)
 
 
 class Attention(nn.Module):

@@ -25,7 +25,7 @@ class Rope:
     def __init__(self, head_dim: int, theta: float) -> None:
         self.head_dim, self.theta = head_dim, theta
         self._given: Rotary | None = None
-        self._table = torch.empty(0, 2, head_dim)
+        self._tables: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
 
     def follow(self, rotary: Rotary | None) -> None:
         """Rotate as the target does, scaled frequencies included; None: by the base alone.
@@ -41,7 +41,7 @@ class Rope:
                 "instance eagle3."
             )
         self._given = rotary
-        self._table = torch.empty(0, 2, self.head_dim)
+        self._tables = {}
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """Rotation for positions [B, T] int64, computed directly (training)."""
@@ -49,11 +49,12 @@ class Rope:
         return cosine[..., None, :], sine[..., None, :]
 
     def table(self, slots: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Rotations of positions 0..slots-1 as one tensor [S, 2, D] for `look_up`; kept."""
-        kept = self._table
-        if kept.shape[0] < slots or kept.device != device or kept.dtype != dtype:
-            self._table = self._angles(torch.arange(slots, device=device)).to(dtype)
-        return self._table
+        """Rotations of positions from 0 on as one tensor [S, 2, D] for `look_up`; S is `slots`,
+        rounded up to a power of two. All are kept: steps that were captured read theirs."""
+        key = 1 << max(0, slots - 1).bit_length(), device, dtype
+        if key not in self._tables:
+            self._tables[key] = self._angles(torch.arange(key[0], device=device)).to(dtype)
+        return self._tables[key]
 
     def _angles(self, positions: Tensor) -> Tensor:
         angles = positions[..., None].float() * self._frequencies(positions.device)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from heads.nn.anchors import Anchors
+from heads.nn.block import attention
 from heads.nn.block.attention import View, attend_blocks
+from train.planning.footprint import FlopCount
 
 SEGMENTS = torch.tensor(
     [[1, 1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 2, 2]], dtype=torch.int32
@@ -72,7 +76,10 @@ def test_many_blocks_equal_one_slot_at_a_time(causal: bool, window: int) -> None
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("causal", [False, True])
 @torch.no_grad()
-def test_flex_attention_equals_dense_scores(causal: bool, window: int) -> None:
+def test_flex_attention_equals_dense_scores(
+    causal: bool, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "LEAST_QUERIES", 1)
     query, context, own = parts(torch.float32)
     dense, flex = (
         attend_blocks(
@@ -81,6 +88,46 @@ def test_flex_attention_equals_dense_scores(causal: bool, window: int) -> None:
         for way in (False, True)
     )
     torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
+
+
+def test_few_queries_have_dense_scores() -> None:
+    """On a GPU flex attention cannot be built for every shape with few queries."""
+    segments, slots = torch.ones(1, 64, dtype=torch.int32), 4
+    for blocks, flex in ((31, False), (32, True)):
+        last = torch.arange(blocks)[None]
+        view = View.of(segments, last, slots, False, flex=True)
+        assert (view.flex is not None) == flex
+
+
+def test_flex_attention_runs_outside_the_modes_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose FLOPs are counted runs under a dispatch mode and uncompiled, where torch's flex
+    attention cannot run backward: it leaves both, and has the gradients of dense scores."""
+    query, _, own = parts(torch.float64)
+    rows, keys, values = (
+        part.flatten(1, 2).transpose(1, 2).clone().requires_grad_() for part in (query, *own)
+    )
+    compiled = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        return scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+    monkeypatch.setattr(attention, "_compiled", lambda: torch.compile(attend, backend=backend))
+    with torch.compiler.set_stance("force_eager"), FlopCount() as count:
+        out = attention._OutsideModes.apply(None, rows, keys, values)
+        out.square().sum().backward()
+    found = [part.grad for part in (rows, keys, values)]
+    for part in (rows, keys, values):
+        part.grad = None
+    wanted = scaled_dot_product_attention(rows, keys, values, enable_gqa=True)
+    wanted.square().sum().backward()
+    assert len(compiled) == 1 and count.flops == 0
+    assert torch.equal(out, wanted)
+    for part, gradient in zip((rows, keys, values), found, strict=True):
+        torch.testing.assert_close(gradient, part.grad)
 
 
 def generators(*seeds: int) -> list[torch.Generator]:

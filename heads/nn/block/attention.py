@@ -3,8 +3,8 @@
 A block stands behind a place t of the sequence, the last position whose true states it may see: its
 queries attend to the context up to t within t's document, and to the block's own slots. Nothing of
 another block and nothing behind t is visible (DFlash, 2602.06036). Two ways to compute the same:
-exactly with dense scores (the CPU, float64), and with flex attention on CUDA, which skips what is
-masked.
+exactly with dense scores (the CPU, float64, few queries), and with flex attention on CUDA, which
+skips what is masked.
 
 Legend: B rows, T positions, A blocks per row, b slots per block, h query heads, g key/value heads,
 G = h / g, D head size.
@@ -24,6 +24,10 @@ from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dis
 
 KeyValue = tuple[Tensor, Tensor]
 
+LEAST_QUERIES = 128
+"""Queries of a row from which flex attention pays: the side of its tiles. For fewer torch takes
+another kernel, which it cannot build for every shape."""
+
 
 @dataclass(frozen=True)
 class View:
@@ -39,8 +43,9 @@ class View:
     def of(
         cls, segments: Tensor, last: Tensor, slots: int, causal: bool, flex: bool, window: int = 0
     ) -> View:
-        """segments [B, T]; last [B, A]; slots: b. flex: build the block mask too. window: positions
-        that a slot sees of the context, counted from its own, besides the last one; 0: all."""
+        """segments [B, T]; last [B, A]; slots: b. flex: build the block mask too, where it pays.
+        window: positions that a slot sees of the context, counted from its own, besides the last
+        one; 0: all."""
         places = torch.arange(segments.shape[1], device=segments.device)
         same = segments[:, None] == segments.gather(1, last)[..., None]  # [B, A, T]
         end = last[..., None, None]
@@ -48,7 +53,8 @@ class View:
         if window:
             stands = end + torch.arange(1, slots + 1, device=last.device)[:, None]  # [B, A, b, 1]
             visible = visible & ((places > stands - window) | (places == end))
-        mask = _block_mask(visible, slots, causal) if flex else None
+        pays = last.shape[1] * slots >= LEAST_QUERIES
+        mask = _block_mask(visible, slots, causal) if flex and pays else None
         return cls(visible, causal, mask)
 
 
@@ -111,9 +117,7 @@ class _OutsideModes(torch.autograd.Function):
     implementation for modes: so both passes leave the modes, which do not see this attention."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, mask: Any, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, mask: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [B, h, Q, D], key and value [B, g, K, D] -> [B, h, Q, D]."""
         with _disable_current_modes(), torch.enable_grad(), torch.compiler.set_stance("default"):
             given = [x.detach().requires_grad_(x.requires_grad) for x in (query, key, value)]
@@ -122,7 +126,7 @@ class _OutsideModes(torch.autograd.Function):
         return out.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the three inputs."""
         wanted = [x for x in ctx.given if x.requires_grad]
         with _disable_current_modes(), torch.compiler.set_stance("default"):

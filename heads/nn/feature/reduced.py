@@ -63,8 +63,15 @@ class ReducedDrafter(FeatureDrafter):
         return weights.lm_head[vocab.to_target_ids(self.d2t)]
 
     def set_columns(self) -> None:
-        """Remember the target ids of the draft columns; called by `start`."""
-        self.columns = vocab.to_target_ids(self.d2t) if self.reduced else None
+        """Remember the target ids of the draft columns; called by `start`. They stay in the same
+        tensor, which steps that were captured read."""
+        if not self.reduced:
+            return
+        ids = vocab.to_target_ids(self.d2t)
+        if self.columns is None or self.columns.device != ids.device:
+            self.columns = ids
+        else:
+            self.columns.copy_(ids)
 
     @torch.no_grad()
     def teach(self, batch: TrainBatch, states_at: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@ operation by operation.
 
 The record freezes everything that Python decided while recording: shapes, branches, numbers that
 were read from tensors. Replayed in the same buffers for other prompts and lengths, it gives the
-right tokens only if a step depends on nothing but its buffers.
+right tokens only if a step depends on nothing but its buffers. As a graph does, it keeps no tensor
+alive that it did not make: one that a later prompt replaces is gone, and the replay fails.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.api.kinds import kind_names
@@ -27,29 +29,47 @@ from tests.inference.steps import step_on_device, under_way
 from tests.models import plain_texts, random_target
 
 
+class Outside:
+    """A tensor that a recorded step did not make, which the record does not keep alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.dtype = tensor.dtype
+        self.geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def tensor(self) -> Tensor:
+        """The tensor as it is now."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        assert storage is not None, f"a tensor {list(self.geometry[1])} that the step reads is gone"
+        return torch.empty(0, dtype=self.dtype).set_(storage, *self.geometry)
+
+
 class Record(TorchDispatchMode):
     """The operations that run inside the block, with their arguments, to run again."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, list[Any], dict[str, Any], list[tuple[Any, Any, int]]]] = []
-        """Operation, its arguments, and which of them are earlier results: (where they are held,
-        index or name, number)."""
+        self.calls: list[tuple[Any, list[Any], dict[str, Any], list[tuple[Any, Any, Any]]]] = []
+        """Operation, its arguments, and which of them are earlier results or tensors from outside:
+        (where they are held, index or name, number or `Outside`)."""
         self.results: list[Any] = []
         self.numbers: dict[int, int] = {}
         """Identity of a result -> its place in `results`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [list(item) if isinstance(item, (list, tuple)) else item for item in args]
+        given: Any = [list(item) if isinstance(item, (list, tuple)) else item for item in args]
         named = dict(kwargs or {})
         lists = [item for item in given if isinstance(item, list)]
-        reads = [
-            (holder, place, self.numbers[id(item)])
+        reads: list[tuple[Any, Any, Any]] = [
+            (holder, place, self.numbers.get(id(item)))
             for holder in (given, named, *lists)
             for place, item in (holder.items() if holder is named else enumerate(holder))
-            if id(item) in self.numbers
+            if isinstance(item, Tensor)
         ]
         result = func(*args, **named)
+        for n, (holder, place, number) in enumerate(reads):
+            reads[n] = holder, place, Outside(holder[place]) if number is None else number
+            holder[place] = None
         self.calls.append((func, given, named, reads))
         for item in result if isinstance(result, (list, tuple)) else [result]:
             self.numbers[id(item)] = len(self.results)
@@ -62,9 +82,12 @@ class Record(TorchDispatchMode):
         outside; returns the result of that number."""
         results: list[Any] = []
         for func, given, named, reads in self.calls:
-            for holder, place, number in reads:
-                holder[place] = results[number]
+            for holder, place, source in reads:
+                outside = isinstance(source, Outside)
+                holder[place] = source.tensor() if outside else results[source]
             result = func(*given, **named)
+            for holder, place, _ in reads:
+                holder[place] = None
             results += result if isinstance(result, (list, tuple)) else [result]
         found: Tensor = results[wanted]
         return found

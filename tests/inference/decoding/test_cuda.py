@@ -1,7 +1,5 @@
 """What only a GPU can show: no synchronisation in a step, and a captured graph that decodes what
 launched steps decode.
-
-Not yet run on a GPU: docs/decoder.md lists them as unconfirmed.
 """
 
 from __future__ import annotations
@@ -49,8 +47,8 @@ def synchronisation_forbidden() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def tokens(engine: Engine, count: int = 5) -> dict[int, list[int]]:
-    return {c.request.index: c.tokens for c in engine.run(requests(count, new=60))}
+def tokens(engine: Engine, count: int = 3) -> dict[int, list[int]]:
+    return {c.request.index: c.tokens for c in engine.run(requests(count, new=30))}
 
 
 @pytest.mark.parametrize("shape", ALL_SHAPES)
@@ -59,11 +57,10 @@ def test_captured_steps_decode_what_launched_steps_decode(kind: str, shape: str)
     target = cuda_target()
     drafter = drafter_on(target, kind)
     texts = []
-    for graph in ("off", "auto"):
+    for graph, runs in (("off", 1), ("auto", 2)):
         config = DecodeConfig(batch_size=2, graph=graph, temperature=1.0, **ALL_SHAPES[shape])
         engine = Engine(target, drafter, config, capacity=128)
-        texts.append(tokens(engine))
-        texts.append(tokens(engine))  # the second run replays from its first step on
+        texts += [tokens(engine) for _ in range(runs)]  # the last replays from its first step on
         assert engine._lanes.runner.captured == (graph == "auto")  # type: ignore[union-attr]
     assert all(text == texts[0] for text in texts)
 
