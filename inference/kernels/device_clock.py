@@ -2,7 +2,7 @@
 
 Meaning: `reference/device_clock.py`. The clock is `%globaltimer` (PTX ISA, special registers):
 nanoseconds, the same for all processors of a GPU, advancing in steps of up to a microsecond. A
-launch reads it in place: within a captured graph at every replay. Not yet run on a GPU.
+launch reads it in place: within a captured graph at every replay.
 """
 
 from __future__ import annotations

@@ -46,11 +46,28 @@ def test_rotation_equals_hugging_face() -> None:
     torch.testing.assert_close(rotate(states, look_up(table, positions)), expected.transpose(1, 2))
 
 
-def test_rotation_table_grows_and_changes_dtype() -> None:
+def test_rotation_tables_stay_when_larger_ones_are_made() -> None:
+    """A captured step reads the table that was there when it was captured."""
     rope, cpu = Rope(4, 100.0), torch.device("cpu")
-    assert rope.table(3, cpu, torch.float32).shape[0] == 3
-    assert rope.table(9, cpu, torch.float32).shape[0] == 9
+    first = rope.table(3, cpu, torch.float32)
+    larger = rope.table(9, cpu, torch.float32)
+    assert (first.shape[0], larger.shape[0]) == (4, 16) and torch.equal(larger[:4], first)
     assert rope.table(2, cpu, torch.bfloat16).dtype == torch.bfloat16
+    assert rope.table(4, cpu, torch.float32) is first
+    assert rope.table(10, cpu, torch.float32) is larger
+
+
+def test_a_norm_under_autocast_is_the_norm_of_its_rounded_weight() -> None:
+    """torch has a fused norm for one dtype alone and warns of others."""
+    norm = RMSNorm(256, 1e-5)
+    init.copy(norm.weight, random(256, seed=1))
+    states = (30 * random(4, 256)).bfloat16()
+    found = norm(states)
+    narrow = RMSNorm(256, 1e-5).bfloat16()
+    init.copy(narrow.weight, norm.weight.bfloat16())
+    assert found.dtype == torch.bfloat16 and torch.equal(found, narrow(states))
+    found.float().sum().backward()
+    assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -1,7 +1,7 @@
 """How steps reach an accelerator that the host runs ahead of: launched, or captured and replayed.
 
 `Accelerator` is all that `graphs.StepRunner` asks for. A test has another one, a thread that lags
-behind (tests/inference/decoding/slow_device.py). No GPU has run this file yet (docs/decoder.md).
+behind (tests/inference/decoding/slow_device.py).
 
 Legend: B rows, C columns of a step's packed result.
 """

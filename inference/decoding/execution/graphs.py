@@ -7,8 +7,9 @@ that ended meanwhile commit nothing, so steps that turn out to be one too many c
 Capturing. The first steps of a batch are launched one operation at a time (they are real steps:
 nothing is thrown away); then one step is captured and replayed from there on. Everything a step
 reads or writes lives in `Lanes` and is updated in place. Where capturing fails, steps are launched
-as before, and a warning says why. No GPU has run this file yet (docs/decoder.md);
-`tests/inference/decoding/test_captured.py` replays a traced step on the CPU in its place, and
+as before, and a warning says why. A graph reads the tensors that were there when it was captured:
+whatever a step reads has to stay in the same memory for all prompts. On the CPU
+`tests/inference/decoding/test_captured.py` replays a traced step in a graph's place, and
 `test_clock.py` beside it runs steps on a device that lags behind.
 
 Legend: B rows, D the tree's deepest level.

@@ -112,14 +112,19 @@ def replayed(engine: Engine, step: Callable[[], Tensor]) -> None:
     lanes.runner.step = replay  # type: ignore[method-assign]
 
 
-CASES = [(kind, shape, 1.0) for kind in kind_names() for shape in ALL_SHAPES] + [
-    ("eagle3", "dynamic", 0.0)
+CASES = [
+    *((kind, shape, 1.0, "llama") for kind in kind_names() for shape in ALL_SHAPES),
+    ("eagle3", "dynamic", 0.0, "llama"),
+    *(("eagle3", "tree", 1.0, family) for family in ("gemma3_text", "deepseek_v3")),
+    *(("eagle3", "chain", 1.0, family) for family in ("granitemoehybrid", "llama4_text")),
 ]
 
 
-@pytest.mark.parametrize(("kind", "shape", "temperature"), CASES)
-def test_a_recorded_step_decodes_other_prompts(kind: str, shape: str, temperature: float) -> None:
-    target = random_target()
+@pytest.mark.parametrize(("kind", "shape", "temperature", "family"), CASES)
+def test_a_recorded_step_decodes_other_prompts(
+    kind: str, shape: str, temperature: float, family: str
+) -> None:
+    target = random_target(family)
     drafter = drafter_of(kind, target)
     config = DecodeConfig(temperature=temperature, batch_size=2, **ALL_SHAPES[shape])
     engine = Engine(target, drafter, config, capacity=96)
@@ -128,7 +133,7 @@ def test_a_recorded_step_decodes_other_prompts(kind: str, shape: str, temperatur
     replayed(engine, record(lambda: step_on_device(lanes)))
     items = requests(5, new=14)
     found = {c.request.index: c.tokens for c in engine.run(items)}
-    assert found == plain_texts(items, temperature=temperature)
+    assert found == plain_texts(items, family, temperature=temperature)
 
 
 def test_a_step_that_reads_a_length_on_the_host_is_caught() -> None:
