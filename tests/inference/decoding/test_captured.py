@@ -10,6 +10,7 @@ alive that it did not make: one that a later prompt replaces is gone, and the re
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from inference.decoding.engine import Engine
 from inference.decoding.execution.accelerator import Pending
 from tests.inference.decoding.test_lossless import requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
-from tests.inference.decoding.test_no_sync import ALL_SHAPES
+from tests.inference.decoding.test_no_sync import ALL_SHAPES, SAMPLING
 from tests.inference.steps import step_on_device, under_way
 from tests.models import plain_texts, random_target
 
@@ -134,6 +135,30 @@ def test_a_recorded_step_decodes_other_prompts(
     items = requests(5, new=14)
     found = {c.request.index: c.tokens for c in engine.run(items)}
     assert found == plain_texts(items, family, temperature=temperature)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{f"{rule} rule": {"rule": rule, "temperature": 1.0} for rule in ("rejection", "block")},
+    **SAMPLING,
+    "typical rule": {"rule": "typical", "temperature": 0.7},
+    "entropy": {"adaptive": "entropy", "temperature": 1.0},
+    "exact": {"exact": True},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_recorded_step_with_every_setting(name: str) -> None:
+    target = random_target(dtype=torch.float32)
+    config = DecodeConfig(batch_size=2, **SETTINGS[name])
+    items, texts = requests(5, new=14), []
+    for recorded in (False, True):
+        engine = Engine(target, drafter_of("eagle3", target), config, capacity=96)
+        if recorded:
+            assert engine.drafter is not None
+            engine._lanes = lanes = under_way(target, engine.drafter, config, count=2)
+            replayed(engine, record(partial(step_on_device, lanes)))
+        texts.append({c.request.index: c.tokens for c in engine.run(items)})
+    assert texts[0] == texts[1]
 
 
 def test_a_step_that_reads_a_length_on_the_host_is_caught() -> None:
