@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from heads.kernels.dispatch import is_interpreted
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
@@ -304,6 +305,8 @@ def kernels(setting: Setting) -> Found:
 
         timer: Any = partial(do_bench, quantiles=(0.5, 0.025, 0.975), warmup=5, rep=15)
         sizes = bench_kernels.Sizes()
+    elif not is_interpreted():
+        return Found({"not measured": "on a CPU kernels run with TRITON_INTERPRET=1"})
     else:
 
         def timer(call: Callable[[], Any]) -> Sequence[float]:
