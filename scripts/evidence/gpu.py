@@ -39,7 +39,14 @@ def report(given: argparse.Namespace) -> int:
     size = given.size or ("full" if device.type == "cuda" else "tiny")
     dtype = given.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     setting = Setting(device, DTYPES[dtype], SIZES[size])
-    passed = run_parts(given.stage, chosen, setting, given.out, given.seconds, given.command)
+
+    def alone(part: Part, seconds: float) -> list[str]:
+        where = ["--out", str(given.out), "--device", str(device), "--dtype", dtype]
+        which = ["--size", size, "--seconds", str(seconds), "--only", part.name]
+        return ["-m", "scripts.evidence.gpu", given.stage, *where, *which]
+
+    times = given.out, given.seconds, given.command
+    passed = run_parts(given.stage, chosen, setting, *times, jobs=given.jobs, alone=alone)
     print(f"{given.stage}: {'passed' if passed else 'NOT PASSED'}, see {given.out}")
     return 0 if passed else 1
 
@@ -52,6 +59,7 @@ main = command(
     dtype={"choices": sorted(DTYPES), "help": "default: bfloat16 on a GPU, float32 elsewhere"},
     size={"choices": sorted(SIZES), "help": "default: full on a GPU, tiny elsewhere"},
     seconds=(570.0, "parts that would end later are not begun"),
+    jobs=(1, "parts that measure no time run so many at once, in processes of their own"),
     only={"nargs": "*", "metavar": "PART", "help": "parts to run; default: all"},
 )
 

@@ -400,7 +400,7 @@ PARTS: Sequence[Part] = (
     Part("padded", padded, 60),
     Part("exact", exact, 90),
     Part("texts", texts, 90),
-    Part("clocks", clocks, 30),
+    Part("clocks", clocks, 30, timed=True),
     Part("tests", device_tests, 120),
 )
 """What says most for its seconds comes first."""

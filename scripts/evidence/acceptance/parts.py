@@ -4,15 +4,20 @@ its own as soon as it ends, so that a run that is cut short loses only the part 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from heads.api.reading import read_object
 from inference.manifest import write_json
 from inference.measure.config import process_facts
 from inference.target.hardware import device_facts
@@ -82,11 +87,12 @@ class Setting:
 @dataclass(frozen=True)
 class Part:
     """A named piece of work. seconds: what it takes on a GPU of the H100 class, at most; it is not
-    begun with less time left."""
+    begun with less time left. timed: it measures time, and runs with nothing beside it."""
 
     name: str
     work: Callable[[Setting], Found]
     seconds: float
+    timed: bool = False
 
 
 def run_parts(
@@ -97,16 +103,32 @@ def run_parts(
     seconds: float,
     command: str,
     say: Callable[[str], None] = print,
+    jobs: int = 1,
+    alone: Callable[[Part, float], Sequence[str]] | None = None,
 ) -> bool:
     """Run all parts and write `<stage>-<part>.json` for each and `<stage>.json`; returns whether
-    everything was run and passed. A part that raises has failed, and the others go on."""
+    everything was run and passed. A part that raises has failed, and the others go on.
+
+    jobs: parts that measure no time run so many at once, each by the command `alone(part, seconds)`
+    in a process of its own; 1: all run here.
+    """
     begin, results = time.perf_counter(), dict[str, str]()
     device, provenance = device_facts(setting.device), {**process_facts(), "command": command}
 
     def write(name: str, content: Mapping[str, Any]) -> None:
         write_json(out / f"{name}.json", {"device": device, **provenance, **content})
 
-    for part in parts:
+    here = list(parts)
+    if jobs > 1 and alone is not None:
+        beside = [part for part in parts if not part.timed]
+        here = [part for part in parts if part.timed]
+        with ThreadPoolExecutor(jobs) as pool:
+            run = partial(run_beside, stage, begin=begin, seconds=seconds, alone=alone, out=out)
+            for part, (result, lines) in zip(beside, pool.map(run, beside), strict=True):
+                results[part.name] = result
+                for line in lines:
+                    say(line)
+    for part in here:
         left = seconds - (time.perf_counter() - begin)
         if left < part.seconds:
             results[part.name] = "not run"
@@ -121,6 +143,33 @@ def run_parts(
     passed = bool(results) and set(results.values()) == {"passed"}
     write(stage, {"stage": stage, "passed": passed, "parts": results})
     return passed
+
+
+def run_beside(
+    stage: str,
+    part: Part,
+    begin: float,
+    seconds: float,
+    alone: Callable[[Part, float], Sequence[str]],
+    out: Path,
+) -> tuple[str, list[str]]:
+    """Run a part in a process of its own, which ends with the time that all have -> its result, and
+    what it said."""
+    left = seconds - (time.perf_counter() - begin)
+    if left < part.seconds:
+        return "not run", [f"{stage} {part.name}: not run, {left:.0f} s are left of {seconds:.0f}"]
+    file = out / f"{stage}-{part.name}.json"
+    file.unlink(missing_ok=True)
+    words = [sys.executable, *alone(part, left)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=left)
+        said = [line for line in done.stdout.splitlines() if line.startswith((stage, "  "))][:-1]
+        failed = [f"  {line}" for line in done.stderr.strip().splitlines()[-20:]]
+    except subprocess.TimeoutExpired:
+        said, failed = [], [f"  it did not end in {left:.0f} s"]
+    if not file.is_file():  # it ended before it could say why
+        return "error", [f"{stage} {part.name}: error", *failed]
+    return str(read_object(file, "")["result"]), said
 
 
 def run_part(part: Part, setting: Setting) -> Facts:

@@ -331,18 +331,18 @@ def _decoding(
 
 
 PARTS: Sequence[Part] = (
-    Part("bandwidth", bandwidth, 5),
-    Part("llama", _decoding(LLAMA, 0, 0, "sampled"), 90),
-    Part("synchronisations", synchronisations, 20),
-    Part("trace", trace, 30),
-    Part("generate", generate, 60),
-    Part("llama-8k", _decoding(LLAMA, 1, 0), 60),
-    Part("llama-32k", _decoding(LLAMA, 2, 0), 90),
-    Part("llama-8-rows", _decoding(LLAMA, 0, 1), 30),
-    Part("llama-32-rows", _decoding(LLAMA, 0, 2), 45),
-    Part("llama-compiled", _decoding(LLAMA, 0, 0, "compiled"), 90),
-    Part("qwen", _decoding(QWEN, 0, 0), 90),
-    Part("kernels", kernels, 90),
+    Part("bandwidth", bandwidth, 5, timed=True),
+    Part("llama", _decoding(LLAMA, 0, 0, "sampled"), 90, timed=True),
+    Part("synchronisations", synchronisations, 20, timed=True),
+    Part("trace", trace, 30, timed=True),
+    Part("generate", generate, 60, timed=True),
+    Part("llama-8k", _decoding(LLAMA, 1, 0), 60, timed=True),
+    Part("llama-32k", _decoding(LLAMA, 2, 0), 90, timed=True),
+    Part("llama-8-rows", _decoding(LLAMA, 0, 1), 30, timed=True),
+    Part("llama-32-rows", _decoding(LLAMA, 0, 2), 45, timed=True),
+    Part("llama-compiled", _decoding(LLAMA, 0, 0, "compiled"), 90, timed=True),
+    Part("qwen", _decoding(QWEN, 0, 0), 90, timed=True),
+    Part("kernels", kernels, 90, timed=True),
 )
 """Compiling merges weights of the target, so that it comes behind what is not compiled; then the
 target's shape changes."""

@@ -252,6 +252,6 @@ def now(setting: Setting) -> float:
 PARTS: Sequence[Part] = (
     Part("losses", row_losses, 30),
     Part("gradients", gradients, 60),
-    Part("eagle3", lambda setting: training(setting, "eagle3"), 120),
-    Part("dspark", lambda setting: training(setting, "dspark"), 120),
+    Part("eagle3", lambda setting: training(setting, "eagle3"), 120, timed=True),
+    Part("dspark", lambda setting: training(setting, "dspark"), 120, timed=True),
 )

@@ -69,6 +69,36 @@ def test_every_part_leaves_a_file_and_one_that_fails_stops_no_other(
     assert run_parts("speed", parts[2:3], SETTING, tmp_path, 100, "x")
 
 
+def test_parts_that_measure_no_time_run_beside_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["correctness", "--out", str(tmp_path), "--device", "cpu", "--jobs", "2"]
+    assert gpu.main([*given, "--only", "environment", "attention"]) == 0
+    whole = read(tmp_path / "correctness.json")
+    assert whole["parts"] == {"environment": "passed", "attention": "passed"}
+    assert whole["command"].endswith("--jobs 2 --only environment attention")
+    assert read(tmp_path / "correctness-attention.json")["facts"]["rows"]
+    assert capsys.readouterr().out.count("passed (") == 2
+
+
+def test_a_part_whose_process_dies_or_hangs_is_an_error(tmp_path: Path) -> None:
+    """A device that fails takes the process along; what the part left before does not count."""
+    said: list[str] = []
+    parts = [Part(name, lambda _: Found({}), 0) for name in ("dies", "hangs")]
+    parts.append(Part("timed", lambda _: Found({}), 0, timed=True))
+    (tmp_path / "training-dies.json").write_text('{"result": "passed"}')
+    code = {"dies": "raise SystemExit('out of memory')", "hangs": "import time; time.sleep(60)"}
+    passed = run_parts(
+        *("training", parts, SETTING, tmp_path, 3.0, "x"),
+        say=said.append,
+        jobs=2,
+        alone=lambda part, seconds: ["-c", code[part.name]],
+    )
+    results = read(tmp_path / "training.json")["parts"]
+    assert not passed and results["dies"] == results["hangs"] == "error"
+    assert "  out of memory" in said and any("did not end in" in line for line in said)
+
+
 def test_a_part_that_does_not_exist_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
