@@ -57,7 +57,7 @@ from scripts.evidence.learn_phase import (
     words,
 )
 from scripts.run.process import git_state
-from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, command
+from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, command, named
 from train.learning.config import LearnConfig
 from train.learning.cycle import SWAPPED
 
@@ -240,8 +240,8 @@ def report(given: argparse.Namespace) -> None:
     if drafter is not None and not drafter.is_dir():
         raise UserError(f"--drafter: there is no folder '{given.drafter}'.")
     evidence = Evidence(given.work.resolve(), given.target, drafter, given.requests, sizes)
-    asked = {"requests": given.requests, "drafter": str(drafter or ""), **asdict(sizes)}
-    asked["target"] = str(given.target)
+    asked = {"requests": given.requests, "drafter": named(drafter) if drafter else ""}
+    asked |= {**asdict(sizes), "target": named(given.target.resolve())}
     known = once(evidence.work / "settings.json", lambda: asked)
     if changed := [key for key, value in asked.items() if known.get(key) != value]:
         raise UserError(

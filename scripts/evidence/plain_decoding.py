@@ -46,7 +46,7 @@ from inference.report.markdown import markdown_table
 from inference.target.loading import DTYPES
 from inference.target.model import TargetModel
 from scripts.evidence.common import DOCS, Facts
-from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, Section, command, cpu_target
+from scripts.tools.common import PROMPTS, REPORTS, TARGET, Section, command, cpu_target, named
 
 REPORT, PAGE = REPORTS / "plain_decoding.json", DOCS / "decoder.md"
 SECTION = Section("plain decoding", "scripts/evidence/plain_decoding.py")
@@ -65,9 +65,8 @@ def report(given: argparse.Namespace) -> None:
         prompts, found = measure_loops(given, target, compiled)
         # transformers' loops count with those that are not compiled
         rows = {**rows, **found, **rows}
-    inside = given.target.is_relative_to(ROOT)
     content = {
-        "target": str(given.target.relative_to(ROOT) if inside else given.target),
+        "target": named(given.target),
         "dtype": given.dtype,
         "threads": torch.get_num_threads(),
         "machine": platform.processor() or platform.machine(),

@@ -23,6 +23,11 @@ VALIDATION = PROMPTS / "training" / "validation.jsonl"
 REPORTS = ROOT / "docs" / "reports"
 
 
+def named(path: Path) -> str:
+    """A path as reports name it: within the repository from its root."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
 def command(
     work: Callable[[argparse.Namespace], int | None], /, **options: Any
 ) -> Callable[..., int]:
