@@ -7,12 +7,14 @@ What comes next follows from the journal's last line of the cycle alone, and eve
 again from its beginning: a learner that was killed between two lines repeats the step that has no
 line yet, and no other one. Folders that a step has left unfinished are continued (training) or
 written over. The swap itself is one call of the server, which has the candidate afterwards or has
-not; a learner that does not know asks.
+not; a learner that does not know asks. A candidate whose comparison ends open, with the higher tau
+so far, does not serve, but the next cycle goes on from it: small gains add up until one is shown.
 
     <folder>/journal.jsonl     see `train.learning.journal`
     <folder>/traffic/          samples (`inference.server.samples`)
     <folder>/cycles/0003/      the work of a cycle; removed at its end
-    <folder>/drafters/0003/    its candidate; kept while it serves, and `learn.keep` in all
+    <folder>/drafters/0003/    its candidate; kept while it serves or a cycle goes on from it, and
+                               `learn.keep` in all
     <folder>/learn.html        tau over time
 """
 
@@ -180,10 +182,10 @@ class Learner:
         parts = split(rows, self.config)
         if not parts.usable:
             return False
-        start = Path(self.server.current())
-        if not weights_file(start).is_file():
+        serves = Path(self.server.current())
+        if not weights_file(serves).is_file():
             raise UserError(
-                f"the server drafts with '{start}', which has no trained weights on this machine, "
+                f"the server drafts with '{serves}', which has no trained weights on this machine, "
                 "so there is nothing to refresh. Serve a trained drafter's checkpoint folder."
             )
         folder = self.settings.cycle(cycle)
@@ -193,7 +195,8 @@ class Learner:
             COLLECTED,
             cycle,
             through=sampled.names[-1],
-            start=str(start.resolve()),
+            serves=str(serves.resolve()),
+            start=str((self._promising(serves) or serves).resolve()),
             answers=len(rows),
             tokens=sum(row["answer_length"] for row in rows),
             trained_on=len(parts.train),
@@ -201,6 +204,22 @@ class Learner:
             clients=len({row["client"] for row in rows}),
             largest_client=largest_share(rows),
         )
+
+    def _promising(self, serves: Path) -> Path | None:
+        """The last cycle's candidate, if its comparison with the drafter that serves still ended
+        open and it had the higher tau."""
+        begun, compared, ended = (self.journal.last(e) for e in (COLLECTED, COMPARED, REJECTED))
+        last = self.journal.last(*STEPS)
+        if begun is None or compared is None or ended is None or last is not ended:
+            return None
+        if not begun.cycle == compared.cycle == ended.cycle:
+            return None
+        taus, trained = compared.facts["tau"], self.journal.last(TRAINED, cycle=ended.cycle)
+        open_ended = compared.facts["verdict"] == OPEN and taus["after"] > taus["before"]
+        if trained is None or not open_ended or not same_folder(served_by(begun), serves):
+            return None
+        folder = Path(trained.facts["checkpoint"])
+        return folder if weights_file(folder).is_file() else None
 
     def _remove_read(self, through: str) -> None:
         for name in batches(self.samples):
@@ -214,8 +233,9 @@ class Learner:
         ends the cycle."""
         begun = self.journal.last(COLLECTED, cycle=cycle)
         assert begun is not None, "a cycle begins with its traffic"
+        start = served_by(begun) if event == MEASURED else begun.facts["start"]
         try:
-            facts = self.run_part(part, self.settings, cycle, Path(begun.facts["start"]))
+            facts = self.run_part(part, self.settings, cycle, Path(start))
         except UserError as error:
             raise CandidateError(str(error)) from error
         except CrashError as error:
@@ -326,9 +346,16 @@ class Learner:
         taken = [one for one in self.journal.entries if one.event == SWAPPED]
         kept = {Path(one.facts["checkpoint"]).name for one in taken[-self.config.keep :]}
         serves = self.server.current()
+        if (promising := self._promising(Path(serves))) is not None:
+            kept.add(promising.name)
         for folder in sorted((self.settings.folder / "drafters").glob("[0-9]*")):
             if folder.name not in kept and not same_folder(serves, folder):
                 discard(folder)
+
+
+def served_by(begun: Entry) -> str:
+    """The drafter that served when a cycle was collected, with which its candidate is compared."""
+    return str(begun.facts.get("serves", begun.facts["start"]))
 
 
 def same_folder(given: str, folder: Path) -> bool:

@@ -110,10 +110,11 @@ def cycle_settings(place: Path, folder: Path, **learn: Any) -> CycleSettings:
 
 class StandIn:
     """A server's drafters without a server. gain: what the candidate's answers accept more of per
-    pass; swaps: every drafter that came to serve; lost: a restart forgets the trial."""
+    pass; answers: of each drafter in a trial; swaps: every drafter that came to serve; lost: a
+    restart forgets the trial."""
 
-    def __init__(self, drafter: Path, gain: float = 1.0) -> None:
-        self.drafter, self.gain = str(drafter), gain
+    def __init__(self, drafter: Path, gain: float = 1.0, answers: int = 200) -> None:
+        self.drafter, self.gain, self.answers = str(drafter), gain, answers
         self.swaps: list[str] = []
         self.trials: list[str] = []
         self.running: str | None = None
@@ -135,8 +136,10 @@ class StandIn:
             return None
 
         def arm(name: str, accepted: int) -> ArmState:
-            answers = tuple(ArmAnswer("d", accepted, 10) for _ in range(200))
-            return ArmState(name, 200, 2000, 2000 + 200 * accepted, 200 * accepted, answers)
+            count = self.answers
+            answers = tuple(ArmAnswer("d", accepted, 10) for _ in range(count))
+            tokens = (10 + accepted) * count, accepted * count
+            return ArmState(name, count, 10 * count, *tokens, answers)
 
         plain = 10
         own = arm(self.drafter, plain), arm(self.running, round(plain + 10 * self.gain))
