@@ -297,7 +297,7 @@ def collect(phases: Sequence[Facts], sizes: Sizes, settings: Facts, asked: str) 
 
 main = command(
     report,
-    requests=(1200, "of each phase"),
+    requests=(1160, "of each phase"),
     phases={
         "nargs": "+",
         "choices": [one.name for one in PHASES],
