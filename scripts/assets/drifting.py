@@ -1,9 +1,9 @@
 """Prompts of traffic that drifts, for the report on learning from traffic.
 
 `python`: functions to write and documentation in English, from modules that the embedded target has
-not seen. `drift`: C++ headers (`cpp_headers`) and descriptions as JSON, by halves. `finetuned` and
-`merged`: both of these mixed, half of each in each, for targets that have changed. The Python
-prompts and those that ask for JSON are about the standard library of this machine's Python and its
+not seen. `drift`: C++ headers (`cpp_headers`) and descriptions as JSON, by halves as long as there
+are enough of the latter. `finetuned` and `merged`: both of these mixed, half of each in each, for
+targets that have changed. The Python prompts and those that ask for JSON are about the standard library of this machine's Python and its
 manual's topics, so other versions give other prompts.
 """
 
@@ -26,6 +26,8 @@ from scripts.assets.conversations import (
 )
 
 ENGLISH, JSON = ("code", "explain", "reference"), ("json",)
+MOST_JSON = 560
+"""Prompts that ask for JSON; the standard library gives few more."""
 PER_MODULE = 1000
 """Prompts that a module may give: as many as it has."""
 
@@ -47,13 +49,13 @@ def write_prompts(folder: Path, count: int) -> None:
     raises `UserError` where there are too few. Nothing is done where they stand already."""
     if (folder / "merged.jsonl").is_file():
         return
-    half = count // 2
+    described = min((count + 1) // 2, MOST_JSON)
     headers = cpp_headers.split_pairs(cpp_headers.operators())
     unseen = list({pair.question(): pair for pair in (*headers["A"], *headers["B"])}.values())
-    code = cpp_headers.choose_prompts(unseen, half, "cpp", random.Random("cpp"))
+    code = cpp_headers.choose_prompts(unseen, count - described, "cpp", random.Random("cpp"))
     rows = {
         "python": asked_about(ENGLISH, count, "python"),
-        "drift": [*code, *asked_about(JSON, count - half, "json")],
+        "drift": [*code, *asked_about(JSON, described, "json")],
     }
     for name, own in rows.items():
         random.Random(name).shuffle(own)
