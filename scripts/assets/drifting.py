@@ -3,8 +3,8 @@
 `python`: functions to write and documentation in English, from modules that the embedded target has
 not seen. `drift`: C++ headers (`cpp_headers`) and descriptions as JSON, by halves as long as there
 are enough of the latter. `finetuned` and `merged`: both of these mixed, half of each in each, for
-targets that have changed. The Python prompts and those that ask for JSON are about the standard library of this machine's Python and its
-manual's topics, so other versions give other prompts.
+targets that have changed. The Python prompts and those that ask for JSON are about the standard
+library of this machine's Python and its manual's topics, so other versions give other prompts.
 """
 
 from __future__ import annotations
