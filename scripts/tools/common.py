@@ -40,6 +40,7 @@ def command(
     """
 
     def main(arguments: Sequence[str] | None = None) -> int:
+        """Read the arguments and do the work; see `command`."""
         module = sys.modules[work.__module__]
         assert module.__spec__ is not None, "a module of its own, run by python -m"
         about = (module.__doc__ or "").split("\n")[0]

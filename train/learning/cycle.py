@@ -219,7 +219,8 @@ class Learner:
         if trained is None or not open_ended or not same_folder(served_by(begun), serves):
             return None
         folder = Path(trained.facts["checkpoint"])
-        return folder if weights_file(folder).is_file() else None
+        there = weights_file(folder).is_file()
+        return folder if there and self._is_as_trained(trained) else None
 
     def _remove_read(self, through: str) -> None:
         for name in batches(self.samples):
@@ -264,9 +265,14 @@ class Learner:
         trained = self.journal.last(TRAINED, cycle=cycle)
         assert trained is not None, "a candidate was trained"
         folder = Path(trained.facts["checkpoint"])
-        if checkpoint_hash(folder) != trained.facts["weights_sha256"]:
+        if not self._is_as_trained(trained):
             raise CandidateError(f"the weights in '{folder}' have changed since they were trained")
         return folder
+
+    def _is_as_trained(self, trained: Entry) -> bool:
+        """Whether a candidate on disk still has the weights of its training."""
+        digest = checkpoint_hash(Path(trained.facts["checkpoint"]))
+        return bool(digest == trained.facts["weights_sha256"])
 
     def _begin_trial(self, last: Entry) -> bool:
         before, after = (last.facts[name]["tau"] for name in ("before", "after"))

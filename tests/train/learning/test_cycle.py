@@ -192,16 +192,19 @@ def test_a_worse_candidate_is_rejected_and_its_files_go(
     assert not list((settings.folder / "cycles").iterdir())
 
 
-@pytest.mark.parametrize("other", ["", "another drafter", "lower tau", "not above on held-out"])
+@pytest.mark.parametrize(
+    "other", ["", "another drafter", "lower tau", "not above on held-out", "changed"]
+)
 def test_the_next_cycle_goes_on_from_a_candidate_that_was_better_so_far(
     place: Path, candidate: Path, tmp_path: Path, other: str
 ) -> None:
     """Gains that are too small to be shown add up. The comparison, and the measurement before it,
-    are with the drafter that serves all the same; where that is another one by now, or the
-    candidate was no better, the next cycle begins with what serves."""
+    are with the drafter that serves all the same; where that is another one by now, the candidate
+    was no better, or its weights have changed, the next cycle begins with what serves."""
     folder = new_folder(place, tmp_path / "learn")
     settings = cycle_settings(place, folder, cycles=1, most_pairs=3)
     server = StandIn(place / "drafter", -0.1 if other == "lower tau" else 0.1, answers=3)
+    kept_folder = folder / "drafters" / "0001"
     starts, done = dict[tuple[str, int], Path](), Counter[str]()
 
     def run(part: Part, settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
@@ -213,7 +216,11 @@ def test_the_next_cycle_goes_on_from_a_candidate_that_was_better_so_far(
 
     assert learn(settings, server, run)[-1].event == "rejected"
     kept = [path.name for path in (folder / "drafters").iterdir()]
-    assert kept == (["0001"] if other in ("", "another drafter") else [])
+    assert kept == ([] if other in ("lower tau", "not above on held-out") else ["0001"])
+    if other == "changed":
+        weights = load_file(kept_folder / "model.safetensors")
+        weights = {name: value + 1 for name, value in weights.items()}
+        save_file(weights, kept_folder / "model.safetensors")
     if other == "another drafter":
         server.install(shutil.copytree(place / "drafter", tmp_path / "else"))
     again = new_folder(place, tmp_path / "again") / "traffic"
@@ -224,7 +231,7 @@ def test_the_next_cycle_goes_on_from_a_candidate_that_was_better_so_far(
     server.gain, server.answers = 1.0, 200
     found = learn(cycle_settings(place, folder, cycles=2), server, run)
     serves = tmp_path / "else" if other == "another drafter" else place / "drafter"
-    begins = folder / "drafters" / "0001" if other == "" else serves
+    begins = kept_folder if other == "" else serves
     assert starts["refresh", 2] == begins.resolve() and starts["measure", 2] == serves.resolve()
     assert found[-1].event == "swapped"
     assert [path.name for path in (folder / "drafters").iterdir()] == ["0002"]
