@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from inference.server.admin import add_admin
 from inference.server.answer import Answer
 from inference.server.envelope import Json
-from inference.server.errors import ApiError
+from inference.server.errors import ApiError, ClientGoneError
 from inference.server.front.body import read_json
 from inference.server.front.secret import client_of
 from inference.server.protocol import CHAT, TEXT, Asked, parse
@@ -106,6 +106,8 @@ def handlers(service: Service) -> dict[int | type[Exception], Any]:
         return JSONResponse(ApiError(error.status_code, missing).body, error.status_code)
 
     async def fail(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientGoneError):  # noted by the answer; nobody reads this response
+            return Response(status_code=499)
         # a bug of ours; the front logs it
         return refusal(service, request, ApiError(500, "the server failed to handle this request."))
 
@@ -236,10 +238,10 @@ class EventStream(Response):
         except ApiError as error:
             service.refused("POST", error, who)
             if error.status != 499:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(ClientGoneError):
                     await out(json.dumps(error.body))
                     await out("", last=True)
-        except OSError:
+        except ClientGoneError:
             service.refused("POST", ApiError(499, "the client has left."), who)
             raise
         finally:

@@ -33,3 +33,7 @@ class ApiError(Exception):
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
         if status == 401:
             self.headers["WWW-Authenticate"] = "Bearer"
+
+
+class ClientGoneError(ConnectionError):
+    """The client of an answer has left, or does not read it."""

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 import h11
 
-from inference.server.errors import ApiError
+from inference.server.errors import ApiError, ClientGoneError
 from inference.server.front.bodies import Bodies
 from inference.server.front.seats import Seat
 from inference.server.front.site import Message, Site
@@ -51,10 +51,10 @@ class Answer:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """A part of the answer; raises `OSError` where the client has left."""
+        """A part of the answer; raises `ClientGoneError`."""
         connection = self._connection
         if connection.left.is_set():
-            raise ConnectionResetError("the client has left")
+            raise ClientGoneError("the client has left")
         if message["type"] == "http.response.start":
             self.begun = True
             await connection.begin(message["status"], message.get("headers", ()))
@@ -204,7 +204,7 @@ class Connection:
             await self.site.app(self._scope(request), answer.receive, answer.send)
         except ApiError as given:
             error = given
-        except OSError:
+        except ClientGoneError:
             raise
         except Exception:
             # a bug of ours must end one request, not the server, and must not show its insides
@@ -296,8 +296,12 @@ class Connection:
         await self._write(self.http.send(h11.EndOfMessage()))
 
     async def _write(self, data: bytes | None) -> None:
-        """Hand data to the system; raises `OSError` when the client does not read, or has gone."""
-        if data:
+        """Hand data to the system; raises `ClientGoneError`."""
+        if not data:
+            return
+        try:
             async with asyncio.timeout(self.limits.write_seconds):
                 self.writer.write(data)
                 await self.writer.drain()
+        except OSError as error:
+            raise ClientGoneError(str(error)) from error

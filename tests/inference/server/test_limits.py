@@ -17,8 +17,11 @@ import pytest
 
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
+from inference.server.app import build_app
+from inference.server.errors import ClientGoneError
 from tests.inference.server.running import MODEL, Running, offline, serving
 
+REQUESTS = "headstart_requests_total"
 USER = [{"role": "user", "content": "Hello"}]
 
 
@@ -320,6 +323,36 @@ def test_a_client_that_leaves_frees_its_row(engine: Engine, stream: bool) -> Non
         seen = running.metrics()
         assert seen['headstart_requests_total{outcome="cancelled"}'] == 1
         assert running.service.engine.clock.passes < 35
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_cannot_be_written_is_no_failure_of_the_server(
+    engine: Engine, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    """A client that is killed is noticed by a write that fails, or by its end of the connection."""
+    asked = {"model": MODEL, "prompt": "Hello", "max_tokens": 8, "temperature": 0}
+    body = json.dumps(asked | {"stream": stream}).encode()
+    request = {"type": "http.request", "body": body, "more_body": False}
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}}
+    scope |= {"method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    pending = [request]
+
+    async def receive() -> Any:
+        return pending.pop() if pending else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        raise ClientGoneError("killed")
+
+    with serving(engine) as running:
+        answering = build_app(running.service)(scope, receive, send)
+        assert running.service.loop is not None
+        with pytest.raises(ClientGoneError):
+            asyncio.run_coroutine_threadsafe(answering, running.service.loop).result(30)
+        settles(running)
+        seen = running.metrics()
+    ended = {name: count for name, count in seen.items() if name.startswith(REQUESTS) and count}
+    assert ended == {f'{REQUESTS}{{outcome="{"cancelled" if stream else "length"}"}}': 1}
+    assert "refused with 5" not in caplog.text and "failed" not in caplog.text
 
 
 def test_a_request_that_does_not_arrive_is_given_up(engine: Engine) -> None:

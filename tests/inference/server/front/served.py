@@ -61,6 +61,8 @@ class Served:
         self.bodies.append(len(body))
         if scope["path"] == "/fail":
             raise RuntimeError("secret insides")
+        if scope["path"] == "/fail/file":
+            raise FileNotFoundError("secret insides")
         if scope["path"] == "/refuse":
             raise ApiError(409, "no.")
         if scope["path"] in ("/slow", "/open"):

@@ -211,8 +211,9 @@ def test_what_is_not_http_is_refused_with_the_reason(sent: bytes, status: int, w
 
 def test_a_failure_shows_no_insides_and_ends_one_request() -> None:
     with served() as front:
-        status, body = front.ask(post(b"", path=b"/fail"))
-        assert status == 500 and "secret" not in str(body)
+        for path in (b"/fail", b"/fail/file"):
+            status, body = front.ask(post(b"", path=path))
+            assert status == 500 and "secret" not in str(body)
         assert front.ask(post(b"", path=b"/refuse")) == (
             409,
             {
@@ -224,7 +225,7 @@ def test_a_failure_shows_no_insides_and_ends_one_request() -> None:
                 }
             },
         )
-        assert [status for _, status, _ in front.refused] == [500, 409]
+        assert [status for _, status, _ in front.refused] == [500, 500, 409]
         assert front.ask(GET) == (200, 0)
 
 
