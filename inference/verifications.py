@@ -30,6 +30,7 @@ import pyarrow.parquet as pq
 from heads.api.config import PositiveFloat, config
 from heads.api.errors import UserError
 from heads.api.reading import read_object
+from heads.api.target_info import TargetInfo
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, PassRecord
 from inference.manifest import write_bytes, write_json
@@ -240,7 +241,7 @@ class VerificationLog:
             rows, self._rows = self._rows, {name: [] for name in SCHEMAS}
         for table, gathered in rows.items():
             step = max(1, len(gathered)) if name else ROWS_PER_SHARD
-            for start in range(0, len(gathered), step):
+            for start in range(0, max(len(gathered), bool(name)), step):
                 self._write(table, gathered[start : start + step], name)
 
     def _write(self, table: str, rows: list[dict[str, Any]], name: str) -> None:
@@ -261,6 +262,11 @@ def recorded_rule(facts: RecordFacts) -> str:
     return facts.get("rule", "match")
 
 
+def target_facts(info: TargetInfo) -> dict[str, str]:
+    """What records say of their target."""
+    return {"id": info.id, "revision": info.revision, "tokenizer_hash": info.tokenizer_hash}
+
+
 def record_facts(
     engine: Engine, drafter: str, weights_sha256: str = "", rule: str = ""
 ) -> RecordFacts:
@@ -268,7 +274,7 @@ def record_facts(
     by default the engine's rule."""
     info, own = engine.target.info, engine.drafter
     return {
-        "target": {"id": info.id, "revision": info.revision, "tokenizer_hash": info.tokenizer_hash},
+        "target": target_facts(info),
         "drafter": {
             "name": drafter,
             "kind": None if own is None else own.kind,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from inference.decoding.logprobs import TokenLogprobs
 from inference.measure.metrics import divide
 from inference.server.envelope import ChoiceWriter, Envelope, Json
-from inference.server.protocol import Asked
+from inference.server.protocol import CHAT, Asked
 from inference.server.scheduler import Done, Drafts, Piece
 from inference.server.service import Service, Ticket
 
@@ -47,7 +47,7 @@ class Answer:
             writer.whole(end.text, end.finish, end.tokens, end.logprobs, of_prompt(ticket))
             for writer, ticket, end in zip(self.writers, self.tickets, done, strict=True)
         ]
-        return self.envelope.whole(choices, self.figures(done))
+        return self.envelope.whole(choices, self.figures(done) | self._prompt_ids())
 
     async def _end(self, index: int) -> Done:
         ticket = await self._started(index)
@@ -73,12 +73,12 @@ class Answer:
         """The parts of one choice."""
         writer, ticket = self.writers[index], await self._started(index)
 
-        async def tell(choice: Json) -> None:
-            usage: Json | None = {"usage": self.usage()} if self.asked.running_usage else None
-            await out(self.envelope.part([choice], usage))
+        async def tell(choice: Json, figures: Json | None = None) -> None:
+            usage: Json = {"usage": self.usage()} if self.asked.running_usage else {}
+            await out(self.envelope.part([choice], usage | (figures or {})))
 
         if (opening := writer.opening(of_prompt(ticket))) is not None:
-            await tell(opening)
+            await tell(opening, self._prompt_ids())
         while isinstance(event := await ticket.next(), Piece):
             if event.text:
                 self.counts[index] = event.tokens
@@ -86,6 +86,12 @@ class Answer:
         self.counts[index] = len(event.tokens)
         await tell(writer.end(event.finish, event.tokens, event.logprobs))
         return event
+
+    def _prompt_ids(self) -> Json:
+        """The token ids of a conversation, where token ids were asked for."""
+        if not self.asked.ids or self.asked.kind != CHAT:
+            return {}
+        return {"prompt_token_ids": list(self.tickets[0].job.prompt)}
 
     def usage(self) -> Json:
         """Tokens read and written by now; a prompt counts once, however many choices it has."""

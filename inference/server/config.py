@@ -101,6 +101,11 @@ class ServeConfig:
     """Keep no token and no text in the records, only positions, depths, probabilities and keyed
     hashes."""
 
+    engine: str = ""
+    """Address of an engine that answers, such as http://127.0.0.1:8001 of vLLM: requests are passed
+    on to it, and its answers are sampled for a learner (docs/learning.md). Empty: this server
+    decodes itself."""
+
     learn: bool = False
     """Learn from the traffic in the background: answers are sampled, and `headstart learn` runs
     beside the server (docs/learning.md)."""

@@ -90,7 +90,11 @@ class ChoiceWriter:
     def _choice(
         self, content: Json, logprobs: Json | None, finish: str | None, tokens: tuple[int, ...] = ()
     ) -> Json:
-        known: Json = {"token_ids": list(tokens)} if self.asked.ids and finish else {}
+        known: Json = {}
+        if self.asked.ids and finish:
+            known["token_ids"] = list(tokens)
+            if self.asked.kind != CHAT:  # a conversation's stand beside its choices
+                known["prompt_token_ids"] = list(self.prompt)
         return {
             "index": self.index,
             **content,

@@ -15,13 +15,14 @@ LOOK_SECONDS, FLUSH_SECONDS = 0.5, 60.0
 
 
 class Recorder:
-    """See the module. log: every verification; samples: of a learner, written every `seconds`."""
+    """See the module. log: every verification; samples: of a learner, written every `seconds`;
+    metrics: where both are counted."""
 
     def __init__(
         self,
         log: VerificationLog | None,
         samples: TrafficSamples | None,
-        metrics: ServerMetrics,
+        metrics: ServerMetrics | None,
         seconds: float = FLUSH_SECONDS,
     ) -> None:
         self.log, self.samples, self.metrics = log, samples, metrics
@@ -64,8 +65,9 @@ class Recorder:
             logger.error("records cannot be written (%s); recording ends", error.strerror)
         if log.full and not full:
             logger.warning("recording has ended: serve.records_megabytes is reached")
-        self.metrics.written.set(log.written)
-        self.metrics.dropped.set(log.dropped)
+        if self.metrics is not None:
+            self.metrics.written.set(log.written)
+            self.metrics.dropped.set(log.dropped)
 
     def _flush_samples(self, samples: TrafficSamples) -> None:
         try:
@@ -76,5 +78,6 @@ class Recorder:
                 self._disk_full = True
                 words = "samples cannot be written (%s); sampling goes on once they can"
                 logger.error(words, error.strerror)
-        self.metrics.sampled.set(samples.written)
-        self.metrics.samples_dropped.set(samples.dropped)
+        if self.metrics is not None:
+            self.metrics.sampled.set(samples.written)
+            self.metrics.samples_dropped.set(samples.dropped)

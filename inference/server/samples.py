@@ -47,7 +47,7 @@ MOST_WAITING = 8 * ROWS_PER_SHARD
 @dataclass(frozen=True)
 class SampledAnswer:
     """An answer that has ended. client: who asked; tokens: of the answer; passes: its
-    verifications, with details."""
+    verifications, with details; none where an engine answered."""
 
     sequence: str
     domain: str
@@ -102,7 +102,7 @@ class TrafficSamples:
         with self._lock:
             if self._passes < MOST_WAITING:
                 self._waiting.append(answer)
-                self._passes += len(answer.passes)
+                self._passes += max(1, len(answer.passes))
 
     @property
     def due(self) -> bool:

@@ -104,7 +104,10 @@ COMMON = {
     "chat": (
         "run.name chat.drafter chat.system decode.temperature decode.max_new_tokens target.path"
     ),
-    "learn": "run.name learn.server learn.folder learn.least_tokens learn.trial_share learn.cycles",
+    "learn": (
+        "run.name learn.server learn.drafter learn.folder learn.least_tokens learn.trial_share "
+        "learn.cycles"
+    ),
     "serve": "run.name serve.drafter serve.host serve.port serve.token_file target.path",
     "loop": (
         "run.name head.kind target.path data.path data.limit bench.prompts optim.lr "
@@ -244,7 +247,7 @@ STAGES: dict[str, Stage] = {
             "learn",
             "learn from a running server's traffic: refresh its drafter, compare the candidate "
             "within the server, take it if it is better",
-            join("run target features feedback engine optim schedule train decode learn"),
+            join("run target features feedback engine optim schedule train decode export learn"),
             alone=True,
             continued=True,
         ),

@@ -8,12 +8,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heads.api.errors import UserError
+from inference.export.engine_folder import export, prepare
+from inference.export.layouts.base import Target
 from inference.report.page.learning import write_learning_page
 from scripts.config.schema import Settings, write_settings
 from scripts.run import drafters
@@ -22,8 +25,9 @@ from scripts.stages.refresh.parts import refreshing_rate
 
 if TYPE_CHECKING:
     from scripts.run.drafters import Found
+    from train.learning.engine import ExportingServer
     from train.learning.journal import Journal
-    from train.learning.server import HttpServer
+    from train.learning.server import HttpServer, Server
     from train.learning.work import CycleSettings
 
 logger = logging.getLogger(__name__)
@@ -51,12 +55,17 @@ def run(settings: Settings) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with suppress(OSError):
         os.nice(max(0, config.nice - os.nice(0)))
-    server = HttpServer(config)
-    wait_for(server, config.look_seconds)
-    folder = sampled_folder(config.folder, server)
+    server: Server
+    if config.drafter:
+        folder = learn_folder(config.folder, settings)
+        server, whom = exporting(settings, folder), settings.export.engine
+    else:
+        server, whom = HttpServer(config), config.server
+        wait_for(server, config.look_seconds)
+        folder = sampled_folder(config.folder, server)
     with writing(folder) as journal:
         cycle = cycle_settings(settings, folder, server, journal)
-        say(f"learning from the traffic in {shown(folder)} for {config.server}")
+        say(f"learning from the traffic in {shown(folder)} for {whom}")
 
         def show(written: Journal) -> None:
             write_learning_page(written.events(), folder)
@@ -68,6 +77,31 @@ def run(settings: Settings) -> None:
 def learn_folder(given: str, settings: Settings) -> Path:
     """The folder of learning, which a server and its learner share."""
     return Path(given).expanduser() if given else settings.run.directory / "learn"
+
+
+def exporting(settings: Settings, folder: Path) -> ExportingServer:
+    """The engine that loads what is exported as `export.engine` says. Raises `UserError` without
+    samples of its traffic, and for a drafter that it does not load."""
+    from train.learning.cycle import TRAFFIC
+    from train.learning.engine import ExportingServer
+
+    config = settings.export
+    found = drafters.find_trained("learn.drafter", settings.learn.drafter, settings.run)
+    if not (folder / TRAFFIC).is_dir():
+        raise UserError(
+            f"'{folder}' has no samples to learn from. Start `headstart serve` with serve.engine "
+            "and serve.sample=true in front of the engine, with the same serve.learn_folder."
+        )
+
+    def write(checkpoint: Path, out: Path) -> str:
+        source = prepare(checkpoint, config.engine)
+        own = replace(config, overwrite=True)  # what a kill has left there
+        notes = export(own, source, Target.of(settings.target, source.info), out)
+        say(f"for {config.engine} to load: {shown(out)}")
+        return notes.serve
+
+    prepare(found.folder, config.engine)
+    return ExportingServer(folder, found.folder, write)
 
 
 def wait_for(server: HttpServer, seconds: float) -> None:
@@ -109,7 +143,7 @@ def sampled_folder(given: str, server: HttpServer) -> Path:
 
 
 def cycle_settings(
-    settings: Settings, folder: Path, server: HttpServer, journal: Journal
+    settings: Settings, folder: Path, server: Server, journal: Journal
 ) -> CycleSettings:
     """What every cycle is made with: the draft and the learning rate are those of the drafter that
     serves now."""
@@ -148,13 +182,11 @@ def learning_rate(settings: Settings, found: Found, journal: Journal) -> float:
 
 
 def start_learner(
-    settings: Settings, folder: Path, address: str, tokens: dict[str, str]
+    settings: Settings, folder: Path, whom: Sequence[str], tokens: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a learner for the server at `address`, with the server's own settings and
-    `serve.learn_settings`. tokens: environment variables that it needs."""
-    more = [f"learn.server='{address}'", f"learn.folder='{folder.resolve()}'"]
-    # the certificate need not name this machine's own address
-    more += ["learn.with_parent=true", "learn.verify=false"]
+    """Start a learner with the server's own settings and `serve.learn_settings`. whom: settings
+    that say for which server; tokens: environment variables that it needs."""
+    more = [*whom, f"learn.folder='{folder.resolve()}'", "learn.with_parent=true"]
     derived = settings.derive("learn", before=settings.serve.learn_settings, more=more)
     path = folder / SETTINGS_FILE
     write_settings(derived, path)

@@ -22,6 +22,7 @@ from inference.server.front.server import bind, url_of
 from inference.writers import hold
 from scripts.config.schema import Settings
 from scripts.run.process import prepare_process, shown
+from scripts.stages import relay
 from scripts.stages.chat import build_engine
 from scripts.stages.learn import end_learner, learn_folder, start_learner
 
@@ -37,6 +38,8 @@ def run(settings: Settings) -> int:
             "`serve`)."
         ) from error
     config = settings.serve
+    if config.engine:
+        return relay.run(settings)
     secret, admin = read_secret(config), admin_for(config)
     listening = bind("serve", config.host, config.port)
     learner: subprocess.Popen[bytes] | None = None
@@ -71,7 +74,9 @@ def run(settings: Settings) -> int:
             tokens = {ADMIN_VARIABLE: admin.value.decode()} if admin else {}
             tokens |= {TOKEN_VARIABLE: secret.value.decode()} if secret else {}
             address = url_of(listening, bool(config.ssl_certfile))
-            learner = start_learner(settings, samples.parent, address, tokens)
+            # the certificate need not name this machine's own address
+            whom = [f"learn.server='{address}'", "learn.verify=false"]
+            learner = start_learner(settings, samples.parent, whom, tokens)
 
     try:
         return serve(service, listening, started)

@@ -30,16 +30,24 @@ by the inequality of arithmetic and geometric means, and E[above(s)] <= 1 for s 
 look the chance that a candidate with q <= r has reached 1 / alpha is at most alpha (Markov). Over
 all looks together this is proven where clients come as draws from one traffic; for limits that bite
 while clients differ, and for drifting traffic, the tests simulate it.
+
+A server that tries no candidates has them compared on held-out prompts, each decoded with both
+drafters (`paired`). With d_t the candidate's acceptance less the drafter's on prompt t, and D the
+depth, the mean over stakes c of prod over t of 1 + c d_t / D is an e-value for a candidate with
+E[d] <= 0, since -D <= d_t <= D; it is looked at once.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 
+import numpy as np
+
 from inference.server.trial import ArmAnswer, ArmState, TrialState
-from inference.staleness.evidence import Bets, Grid
+from inference.staleness.evidence import SHARES, Bets, Grid, log_mean
 from inference.staleness.sequential_test import fallen, risen
 from train.learning.traffic import client_limit
 
@@ -66,6 +74,21 @@ class Outcome:
 def needed_evidence(error_rate: float, attempt: int) -> float:
     """Logarithm of the e-value that decides the `attempt`-th try of a trial, from 1 on."""
     return log(2.0**attempt / error_rate)
+
+
+def paired(
+    before: Sequence[float], after: Sequence[float], depth: int, error_rate: float
+) -> Outcome:
+    """What both drafters' acceptances on the same prompts show; see the module."""
+    gains = (np.asarray(after) - np.asarray(before)) / depth
+    better, worse = (
+        float(log_mean(np.log1p(sign * SHARES[:, None] * gains).sum(1, keepdims=True))[0])
+        for sign in (1.0, -1.0)
+    )
+    needed, count = -log(error_rate), len(gains)
+    verdict = BETTER if better >= needed else WORSE if worse >= needed else OPEN
+    means = float(np.mean(before)), float(np.mean(after))
+    return Outcome(verdict, better, worse, needed, count, count, means)
 
 
 class TrialTest:

@@ -30,6 +30,10 @@ class LearnConfig:
 
     server: str = ""
     """Address of the running server, such as http://127.0.0.1:8000."""
+    drafter: str = ""
+    """For an engine that loads exports, in place of learn.server: the checkpoint whose export the
+    engine serves, or its name in this run. Candidates are compared on held-out traffic and exported
+    as export.engine says. The traffic is what `headstart serve` with serve.engine samples."""
     folder: str = ""
     """Folder of the journal, the sampled traffic and the candidates; empty: the one into which the
     server samples answers."""
@@ -85,6 +89,11 @@ class LearnConfig:
     """Of which prompts are held out."""
 
     def __post_init__(self) -> None:
+        if self.server and self.drafter:
+            raise UserError(
+                f"learn.server={self.server} says which drafter serves; learn.drafter is for an "
+                "engine that loads exports. Leave one of them out."
+            )
         if self.most_tokens < self.least_tokens:
             raise UserError(
                 f"learn.most_tokens is {self.most_tokens}, less than learn.least_tokens "

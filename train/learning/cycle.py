@@ -3,6 +3,9 @@
     traffic*  ->  collected  ->  weighed  ->  trained  ->  measured  ->  trial  ->  compared
                                                                           ->  swapped | rejected
 
+A server that tries no candidates has no line `trial`: there, what the held-out prompts have shown
+decides (`train.learning.engine`).
+
 What comes next follows from the journal's last line of the cycle alone, and every step may be done
 again from its beginning: a learner that was killed between two lines repeats the step that has no
 line yet, and no other one. Folders that a step has left unfinished are continued (training) or
@@ -281,7 +284,10 @@ class Learner:
             return self._reject(
                 last.cycle, f"tau on held-out traffic is {after:.3f}, not above {least:.3f}"
             )
-        return self._start_trial(last.cycle, 1)
+        if self.server.tries:
+            return self._start_trial(last.cycle, 1)
+        taus = {"before": before, "after": after}
+        return self._note(COMPARED, last.cycle, tau=taus, **last.facts["paired"])
 
     def _start_trial(self, cycle: int, attempt: int) -> bool:
         """Note a try, then begin it: each that may have begun has spent its part of the error
@@ -326,14 +332,15 @@ class Learner:
             if (answers := last.facts.get("answers", pairs)) > pairs:
                 words += f", of {answers}: others are of clients beyond learn.client_share"
             raise CandidateError(words)
+        told: dict[str, str] = {}
         try:
             if own:
                 self.server.end_trial(keep=True)
             elif not same_folder(self.server.current(), candidate):
-                self.server.install(candidate)
+                told = self.server.install(candidate)
         except UserError as error:
             raise CandidateError(str(error)) from error
-        self._note(SWAPPED, last.cycle, checkpoint=str(candidate.resolve()))
+        self._note(SWAPPED, last.cycle, checkpoint=str(candidate.resolve()), **told)
         self._clean(last.cycle)
         return True
 

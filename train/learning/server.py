@@ -27,13 +27,15 @@ class ServerGoneError(Exception):
 class Server(Protocol):
     """The drafters of a running server (`inference.server.swapping`), reached in whatever way. All
     raise `UserError` for what the server refuses, and `ServerGoneError` where it does not
-    answer."""
+    answer. tries: whether it tries candidates."""
+
+    tries: bool
 
     def current(self) -> str:
         """The folder of the drafter, or its kind."""
 
-    def install(self, checkpoint: Path) -> None:
-        """Draft with another one."""
+    def install(self, checkpoint: Path) -> dict[str, str]:
+        """Draft with another one; returns what the journal is to say of it."""
 
     def start_trial(self, checkpoint: Path, share: float) -> None:
         """Try a candidate on a share of the rows."""
@@ -48,6 +50,8 @@ class Server(Protocol):
 class HttpServer:
     """A server at an address. Tokens come from environment variables and stand in no message.
     Raises `UserError` for an address that is none."""
+
+    tries = True
 
     def __init__(self, config: LearnConfig, transport: httpx.BaseTransport | None = None) -> None:
         url = httpx.URL(config.server or "none")
@@ -83,8 +87,9 @@ class HttpServer:
         found = self._ask("GET", DRAFTER_PATH).get("samples")
         return Path(found) if found else None
 
-    def install(self, checkpoint: Path) -> None:
+    def install(self, checkpoint: Path) -> dict[str, str]:
         self._ask("POST", DRAFTER_PATH, {"checkpoint": str(checkpoint.resolve())})
+        return {}
 
     def start_trial(self, checkpoint: Path, share: float) -> None:
         body = {"checkpoint": str(checkpoint.resolve()), "share": share}

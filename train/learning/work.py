@@ -24,6 +24,7 @@ from heads.api.checkpoint import build_config, load_drafter, read_config
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Completion
 from inference.folders import CHECKPOINT, copy_plain, replace_part
 from inference.manifest import checkpoint_hash
 from inference.measure.metrics import TauEstimate
@@ -36,6 +37,7 @@ from train.engines.base import EngineConfig
 from train.features.config import FeaturesConfig
 from train.feedback.build import build
 from train.feedback.config import FeedbackConfig
+from train.learning.comparison import paired
 from train.learning.config import LearnConfig
 from train.learning.traffic import MEASURING, RECORDS, VALIDATION
 from train.optim import OptimConfig, ScheduleConfig
@@ -120,8 +122,9 @@ def refresh(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]
 
 
 def measure(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
-    """tau of the drafter that serves and of the candidate on held-out traffic. Raises `UserError`
-    for a candidate with weights that are not finite, and one that the target does not take."""
+    """tau of the drafter that serves and of the candidate on held-out traffic, and what the prompts
+    show, each of which both decode (`paired`). Raises `UserError` for a candidate with weights that
+    are not finite, and one that the target does not take."""
     candidate = settings.candidate(number)
     prompts = load_prompts(settings.cycle(number) / MEASURING)
     target = TargetModel.load(settings.target)
@@ -130,12 +133,26 @@ def measure(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]
     limit = target.info.max_position_embeddings
     requests = to_requests(prompts, target.tokenizer, decode, capacity=limit, overlong="skip")
 
-    def tau(checkpoint: Path) -> TauEstimate:
+    def decoded(checkpoint: Path) -> tuple[TauEstimate, dict[int, float]]:
+        """tau, and each prompt's acceptance."""
         drafter = load_drafter(checkpoint, target.info, target.weights, changed_target=True)
-        return quick_tau(target, drafter, requests, decode)
+        answers: list[Completion] = []
+        found = quick_tau(target, drafter, requests, decode, answers)
+        accepted = {
+            one.request.index: sum(record.accepted for record in one.passes) / len(one.passes)
+            for one in answers
+            if one.passes
+        }
+        return found, accepted
 
-    before, after = tau(start), tau(candidate)
-    return {"prompts": len(requests), "before": asdict(before), "after": asdict(after)}
+    (before, own), (after, new) = decoded(start), decoded(candidate)
+    both = sorted(own.keys() & new.keys())
+    if not both:
+        raise UserError("no held-out prompt was verified with both drafters")
+    acceptances = [own[n] for n in both], [new[n] for n in both]
+    shown = paired(*acceptances, len(before.unconditional), settings.learn.error_rate)
+    tau = {"before": asdict(before), "after": asdict(after)}
+    return {"prompts": len(requests), **tau, "paired": asdict(shown)}
 
 
 # In a process of its own

@@ -113,6 +113,8 @@ class StandIn:
     pass; answers: of each drafter in a trial; swaps: every drafter that came to serve; lost: a
     restart forgets the trial."""
 
+    tries = True
+
     def __init__(self, drafter: Path, gain: float = 1.0, answers: int = 200) -> None:
         self.drafter, self.gain, self.answers = str(drafter), gain, answers
         self.swaps: list[str] = []
@@ -122,9 +124,10 @@ class StandIn:
     def current(self) -> str:
         return self.drafter
 
-    def install(self, checkpoint: Path) -> None:
+    def install(self, checkpoint: Path) -> dict[str, str]:
         self.drafter = str(checkpoint)
         self.swaps.append(str(checkpoint))
+        return {}
 
     def start_trial(self, checkpoint: Path, share: float) -> None:
         assert self.running is None and 0 < share < 1

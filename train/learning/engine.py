@@ -1,0 +1,55 @@
+"""An engine that serves exported drafters, such as vLLM, as a learner sees it. It keeps its drafter
+while it runs: a candidate that is taken is exported, and loaded when the engine is started again.
+
+    <folder>/engine.json       the drafter that was exported last, and where to
+    <folder>/exports/0003/     its export; earlier ones stay, since an engine may be started again
+                               with them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from heads.api.errors import UserError
+from heads.api.reading import read_object
+from inference.manifest import write_json
+from inference.server.trial import TrialState
+
+STATE_FILE, EXPORTS = "engine.json", "exports"
+Export = Callable[[Path, Path], str]
+"""(checkpoint, folder to write) -> the command that serves it."""
+
+
+class ExportingServer:
+    """A `train.learning.server.Server` without trials. drafter: the checkpoint whose export the
+    engine serves at first; export: raises `UserError` for a drafter that the engine does not
+    load."""
+
+    tries = False
+
+    def __init__(self, folder: Path, drafter: Path, export: Export) -> None:
+        self.folder, self.export = folder, export
+        self._state = folder / STATE_FILE
+        if not self._state.is_file():
+            write_json(self._state, {"drafter": str(drafter.resolve()), "export": ""})
+
+    def current(self) -> str:
+        known = read_object(self._state, "Delete it to begin with learn.drafter again.")
+        return str(known.get("drafter", ""))
+
+    def install(self, checkpoint: Path) -> dict[str, str]:
+        """Export a drafter, and remember it as the one that serves."""
+        out = self.folder / EXPORTS / checkpoint.name
+        command = self.export(checkpoint, out)
+        write_json(self._state, {"drafter": str(checkpoint.resolve()), "export": str(out)})
+        return {"export": str(out), "command": command}
+
+    def start_trial(self, checkpoint: Path, share: float) -> None:
+        raise UserError("an engine tries no candidates: they are compared on held-out traffic.")
+
+    def trial(self) -> TrialState | None:
+        return None
+
+    def end_trial(self, keep: bool) -> None:
+        """There is none."""
