@@ -35,15 +35,21 @@ class ExportingServer:
             write_json(self._state, {"drafter": str(drafter.resolve()), "export": ""})
 
     def current(self) -> str:
-        known = read_object(self._state, "Delete it to begin with learn.drafter again.")
-        return str(known.get("drafter", ""))
+        return self._known()["drafter"]
 
     def install(self, checkpoint: Path) -> dict[str, str]:
-        """Export a drafter, and remember it as the one that serves."""
-        out = self.folder / EXPORTS / checkpoint.name
-        command = self.export(checkpoint, out)
-        write_json(self._state, {"drafter": str(checkpoint.resolve()), "export": str(out)})
-        return {"export": str(out), "command": command}
+        """Export a drafter, and remember it as the one that serves; one that is, is not exported
+        again."""
+        if self.current() != str(checkpoint.resolve()):
+            out = self.folder / EXPORTS / checkpoint.name
+            command = self.export(checkpoint, out)
+            state = {"drafter": str(checkpoint.resolve()), "export": str(out), "command": command}
+            write_json(self._state, state)
+        return {name: self._known()[name] for name in ("export", "command")}
+
+    def _known(self) -> dict[str, str]:
+        known = read_object(self._state, "Delete it to begin with learn.drafter again.")
+        return {name: str(known.get(name, "")) for name in ("drafter", "export", "command")}
 
     def start_trial(self, checkpoint: Path, share: float) -> None:
         raise UserError("an engine tries no candidates: they are compared on held-out traffic.")

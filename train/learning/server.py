@@ -35,7 +35,8 @@ class Server(Protocol):
         """The folder of the drafter, or its kind."""
 
     def install(self, checkpoint: Path) -> dict[str, str]:
-        """Draft with another one; returns what the journal is to say of it."""
+        """Draft with another one, unless it drafts already; returns what the journal is to say of
+        it."""
 
     def start_trial(self, checkpoint: Path, share: float) -> None:
         """Try a candidate on a share of the rows."""
@@ -88,7 +89,8 @@ class HttpServer:
         return Path(found) if found else None
 
     def install(self, checkpoint: Path) -> dict[str, str]:
-        self._ask("POST", DRAFTER_PATH, {"checkpoint": str(checkpoint.resolve())})
+        if Path(self.current()).resolve() != checkpoint.resolve():
+            self._ask("POST", DRAFTER_PATH, {"checkpoint": str(checkpoint.resolve())})
         return {}
 
     def start_trial(self, checkpoint: Path, share: float) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from inference.server.trial import ArmAnswer
-from train.learning.comparison import BETTER, OPEN, WORSE, TrialTest, needed_evidence
+from train.learning.comparison import BETTER, OPEN, WORSE, TrialTest, needed_evidence, paired
 from train.learning.simulation import replay, trial_of
 
 DEPTH, MOST = 3, 12
@@ -163,3 +163,42 @@ def test_a_single_client_counts_wholly_and_clients_of_one_answer_each_do() -> No
         arms = [of_clients(rng, clients, np.ones(50)) for _ in range(2)]
         test = TrialTest(1e9, DEPTH, 0.25)
         assert test.look(trial_of(*arms)).pairs == 50
+
+
+# On the same prompts
+
+
+def on_prompts(
+    rng: np.random.Generator, count: int, gain: float
+) -> tuple[list[float], list[float]]:
+    """Acceptances of two drafters on prompts that are easy or hard for both; gain: of the second."""
+    level = rng.uniform(0.5, 2.0, count)
+    own = (np.clip(rng.normal(level + more, 0.3), 0.0, DEPTH) for more in (0.0, gain))
+    first, second = (one.tolist() for one in own)
+    return first, second
+
+
+def test_the_evidence_of_pairs_is_the_mean_of_what_gamblers_have_won() -> None:
+    before, after = on_prompts(np.random.default_rng(0), 30, 0.2)
+    won = []
+    for share in (0.05, 0.1, 0.2, 0.4, 0.7, 0.95):
+        money = 1.0
+        for old, new in zip(before, after, strict=True):
+            money *= 1.0 + share * (new - old) / DEPTH
+        won.append(money)
+    found = paired(before, after, DEPTH, 0.01)
+    assert found.evidence == pytest.approx(log(sum(won) / len(won)))
+    assert found.needed == pytest.approx(log(100)) and found.pairs == 30
+    assert found.acceptance == pytest.approx((np.mean(before), np.mean(after)))
+    back = paired(after, before, DEPTH, 0.01)
+    assert (back.evidence, back.against) == (found.against, found.evidence)
+
+
+def test_pairs_show_a_gain_and_a_loss_and_seldom_what_is_not_there() -> None:
+    rng = np.random.default_rng(1)
+    verdicts = {
+        gain: Counter(paired(*on_prompts(rng, 64, gain), DEPTH, 0.01).verdict for _ in range(200))
+        for gain in (-0.5, 0.0, 0.5)
+    }
+    assert verdicts[0.5][BETTER] > 190 and verdicts[-0.5][WORSE] > 190
+    assert verdicts[0.0][BETTER] <= 2 and verdicts[0.0][WORSE] <= 2

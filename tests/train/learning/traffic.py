@@ -125,8 +125,9 @@ class StandIn:
         return self.drafter
 
     def install(self, checkpoint: Path) -> dict[str, str]:
-        self.drafter = str(checkpoint)
-        self.swaps.append(str(checkpoint))
+        if Path(self.drafter).resolve() != checkpoint.resolve():
+            self.drafter = str(checkpoint)
+            self.swaps.append(str(checkpoint))
         return {}
 
     def start_trial(self, checkpoint: Path, share: float) -> None:
