@@ -332,14 +332,14 @@ class Learner:
             if (answers := last.facts.get("answers", pairs)) > pairs:
                 words += f", of {answers}: others are of clients beyond learn.client_share"
             raise CandidateError(words)
-        told: dict[str, str] = {}
         try:
             if own:
                 self.server.end_trial(keep=True)
-            else:
-                told = self.server.install(candidate)
+            elif not same_folder(self.server.current(), candidate):
+                self.server.install(candidate)
         except UserError as error:
             raise CandidateError(str(error)) from error
+        told = self.server.describe()
         self._note(SWAPPED, last.cycle, checkpoint=str(candidate.resolve()), **told)
         self._clean(last.cycle)
         return True

@@ -37,14 +37,15 @@ class ExportingServer:
     def current(self) -> str:
         return self._known()["drafter"]
 
-    def install(self, checkpoint: Path) -> dict[str, str]:
-        """Export a drafter, and remember it as the one that serves; one that is, is not exported
-        again."""
-        if self.current() != str(checkpoint.resolve()):
-            out = self.folder / EXPORTS / checkpoint.name
-            command = self.export(checkpoint, out)
-            state = {"drafter": str(checkpoint.resolve()), "export": str(out), "command": command}
-            write_json(self._state, state)
+    def install(self, checkpoint: Path) -> None:
+        """Export a drafter, and remember it as the one that serves."""
+        out = self.folder / EXPORTS / checkpoint.name
+        command = self.export(checkpoint, out)
+        state = {"drafter": str(checkpoint.resolve()), "export": str(out), "command": command}
+        write_json(self._state, state)
+
+    def describe(self) -> dict[str, str]:
+        """Where the drafter was exported to, and the command that serves it."""
         return {name: self._known()[name] for name in ("export", "command")}
 
     def _known(self) -> dict[str, str]:

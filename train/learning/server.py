@@ -34,9 +34,11 @@ class Server(Protocol):
     def current(self) -> str:
         """The folder of the drafter, or its kind."""
 
-    def install(self, checkpoint: Path) -> dict[str, str]:
-        """Draft with another one, unless it drafts already; returns what the journal is to say of
-        it."""
+    def install(self, checkpoint: Path) -> None:
+        """Draft with another one."""
+
+    def describe(self) -> dict[str, str]:
+        """What else the journal is to say of the drafter."""
 
     def start_trial(self, checkpoint: Path, share: float) -> None:
         """Try a candidate on a share of the rows."""
@@ -88,9 +90,10 @@ class HttpServer:
         found = self._ask("GET", DRAFTER_PATH).get("samples")
         return Path(found) if found else None
 
-    def install(self, checkpoint: Path) -> dict[str, str]:
-        if Path(self.current()).resolve() != checkpoint.resolve():
-            self._ask("POST", DRAFTER_PATH, {"checkpoint": str(checkpoint.resolve())})
+    def install(self, checkpoint: Path) -> None:
+        self._ask("POST", DRAFTER_PATH, {"checkpoint": str(checkpoint.resolve())})
+
+    def describe(self) -> dict[str, str]:
         return {}
 
     def start_trial(self, checkpoint: Path, share: float) -> None:

@@ -124,10 +124,11 @@ class StandIn:
     def current(self) -> str:
         return self.drafter
 
-    def install(self, checkpoint: Path) -> dict[str, str]:
-        if Path(self.drafter).resolve() != checkpoint.resolve():
-            self.drafter = str(checkpoint)
-            self.swaps.append(str(checkpoint))
+    def install(self, checkpoint: Path) -> None:
+        self.drafter = str(checkpoint)
+        self.swaps.append(str(checkpoint))
+
+    def describe(self) -> dict[str, str]:
         return {}
 
     def start_trial(self, checkpoint: Path, share: float) -> None:
