@@ -22,7 +22,10 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.server.config import ADMIN_VARIABLE, ServeConfig
-from scripts.stages.learn import learning_rate, sampled_folder
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
+from scripts.stages import relay
+from scripts.stages.learn import exporting, learning_rate, sampled_folder
 from scripts.stages.serve import admin_for
 from tests.train.learning.traffic import prepare
 from train.learning.journal import Entry, read_journal, writing
@@ -203,6 +206,69 @@ def test_a_learner_started_by_hand_learns_beside_a_server_and_is_started_again(
     finally:
         learner.kill()
         served.process.kill()
+
+
+@pytest.mark.slow
+def test_an_engines_traffic_becomes_an_export_for_it(tmp_path: Path) -> None:
+    """The engine is a server of ours, which learns nothing; the export is checked as vLLM would
+    load it."""
+    place, folder = prepare(tmp_path), tmp_path / "learn"
+    folder.mkdir()
+    engine = Served(place, tmp_path, "serve.name=target")
+    # one look at few prompts: what is shown there is shown at once
+    own = [*(one for one in LEARN if "error_rate" not in one), "learn.error_rate=0.9"]
+    relayed = [f"serve.engine={engine.base}", "serve.learn=true"]
+    before = Served(place, folder, *relayed, f"serve.learn_settings=[{','.join(own)}]")
+    try:
+        with before.traffic():
+            known = wait_for(folder, "swapped", 1, before)
+        assert before.failed == 0 and len(before.answers) > 50
+        facts = {entry.event: entry.facts for entry in known}
+        assert "trial" not in facts and facts["traffic"]["passes"] == 0
+        assert facts["measured"]["after"]["tau"] > facts["measured"]["before"]["tau"]
+        export = Path(facts["swapped"]["export"])
+        assert export == folder / "exports" / Path(facts["swapped"]["checkpoint"]).name
+        assert f"{export}" in facts["swapped"]["command"]
+        words = ["verify-export", f"verify.dir={export}", *common(place, folder)[:2]]
+        checked, said = started(folder, *words, "verify.mode=static")
+        assert checked.wait(300) == 0, said.read_text()
+        before.process.send_signal(signal.SIGTERM)
+        assert before.process.wait(60) == 0
+    finally:
+        before.process.kill()
+        engine.process.kill()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["serve.engine=http://127.0.0.1:1"], r"add serve\.learn=true"),
+        (["serve.engine=here", "serve.sample=true"], r"serve\.engine must be the address"),
+        (["serve.engine=http://127.0.0.1:1", "serve.sample=true", "serve.drafter="], "is missing"),
+    ],
+)
+def test_a_relay_says_what_it_lacks(tmp_path: Path, given: list[str], words: str) -> None:
+    place = prepare(tmp_path)
+    own = [f"serve.drafter={place / 'drafter'}", *common(place, tmp_path), "serve.port=0"]
+    settings = load_settings(STAGES["serve"], [*own, *given])
+    with pytest.raises(UserError, match=words):
+        relay.run(settings)
+
+
+def test_learning_for_an_engine_needs_samples_and_a_drafter_that_it_loads(tmp_path: Path) -> None:
+    place = prepare(tmp_path)
+    own = [f"learn.drafter={place / 'drafter'}", *common(place, tmp_path)]
+    with pytest.raises(UserError, match=r"no samples to learn from.*serve\.engine"):
+        exporting(load_settings(STAGES["learn"], own), tmp_path / "empty")
+    found = exporting(load_settings(STAGES["learn"], own), tmp_path)
+    found.install(place / "drafter")
+    told = found.describe()
+    assert (Path(told["export"]) / "config.json").is_file() and "vllm" in told["command"]
+    found.install(place / "drafter")  # over what a kill has left
+    with pytest.raises(UserError, match="cannot be exported for speculators"):
+        exporting(load_settings(STAGES["learn"], [*own, "export.engine=speculators"]), tmp_path)
+    with pytest.raises(UserError, match="Leave one of them out"):
+        load_settings(STAGES["learn"], [*own, "learn.server=http://127.0.0.1:8000"])
 
 
 def stand_in(samples: Path | None) -> Any:
