@@ -44,8 +44,8 @@ BEAT_SECONDS = 15.0
 SILENT_SECONDS = 180.0
 """Seconds since its last touch after which a writer on another machine counts as gone."""
 _PATIENCE_SECONDS, _LOOK_SECONDS = 10.0, 0.5
-"""How long a restarted rank waits beyond that for the rank that it replaces, and how often it
-checks."""
+"""How long, beyond `SILENT_SECONDS`, a restarted rank waits for the one that it replaces, and how
+often it checks."""
 _NAME = re.compile(r"\.(.+\.)?writer(-\d+)?\.json")
 _TURN_FILE, _TURN_SECONDS = ".turn.json", 0.02
 _TRIES = 5
