@@ -80,10 +80,10 @@ ROWS_PER_SHARD = 8192
 @config("records")
 @dataclass(frozen=True)
 class RecordsConfig:
-    """Settings of the records that `generate` and `measure` write."""
+    """What `generate` and `measure` write down of their verifications."""
 
     enabled: bool = False
-    """Record the drafts, how likely both models held them, and where they were rejected."""
+    """Record what was drafted, how likely both models held it, and where it failed."""
     max_megabytes: PositiveFloat = 1024.0
     """Recording ends when its files reach this size."""
     redact: bool = False

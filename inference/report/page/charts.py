@@ -67,7 +67,7 @@ class Scale:
 
 
 def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """The places, moved apart by at least `gap`, within [low, high] if there is room."""
+    """The places, moved to distances of at least `gap`, within [low, high] if there is room."""
     order = sorted(range(len(places)), key=lambda i: places[i])
     moved = list(places)
     for before, here in pairwise(order):
