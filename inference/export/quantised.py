@@ -89,7 +89,7 @@ def quantise_folder(written: Written, tensors: dict[str, Tensor], pattern: str, 
 
 def open_weights(folder: Folder) -> tuple[Folder, list[str]]:
     """A folder with plain weights in the number format of its config.json, and the faults of its
-    quantised weights. Faulty weights are missing from the folder."""
+    quantised weights. Weights that cannot be dequantised are missing from the folder."""
     settings = folder.config.get(KEY)
     if not isinstance(settings, dict):
         return folder, []

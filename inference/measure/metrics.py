@@ -5,17 +5,17 @@ Definitions (docs/vocabulary.md repeats them for users). Every mean is a ratio o
 never a mean of ratios.
 
 - tau = committed tokens / verify passes. The bonus counts; tokens cut at end-of-text do not, nor
-does the token from prefill.
+  does the token from prefill.
 - beta_i = share of passes in which depth i was accepted; alpha_i = beta_i / beta_(i-1) with beta_0
-= 1 (0 where beta_(i-1) is 0).
+  = 1 (0 where beta_(i-1) is 0).
 - TAR = accepted drafted tokens / (accepted + the refusals that ended a pass); 0 when nothing was
-drafted.
+  drafted.
 - speedup = tokens per second / those of the same loop without a drafter, over the same prompts,
-prefill excluded.
+  prefill excluded.
 - ideal speedup = tau / (1 + gamma c): the speedup if verifying N nodes cost as much as verifying
-one and only drafting took extra time. gamma c is measured as draft seconds per pass / baseline
-seconds per pass, so a head that drafts all depths in one go (gamma = 1) and one that drafts level
-by level need no separate treatment.
+  one and only drafting took extra time. gamma c is measured as draft seconds per pass / baseline
+  seconds per pass, so a head that drafts all depths in one go (gamma = 1) and one that drafts level
+  by level need no separate treatment.
 - efficiency = speedup / ideal speedup.
 
 Intervals are 95% bootstrap percentiles over prompts: the passes of one prompt depend on one

@@ -1,5 +1,4 @@
-"""Measures the effect and cost of `decode.exact`: `python -m scripts.evidence.exact` writes
-exact.{json,md}.
+"""Measures `decode.exact`: `python -m scripts.evidence.exact` writes exact.{json,md}.
 
 The embedded target answers its own evaluation prompts plainly, one at a time. Then it answers them
 with chains and trees of drafts that are right in seven of ten tokens, and in batches, each with

@@ -1,5 +1,4 @@
-"""Compares our drafters with those of vLLM's `speculators`, each by its best recipe, on equal
-answers.
+"""Compares our drafters with those of vLLM's `speculators`, each by its best recipe.
 
     python -m scripts.evidence.peers --python PYTHON [--targets embedded held_out] [--kinds eagle3]
 

@@ -7,9 +7,9 @@ offline decoding, token by token, and differences are examined (inference/audit/
 near tie of float32 is counted, anything else is a mismatch. Phases:
 
 1. load: `--clients` clients for `--minutes`, fewer than the server has places: no request may be
-refused or fail, and memory must not grow;
+   refused or fail, and memory must not grow;
 2. overload: more clients than places: the rest must be refused with 429 and Retry-After at once,
-the others answered;
+   the others answered;
 3. SIGTERM in the middle of requests: they end, and so does the process, with status 0.
 
 The exit status is 1 if a request failed, a text is a mismatch, or memory grew.

@@ -1,5 +1,4 @@
-"""Exports drafters, checks the folders, serves them with vLLM: writes
-docs/reports/serving.{json,md}.
+"""Exports, checks and serves drafters with vLLM: writes docs/reports/serving.{json,md}.
 
     python -m scripts.evidence.serving --engine-python .venv-serve/bin/python --run outputs/families
 

@@ -87,7 +87,8 @@ def write(settings: Settings, heads: tuple[Head, ...]) -> None:
 
 
 def loader(settings: Settings) -> Callable[[TargetConfig], TargetModel]:
-    """How this process loads the target: in parts if requested, if an engine runs it."""
+    """How this process loads the target: in parts if that is requested and an engine runs the
+    target."""
     features = settings.features
     parts = features.source != "target" and features.trainer_target == "parts"
     return partial(load_parts, norm=True) if parts else TargetModel.load

@@ -163,7 +163,7 @@ def target_name(step: Step) -> str:
 
 
 class Times(TypedDict):
-    """The content of <root>/times.json: target -> step -> seconds per unit."""
+    """The content of <root>/loop_times.json: target -> step -> seconds per unit."""
 
     format: Literal[1]
     targets: dict[str, dict[str, float]]
