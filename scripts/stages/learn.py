@@ -150,10 +150,10 @@ def learning_rate(settings: Settings, found: Found, journal: Journal) -> float:
 def start_learner(
     settings: Settings, folder: Path, address: str, tokens: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a learner for the server at `address`, with the server's settings and
-    `serve.learn_settings`. tokens: environment variables that the learner needs."""
+    """Start a learner for the server at `address`, with the server's own settings and
+    `serve.learn_settings`. tokens: environment variables that it needs."""
     more = [f"learn.server='{address}'", f"learn.folder='{folder.resolve()}'"]
-    # the certificate may not name this machine's own address
+    # the certificate need not name this machine's own address
     more += ["learn.with_parent=true", "learn.verify=false"]
     derived = settings.derive("learn", before=settings.serve.learn_settings, more=more)
     path = folder / SETTINGS_FILE
