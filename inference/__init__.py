@@ -1,2 +1,2 @@
-"""The bundled decoder and what it proves: target, taps, sampling, verification, measurement,
+"""The bundled decoder and its evidence: target, taps, sampling, verification, measurement,
 export."""

@@ -1,11 +1,11 @@
-"""Whose a folder is, what its name may be, and the only ways to delete, replace or copy one.
+"""Owners and names of folders, and the only functions that delete, replace or copy them.
 
 Settings name folders below a run (`require_folder_name`). A folder belongs to the stage that its
 record names (`stage_of`): run.json of a stage that can be continued, manifest.json, or
-headstart_export.json. Nothing is deleted or replaced that does not belong to the stage which asks
-for it (`require_own`); what is to be deleted is named first, and files in it that the stage did not
-write are moved aside. Links are neither followed nor deleted. No other module deletes, renames or
-copies folders (tests/test_layers.py).
+headstart_export.json. A stage deletes or replaces only folders that belong to it (`require_own`). A
+message names the folder before it is deleted, and files in it that the stage did not write are
+moved aside. Links are neither followed nor deleted. No other module deletes, renames or copies
+folders (tests/test_layers.py).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 RUN_FILE = "run.json"
 EXPORT_FILE = "headstart_export.json"
 CACHES = ("__pycache__",)
-"""Folders that other programs put into ours and that hold nothing of their own."""
+"""Folders that other programs create in ours and that contain nothing of value."""
 FEEDBACK = "feedback"
 FORMER = ".former"
-"""Ends the name of a folder while another one takes its place."""
+"""Suffix of a folder's name while another folder takes its place."""
 WITHIN = {"push": ("export",), "learn": (FEEDBACK, "train")}
-"""Stage -> stages whose folders lie in its own."""
+"""Stage -> stages whose folders lie inside its folder."""
 PARTS = {
     "parts": ("*.parquet",),
     "shards": ("shard-*.parquet",),
@@ -54,8 +54,8 @@ PARTS = {
     "records": ("*.parquet", "records.json", "*/records.json"),
     "states": ("*.safetensors",),
 }
-"""Folder that a stage keeps inside of its own -> patterns of the files that it writes there; in
-others everything is its own."""
+"""Folder that a stage keeps inside its own -> patterns of the files that it writes there. In other
+folders, every file counts as the stage's."""
 ANSWERS = tuple(
     f"{part}/{name}"
     for part in ("shards", "packed", "input", "records", "states")
@@ -71,7 +71,7 @@ CHECKPOINT = (
     "decode.yaml",
     "watch.json",
 )
-"""A checkpoint's files, with those that later stages put beside its weights."""
+"""A checkpoint's files, including those that later stages put beside its weights."""
 TRAINING = (
     *(f"best/{name}" for name in CHECKPOINT),
     "checkpoints/step_*",
@@ -110,7 +110,7 @@ WRITTEN["learn"] = (
     *(f"feedback/{name}" for name in (MANIFEST_FILE, *WRITTEN[FEEDBACK])),
     *(f"train/{name}" for name in (MANIFEST_FILE, *TRAINING)),
 )
-"""Stage -> patterns of the files that it writes into its folder, for those whose record does not
+"""Stage -> patterns of the files that it writes into its folder, for stages whose record does not
 list them."""
 
 
@@ -142,8 +142,8 @@ def require_measurement_name(key: str, name: str) -> str:
 
 
 def stage_of(folder: Path) -> str:
-    """The stage that wrote `folder`, as its record says; empty for a folder without a record of
-    ours. Raises `UserError` for a record that is not readable."""
+    """The stage that wrote `folder`, according to its record; empty for a folder without a record.
+    Raises `UserError` for a record that is not readable."""
     record = _read(folder / RUN_FILE)
     if record is not None:
         return str(record.get("stage") or "")
@@ -154,10 +154,10 @@ def stage_of(folder: Path) -> str:
 
 
 def require_own(folder: Path, stage: str, setting: str) -> None:
-    """Raise `UserError` unless `folder` is `stage`'s to delete or replace.
+    """Raise `UserError` unless `stage` may delete or replace `folder`.
 
-    It must be absent, empty, or have a record of `stage`, and hold no folder of another stage.
-    setting: the key that asks for the deletion, for the message.
+    The folder must be absent, empty, or have a record of `stage`, and contain no folder of another
+    stage. setting: the key that asks for the deletion, for the message.
     """
     refuse = f"{setting}: '{folder}' is not deleted: "
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
@@ -185,8 +185,8 @@ def require_own(folder: Path, stage: str, setting: str) -> None:
 
 
 def delete_own(folder: Path, stage: str, setting: str) -> None:
-    """Empty `folder` of what `stage` wrote, if it is the stage's own (see `require_own`), having
-    said so. Files that the stage did not write are moved aside, next to it."""
+    """Delete what `stage` wrote in `folder`, after a message, if the folder belongs to the stage
+    (see `require_own`). Files that the stage did not write are moved aside, next to the folder."""
     require_own(folder, stage, setting)
     if not folder.is_dir():
         return
@@ -207,10 +207,10 @@ def replace_folder(
 ) -> Iterator[Path]:
     """Yield an empty folder next to `out` that takes its name when the block ends without an error.
 
-    An `out` that is there must be `stage`'s own (see `require_own`) and is deleted then; files in
-    it that its record does not list, and that are not named in `more`, are moved aside. The empty
-    folder has a name of its own, so nothing of anybody else is in the way; after an error it is
-    removed. Raises `UserError` while another process replaces the same folder.
+    An existing `out` must belong to `stage` (see `require_own`) and is deleted at that point. Files
+    in it that its record does not list, and that are not named in `more`, are moved aside. The
+    empty folder has a unique name, so it cannot collide with another process's; after an error it
+    is removed. Raises `UserError` while another process replaces the same folder.
     """
     if out.name in ("", ".."):
         raise UserError(
@@ -221,7 +221,7 @@ def replace_folder(
     with only_writer(*beside(out)):
         for leftover in out.parent.glob(f"{glob.escape(out.name)}.*"):
             if name_of(leftover) == out.name and leftover.is_dir() and is_abandoned(leftover):
-                shutil.rmtree(leftover)  # of a writer that was killed
+                shutil.rmtree(leftover)  # left by a writer that was killed
         restore(out)
         fresh = partial_of(out)
         try:
@@ -240,8 +240,8 @@ def replace_folder(
 def replace_part(out: Path, known: Collection[str]) -> Iterator[Path]:
     """Yield an empty folder that takes the place of `out` when the block ends without an error.
 
-    For a folder that a stage keeps inside of its own. known: patterns of the files in it that may
-    be deleted; others are moved aside. Raises `UserError` for an `out` that is a link or a file.
+    For a folder that a stage keeps inside its own. known: patterns of the files in it that may be
+    deleted; others are moved aside. Raises `UserError` for an `out` that is a link or a file.
     """
     if out.is_symlink() or out.is_file():
         raise UserError(
@@ -260,8 +260,8 @@ def replace_part(out: Path, known: Collection[str]) -> Iterator[Path]:
 
 
 def put(fresh: Path, out: Path) -> None:
-    """Give `fresh` the name `out`; the folder that had it is deleted when that is done. A kill in
-    between is made good by `restore`."""
+    """Give `fresh` the name `out`, then delete the folder that had it. After a kill in between,
+    `restore` repairs the state."""
     former = None
     if out.is_dir():
         former = partial_of(out).with_suffix(FORMER)
@@ -277,7 +277,7 @@ def put(fresh: Path, out: Path) -> None:
 
 
 def put_new(fresh: Path, out: Path) -> None:
-    """Give `fresh` the name `out`; raises `UserError` where something else has that name by now."""
+    """Give `fresh` the name `out`; raises `UserError` if something else has that name by now."""
     try:
         fresh.rename(out)
     except OSError as error:
@@ -289,11 +289,11 @@ def put_new(fresh: Path, out: Path) -> None:
 
 
 def restore(out: Path) -> None:
-    """Give a folder its name back that a killed `put` has taken; remove what such a one left. The
-    caller holds the folder, so that no other `put` is under way."""
+    """Give a folder back the name that a killed `put` took from it, or remove what a killed `put`
+    left. The caller holds the folder, so no other `put` is under way."""
     for former in out.parent.glob(f"{glob.escape(out.name)}.*{FORMER}"):
         if name_of(former.with_suffix(PARTIAL)) != out.name:
-            continue  # of a folder whose name begins alike
+            continue  # belongs to a folder whose name begins alike
         if out.exists():
             shutil.rmtree(former, ignore_errors=True)
         else:
@@ -301,10 +301,10 @@ def restore(out: Path) -> None:
 
 
 def discard(part: Path) -> None:
-    """Delete a folder that a stage keeps inside of its own; one that is not there is no error.
+    """Delete a folder that a stage keeps inside its own; a missing folder is no error.
 
     Files in it that the stage does not write there (`PARTS`) are moved aside, next to it. Raises
-    `UserError` for a link, and for one in which any stage has left a record.
+    `UserError` for a link, and for a folder in which any stage has left a record.
     """
     if part.is_symlink():
         raise UserError(f"'{part}' is a link and is not deleted. Remove it yourself.")
@@ -328,13 +328,13 @@ def sweep(folder: Path) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a folder of this name is on its way in or out."""
+    """Whether a folder of this name is temporary: being written, replaced or deleted."""
     return name.endswith((PARTIAL, FORMER))
 
 
 def plain_files(folder: Path) -> list[str]:
-    """Relative paths of all files but those in `CACHES`; raises `UserError` for a link or anything
-    that is no file (what it leads to may be private), and for a name that is not UTF-8."""
+    """Relative paths of all files except those in `CACHES`. Raises `UserError` for a link (its
+    target may be private), for anything else that is no file, and for a name that is not UTF-8."""
     names = []
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
@@ -354,8 +354,8 @@ def plain_files(folder: Path) -> list[str]:
 
 
 def require_no_link(path: Path, below: Path) -> None:
-    """Raise `UserError` where a link stands on the way from the folder `below` to `path` in it, or
-    in the place of a `path` that lies elsewhere."""
+    """Raise `UserError` if a link stands on the way from the folder `below` to `path` in it, or if
+    a `path` that lies elsewhere is a link."""
     way = [path, *path.parents]
     for part in way[: way.index(below) if below in way else 1]:
         if part.is_symlink():
@@ -380,7 +380,7 @@ def copy_plain(source: Path, out: Path) -> None:
 
 
 def _announce(folder: Path, stage: str, setting: str) -> None:
-    """Say what is deleted, and because of which setting."""
+    """Print what is deleted, and which setting asks for it."""
     files = [path for path in folder.rglob("*") if not path.is_dir()]
     logger.warning(
         "%s: deleting '%s', which stage '%s' wrote (%d files, %s bytes)",
@@ -393,7 +393,8 @@ def _announce(folder: Path, stage: str, setting: str) -> None:
 
 
 def _remove(part: Path) -> None:
-    """Delete a folder; it has lost its name before its first file is gone."""
+    """Delete a folder, after renaming it so that it has lost its name before its first file is
+    deleted."""
     gone = partial_of(part)
     with suppress(FileNotFoundError):  # another process was faster
         part.rename(gone)
@@ -401,14 +402,14 @@ def _remove(part: Path) -> None:
 
 
 def _records(folder: Path) -> Iterator[Path]:
-    """Folders, this one included, with a file that may be a stage's record."""
+    """Folders, including this one, with a file that may be a stage's record."""
     for record in (RUN_FILE, MANIFEST_FILE, EXPORT_FILE):
         for path in folder.rglob(record):
             yield path.parent
 
 
 def _move_aside(folder: Path, known: Collection[str]) -> None:
-    """Move the files of `folder` that no pattern of `known` fits to a folder next to it."""
+    """Move the files of `folder` that match no pattern of `known` to a folder next to it."""
     foreign = [name for name in _files(folder) if not any(fnmatch(name, one) for one in known)]
     if not foreign:
         return
@@ -455,8 +456,8 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Relative paths of everything but folders in `folder`, without those in `CACHES`, and those
-    that are on their way or say who writes."""
+    """Relative paths of everything in `folder` except folders, files in `CACHES`, temporary files
+    and the files of writers."""
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
         passing = is_writer_file(path.name) or path.name.endswith(PARTIAL)

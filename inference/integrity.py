@@ -1,8 +1,9 @@
-"""Whether a checkpoint's files are what the stage that wrote it has listed.
+"""Checks whether a checkpoint's files are those that the stage that wrote it has listed.
 
-Its own manifest (of an import, or of a published drafter) or that of the training around it lists
-its configuration and weights with their SHA-256. A checkpoint that lies alone, or whose training is
-not complete or of an earlier version, is not listed anywhere.
+The checkpoint's own manifest (of an import, or of a published drafter) or the manifest of the
+training around it lists its configuration and weights with their SHA-256. There is no list for a
+checkpoint outside a training's folder, or one whose training is unfinished or of an earlier
+version.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from heads.api.reading import read_object
 from inference.manifest import LARGEST, MANIFEST_FILE, listed_files, verify_file
 
 CHECKED = (CONFIG_FILE, WEIGHTS_FILE, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-"""Later stages put others beside them, about these very weights."""
+"""Later stages put other files beside them, about exactly these weights."""
 STAGES = ("import", "push")
-"""Stages whose manifest lies in the checkpoint itself."""
+"""Stages whose manifest lies in the checkpoint's folder."""
 
 
 def require_unchanged(checkpoint: Path) -> None:
     """Raise `UserError`, which names the file, for a checkpoint that was changed or damaged since
-    it was written, and a manifest that is not readable, by which nothing can be checked.
+    it was written, and for a manifest that is not readable.
 
-    Where a link stands in the place of a training's checkpoint, what it leads to must be what the
-    training has listed; else what the folder behind it has.
+    If a link stands in place of a training's checkpoint, the files behind it must be those that the
+    training has listed; otherwise those that the manifest behind the link lists.
     """
     given = Path(os.path.abspath(checkpoint))  # noqa: PTH100 - not through links
     behind = checkpoint.resolve()

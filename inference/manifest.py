@@ -1,5 +1,5 @@
-"""How stages talk: one `manifest.json` per output folder, and the checks that what it lists is what
-lies there.
+"""How stages exchange data: one `manifest.json` per output folder, and checks that the listed files
+are unchanged.
 
 A manifest is written last and atomically, so its presence means that the stage finished. Paths in
 it are relative and cannot leave their folder. docs/formats.md lists the fields of every stage.
@@ -30,7 +30,7 @@ from heads.api.reading import read_object, require_fit
 
 FORMAT = 1
 LARGEST = 64 * 1024 * 1024
-"""Bytes of a manifest; the largest of ours lists some ten thousand shards."""
+"""Largest size of a manifest in bytes; the largest of ours lists some ten thousand shards."""
 MANIFEST_FILE = "manifest.json"
 PARTIAL = ".partial"
 STALE_SECONDS = 600.0
@@ -72,7 +72,8 @@ def write_manifest(
 
 
 def read_manifest(directory: Path, stage: str) -> dict[str, Any]:
-    """The manifest of a finished stage; raises `UserError` for none, or another's."""
+    """The manifest of a finished stage; raises `UserError` if there is none or another stage wrote
+    it."""
     path = directory / MANIFEST_FILE
     if not path.is_file():
         raise UserError(
@@ -102,14 +103,14 @@ def read_manifest_as(kind: type[T], directory: Path, stage: str) -> T:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON atomically: after a kill the old or the new file is there, never half of one."""
+    """Write JSON atomically: after a kill, either the old or the new file is complete."""
     write_bytes(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file atomically (temporary file in the same folder, then rename); creates the folder.
 
-    Several processes may write the same file at once: each has a temporary file of its own, and the
+    Several processes may write the same file at once: each has a separate temporary file, and the
     last rename wins. A kill leaves the temporary file behind, see `remove_leftovers`; an error does
     not.
     """
@@ -127,28 +128,29 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of `write_bytes`, here and below, whose writer is gone: ended on
-    this machine, or on another one and the file unchanged for `STALE_SECONDS`."""
+    """Remove the temporary files of `write_bytes`, here and below, whose writer is gone: it ended
+    on this machine, or it was on another machine and the file is unchanged for `STALE_SECONDS`."""
     for path in folder.rglob(f"*{PARTIAL}"):
         if path.is_file() and is_abandoned(path):
             path.unlink(missing_ok=True)
 
 
 def partial_of(path: Path) -> Path:
-    """A temporary name next to `path` that says which process writes it."""
+    """A temporary name next to `path` that identifies the writing process."""
     token = secrets.token_hex(4)
     writer = f"{os.getpid()}-{token}@{socket.gethostname()}+{_mark()}"
     return path.with_name(f"{path.name}.{writer}{PARTIAL}")
 
 
 def name_of(partial: Path) -> str:
-    """The name for which `partial_of` made a temporary one; empty for another name."""
+    """The name for which `partial_of` made a temporary one; empty for any other name."""
     found = _PARTIAL_NAME.search(partial.name)
     return partial.name[: found.start()] if found else ""
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether `path` has a name of `partial_of` and its writer is gone; see `remove_leftovers`."""
+    """Whether `path` has a name from `partial_of` and its writer is gone; see
+    `remove_leftovers`."""
     found = _PARTIAL_NAME.search(path.name)
     if found is None:
         return False
@@ -157,14 +159,14 @@ def is_abandoned(path: Path) -> bool:
         return not alive(int(found["pid"]))
     try:
         return time.time() - path.stat().st_mtime > STALE_SECONDS
-    except FileNotFoundError:  # it was just given its name
+    except FileNotFoundError:  # it has just been given its final name
         return False
 
 
 @cache
 def machine() -> str:
-    """What tells this machine, since it was started, and this container from others, whose process
-    ids mean other processes although the name may be the same."""
+    """An identifier of this machine since its start, and of this container. Others may have the
+    same name, and their process ids mean other processes."""
     parts = []
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
@@ -179,7 +181,7 @@ def _mark() -> str:
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):  # also: a number that no process has
+    except (ProcessLookupError, OverflowError):  # also: a number that is no process id
         return False
     except PermissionError:
         return True
@@ -216,8 +218,8 @@ def verify_file(directory: Path, entry: FileEntry) -> Path:
 
 
 def listed_files(directory: Path, stage: str) -> list[FileEntry]:
-    """The files that the manifest of a finished stage lists; raises `UserError` for a manifest
-    without a list of path and sha256 (of one that other people wrote)."""
+    """The files that the manifest of a finished stage lists. Raises `UserError` for a manifest
+    without a list of path and sha256, since it may come from somebody else."""
     entries = read_manifest(directory, stage).get("files")
     for entry in entries if isinstance(entries, list) else [None]:
         if not isinstance(entry, dict) or not all(
@@ -231,7 +233,7 @@ def listed_files(directory: Path, stage: str) -> list[FileEntry]:
 
 
 def verify_listed(directory: Path, stage: str, names: Iterable[str]) -> None:
-    """Raise `UserError` unless these files of `stage`, its manifest aside, are as the manifest
+    """Raise `UserError` unless these files of `stage`, except its manifest, are as the manifest
     lists them."""
     listed = {entry["file"]: entry for entry in listed_files(directory, stage)}
     for name in (name for name in names if name != MANIFEST_FILE):
@@ -261,7 +263,7 @@ def safe_path(directory: Path, relative: str) -> Path:
 
 
 def checkpoint_hash(folder: str | Path) -> str:
-    """SHA-256 of a checkpoint's weights, of an adapter those of its updates (which hold that of the
-    base); empty where there are none."""
+    """SHA-256 of a checkpoint's weights; of an adapter, that of its updates (which include the
+    base's hash). Empty if there are no weights."""
     path = weights_file(Path(folder))
     return file_sha256(path) if folder and path.is_file() else ""

@@ -1,10 +1,10 @@
-"""Proof that a drafter computes in training what it computes in decoding.
+"""Checks that a drafter computes the same in training and in decoding.
 
 The same documents go through the training path (`train_logits` on one packed row) and through the
 decoding path (`start`, then `propose` and `commit` over the documents' own tokens, a ragged batch,
-runs of varying length); the logits must agree at every depth and position. Training runs this
-before the first step and after the last, because a mismatch shows nowhere else: training accuracy
-looks fine and the served acceptance is near zero.
+runs of varying length); the logits must agree at every depth and position. Training runs this check
+before the first step and after the last, because a mismatch is visible nowhere else: training
+accuracy looks fine, and the served acceptance is near zero.
 
 Legend: B rows (documents), T positions, n taps, H hidden, V' draft vocabulary, K depth.
 """
@@ -45,7 +45,7 @@ class ParityReport:
     """compared: (row, position, depth) triples whose logits were compared; worst: largest relative
     difference per depth 1..K.
 
-    Without comparable logits (a kind without weights) both are empty: compared 0, worst ().
+    Without comparable logits (a kind without weights), compared is 0 and worst is ().
     """
 
     compared: int
@@ -61,7 +61,7 @@ def check_parity(
     depth + 4 tokens long).
 
     tolerance: largest relative difference allowed; by default that of the target's dtype. Raises
-    `ParityError` naming the first depth and position that disagree, with both values.
+    `ParityError`, which names the first depth and position that disagree, with both values.
     """
     tolerance = TOLERANCES[target.dtype] if tolerance is None else tolerance
     if not isinstance(drafter, TrainableDrafter):
@@ -75,7 +75,7 @@ def check_parity(
     was_training = drafter.training
     drafter.eval()
     try:
-        # Decoding first: a drafter that cannot draft so deep says so in its `start`.
+        # Decoding first: a drafter that cannot draft that deep raises in its `start`.
         decoded = _decoding_path(target, drafter, tokens, depth)
         trained = _training_path(target, drafter, tokens, depth)
         return _compare(drafter, trained, decoded, depth, tolerance)
@@ -104,10 +104,10 @@ def _training_path(
 
 @dataclass
 class _ForcedNoise:
-    """Noise under which the documents' own tokens win; it keeps the logits it is asked about.
+    """Noise that makes the documents' own tokens win. It keeps the logits that it is given.
 
-    A token outside a reduced draft vocabulary cannot be forced: what lies deeper in that proposal
-    follows another token and is not kept.
+    A token outside a reduced draft vocabulary cannot be forced. Deeper nodes of that proposal
+    follow another token and are not kept.
     """
 
     tokens: Documents
@@ -119,7 +119,7 @@ class _ForcedNoise:
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Scores [B, N, V'] float32 of logits [B, N, V'] for the nodes' positions [B, N] int64, the
-        document's own token 1e6 above the others; notes what was asked and what was forced.
+        document's own token 1e6 above the others. Records the logits and the forced tokens.
         token_ids: [V'], the tokens of a draft vocabulary."""
         every = torch.arange(logits.shape[-1], device=logits.device)
         ids = every if token_ids is None else token_ids
@@ -141,7 +141,8 @@ class _ForcedNoise:
         return logits.float()
 
     def sightings(self, depth: int) -> Sightings:
-        """What was asked since `last_seen` was set, as far as the true tokens could be forced."""
+        """What was recorded since `last_seen` was set, up to the depth at which the true tokens
+        could be forced."""
         found = {}
         for row, last in enumerate(self.last_seen):
             for k in range(1, depth + 1):
@@ -164,7 +165,7 @@ class _ForcedNoise:
 
 
 def _decoding_path(target: TargetModel, drafter: Any, tokens: Documents, depth: int) -> Sightings:
-    """Walk over the ends of all documents as a ragged batch, in runs of 1 to depth + 1 tokens."""
+    """Decode along all documents as a ragged batch, in runs of 1 to depth + 1 tokens."""
     features, lengths = _document_features(target, drafter, tokens), list(map(len, tokens))
     text = pad_sequence([torch.tensor(document) for document in tokens], batch_first=True)
     text = text.to(target.device)
@@ -203,7 +204,7 @@ def _check_tokens(drafted: list[list[int]], tokens: Documents, noise: _ForcedNoi
 def _document_features(
     target: TargetModel, drafter: TrainableDrafter, tokens: Documents
 ) -> Features:
-    """Each document alone through the target."""
+    """The features of each document, computed with the target one document at a time."""
     found = []
     for document in tokens:
         ids = torch.tensor([document], device=target.device)

@@ -1,4 +1,4 @@
-"""What the system says of its CPU. Reads /proc/cpuinfo, which Linux has; needs no torch."""
+"""Facts about the CPU from the system. Reads /proc/cpuinfo, which Linux has; needs no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 FACTS = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Instructions that multiply bfloat16 matrices, as /proc/cpuinfo names them: x86 has the first two,
-64-bit ARM the last."""
+"""Instructions that multiply bfloat16 matrices, by their names in /proc/cpuinfo: the first two are
+of x86, the last of 64-bit ARM."""
 
 
 def processor_name() -> str:
@@ -22,8 +22,8 @@ def is_intel() -> bool:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions that multiply bfloat16 matrices. Where it has none, torch
-    emulates them: a product takes five to eighty times as long as one in float32."""
+    """Whether this CPU has instructions that multiply bfloat16 matrices. Without them, torch
+    emulates the product, which takes five to eighty times as long as in float32."""
     facts = _facts()
     flags = facts.get("flags") or facts.get("Features") or ""
     return not BFLOAT16_FLAGS.isdisjoint(flags.split())

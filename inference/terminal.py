@@ -1,4 +1,4 @@
-"""Lines and tables for people: how wide they are, and how tables look."""
+"""Lines and tables for the terminal: their width and style."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 UNBROKEN = 10_000
-"""Columns of what is not a terminal: a log is searched line by line, so no line is broken."""
+"""Columns of output that is not a terminal. Logs are searched line by line, so no line is
+broken."""
 
 
 def make_console(**settings: Any) -> Console:
-    """A console (`rich.console.Console(**settings)`) as wide as the terminal, or as COLUMNS says;
-    lines that go into a file or a pipe are not broken."""
+    """A console (`rich.console.Console(**settings)`) as wide as the terminal, or as COLUMNS says.
+    Lines that go to a file or a pipe are not broken."""
     found = Console(**settings)
     if not found.is_terminal and "COLUMNS" not in os.environ:
         found.width = UNBROKEN
@@ -23,7 +24,7 @@ def make_console(**settings: Any) -> Console:
 
 
 def make_table(title: str = "", **settings: Any) -> Table:
-    """An empty table in the one style that all tables have."""
+    """An empty table in the style that all tables share."""
     return Table(
         title=title or None, box=SIMPLE_HEAD, pad_edge=False, title_justify="left", **settings
     )

@@ -1,14 +1,14 @@
 """Records of verifications for later training: drafts, rejections and both models' probabilities.
 
-A folder of parquet shards (docs/formats.md, Records), written while something decodes: a server, a
-measurement, a generation. `verifications-*.parquet` has one row per verification of one sequence,
-`sequences-*.parquet` one per sequence; `records.json` names the target and the drafter. Anything
-that reads parquet reads them:
+A folder of parquet shards (docs/formats.md, Records) that a server, a measurement or a generation
+writes while it decodes. `verifications-*.parquet` has one row per verification of one sequence,
+`sequences-*.parquet` one per sequence; `records.json` names the target and the drafter. Any parquet
+reader can read them:
 
     datasets.load_dataset("parquet", data_files=str(folder / "verifications-*.parquet"))
 
-Redacted records hold no token and no text. Equal prompts of one process can still be recognised,
-by a hash whose key is random and not stored. Whoever has both models can test a guessed prompt,
+Redacted records contain no token and no text. Equal prompts of one process can still be recognised
+by a hash, whose key is random and not stored. With both models, a guessed prompt can be tested,
 because the remaining numbers (lengths, accepted tokens, log p and log q) follow from the text.
 """
 
@@ -73,7 +73,8 @@ SCHEMAS = {
     ),
 }
 SECRET_COLUMNS = {VERIFICATIONS: ("drafted", "pick"), SEQUENCES: ("tokens", "seed")}
-"""Empty in redacted records: with a seed, prompts could be tried until a length fits."""
+"""Columns that are empty in redacted records: with a seed, prompts could be tried until a length
+fits."""
 ROWS_PER_SHARD = 8192
 
 
@@ -96,7 +97,7 @@ class RecordsConfig:
 
 
 class RecordedDrafter(TypedDict):
-    """The drafter of records. kind: None for plain decoding."""
+    """The drafter named in records. kind: None for plain decoding."""
 
     name: str
     kind: str | None
@@ -114,17 +115,18 @@ class RecordFacts(TypedDict, total=False):
     draft: dict[str, int | str]
     """Its shape, depth, nodes and adaptive lengths."""
     rule: str
-    """What decided above temperature 0; match where it is not given."""
+    """The acceptance rule above temperature 0; match where it is not given."""
 
 
 class VerificationLog:
     """Writes records. Rows gather in memory until `flush`, or until a shard is full; a shard
-    appears whole or not at all.
+    appears complete or not at all.
 
-    facts: what the records are of (`target`, `drafter`, ...), stored in `records.json`. max_bytes:
-    where writing stops; rows beyond are counted in `dropped`, as are those beyond `held` that wait
-    for a flush (None: any number may wait). Safe to use from two threads, one that adds and one
-    that flushes. Continues a folder of the same facts; raises `UserError` for one of others.
+    facts: the origin of the records (`target`, `drafter`, ...), stored in `records.json`.
+    max_bytes: the size at which writing stops. Rows beyond it are counted in `dropped`, as are rows
+    beyond `held` that wait for a flush (None: any number may wait). Safe to use from two threads,
+    one that adds and one that flushes. Continues a folder of the same facts; raises `UserError` for
+    a folder of other facts.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class VerificationLog:
     def verification(
         self, sequence: str, position: int, domain: str, record: PassRecord, temperature: float
     ) -> None:
-        """Add one verification, whose root stands at `position` of the sequence."""
+        """Add one verification, whose root is at `position` of the sequence."""
         assert record.details is not None, "passes were decoded without details"
         row = {
             "sequence": sequence,
@@ -188,8 +190,8 @@ class VerificationLog:
         finish: str,
         client: str = "",
     ) -> None:
-        """Add one sequence that has ended: its prompt and answer as token ids. client: who asked,
-        of whom a keyed hash is kept; empty: not recorded."""
+        """Add one finished sequence: its prompt and answer as token ids. client: the client that
+        sent the request, recorded as a keyed hash; empty: not recorded."""
         row = {
             "sequence": sequence,
             "domain": domain,
@@ -210,7 +212,7 @@ class VerificationLog:
     def _add(self, table: str, row: dict[str, Any]) -> None:
         hidden = dict.fromkeys(SECRET_COLUMNS[table]) if self.redact else {}
         with self._lock:
-            # not flushed, or too slowly
+            # no flush came, or it was too slow
             late = self.held is not None and len(self._rows[table]) >= self.held
             if self.full or late:
                 self.dropped += 1
@@ -221,7 +223,7 @@ class VerificationLog:
         self, sequence: str, domain: str, found: Completion, temperature: float, offset: int = 0
     ) -> None:
         """Add the verifications of an answer. offset: tokens of the sequence before its prompt."""
-        # the first token of the answer comes from reading the prompt
+        # the first token of the answer comes from prefill
         root = offset + len(found.request.tokens)
         for record in found.passes:
             self.verification(sequence, root, domain, record, temperature)
@@ -235,8 +237,9 @@ class VerificationLog:
     # Writing
 
     def flush(self, name: str = "") -> None:
-        """Write what has gathered. A shard that would pass `max_bytes` is not written, and ends
-        recording. name: of one shard of each table with all rows, in place of the next number."""
+        """Write the gathered rows. A shard that would pass `max_bytes` is not written and ends
+        recording. name: writes all rows to one shard of this name per table, instead of the next
+        number."""
         with self._lock:
             rows, self._rows = self._rows, {name: [] for name in SCHEMAS}
         for table, gathered in rows.items():
@@ -258,7 +261,7 @@ class VerificationLog:
 
 
 def recorded_rule(facts: RecordFacts) -> str:
-    """What decided above temperature 0, one of `inference.decoding.rules.names.RULES`."""
+    """The acceptance rule above temperature 0, one of `inference.decoding.rules.names.RULES`."""
     return facts.get("rule", "match")
 
 
@@ -270,8 +273,8 @@ def target_facts(info: TargetInfo) -> dict[str, str]:
 def record_facts(
     engine: Engine, drafter: str, weights_sha256: str = "", rule: str = ""
 ) -> RecordFacts:
-    """The facts of an engine's records. drafter: its name; rule: what decides above temperature 0,
-    by default the engine's rule."""
+    """The facts of an engine's records. drafter: its name; rule: the acceptance rule above
+    temperature 0, by default the engine's rule."""
     info, own = engine.target.info, engine.drafter
     return {
         "target": target_facts(info),
@@ -291,7 +294,8 @@ def record_facts(
 
 
 def read_facts(folder: Path) -> RecordFacts:
-    """The facts of the records in a folder; raises `UserError` for no records or another format."""
+    """The facts of the records in a folder; raises `UserError` if it has none or they have another
+    format."""
     path = folder / FACTS_FILE
     if not path.is_file():
         raise UserError(f"'{folder}' holds no records: there is no {FACTS_FILE}.")

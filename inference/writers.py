@@ -1,13 +1,15 @@
-"""One writer per folder: a process that writes says so in a file there; a second one is refused.
+"""One writer per folder: a process that writes claims the folder with a file in it, and a second
+process is refused.
 
-The file names host, process and start, and is touched every `BEAT_SECONDS`. It is taken over when
-its writer has ended: at once on the machine that wrote it, so after a kill -9 too; from another
-machine after `SILENT_SECONDS` without a touch, by the file system's own clock. The kernel's locks
-(flock) only keep processes of one machine from taking over at the same moment: on many shared file
-systems they end at the machine.
+The file names host, process and start, and its writer touches it every `BEAT_SECONDS`. When the
+writer has ended, another process may take the file over. On the same machine this is possible at
+once, after a kill -9 too. From another machine it is possible after `SILENT_SECONDS` without a
+touch, by the file system's own clock. The kernel's locks (flock) only prevent processes of one
+machine from taking over at the same moment: on many shared file systems they do not reach other
+machines.
 
-The processes of one launch are one writer. Its main process has the file; each other one has a file
-of its own, by which those that outlive a killed main process are noticed.
+The processes of one launch are one writer. Its main process has the file, and each other process
+has a separate one. These files show which processes outlive a killed main process.
 """
 
 from __future__ import annotations
@@ -40,29 +42,30 @@ logger = logging.getLogger(__name__)
 WRITER_FILE = ".writer.json"
 BEAT_SECONDS = 15.0
 SILENT_SECONDS = 180.0
-"""Age in seconds of its last touch at which a writer on another machine counts as gone."""
+"""Seconds since its last touch after which a writer on another machine counts as gone."""
 _PATIENCE_SECONDS, _LOOK_SECONDS = 10.0, 0.5
-"""How much longer a restarted rank waits for the one that it replaces, and how often it looks."""
+"""How long, beyond `SILENT_SECONDS`, a restarted rank waits for the one that it replaces, and how
+often it checks."""
 _NAME = re.compile(r"\.(.+\.)?writer(-\d+)?\.json")
 _TURN_FILE, _TURN_SECONDS = ".turn.json", 0.02
 _TRIES = 5
 _LARGEST = 65_536
-"""Bytes of a file of a writer."""
+"""Largest size in bytes of a writer's file."""
 _UNKNOWN = "an unknown machine"
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A process that writes, as its file says. age: seconds since its last touch."""
+    """A process that writes, as described in its file. age: seconds since its last touch."""
 
     host: str = ""
     machine: str = ""
-    """Which start of which machine, and which space of process ids; empty in older files."""
+    """The start of the machine and the space of process ids; empty in older files."""
     pid: int = 0
     ticks: int = 0
-    """When the process started, in the kernel's units; 0 where that is not known."""
+    """When the process started, in the kernel's units; 0 if unknown."""
     started: str = ""
-    """When it began to write (UTC)."""
+    """When the process began to write (UTC)."""
     launch: str = ""
     """The launcher's id and address; empty for a process without a launcher."""
     launcher: int = 0
@@ -72,7 +75,7 @@ class Writer:
 
     @classmethod
     def this(cls) -> Writer:
-        """The calling process, with a token of its own for every call."""
+        """The calling process, with a new token for every call."""
         return cls(
             host=socket.gethostname(),
             machine=machine(),
@@ -86,11 +89,12 @@ class Writer:
 
     @property
     def is_here(self) -> bool:
-        """Whether its process id means something on this machine."""
+        """Whether its process id is valid on this machine."""
         return self.host == socket.gethostname() and self.machine in ("", machine())
 
     def gone(self, silent: float = SILENT_SECONDS) -> bool:
-        """Whether it has ended, or, on another machine, has not been heard of for `silent` s."""
+        """Whether it has ended or, on another machine, has not touched its file for `silent`
+        seconds."""
         return not _runs(self.pid, self.ticks) if self.is_here else self.age > silent
 
     def of_one_launch(self, other: Writer) -> bool:
@@ -107,8 +111,8 @@ class Writer:
 
 
 def take(path: Path, own: Writer, silent: float = SILENT_SECONDS) -> Writer | None:
-    """Make `path` the file of `own`; the living writer that has it already, or None when it was
-    taken. Raises `OSError` where it cannot be written; then nothing of it is left."""
+    """Make `path` the file of `own`. Returns the living writer that has it already, or None when it
+    was taken. Raises `OSError` if it cannot be written; nothing of it is left in that case."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = asdict(own)
     del content["age"]
@@ -132,8 +136,8 @@ def take(path: Path, own: Writer, silent: float = SILENT_SECONDS) -> Writer | No
 
 
 def read(path: Path, now: float | None = None) -> Writer | None:
-    """Who has the file; None for nobody. now: the file system's time. A file that is not readable
-    is that of an unknown machine."""
+    """The writer that has the file, or None. now: the file system's time. A file that is not
+    readable counts as that of an unknown machine."""
     try:
         age = max(0.0, (time.time() if now is None else now) - path.stat().st_mtime)
     except OSError:
@@ -156,8 +160,8 @@ def drop(path: Path, token: str) -> None:
 
 
 def _give_name(mine: Path, path: Path) -> bool:
-    """Whether `path` now is the file `mine`: a link is made whole or not at all on a shared file
-    system too. Where there are no links, an exclusive creation does."""
+    """Whether `path` now is the file `mine`. A link is made completely or not at all, on a shared
+    file system too; where links are not supported, an exclusive creation is used."""
     try:
         os.link(mine, path)
     except FileExistsError:
@@ -172,15 +176,15 @@ def _give_name(mine: Path, path: Path) -> bool:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what processes that were killed while they took `path` have left next to it."""
+    """Remove the files that killed processes left next to `path` while they took it."""
     for leftover in path.parent.glob(f"{glob.escape(path.name)}.*{PARTIAL}"):
         if is_abandoned(leftover):
             leftover.unlink(missing_ok=True)
 
 
 def _put_away(path: Path, dead: Writer) -> None:
-    """Remove the file of a dead writer. Whoever finds, having moved it, that it is no longer the
-    dead one's puts it back."""
+    """Remove the file of a dead writer. If the moved file turns out to belong to another writer, it
+    is put back."""
     aside = partial_of(path)
     with suppress(FileNotFoundError):
         path.rename(aside)
@@ -192,7 +196,7 @@ def _put_away(path: Path, dead: Writer) -> None:
 
 @contextmanager
 def _alone_here(folder: Path) -> Iterator[None]:
-    """Keep other processes of this machine out, as far as the file system can."""
+    """Keep other processes of this machine out, if the file system can."""
     try:
         import fcntl
     except ImportError:  # no Unix
@@ -212,8 +216,8 @@ def _alone_here(folder: Path) -> Iterator[None]:
 
 @dataclass
 class Hold:
-    """A folder that this process holds. Taken again by the same process it is held until it was
-    given up as often; `made`: the folder did not exist."""
+    """A folder that this process holds. If the process takes it again, it is held until it was
+    given up as often. `made`: the folder did not exist before."""
 
     path: Path
     token: str
@@ -221,14 +225,14 @@ class Hold:
     count: int = 1
 
     def release(self) -> None:
-        """Give it up; does nothing when that was done before."""
+        """Give the folder up; does nothing if that was done before."""
         self.count -= 1
         if self.count == 0 and _held.get(self.path) is self:
             del _held[self.path]
             drop(self.path, self.token)
             if self.made:
                 with suppress(OSError):
-                    self.path.parent.rmdir()  # nothing else came into it
+                    self.path.parent.rmdir()  # nothing else was written to it
 
 
 _held: dict[Path, Hold] = {}
@@ -237,9 +241,9 @@ os.register_at_fork(after_in_child=_held.clear)
 
 
 def hold(folder: Path, file: str = WRITER_FILE) -> Hold:
-    """Hold `folder` alone, in every process of a launch. file: another name where several stages
-    write side by side. Raises `UserError` while another process holds it; one that holds it already
-    may hold it again."""
+    """Hold `folder` exclusively; every process of a launch calls this. file: another name, where
+    several stages write side by side. Raises `UserError` while another process holds the folder;
+    the same process may hold it again."""
     rank = int(os.environ.get("RANK") or 0)
     place, me, made = folder.resolve(), Writer.this(), not folder.exists()
     main = place / file
@@ -287,8 +291,8 @@ def releasing() -> Iterator[None]:
 
 
 def clear(folder: Path) -> None:
-    """Remove what writers of `folder` that have ended left behind; nothing of one that runs, and
-    nothing where the folder may only be read."""
+    """Remove the files that ended writers of `folder` left behind. Nothing is removed from a
+    running writer, or from a folder that is read-only."""
     with suppress(OSError):
         left = [path for path in folder.iterdir() if is_writer_file(path.name)]
         if left:
@@ -301,7 +305,7 @@ def clear(folder: Path) -> None:
 
 @contextmanager
 def turn(folder: Path) -> Iterator[None]:
-    """Wait until this thread is the only one, in any process, in such a block of the folder."""
+    """Wait until no other thread, in any process, is in such a block for the folder."""
     me, path = Writer.this(), folder.resolve() / _TURN_FILE
     while take(path, me) is not None:
         time.sleep(_TURN_SECONDS)
@@ -314,7 +318,8 @@ def turn(folder: Path) -> Iterator[None]:
 
 
 def beside(out: Path) -> tuple[Path, str]:
-    """Where a folder that is replaced as a whole is held: its parent, and the name of the file."""
+    """The place that is held for a folder that is replaced as a whole: its parent, and the file's
+    name."""
     return out.parent, f".{out.name}{WRITER_FILE}"
 
 
@@ -324,8 +329,8 @@ def is_writer_file(name: str) -> bool:
 
 
 def _take_in_launch(own: Path, me: Writer) -> Writer | None:
-    """As `take`; a rank of the same launch on another machine, which was restarted here because
-    that machine was lost, is waited for until it counts as gone."""
+    """Like `take`, but waits for a rank of the same launch on another machine, which was lost and
+    which this process replaces, until that rank counts as gone."""
     deadline = time.monotonic() + SILENT_SECONDS + _PATIENCE_SECONDS
     while (found := take(own, me)) is not None:
         lost = found.of_one_launch(me) and not found.is_here
@@ -340,7 +345,7 @@ def _file_of(file: str, rank: str) -> str:
 
 
 def _require_alone(folder: Path, place: Path, file: str, me: Writer) -> None:
-    """Raise `UserError` where processes of another launch, whose main process is gone, still
+    """Raise `UserError` while processes of another launch, whose main process is gone, still
     write."""
     for path in place.glob(_file_of(file, "*")):
         found = read(path)
@@ -368,7 +373,7 @@ def _refusal(folder: Path, found: Writer) -> UserError:
 
 @cache
 def _start_beating() -> None:
-    """Touch this process's files until it ends; remove them then."""
+    """Touch this process's files until it ends, then remove them."""
     threading.Thread(target=_beat, name="writer", daemon=True).start()
     atexit.register(_give_all_up)
 
@@ -404,7 +409,8 @@ def _give_all_up() -> None:
 
 
 def _launch() -> str:
-    """What the launcher says of this launch; empty without one, and for a single process."""
+    """The launcher's description of this launch; empty without a launcher and for a single
+    process."""
     if int(os.environ.get("WORLD_SIZE") or 1) < 2:
         return ""
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
@@ -427,8 +433,8 @@ def _ticks(pid: int) -> int:
 
 
 def _runs(pid: int, ticks: int) -> bool:
-    """Whether that very process runs: an id may have been given to another one since, and a process
-    that was killed keeps its id until its parent has asked for it."""
+    """Whether exactly this process runs. Its id may have been given to another process since, and a
+    killed process keeps its id until its parent has collected it."""
     if pid <= 0 or not alive(pid):
         return False
     found = _stat(pid)

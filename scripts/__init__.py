@@ -1,1 +1,2 @@
-"""What a person runs: the `headstart` stages and the script that makes the embedded target."""
+"""Commands for users: the `headstart` stages, the tools, and the scripts behind assets and
+reports."""

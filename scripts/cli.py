@@ -1,9 +1,10 @@
 """The `headstart` command: `headstart <stage> [group=option] [key=value] ...`.
 
-Nothing heavy is imported here, so that help and mistakes in a stage's name answer at once; a
-stage's own module is imported when it runs. What a person can correct is printed as one message and
-ends with status 2; a fault of ours is reported in three lines, its traceback goes to a file, and
-the status is 1 (scripts/run/failures.py). HEADSTART_DEBUG=1 shows where either came from.
+This module imports nothing heavy, so that help and errors in a stage's name appear at once; the
+module of a stage is imported when the stage runs. An error that the user can correct is printed as
+one message and ends with status 2. A fault of Headstart is reported in three lines, its traceback
+goes to a file, and the status is 4 (scripts/run/failures.py). HEADSTART_DEBUG=1 shows the traceback
+of either.
 """
 
 from __future__ import annotations
@@ -53,16 +54,17 @@ Errors are one message; {debug}=1 adds the traceback."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status: 0, 1 what it looked for is so (an alarm, a mismatch), 2
-    mistake, 3 incomplete, 4 our own fault, 130 stopped, 141 nobody reads what it prints any more
-    (as a shell says it of other programs)."""
+    """Run one command and return its exit status: 0; 1 if the command found what it looks for (an
+    alarm, a mismatch); 2 for a mistake of the user; 3 if incomplete; 4 for a fault of Headstart;
+    130 if stopped; 141 if nobody reads its output any more (the status that shells give other
+    programs)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         require_text(given)
         return dispatch(given)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and (gone := unread_outputs()):
-            for output in gone:  # Python would complain again when it flushes
+            for output in gone:  # otherwise Python would complain when it flushes
                 os.dup2(os.open(os.devnull, os.O_WRONLY), output)
             return 141
         if os.environ.get(DEBUG_VARIABLE):
@@ -81,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def unread_outputs() -> list[int]:
-    """Of standard output and standard error those that are pipes without a reader (`| head`)."""
+    """The outputs, of standard output and standard error, that are pipes without a reader (`|
+    head`)."""
     outputs = select.poll()
     for output in (1, 2):
         outputs.register(output, 0)
@@ -91,8 +94,8 @@ def unread_outputs() -> list[int]:
 
 
 def tell_torchrun(complaint: str) -> None:
-    """Leave the message where torchrun looks for it: its report of a failure, some twenty lines
-    that come last, then shows the message in place of a hint how to enable tracebacks."""
+    """Leave the message where torchrun looks for it. Its failure report, some twenty lines at the
+    end, then shows the message in place of a hint about tracebacks."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         more = {"py_callstack": complaint, "timestamp": str(int(time.time()))}
@@ -102,7 +105,7 @@ def tell_torchrun(complaint: str) -> None:
 
 
 def dispatch(given: list[str]) -> int:
-    """Find stage and flags and hand over; raises `UserError` for an unknown stage."""
+    """Find the stage and the flags and run the stage; raises `UserError` for an unknown stage."""
     if given and given[0] == "help" and given[1:]:
         given = [given[1], "--help", *given[2:]]
     if not given or given[0] in ("--help", "-h", "help"):
@@ -129,7 +132,7 @@ def print_usage() -> None:
 
 
 def stage_of(name: str, flags: Flags) -> Stage:
-    """The stage that is meant; raises `UserError` for flags that it does not have."""
+    """The named stage; raises `UserError` for flags that it does not have."""
     if "--plan" in flags:
         if name not in ("train", "plan"):
             raise UserError(f"--plan belongs to `headstart train`; 'headstart {name}' has no plan.")
@@ -141,7 +144,7 @@ def stage_of(name: str, flags: Flags) -> Stage:
 
 
 def run_stage(stage: Stage, flags: Flags) -> int:
-    """Run a stage, or print what the flags ask for; returns the exit status."""
+    """Run a stage, or print what the flags request; returns the exit status."""
     if "--config-dir" in flags:
         add_folder(flags.get("--config-dir"))
     for item in flags.overrides:
@@ -173,7 +176,7 @@ def run_stage(stage: Stage, flags: Flags) -> int:
 
 
 def show_as_hydra(stage: Stage, flags: Flags, overrides: list[str]) -> int:
-    """Print what --cfg, --info or --hydra-help ask for."""
+    """Print what --cfg, --info or --hydra-help request."""
     view = importlib.import_module("scripts.config.hydra_view")
     parsed = importlib.import_module("scripts.config.compose").parse(overrides)
     if "--cfg" in flags:
@@ -187,7 +190,7 @@ def show_as_hydra(stage: Stage, flags: Flags, overrides: list[str]) -> int:
 
 
 def add_folder(folder: str, name: str = "--config-dir") -> None:
-    """One more folder with options, for this process and those that it starts."""
+    """Add a folder with options, for this process and those that it starts."""
     path = Path(folder).resolve()
     if not path.is_dir():
         raise UserError(f"{name}: '{folder}' is not a folder.")
@@ -196,7 +199,7 @@ def add_folder(folder: str, name: str = "--config-dir") -> None:
 
 
 def require_text(given: Sequence[str]) -> None:
-    """Raise `UserError` for an argument that is not text: bytes that no encoding has."""
+    """Raise `UserError` for an argument that is not valid text."""
     for place, text in enumerate(given, 1):
         try:
             text.encode("utf-8")

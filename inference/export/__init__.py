@@ -1,1 +1,1 @@
-"""What leaves the project: model cards and pushes to the Hub, with measured numbers only."""
+"""Exports, model cards and pushes to the Hub, with measured numbers only."""

@@ -1,7 +1,7 @@
-"""Writes an adapter's updates alone, in the layout of the library peft, with notes that name their
+"""Writes only an adapter's updates, in the layout of the library peft, with notes that name the
 base.
 
-No serving engine takes adapters of drafters, so the folder is for peft and for engines to come;
+No serving engine loads adapters of drafters, so the folder is for peft and for future engines.
 `write_layout` in `engine_folder` writes the merged drafter.
 """
 
@@ -29,9 +29,9 @@ NAMES = (
 
 
 def export_adapter(config: ExportConfig, folder: Path, out: Path) -> ExportNotes:
-    """Write the updates of the adapter in `folder` to `out` and return the notes; raises
-    `UserError` before anything is written, also where its base is missing or has changed. See
-    `engine_folder.export` for config.overwrite."""
+    """Write the updates of the adapter in `folder` to `out` and return the notes. Raises
+    `UserError`, before anything is written, for an adapter that cannot be exported, also where its
+    base is missing or has changed. See `engine_folder.export` for config.overwrite."""
     require_unchanged(folder)
     content, stored = read_config(folder), stored_weights(folder)
     assert stored.updates is not None and stored.base is not None, "the caller has an adapter"

@@ -1,8 +1,9 @@
-"""Writes an exported drafter to a folder, complete or not at all, with notes on how to serve it.
+"""Writes an exported drafter to a folder, with notes on how to serve it. The folder is complete or
+absent.
 
 `headstart_export.json` (`ExportNotes`) names kind, engine, layout, the source checkpoint and the
-target's facts; `verify-export` and the model card read it, and an import of our own folder finds
-the exact configuration there.
+target's facts; `verify-export` and the model card read it. An import of such a folder takes the
+exact configuration from it.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ NEAR_TIES = (
 
 def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Path) -> ExportNotes:
     """Write `out` and return its notes; raises `UserError` before anything is written. With
-    config.overwrite an `out` that an export wrote, and to which no files were added, is
-    replaced."""
+    config.overwrite, an existing `out` is replaced if an export wrote it and no files were added to
+    it."""
     layout, written = write_layout(config, checkpoint, target)
     refuse_existing(config, out)
     if config.stitch and checkpoint.kind != native.KIND:
@@ -81,7 +82,7 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
     if config.quantise:
         pattern = linear_weights(LAYOUTS.get(layout), config.engine, config.quantise)
         quantise_folder(written, tensors, pattern, config.quantise)
-    # peft knows no such key; a target's own config.json says what the target is loaded in
+    # peft has no such key; a target's own config.json names the dtype that the target is loaded in
     if written.described == CONFIG and not {"dtype", "torch_dtype"} & written.config.keys():
         written.config["dtype"] = str(dtype).removeprefix("torch.")
     engine, speculative, path = config.engine, written.speculative, target.config.path
@@ -135,7 +136,7 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
 
 
 def refuse_existing(config: ExportConfig, out: Path) -> None:
-    """Raise `UserError` for an `out` that holds something, unless it may be replaced."""
+    """Raise `UserError` for an `out` that is not empty, unless it may be replaced."""
     if not config.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
         raise UserError(
             f"'{out}' is there already. Choose another export.out, or set export.overwrite=true."
@@ -143,18 +144,19 @@ def refuse_existing(config: ExportConfig, out: Path) -> None:
 
 
 def write_text(path: Path, content: Json) -> None:
-    """Write a JSON object for people to read."""
+    """Write a JSON object, indented for readers."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def write_layout(
     config: ExportConfig, checkpoint: Checkpoint, target: Target
 ) -> tuple[str, Written]:
-    """The layout and its files, with the draft length asked for, or else the tuned one."""
+    """The layout and its files, with the requested draft length, or else the tuned one."""
     route = find_route(checkpoint.method, config.engine)
     tuned = 0 if config.tokens else draft_length(checkpoint.folder)
     if tuned:
-        # A block whose slots see each other is drafted whole; other refusals recur below.
+        # A block whose slots see each other is always drafted whole. Other errors are raised again
+        # below.
         with suppress(UserError):
             written = route.write(checkpoint, target, replace(config, tokens=tuned))
             written.notes.append(
@@ -166,7 +168,7 @@ def write_layout(
 
 
 def prepare(folder: Path, engine: str) -> Checkpoint:
-    """Read a checkpoint that has a way into `engine`; raises `UserError` if there is none."""
+    """Read a checkpoint that can be exported to `engine`; raises `UserError` for any other."""
     require_unchanged(folder)
     content = read_config(folder)
     kind = get_kind(content["kind"])
@@ -175,7 +177,7 @@ def prepare(folder: Path, engine: str) -> Checkpoint:
 
 
 def require_plain_path(speculative: Json, engine: str, out: Path) -> None:
-    """Raise `UserError` for a path from which vLLM would conclude another method."""
+    """Raise `UserError` for a path from which vLLM would infer another method."""
     method = speculative.get("method")
     word = next((word for word in WORDS if word in str(out.resolve()).lower()), None)
     if engine == "vllm" and method not in NAMED and word is not None:
@@ -198,14 +200,14 @@ def custom_class(target: str, out: Path, speculative: Json) -> str:
 
 
 def target_overrides(engine: str, speculative: Json) -> Json:
-    """What vLLM needs to know about the target (--hf-overrides): it looks there for the MTP
+    """The target's settings for vLLM (--hf-overrides), which looks there for the number of MTP
     blocks."""
     mtp = engine == "vllm" and speculative.get("method") == "mtp"
     return {"num_nextn_predict_layers": 1} if mtp else {}
 
 
 def tuned_settings(folder: Path, engine: str, speculative: Json) -> Json:
-    """What the checkpoint's decode.yaml gives an engine beyond one draft length."""
+    """The settings beyond one draft length that the checkpoint's decode.yaml gives an engine."""
     tuned = read_current(folder)
     if tuned is None:
         return {}

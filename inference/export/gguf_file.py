@@ -1,8 +1,8 @@
-"""GGUF files: tensors and metadata written with llama.cpp's own package `gguf`, and read back.
+"""Writes tensors and metadata as GGUF files with llama.cpp's package `gguf`, and reads them back.
 
 The tokenizer is the target's, so that the file is complete: tokens, their types, merges, the rule
 by which text is split before merging (`PRE`), special tokens and the chat template. Matrices have
-the drafter's number format; vectors (norms, biases) are float32, as llama.cpp wants them.
+the drafter's number format; vectors (norms, biases) are float32, as llama.cpp requires.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 
 
 def write_gguf(path: Path, keys: Json, tensors: Mapping[str, Tensor], tokenizer: Any) -> list[str]:
-    """Write a file; returns notes. Raises `UserError` without the package, and for a tokenizer that
-    llama.cpp has no kind for."""
+    """Write a file; returns notes. Raises `UserError` if the package is missing, and for a
+    tokenizer of a kind that llama.cpp does not have."""
     GGUF.require("an export for llama.cpp")
     import gguf
 

@@ -1,8 +1,8 @@
-"""Drafters of other trainers as checkpoints of ours, recognised by their tensors.
+"""Imports drafters of other trainers as checkpoints, and recognises them by their tensors.
 
 A folder is read completely or refused. The result is an ordinary checkpoint: it can be measured,
-audited, exported, and trained further (train.refresh.init_from). A folder of our own export gives
-back the checkpoint it was made of.
+audited, exported, and trained further (train.refresh.init_from). Importing a folder that `headstart
+export` wrote restores the checkpoint that it was made from.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ from inference.target.model import TargetModel
 
 STAGE = "import"
 LATER_FILES = (DECODE_FILE, WATCH_FILE)
-"""Files of other stages next to a checkpoint about these very weights; they go with them."""
+"""Files that other stages write next to a checkpoint, about exactly these weights. An import that
+replaces the checkpoint deletes them too."""
 MODULES = (speculators, native, mtp, eagle3, dflash, eagle, medusa, adapter, causal)
 READERS = dict(zip(READABLE, MODULES, strict=True))
-"""The modules' `matches` recognises a folder, `read` reads it. In the order of trying."""
+"""Each module's `matches` recognises a folder, and its `read` reads it. They are tried in this
+order."""
 
 
 def read_folder(path: Path, layout: str = "auto") -> Folder:
-    """`Folder.read`; of a target's own folder its MTP block alone, where it has one."""
+    """`Folder.read`; of a target's own folder, only its MTP block, if it has one."""
     if layout in ("auto", native.KIND) and (path / CONFIG).is_file():
         config = read_json(path / CONFIG)
         if native.form_of(config) is not None:
@@ -62,8 +64,8 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
     """Write the checkpoint `out` from a folder, for `target`, replacing an earlier import.
     Quantised weights become plain ones.
 
-    Raises `UserError`, before anything is written, for a folder that fits none of our kinds, and
-    for an `out` that was not imported.
+    Raises `UserError`, before anything is written, for a folder that fits no kind, and for an `out`
+    that was not imported.
     """
     require_as_exported(folder)
     folder, damaged = open_weights(folder)
@@ -93,7 +95,8 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
 
 
 def require_as_exported(folder: Folder) -> None:
-    """Raise `UserError` for a folder of our own export with a file that is gone or was changed."""
+    """Raise `UserError` for a folder of `headstart export` in which a file is missing or was
+    changed."""
     for name, digest in folder.export.files.items():
         file = Path(name).name
         if not (folder.path / file).is_file():
@@ -104,8 +107,9 @@ def require_as_exported(folder: Folder) -> None:
 
 
 def own_kind(folder: Folder, found: Imported) -> tuple[Kind, Json]:
-    """The kind and configuration: those in our notes if they are of the method that was read. The
-    notes restore what the layout has no place for, and kinds that are laid out as another one."""
+    """The kind and configuration: those in the export's notes if they are of the method that was
+    read. The notes restore what the layout cannot store, and kinds that are stored in another
+    kind's layout."""
     kind, notes = get_kind(found.kind), folder.export
     if notes.config and notes.kind in kind_names():
         own = get_kind(notes.kind)
@@ -129,7 +133,8 @@ def recognise(folder: Folder) -> str:
 def fit(
     found: Imported, drafter: TrainableDrafter, folder: Folder, receiver: Receiver
 ) -> dict[str, Tensor]:
-    """The tensors under our names without copies of the target's, checked by name and shape."""
+    """The tensors under our names, without copies of the target's tensors; names and shapes are
+    checked."""
     where, kind = f"'{folder.path}'", f"a drafter of kind '{found.kind}'"
     wanted, tensors = drafter.state_dict(), dict(found.tensors)
     for name in sorted(set(tensors) - set(wanted)):

@@ -1,8 +1,9 @@
-"""`export.quantise`: a drafter's weights in 8 or 4 bits, as vLLM reads them, and back.
+"""`export.quantise`: writes a drafter's weights in 8 or 4 bits, as vLLM reads them, and reads them
+back.
 
 The layout is compressed-tensors': the tensors of `inference.target.packed_weights`, and a
 quantization_config in config.json that vLLM applies to the linear layers of the drafter's model
-class. Activations of int8 and fp8 are quantised per token by the engine; those of nvfp4 are not.
+class. The engine quantises activations of int8 and fp8 per token; those of nvfp4 stay as they are.
 Embedding, LM head, norms and the small parts of block drafters stay as they are.
 """
 
@@ -43,12 +44,13 @@ SCHEMES: dict[str, tuple[str, Json, Json | None]] = {
 }
 """compressed-tensors' name of the format, its settings of weights, and of activations."""
 PLAIN = ("lm_head", "re:.*markov_head.*", "re:.*confidence_head.*")
-"""Modules of drafters that vLLM would build with linear layers of its own and that stay plain."""
+"""Modules of drafters that vLLM would build with separate linear layers and that stay
+unquantised."""
 
 
 def linear_weights(layout: Layout | None, engine: str, name: str) -> str:
-    """The layout's pattern of linear layers; raises `UserError` where the engine builds them
-    without a quantization of the drafter's own."""
+    """The layout's pattern of linear layers. Raises `UserError` where the engine builds them
+    without the drafter's own quantization settings."""
     if engine != "vllm" or layout is None:
         raise UserError(
             f"export.quantise={name} writes a folder that vLLM reads; given "
@@ -63,7 +65,8 @@ def linear_weights(layout: Layout | None, engine: str, name: str) -> str:
 
 
 def quantise_folder(written: Written, tensors: dict[str, Tensor], pattern: str, name: Name) -> None:
-    """Replace the weights in `tensors` whose layers match `pattern`, and say so in config.json."""
+    """Replace the weights in `tensors` whose layers match `pattern`, and record that in
+    config.json."""
     chosen = re.compile(rf"({pattern})\.weight")
     for full in [each for each in tensors if chosen.fullmatch(each)]:
         parts = quantise(tensors.pop(full), name)
@@ -85,8 +88,8 @@ def quantise_folder(written: Written, tensors: dict[str, Tensor], pattern: str, 
 
 
 def open_weights(folder: Folder) -> tuple[Folder, list[str]]:
-    """A folder with plain weights in the number format of its config.json, and what is wrong with
-    its quantised ones, which are then missing."""
+    """A folder with plain weights in the number format of its config.json, and the faults of its
+    quantised weights. Weights that cannot be dequantised are missing from the folder."""
     settings = folder.config.get(KEY)
     if not isinstance(settings, dict):
         return folder, []

@@ -1,4 +1,4 @@
-"""A target's checkpoint with another MTP block in it: what engines load as one model."""
+"""Writes a target's checkpoint with another MTP block in it, which engines load as one model."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from inference.folders import EXPORT_FILE
 
 INDEX = "model.safetensors.index.json"
 BLOCK = "mtp-{}.safetensors"
-"""The file that the block is written to, with the first number that is free."""
+"""The file that the block is written to, with the first number that is not taken."""
 BESIDE = (".json", ".jinja", ".model", ".txt", ".md")
-"""Endings of what a model's folder holds beside its weights."""
+"""Suffixes of the files beside a model's weights that are copied."""
 PT = {"format": "pt"}
 
 
 def stitch(
     target: Path, block: dict[str, Tensor], is_of_block: Callable[[str], bool], out: Path
 ) -> None:
-    """Write into the folder `out` what the folder `target` holds, but for config.json, with `block`
-    in the place of the tensors that are of its own block. Raises `UserError` for a target whose
-    weights are not in safetensors files.
-    """
+    """Write the files of the folder `target`, except config.json, into the folder `out`, with
+    `block` in place of the target's own block. `is_of_block` tells which tensors belong to that
+    block. Raises `UserError` for a target whose weights are not in safetensors files."""
     shards = sorted(target.glob("*.safetensors"))
     if not shards:
         raise UserError(
@@ -50,7 +49,7 @@ def stitch(
         if kept:
             where |= dict.fromkeys(kept, shard.name)
             total += (out / shard.name).stat().st_size
-    # a name that none of the linked files has: writing to one would change the target's own
+    # a name that no linked file has: writing to a linked file would change the target's own
     place = next(name for number in count() if not (out / (name := BLOCK.format(number))).exists())
     write_tensors(block, out / place, PT)
     where |= dict.fromkeys(block, place)
@@ -63,7 +62,7 @@ def stitch(
 
 
 def _link(source: Path, place: Path) -> None:
-    """One more name of a file, or a copy of it where the file system has no such names."""
+    """A hard link to a file, or a copy of it where the file system has no hard links."""
     try:
         os.link(source.resolve(), place)
     except OSError:

@@ -1,5 +1,4 @@
-"""Medusa for vLLM: a proposer of our own, for versions that have none of their own any more (0.33
-and later).
+"""Medusa for vLLM: a proposer for versions that no longer have one (0.33 and later).
 
     PYTHONPATH=<this repository, or a folder with a copy of this file> vllm serve <target> \\
       --speculative-config '{"method": "custom_class", "model":
@@ -7,11 +6,11 @@ and later).
                              "num_speculative_tokens": 4}' \\
       --additional-config '{"headstart_medusa": "<folder that headstart export wrote>"}'
 
-Imports nothing of Headstart, so that a copy of this one file suffices (then `"model":
-"vllm_medusa.MedusaProposer"`). vLLM hands a custom class the sampled tokens but not the target's
-hidden states, which are all that Medusa reads. The runner's own step that asks for drafts has them;
-it is wrapped, for runners whose drafter is this one, to pass them on. Only the V1 runner has custom
-classes (vLLM chooses it by itself for them).
+The file imports nothing from Headstart, so a copy of it suffices (then `"model":
+"vllm_medusa.MedusaProposer"`). vLLM passes a custom class the sampled tokens but not the target's
+hidden states, the only thing that Medusa reads. The runner's step that asks for drafts has them.
+For runners with this drafter, that step is wrapped to pass them on. Only the V1 runner supports
+custom classes (vLLM selects it for them automatically).
 
 Head i (0-based) reads the post-final-norm state at the last accepted token's predecessor, position
 t, and drafts token t+2+i.
@@ -37,7 +36,7 @@ ARCHITECTURE = "MedusaModel"
 
 
 class MedusaProposer:
-    """What vLLM calls: `load_model` once, `propose` after every step."""
+    """The class that vLLM calls: `load_model` once, `propose` after every step."""
 
     def __init__(self, vllm_config: Any) -> None:
         """Raises `ValueError` for settings that the folder does not allow."""
@@ -66,7 +65,7 @@ class MedusaProposer:
         pass_states_on()
 
     def load_model(self, target_model: Any) -> None:
-        """Read the heads' weights to where the target's are; raises `ValueError` for a folder that
+        """Read the heads' weights onto the target's device; raises `ValueError` for a folder that
         lacks some."""
         from safetensors.torch import load_file
 
@@ -93,14 +92,13 @@ class MedusaProposer:
             raise ValueError(f"'{self.folder}' is incomplete: it has no tensor {error}.") from error
 
     def see_target(self, states: Tensor, drafted: list[int] | None) -> None:
-        """Take the target's states [R, H] at all places it sampled at, and how many drafts each
-        request had verified there (None: no request had any).
-        """
+        """Receive the target's states [R, H] at all positions that it sampled at. drafted: how many
+        drafts of each request were verified there (None: no request had any)."""
         self._states, self._drafted = states, drafted
 
     @torch.inference_mode()
     def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
-        """Drafts of every request; none for those that are still reading their prompt."""
+        """The drafts of every request; none for requests whose prompt is still being read."""
         assert self._states is not None, (
             "vLLM's runner asked for drafts before it had the target's states"
         )
@@ -113,7 +111,7 @@ class MedusaProposer:
         ]
 
     def draft(self, states: Tensor) -> Tensor:
-        """States [B, H] -> the tokens [B, K] that the heads hold most likely."""
+        """States [B, H] -> the most likely tokens [B, K] by the heads."""
         found = []
         for blocks, head in zip(self.blocks, self.heads, strict=True):
             hidden = states.to(self.dtype)
@@ -124,13 +122,15 @@ class MedusaProposer:
         return drafts if self.columns is None else self.columns[drafts]
 
     def dummy_run(self, *_: Any, **__: Any) -> None:
-        """vLLM's warm-up: nothing here needs one."""
+        """vLLM's warm-up, which has nothing to do here."""
 
 
 def last_rows(sampled: list[int], drafted: list[int] | None) -> list[int]:
-    """The row of each request's last sampled token. sampled: how many tokens each request got
-    (accepted drafts and the bonus; 0 while its prompt is read in parts); drafted: how many drafts
-    it had verified, a row each and one more.
+    """The row of each request's last sampled token.
+
+    sampled: how many tokens each request got (accepted drafts and the bonus; 0 while its prompt is
+    read in parts). drafted: how many of its drafts were verified; each has a row, and there is one
+    more row.
     """
     if drafted is None:
         return list(range(len(sampled)))
@@ -142,9 +142,10 @@ def last_rows(sampled: list[int], drafted: list[int] | None) -> list[int]:
 
 
 def pass_states_on() -> None:
-    """Let the V1 runner show its drafter the states before it asks for drafts; once per process.
+    """Make the V1 runner pass the states to its drafter before it asks for drafts; done once per
+    process.
 
-    Raises `RuntimeError` for a vLLM whose runner does not have that step.
+    Raises `RuntimeError` if the runner of this vLLM does not have that step.
     """
     runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
     inner = getattr(runner, "propose_draft_token_ids", None)

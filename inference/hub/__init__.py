@@ -1,1 +1,1 @@
-"""A Hugging Face Hub: the connection to it, and fetching drafters that were published there."""
+"""The connection to a Hugging Face Hub, and fetching drafters that were published there."""

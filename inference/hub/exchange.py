@@ -1,4 +1,4 @@
-"""A connection to a Hub: address, token, transfer, and its errors, which never show the token."""
+"""A connection to a Hub: address, token, transfer, and errors, which never contain the token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATUS = {
     412: "'{repo}' was changed by someone else during the {verb}{reason}.",
     429: "{endpoint} limits how often it is asked{reason}. Wait a few minutes.",
 }
-"""HTTP status -> what to do about it."""
+"""HTTP status -> the advice in the error message."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Exchange:
     """A request to a Hub, as its errors describe it.
 
     verb: push or pull; rights: what the token is needed for; missing: what to do about a missing
-    repository; kept: what a failure leaves, and how to go on.
+    repository; kept: what remains after a failure, and how to continue.
     """
 
     repo: str
@@ -46,7 +46,8 @@ class Exchange:
     @contextmanager
     def connect(self) -> Iterator[HfApi]:
         """The Hub's interface in a block; its errors become `UserError`s that say what to do. Xet
-        transfer is used with the Hub itself only: all mirrors speak Git LFS, few speak Xet."""
+        transfer is used only with the official Hub: all mirrors support Git LFS, few support
+        Xet."""
         before = constants.HF_HUB_DISABLE_XET
         constants.HF_HUB_DISABLE_XET = before or self.endpoint != OFFICIAL
         token = self.token or False
@@ -60,14 +61,14 @@ class Exchange:
             raise UserError(
                 f"{self.verb}.repo '{self.repo}' is not a name that the Hub accepts: {error}"
             ) from error
-        except (json.JSONDecodeError, KeyError, TypeError) as error:  # it reads fields unchecked
+        except (json.JSONDecodeError, KeyError, TypeError) as error:  # it does not check fields
             no_json = isinstance(error, json.JSONDecodeError)
             lacks = "no JSON" if no_json else f"{type(error).__name__}: {self.hide(error)}"
             raise UserError(
                 f"{self.endpoint} does not answer like a Hub ({lacks}). Check HF_ENDPOINT. "
                 f"{self.kept}"
             ) from error
-        except errors.LocalEntryNotFoundError as error:  # its own text guesses; its cause knows
+        except errors.LocalEntryNotFoundError as error:  # its message guesses; its cause is exact
             raise UserError(f"{self.explain(error.__cause__ or error)} {self.kept}") from None
         except (errors.HTTPError, RuntimeError, OSError, ValueError) as error:
             raise UserError(f"{self.explain(error)} {self.kept}") from None
@@ -75,8 +76,8 @@ class Exchange:
             constants.HF_HUB_DISABLE_XET = before
 
     def explain(self, error: BaseException) -> str:
-        """The status that a server answered with, else the connection that broke, else the
-        error."""
+        """Describe the status that the server answered with, otherwise the broken connection,
+        otherwise the error."""
         chain = list(causes(error))
         for item in chain:
             status = int(getattr(getattr(item, "response", None), "status_code", 0))
@@ -108,12 +109,12 @@ def hub_address() -> str:
 
 
 def hub_token() -> str:
-    """The token of the environment or of the Hub's own login; empty without one."""
+    """The token from the environment or from the Hub's own login; empty if there is none."""
     return huggingface_hub.get_token() or ""
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes: transfers wrap what the connection raised."""
+    """An error and its causes: transfers wrap the connection's errors."""
     while error is not None:
         yield error
         error = error.__cause__

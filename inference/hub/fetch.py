@@ -1,10 +1,10 @@
-"""Published drafters by name: fetched once into a cache, checked, and found there afterwards.
+"""Published drafters by name: fetched once into a cache, checked, and then read from the cache.
 
     <HF_HOME>/headstart/<user>--<name>/<commit>/    a checkpoint as `headstart pull` writes it
 
-huggingface_hub's own cache holds links, while a checkpoint's folder is files that its manifest
-lists; the cache is therefore one of ours. Without a connection the copy that was asked for last
-counts, or the one of the revision that is named.
+huggingface_hub's cache contains links, but a checkpoint's folder must consist of files that its
+manifest lists. Headstart therefore has a separate cache. Without a connection, the most recently
+requested copy is used, or the copy of the given revision.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from inference.writers import turn
 
 logger = logging.getLogger(__name__)
 REVISION = "@"
-"""Between a repository and a branch, tag or commit of it: user/name@v1."""
+"""Separates a repository from its branch, tag or commit: user/name@v1."""
 REVISIONS = "revisions.json"
-"""Revision -> commit, of those that were asked for by name."""
+"""Revision -> commit, for revisions that were requested by name."""
 
 
 def is_published_name(text: str) -> bool:
@@ -61,10 +61,10 @@ def fetch(name: str) -> Path:
             if not folder.is_dir():
                 pull(PullConfig(repo=repo, revision=commit), folder, console=Console(stderr=True))
     known = known_revisions(cache)
-    with suppress(OSError):  # a cache that may only be read is one as well
+    with suppress(OSError):  # a read-only cache is usable too
         if revision and known.get(revision) != commit:
             write_json(cache / REVISIONS, {**known, revision: commit})
-        folder.touch()  # the newest is the one that was asked for last
+        folder.touch()  # the newest is the one requested last
     return folder
 
 
@@ -75,8 +75,9 @@ def find_commit(config: PullConfig) -> str:
 
 
 def kept_copy(cache: Path, revision: str) -> Path | None:
-    """The copy in the cache of a revision: a commit, or what a branch or tag stood at when it was
-    last fetched. Without a revision the copy that was asked for last."""
+    """The copy of a revision in the cache. The revision is a commit, or a branch or tag, which
+    stands for its commit at the last fetch. Without a revision, the most recently requested
+    copy."""
     copies = [path for path in cache.glob("*") if path.is_dir() and not is_temporary(path.name)]
     if revision:
         commit = known_revisions(cache).get(revision, revision)
@@ -91,7 +92,7 @@ def known_revisions(cache: Path) -> dict[str, str]:
 
 
 def is_unreachable(error: UserError) -> bool:
-    """Whether no server answered: offline mode, or a connection that could not be made."""
+    """Whether no server answered: offline mode, or a connection that could not be opened."""
     chain = list(causes(error.__cause__ or error.__context__))
     if any(isinstance(item, errors.OfflineModeIsEnabled) for item in chain):
         return True

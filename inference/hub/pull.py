@@ -1,7 +1,7 @@
-"""Fetches a published drafter, and checks it against the SHA-256 that it was published with.
+"""Fetches a published drafter and checks it against the SHA-256 sums that it was published with.
 
-The checkpoint, an engine's folder, or both. The folder appears when it is complete. Files that
-arrived before a failure are kept next to it; pulling again fetches the others.
+It fetches the checkpoint, an engine's folder, or both. The folder appears when it is complete.
+Files that arrived before a failure are kept next to it; the next pull fetches the others.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from inference.writers import beside, only_writer
 
 EVERYTHING = "all"
 PUBLISHED = "push"
-"""The stage that wrote the manifest of what is fetched."""
+"""The stage in the manifest of the fetched files."""
 PARTIAL_FILE = ".headstart-pull.json"
-"""Marks a folder in which a pull's files arrive, and says which; it is removed last of all."""
+"""Marks a folder in which a pull's files arrive and names the pull; it is removed last."""
 
 
 def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Path:
-    """Fetch the repository, or the asked part of it, into `out` and return it.
+    """Fetch the repository, or the requested part of it, into `out` and return `out`.
 
     Raises `UserError` for a missing repository, revision or part, a token without rights, a
     connection that broke, a file that is not what was published, and a folder that exists.
@@ -38,7 +38,7 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
         raise UserError("pull.repo is not set: give the repository as 'user/name'.")
     left = out / PARTIAL_FILE
     if left.is_file() and read_object(left).get("repo") == config.repo:
-        left.unlink(missing_ok=True)  # of a pull that was killed when all was there
+        left.unlink(missing_ok=True)  # from a pull that was killed when all files were there
         return out
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise UserError(
@@ -52,7 +52,7 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
 
 
 def _pull(config: PullConfig, partial: Path, out: Path) -> str:
-    """Fetch into `partial`, which becomes `out`; returns a line about it."""
+    """Fetch into `partial`, which becomes `out`; returns a line that describes the result."""
     exchange = connect(config)
     with exchange.connect() as api:
         info = api.model_info(config.repo, revision=config.revision or None)
@@ -66,15 +66,15 @@ def _pull(config: PullConfig, partial: Path, out: Path) -> str:
     asked = {"stage": "pull", "repo": config.repo, "commit": commit}
     begun = partial / PARTIAL_FILE
     if begun.is_file() and read_object(begun) != asked:
-        keep_only(partial, ())  # what has arrived is of another drafter
+        keep_only(partial, ())  # the files that arrived are of another drafter
     write_json(begun, asked)
-    # One by one: the library's download of a whole snapshot accepts an incomplete folder if the Hub
-    # does not answer. Files that are there already are not fetched again.
+    # Files are fetched one by one, because the library's download of a whole snapshot accepts an
+    # incomplete folder if the Hub does not answer. Existing files are not fetched again.
     with exchange.connect() as api:
         for name in wanted:
             api.hf_hub_download(config.repo, name, revision=commit, local_dir=partial)
     discard(partial / ".cache")  # the library's notes on what it has fetched
-    keep_only(partial, (*wanted, PARTIAL_FILE))  # another part may have been asked for before
+    keep_only(partial, (*wanted, PARTIAL_FILE))  # another part may have been requested before
     verify_listed(partial, PUBLISHED, wanted)
     if config.what in (OWN, EVERYTHING):
         read_config(partial)
@@ -85,7 +85,7 @@ def _pull(config: PullConfig, partial: Path, out: Path) -> str:
 
 
 def keep_only(partial: Path, names: Sequence[str]) -> None:
-    """Remove the files of a folder, which are all fetched ones, but those of these names."""
+    """Remove the files of a folder, all of which were fetched, except those of these names."""
     for name in set(plain_files(partial)) - set(names):
         (partial / name).unlink()
 
@@ -116,8 +116,8 @@ def partial_folder(out: Path) -> Path:
 
 
 def _part(config: PullConfig, names: Sequence[str]) -> list[str]:
-    """The files of the asked part, the manifest with them. An engine's folder is one that holds an
-    export."""
+    """The files of the requested part, including the manifest. An engine's folder is one that
+    contains an export."""
     what = config.what
     engines = sorted({name.split("/")[0] for name in names if name.endswith("/" + EXPORT_FILE)})
     known = [OWN, *engines, EVERYTHING]

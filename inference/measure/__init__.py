@@ -1,2 +1,2 @@
-"""Measuring drafters on held-out prompts: what is compared, how it is timed, what is computed from
-it."""
+"""Measures drafters on held-out prompts: the compared arms, their timing, and the computed
+numbers."""

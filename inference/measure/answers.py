@@ -1,6 +1,5 @@
-"""Measured answers on disk, one JSON line each: what report.json is computed from, and where a
-measurement resumes.
-"""
+"""Measured answers on disk, one JSON line each. report.json is computed from them, and an
+interrupted measurement resumes from them."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class Record:
     ahead: tuple[int, int, float] | None = None
 
     def outcome(self, domain: str = "") -> Outcome:
-        """What tau and speed are computed from."""
+        """The outcome from which tau and speed are computed."""
         passes = [PassRecord(*item) for item in self.passes]
         return Outcome(self.prompt, domain, passes, self.seconds)
 
@@ -52,15 +51,15 @@ class AnswerLog:
 
     @classmethod
     def open(cls, directory: Path, fingerprint: str, arms: list[str]) -> AnswerLog:
-        """Continue an unfinished measurement of the same fingerprint, or begin."""
+        """Continue an unfinished measurement with the same fingerprint, or begin a new one."""
         records = cls(directory, arms)
         done: dict[tuple[str, int], dict[str, Record]] = {}
         header, *lines = _read(directory / PARTIAL_FILE) or [{}]
         if header.get("fingerprint") == fingerprint:
             for record in as_records(lines, directory / PARTIAL_FILE):
                 done.setdefault((record.prompt, record.repeat), {})[record.arm] = record
-        # arms of one prompt are compared with one another: those of an interrupted one are measured
-        # again, together
+        # The arms of one prompt are compared with one another. If a prompt was interrupted, all its
+        # arms are measured again.
         records.done = {key: found for key, found in done.items() if set(found) == set(arms)}
         kept = [asdict(record) for found in records.done.values() for record in found.values()]
         text = "".join(json.dumps(line) + "\n" for line in [{"fingerprint": fingerprint}, *kept])
@@ -82,13 +81,13 @@ class AnswerLog:
 
     def of(self, arm: str, repeats: Collection[int] | None = None) -> list[Record]:
         """An arm's records by repeat, then in the order in which prompts were first answered.
-        repeats: None: all."""
+        repeats: None means all."""
         found = [each[arm] for each in self.done.values()]
         wanted = [one for one in found if repeats is None or one.repeat in repeats]
         return sorted(wanted, key=lambda item: item.repeat)
 
     def decode_seconds(self, arm: str, repeats: Collection[int]) -> dict[int, float]:
-        """Repeat -> what an arm's answers took, prefill excluded."""
+        """Repeat -> seconds of an arm's answers, prefill excluded."""
         spent = dict.fromkeys(repeats, 0.0)
         for record in self.of(arm, repeats):
             phases = record.seconds.items()
@@ -96,17 +95,17 @@ class AnswerLog:
         return spent
 
     def finish(self) -> None:
-        """Give the records their final name, so that the next measurement begins afresh."""
+        """Give the records their final name, so that the next measurement begins a new file."""
         os.replace(self.directory / PARTIAL_FILE, self.directory / FINAL_FILE)
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a measurement that is done."""
+    """The records of a finished measurement."""
     return as_records(_read(path)[1:], path)
 
 
 def as_records(lines: Sequence[dict[str, Any]], path: Path) -> list[Record]:
-    """The records of a file's lines; raises `UserError` for other lines."""
+    """The records in a file's lines; raises `UserError` for other lines."""
     try:
         return TypeAdapter(list[Record]).validate_python(lines)
     except ValidationError as error:

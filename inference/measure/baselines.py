@@ -1,9 +1,9 @@
-"""What others reach on the same prompts: transformers' own decoding loops.
+"""Measures transformers' decoding loops on the same prompts.
 
-Each is an arm of the same measurement: prompt by prompt it takes its turn with our loop, with the
-same weights, dtype, threads and greedy decoding. Seconds are split where our own are split: up to
-the first committed token is prefill, the rest is decoding. Serving engines live in environments of
-their own and are measured by `inference.measure.vllm_process`, not interleaved.
+Each loop is an arm of the same measurement: it alternates with our loop prompt by prompt, with the
+same weights, dtype, threads and greedy decoding. Seconds are split at the same point as ours:
+prefill ends with the first committed token, the rest is decoding. Serving engines run in separate
+environments; `inference.measure.vllm_process` measures them without interleaving.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ PeerAnswer = tuple[list[int], list[tuple[int, int, bool]], dict[str, float]]
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each step of a `generate` call ended and how long the text was then."""
+    """Records when each step of a `generate` call ended and how long the text was then."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -99,7 +99,7 @@ class Peer:
             vars(assistant.generation_config).update(self.assistant_settings)
         clock, ends = _Clock(device), list(self.end_ids)
         begin, verbosity = time.perf_counter(), transformers_logging.get_verbosity()
-        transformers_logging.set_verbosity_error()  # its advice would repeat for every prompt
+        transformers_logging.set_verbosity_error()  # its advice would be printed for every prompt
         try:
             out = self.model.generate(
                 prompt,
@@ -121,10 +121,10 @@ class Peer:
 
 
 def make_peers(config: BaselinesConfig, target: TargetModel, arms: Sequence[Arm]) -> list[Peer]:
-    """The peers that `config` asks for, with a second copy of the target's weights.
+    """The peers that `config` requests, with a second copy of the target's weights.
 
-    Raises `UserError` above temperature 0, when the target cannot be loaded a second time, or when
-    no drafter can assist.
+    Raises `UserError` above temperature 0, if the target cannot be loaded a second time, or if no
+    drafter can assist.
     """
     if not config.transformers:
         return []
@@ -157,7 +157,7 @@ ASSISTED: dict[str, object] = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
 }
-"""The defaults of transformers 5, set before every call because calls change them."""
+"""The defaults of transformers 5, restored before every call because calls change them."""
 CONSTANT: dict[str, object] = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.0,
@@ -165,7 +165,7 @@ CONSTANT: dict[str, object] = {
 
 
 def _load_again(target: TargetModel) -> Any:
-    """The target as transformers loads it: own attention, unpacked weights."""
+    """The target as transformers loads it, with its own attention and unpacked weights."""
     info = target.info
     revision = None if Path(info.id).is_dir() else info.revision
     try:
@@ -182,11 +182,11 @@ def _load(path: str | Path, target: TargetModel, **options: Any) -> Any:
     return model.requires_grad_(False).eval().to(target.device)
 
 
-# A drafter as a model of its own
+# A drafter as a separate model
 
 
 def assistant_arm(config: BaselinesConfig, arms: Sequence[Arm]) -> Arm:
-    """The arm whose drafter assists; raises `UserError` when none is a Llama of its own."""
+    """The arm whose drafter assists; raises `UserError` if no drafter is a complete Llama."""
     able = {arm.name: arm for arm in arms if is_llama(arm.drafter)}
     chosen = config.assistant or next(iter(able), "")
     if chosen in able:

@@ -1,5 +1,4 @@
-"""What a measurement consists of: the prompts, the arms that are compared, the machine it runs
-on."""
+"""The configuration of a measurement: the prompts, the compared arms, and the machine."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ SHARED_SETTINGS = (
     "typical_delta",
     "exact",
 )
-"""What all arms of one report must agree on: neither drafter nor rule may change the task."""
+"""Settings that all arms of one report must share: neither drafter nor rule may change the task."""
 PACKAGES = ("torch", "transformers", "numpy", "headstart")
 
 
@@ -152,8 +151,8 @@ def report_settings(decodes: Mapping[str, DecodeConfig], prompts: int) -> Report
 
 
 def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
-    """Raise `UserError` unless all arms agree on `SHARED_SETTINGS`, those that draft also on the
-    rule. decodes: by the arm's name."""
+    """Raise `UserError` unless all arms agree on `SHARED_SETTINGS`, and the drafting ones also on
+    the rule. decodes: by the arm's name."""
     for key in SHARED_SETTINGS:
         found = [
             (name, _shared(decode, key))
@@ -172,13 +171,13 @@ def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
 
 
 def _shared(decode: DecodeConfig, key: str) -> Any:
-    """A setting that all arms share; of rule and compile, what auto stands for."""
+    """A setting that all arms share; for rule and compile, the value that auto resolves to."""
     own = {"rule": "acceptance", "compile": "compiles"}
     return getattr(decode, own.get(key, key))
 
 
 def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
-    """The arms at batch size 1, and trained drafters also with their own noise if asked for."""
+    """The arms at batch size 1; trained drafters also with their own noise, if requested."""
     if not arms:
         raise UserError("there is no drafter to measure. Name at least one.")
     for arm in arms:
@@ -190,7 +189,7 @@ def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
             f"'{decode.acceptance}' at temperature {decode.temperature:g}. "
             "Set decode.rule=match, or leave bench.lost out."
         )
-    compiles = any(arm.decode.compiles for arm in arms)  # no arm is measured in a slower mode
+    compiles = any(arm.decode.compiles for arm in arms)  # no arm runs in a slower mode
     result = []
     for arm in arms:
         if arm.decode.shape == "none":
@@ -228,12 +227,12 @@ def split_prompts(
     chosen = {prompt.id for prompt in select_prompts(pool, config.prompts_per_domain, config.seed)}
     spare = [prompt for prompt in pool if prompt.id not in chosen][: config.warmup_prompts]
     measured = [prompt for prompt in pool if prompt.id in chosen]
-    # where all are wanted for measuring, the last one gives way
+    # if all are requested for measuring, the last one becomes the warm-up prompt
     return (measured, spare) if spare else (measured[:-1], measured[-1:])
 
 
 class Provenance(TypedDict, total=False):
-    """Which process wrote a file."""
+    """The process that wrote a file."""
 
     command: str
     versions: dict[str, str]
@@ -242,7 +241,7 @@ class Provenance(TypedDict, total=False):
 
 
 class LeakFacts(TypedDict):
-    """What of the prompts was compared with what the drafters were trained on."""
+    """The comparison of the prompts with the drafters' training data."""
 
     trained_on: dict[str, list[str]]
     """Folders of answers by drafter."""

@@ -1,11 +1,11 @@
-"""Prompts out of datasets: the benchmarks that the field reports, and any table of one's own.
+"""Prompts from datasets: the benchmarks that the field reports, and the user's own tables.
 
 A table is a Hub dataset, a folder of parquet, a dataset that was saved to disk, or a .parquet,
 .csv, .json or .jsonl file. A template turns a row into one user message: "{question}" is a column,
 "{turns[0]}" the first entry of a list, "{translation[de]}" a key; a column that holds a list of
-texts is joined by newlines, unless it holds the user messages of a conversation
-(`turns_column`). What was loaded is recorded: the commit that a Hub revision stood for,
-and a hash of every prompt.
+texts is joined by newlines, unless it holds the user messages of a conversation (`turns_column`).
+The report records what was loaded: the commit that a Hub revision stood for, and a hash of every
+prompt.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _from_table(source: str, config: DatasetConfig) -> Loaded:
 
 
 def _asked(config: DatasetConfig, row: Mapping[str, Any]) -> Iterator[str]:
-    """The user messages of a row. Raises `UserError` for turns that are no list of texts."""
+    """The user messages of a row. Raises `UserError` if the turns are not a list of texts."""
     if config.template:
         yield fill(config.template, row).strip()
         return
@@ -177,7 +177,7 @@ def open_dataset(source: str, config: DatasetConfig) -> tuple[Any, str]:
             return load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train"), ""
         if path.exists():
             return load_dataset(str(path), named, split=config.split), ""
-        # a mistyped file must not become a confusing question to the Hub
+        # a mistyped file name must not be looked up at the Hub, whose error would confuse
         if source.startswith(("/", ".", "~")) or path.suffix in BUILDERS or source.count("/") > 1:
             raise UserError(f"there is no prompt file or folder '{source}'. Check bench.prompts.")
         revision = resolve_revision(source, config.revision)
@@ -208,7 +208,7 @@ def resolve_revision(dataset: str, revision: str) -> str:
 
 @contextmanager
 def _clear_errors(source: str, config: DatasetConfig) -> Iterator[None]:
-    """Turns the many failures of `datasets` and the Hub into one sentence each."""
+    """Convert the errors of `datasets` and the Hub into one sentence each."""
     from datasets.exceptions import DatasetsError
 
     try:
@@ -265,7 +265,7 @@ def template_columns(template: str) -> list[str]:
 
 
 def fill(template: str, row: Mapping[str, Any]) -> str:
-    """A row as text. Absent values are empty; lists are joined by newlines."""
+    """A row as text. Missing values are empty; lists are joined by newlines."""
     try:
         return _Filler().vformat(template, (), row)
     except (KeyError, IndexError, TypeError) as error:
@@ -274,7 +274,7 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
 
 
 class _Filler(string.Formatter):
-    """`str.format` that knows lists and empty values."""
+    """A `str.format` that supports lists and empty values."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if value is None:

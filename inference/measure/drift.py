@@ -1,4 +1,4 @@
-"""The change of a target's behaviour by training it, on greedy answers to held-out prompts.
+"""Measures how training changes a target's behaviour, on greedy answers to held-out prompts.
 
 Speculative decoding never changes a target's text; training the target does (Medusa-2, LayerSkip).
 Three figures: the mean of KL(p_original || p_new) per answer token, the share of answer tokens at

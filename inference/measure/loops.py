@@ -1,5 +1,5 @@
-"""The block `baselines` of report.json: other decoding loops than ours, on the same prompts and
-with the same weights."""
+"""The block `baselines` of report.json: other decoding loops, on the same prompts and with the same
+weights."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Loop:
     totals: Totals
     records: Sequence[Record]
     interleaved: bool = True
-    """False for an engine that ran in a process of its own."""
+    """False for an engine that ran in a separate process."""
     version: str | None = None
     """Version of a foreign engine."""
     tau: float | None = None
-    """Tokens per pass where the engine counts them itself; None: by the records."""
+    """Tokens per pass if the engine counts them itself; None: computed from the records."""
 
 
 def served_loops(
@@ -39,7 +39,7 @@ def served_loops(
     requests: Requests,
     warmup: Sequence[Request],
 ) -> dict[str, Loop]:
-    """The modes of vLLM that are asked for."""
+    """The requested modes of vLLM."""
     loops = {}
     for mode in measure_vllm(config.baselines, target, arms, requests, warmup, config.repeats):
         records = []
@@ -81,6 +81,6 @@ def baseline_block(plain: Loop, loops: Mapping[str, Loop], seed: int) -> dict[st
 
 
 def end_to_end(records: Sequence[Record]) -> float:
-    """Tokens per second with prefill and its token."""
+    """Tokens per second including prefill and its token."""
     tokens = sum(len(record.tokens) for record in records)
     return divide(tokens, sum(sum(record.seconds.values()) for record in records))

@@ -1,21 +1,21 @@
-"""The one file that divides: from what verification passes did to tau, TAR, acceptance by depth,
-speedup and their intervals.
+"""Computes tau, TAR, acceptance by depth, speedup and their intervals from the outcomes of verify
+passes. All divisions are in this file.
 
 Definitions (docs/vocabulary.md repeats them for users). Every mean is a ratio of sums over prompts,
 never a mean of ratios.
 
 - tau = committed tokens / verify passes. The bonus counts; tokens cut at end-of-text do not, nor
-  does the token prefill gives.
+  does the token from prefill.
 - beta_i = share of passes in which depth i was accepted; alpha_i = beta_i / beta_(i-1) with beta_0
   = 1 (0 where beta_(i-1) is 0).
 - TAR = accepted drafted tokens / (accepted + the refusals that ended a pass); 0 when nothing was
   drafted.
 - speedup = tokens per second / those of the same loop without a drafter, over the same prompts,
   prefill excluded.
-- ideal speedup = tau / (1 + gamma c): what would be left if verifying N nodes cost as much as
-  verifying one and nothing but drafting took extra time. gamma c is measured as draft seconds per
-  pass / baseline seconds per pass, so a head that drafts all depths in one go (gamma = 1) and one
-  that drafts level by level need no separate treatment.
+- ideal speedup = tau / (1 + gamma c): the speedup if verifying N nodes cost as much as verifying
+  one and only drafting took extra time. gamma c is measured as draft seconds per pass / baseline
+  seconds per pass, so a head that drafts all depths in one go (gamma = 1) and one that drafts level
+  by level need no separate treatment.
 - efficiency = speedup / ideal speedup.
 
 Intervals are 95% bootstrap percentiles over prompts: the passes of one prompt depend on one
@@ -40,19 +40,19 @@ RESAMPLES = 2000
 PHASES = ("draft", "verify", "commit", "other")
 """The parts of decode time, as the engine's clock names them; prefill is reported apart."""
 GAP = "gap"
-"""The part between steps, where a clock can tell it (CUDA); decode time as well."""
+"""The time between steps, where a clock can measure it (CUDA); part of decode time as well."""
 CLOCK = (*PHASES, GAP, "prefill")
 FIRST_BIN = 512
 """Contexts of fewer tokens share a bin; every further bin ends at twice the one before."""
 TIMING_NOISE = 0.03
-"""How far a speedup may exceed tau: what a quiet machine's clock does."""
+"""How far a speedup may exceed tau through the clock's noise on a quiet machine."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What decoding one prompt once did: its passes and where its time went."""
+    """The outcome of decoding one prompt once: its passes and its time by phase."""
 
     prompt: str
     """Prompt id. Repeats of a prompt are summed; intervals resample prompts."""
@@ -64,7 +64,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class PerPrompt:
-    """Sums per prompt. What subclasses add are arrays [P, ...] and dictionaries of these."""
+    """Sums per prompt. Subclasses add arrays [P, ...] and dictionaries of arrays."""
 
     prompts: list[str]
     domains: list[str]
@@ -148,7 +148,7 @@ class Totals(PerPrompt):
         return self.spent(*PHASES, GAP)
 
     def like(self, other: Totals) -> Totals:
-        """The same prompts as `other` in its order, so that both can be resampled together."""
+        """The same prompts as `other`, in its order, so that both can be resampled together."""
         place = {prompt: row for row, prompt in enumerate(self.prompts)}
         assert set(place) == set(other.prompts), (
             "an arm and its baseline must have decoded the same prompts"
@@ -158,7 +158,7 @@ class Totals(PerPrompt):
 
 @dataclass(frozen=True)
 class TauEstimate:
-    """How well a drafter is accepted, without any clock: what the trainer watches."""
+    """How well a drafter is accepted, without timing: what the trainer monitors."""
 
     tau: float
     ci95: tuple[float, float]
@@ -256,7 +256,7 @@ def speedup(arm: Totals, baseline: Totals, seed: int = 0) -> tuple[float, tuple[
 
 @dataclass(frozen=True)
 class Gain:
-    """What one drafter gains over another one on the same prompts, with paired 95% intervals."""
+    """The gain of one drafter over another on the same prompts, with paired 95% intervals."""
 
     tau: float
     """Difference of tau."""
@@ -267,7 +267,7 @@ class Gain:
 
 
 def gain(new: Totals, old: Totals, seed: int = 0) -> Gain:
-    """What `new` gains over `old`. Raises `UserError` when one of them verified nothing."""
+    """The gain of `new` over `old`. Raises `UserError` if one of them verified nothing."""
     new = new.like(old)
     here, before = tau_estimate(new, seed), tau_estimate(old, seed)
     weights = resample_weights(len(old.prompts), seed)
@@ -293,7 +293,7 @@ def ideal_speedup(arm: Totals, baseline: Totals) -> float:
 
 
 def step_ms(totals: Totals) -> dict[str, float]:
-    """Milliseconds per verify pass, by phase; the gap between steps only where it was measured."""
+    """Milliseconds per verify pass, by phase; the gap between steps only if it was measured."""
     phases = (*PHASES, GAP) if totals.seconds[GAP].any() else PHASES
     return {
         phase: 1000.0 * divide(totals.seconds[phase].sum(), totals.passes.sum()) for phase in phases
@@ -301,12 +301,12 @@ def step_ms(totals: Totals) -> dict[str, float]:
 
 
 def exceeds_tau(arm: Totals, baseline: Totals, seed: int = 0) -> bool:
-    """Whether a speedup exceeds tau by more than the clock's noise, which is impossible: a pass
-    over several tokens is not cheaper than one over a single token, so plain decoding was slowed
-    down by something else.
+    """Whether a speedup exceeds tau by more than the clock's noise. This is impossible on a quiet
+    machine: a pass over several tokens is not cheaper than a pass over one, so something else
+    slowed plain decoding down.
 
-    Speedup / tau is baseline seconds per pass / the drafter's seconds per pass: the spread of tau
-    cancels, so this quotient's own interval is asked: its lower end must lie above 1.
+    Speedup / tau is baseline seconds per pass / the drafter's seconds per pass. The spread of tau
+    cancels, so the interval of this quotient decides: its lower end must lie above 1.
     """
     arm = arm.like(baseline)
     weights = resample_weights(len(baseline.prompts), seed)
@@ -318,10 +318,10 @@ def exceeds_tau(arm: Totals, baseline: Totals, seed: int = 0) -> bool:
 
 
 def fastest_repeats(seconds: Mapping[str, Mapping[int, float]], count: int) -> list[int]:
-    """The `count` repeats in which all arms together took the least time, ascending.
+    """The `count` repeats in which all arms together took the least time, in ascending order.
 
     seconds: arm -> repeat -> decode seconds over all prompts. All arms take turns within a repeat,
-    so that the choice favours none.
+    so the choice favours no arm.
     """
     repeats = sorted({repeat for arm in seconds.values() for repeat in arm})
     spent = {repeat: sum(arm[repeat] for arm in seconds.values()) for repeat in repeats}
@@ -330,7 +330,7 @@ def fastest_repeats(seconds: Mapping[str, Mapping[int, float]], count: int) -> l
 
 def repeat_spread(seconds: Mapping[int, float], repeats: Sequence[int]) -> float:
     """The slowest of some repeats of one arm over the fastest, less 1. Repeats decode the same text
-    with the same passes: only the machine makes a difference. seconds: by repeat."""
+    with the same passes, so only the machine makes a difference. seconds: by repeat."""
     times = [seconds[repeat] for repeat in repeats]
     return max(0.0, divide(max(times), min(times)) - 1.0)
 
@@ -340,8 +340,8 @@ def summarise(
 ) -> dict[str, Any]:
     """The measured numbers of one entry of `drafters` in report.json.
 
-    contexts: tokens of each prompt by its id. The context of an answer is that at its start: one
-    prompt is in one bin, so that bins, like domains, are resampled over prompts.
+    contexts: tokens of each prompt by its id. The context of an answer is the one at its start. So
+    each prompt is in one bin, and bins, like domains, are resampled over prompts.
     """
     arm = arm.like(baseline)
     estimate, (ratio, ratio_ci95) = tau_estimate(arm, seed), speedup(arm, baseline, seed)
@@ -372,8 +372,8 @@ def summarise(
 
 
 def _part(arm: Totals, baseline: Totals, seed: int) -> tuple[dict[str, Any], list[float]]:
-    """The numbers of some of the prompts, and the 95% interval of their speedup."""
-    if not arm.passes.sum():  # every answer of this part was a single token
+    """The numbers for some of the prompts, with the 95% interval of their speedup."""
+    if not arm.passes.sum():  # every answer of these prompts was a single token
         return {"tau": 0.0, "tau_ci95": [0.0, 0.0], "tar": 0.0, "speedup": 0.0}, [0.0, 0.0]
     estimate, (ratio, ratio_ci95) = tau_estimate(arm, seed), speedup(arm, baseline, seed)
     found = {"tau": estimate.tau, "tau_ci95": list(estimate.ci95), "tar": estimate.tar}
@@ -390,7 +390,7 @@ def _context(place: tuple[int, int], arm: Totals, baseline: Totals, seed: int) -
 def domain_speedup_ci95(
     arm: Totals, baseline: Totals, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """Domain -> 95% interval of its speedup, which report.json's `domains` has no place for."""
+    """Domain -> 95% interval of its speedup. The `domains` of report.json have no field for it."""
     arm = arm.like(baseline)
     return {
         name: speedup(arm.take(rows), baseline.take(rows), seed)[1]

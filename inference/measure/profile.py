@@ -1,11 +1,11 @@
-"""Speed by batch size, draft length, context length and temperature: where a drafter pays and where
-it stops.
+"""Speed by batch size, draft length, context length and temperature: the conditions under which a
+drafter pays off.
 
 Every point compares the same requests with and without drafter, in the same engine with continuous
-refill: each block of requests is decoded by plain decoding and by every draft length in turn, each
-time another one first. Intervals resample blocks. A block holds `refills` prompts per row; blocks
-take different prompts as long as there are enough, so a batch of 32 sees what a batch of 1 sees.
-Seconds exclude prefill, in both arms.
+refill: each block of requests is decoded by plain decoding and by every draft length in turn, and
+the order rotates. Intervals resample blocks. A block contains `refills` prompts per row. Blocks
+take different prompts as long as there are enough, so a batch of 32 sees the same prompts as a
+batch of 1. Seconds exclude prefill, in both arms.
 
 Legend: B rows decoded together, L tokens of a prompt.
 """
@@ -33,7 +33,7 @@ Blocks = Sequence[Sequence[Request]]
 PLAIN = 0
 """The draft length that stands for no drafter."""
 OWN = -1
-"""Stands for the arm's own draft where that is not a chain."""
+"""Stands for the arm's own draft if that is not a chain."""
 
 
 @config("bench.profile")
@@ -64,7 +64,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class Setting:
-    """One condition: what is varied, and the values of all that can be."""
+    """One condition: the varied setting, and the values of all settings that can be varied."""
 
     sweep: str
     batch: int
@@ -74,22 +74,23 @@ class Setting:
 
 @dataclass(frozen=True)
 class Turn:
-    """One block by one engine: completions as requested, seconds by phase, steps of the batch."""
+    """One block decoded by one engine: completions in the order of requests, seconds by phase,
+    steps of the batch."""
 
     completions: list[Completion]
     seconds: dict[str, float]
     steps: int
 
     def outcome(self, block: int) -> Outcome:
-        """For `Totals`, which then resample blocks."""
+        """The outcome for `Totals`, which then resample blocks."""
         passes = [record for done in self.completions for record in done.passes]
         return Outcome(f"block-{block}", "", passes, self.seconds)
 
 
 def take_turns(engines: Mapping[Key, Engine], blocks: Blocks, batch: int) -> dict[Key, list[Turn]]:
-    """Every block decoded by every engine in turn, each time another one first."""
+    """Every block decoded by every engine in turn; the order rotates."""
     names = list(engines)
-    for name in names:  # buffers, thread pools and graphs settle; not counted
+    for name in names:  # not counted: buffers, thread pools and graphs settle
         list(engines[name].run(blocks[0][:batch]))
     found: dict[Key, list[Turn]] = {name: [] for name in names}
     for number, block in enumerate(blocks):
@@ -128,8 +129,8 @@ def profile(
 
 
 def _settings(config: ProfileConfig, temperature: float, own: int) -> Iterator[Setting]:
-    """All conditions. temperature, own: where they are not varied, the latter the mean length of
-    the prompts."""
+    """All conditions. temperature, own: the values if they are not varied; own is the mean length
+    of the prompts."""
     for batch in config.batches:
         yield Setting("batch", batch, own, temperature)
     for context in config.contexts:
@@ -141,8 +142,8 @@ def _settings(config: ProfileConfig, temperature: float, own: int) -> Iterator[S
 def make_blocks(
     config: ProfileConfig, target: TargetModel, setting: Setting, arm: Arm, requests: Requests
 ) -> Blocks:
-    """The requests of each block: prompts go round in their order, each visit of a prompt with a
-    seed of its own. Raises `UserError` for a context that the target cannot hold."""
+    """The requests of each block. Prompts repeat in their order, each time with a different seed.
+    Raises `UserError` for a context that the target cannot hold."""
     limit, answer = target.info.max_position_embeddings, arm.decode.max_new_tokens
     if setting.sweep == "context" and setting.context + answer > limit:
         raise UserError(
@@ -214,7 +215,7 @@ def _measure(
 def _engines(
     config: ProfileConfig, target: TargetModel, arm: Arm, setting: Setting, blocks: Blocks
 ) -> dict[int, Engine]:
-    """An engine without drafter and one per draft, all with the same room per row."""
+    """An engine without drafter and one per draft, all with the same capacity per row."""
     decode = replace(arm.decode, batch_size=setting.batch, temperature=setting.temperature)
     shape = arm.decode.tree()
     chains = config.depths or tuple(range(1, shape.max_depth + 1))
@@ -239,7 +240,7 @@ def _engines(
 
 
 def best(points: Sequence[ProfilePoint]) -> list[BestDraft]:
-    """Per arm and setting the draft with the largest speedup, or plain decoding at depth 0."""
+    """The draft with the largest speedup per arm and setting, or plain decoding at depth 0."""
     groups: dict[tuple[Any, ...], list[ProfilePoint]] = {}
     for point in points:
         groups.setdefault(point.key[:5], []).append(point)

@@ -1,13 +1,13 @@
-"""Prompts for measuring, chatting and evaluating: JSON lines with an id, a domain and what to
-answer.
+"""Prompts for measuring, chatting and evaluating: JSON lines with an id, a domain and the content
+to answer.
 
 One line is {"id": ..., "domain": ..., and one of "messages" (OpenAI style), "prompt" (one user
 message), "tokens" (ids), "text" (continued as it is, without the chat template)}. Messages may come
 with "tools" and "template_arguments" for the template, and with "turns", further user messages of
-the conversation (inference.measure.turns); a "json_schema" is what the answer follows (structured
-output). In a .txt file every line is a user message.
-A folder holds one `<domain>.jsonl` per domain. Ids are unique, and each prompt's sampling seed
-comes from its id, so a prompt gets the same answer in any order, batch or process.
+the conversation (inference.measure.turns); a "json_schema" constrains the answer (structured
+output). In a .txt file every line is a user message. A folder holds one `<domain>.jsonl` per
+domain. Ids are unique. Each prompt's sampling seed is derived from its id, so a prompt gets the
+same answer in any order, batch or process.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ logger = logging.getLogger(__name__)
 
 CONTENT_KEYS = ("messages", "prompt", "tokens", "text")
 LINES = ".txt"
-"""Ending of files with a user message per line."""
+"""Suffix of files with one user message per line."""
 Requests = Mapping[str, Request]
-"""By the ids of their prompts."""
+"""Texts by the ids of their prompts."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Something to answer: `messages` for the chat template, ready token ids, or the beginning of
-    a text. tools, arguments: what the template is given besides messages. constraint: what the
-    answer follows. turns: user messages that follow the answer (inference.measure.turns)."""
+    """A prompt: `messages` for the chat template, token ids, or the beginning of a text. tools,
+    arguments: what the template gets besides messages. constraint: the constraint on the answer.
+    turns: user messages that follow the answer (inference.measure.turns)."""
 
     id: str
     domain: str
@@ -54,7 +54,7 @@ class Prompt:
     turns: tuple[str, ...] = ()
 
     def render(self, tokenizer: Any) -> list[int]:
-        """Token ids that the target continues."""
+        """The token ids that the target continues."""
         if self.tokens is not None:
             return list(self.tokens)
         if self.text is not None:
@@ -73,7 +73,7 @@ class Prompt:
         return self.messages[-1]["content"] if self.messages else self.text or ""
 
     def asking(self, text: str) -> Prompt:
-        """The same prompt with another `asked`."""
+        """The same prompt with a different `asked`."""
         if not self.messages:
             return replace(self, text=text)
         return replace(self, messages=(*self.messages[:-1], {**self.messages[-1], "content": text}))
@@ -99,8 +99,8 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 def load_prompts(path: str | Path | Sequence[str | Path]) -> list[Prompt]:
     """Read prompts from a .jsonl or .txt file, a folder of <domain>.jsonl, or a list of these.
 
-    Raises `UserError` naming file and line for a missing or empty source, a broken line or an id
-    that occurs twice.
+    Raises `UserError` for a missing or empty source, a broken line or a duplicate id; the message
+    names file and line.
     """
     prompts: list[Prompt] = []
     for file in _files(path):
@@ -126,9 +126,9 @@ def select_prompts(
 ) -> list[Prompt]:
     """At most `per_domain` prompts of every domain, in the given order.
 
-    seed None takes the first ones; otherwise the choice is random but the same for the same seed,
-    and adding prompts to a domain changes it only by the ones that enter. Raises `UserError` unless
-    per_domain is positive.
+    seed None takes the first ones. Otherwise the choice is random but reproducible by the seed, and
+    adding prompts to a domain changes it only by the added prompts that it includes. Raises
+    `UserError` unless per_domain is positive.
     """
     if per_domain < 1:
         raise UserError(f"prompts per domain must be at least 1; given: {per_domain}.")
@@ -151,12 +151,13 @@ def prompt_seed(seed: int, prompt_id: str) -> int:
 def behind_others(
     prompts: Sequence[Prompt], others: Sequence[Prompt], tokenizer: Any, lengths: Sequence[int]
 ) -> list[Prompt]:
-    """Every prompt once per length, behind as many others of its domain as fit into so many tokens:
-    documents, and what is asked about the last one. Ids become "<id>@<length>".
+    """Every prompt once per length, behind as many other prompts of its domain as fit into that
+    many tokens. They stand for documents; the answer is about the last one. Ids become
+    "<id>@<length>".
 
-    others: all prompts, `prompts` among them; taken in their order, from the prompt's own place on,
-    each at most once. Without lengths prompts stay as they are. Raises `UserError` for prompts of
-    token ids, which have no text to put anything before.
+    others: all prompts, including `prompts`; taken in their order, starting at the prompt's own
+    place, each at most once. Without lengths, prompts stay as they are. Raises `UserError` for
+    prompts of token ids, because text cannot be put before them.
     """
     if not lengths:
         return list(prompts)
@@ -187,11 +188,11 @@ def to_requests(
     capacity: int | None = None,
     overlong: str = "refuse",
 ) -> list[Request]:
-    """Render prompts into requests; `Request.index` is the place in `prompts`.
+    """Render prompts as requests; `Request.index` is the place in `prompts`.
 
-    capacity: most positions that prompt and answer may take together; None does not check.
-    overlong: "refuse" raises `UserError` for the first prompt that does not fit, "skip" leaves
-    those out and logs how many (their indices are absent from the result).
+    capacity: most positions that prompt and answer may take together; None disables the check.
+    overlong: "refuse" raises `UserError` for the first prompt that does not fit; "skip" leaves such
+    prompts out and logs how many (their indices are absent from the result).
     """
     assert overlong in ("refuse", "skip"), overlong
     requests, skipped = [], []
@@ -262,7 +263,7 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
         checked = check_messages(row["messages"] if given == ["messages"] else asked)
     except UserError as error:
         raise UserError(f"{where}: {error}.") from error
-    # Answers that the file has are not part of the prompt.
+    # Answers in the file are not part of the prompt.
     while len(checked) > 1 and checked[-1]["role"] == "assistant":
         checked.pop()
     tools, arguments = row.get("tools"), row.get("template_arguments")

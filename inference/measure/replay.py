@@ -1,11 +1,11 @@
-"""Drafters that accept by script: the work of a real drafter, with the acceptance that another
+"""Drafters with scripted acceptance: the work of a real drafter, with the acceptance that another
 measurement recorded.
 
-How fast a decoder is depends on how much is accepted; how much is accepted depends on trained
-weights and, in half precision, on numerical ties. `ReplayDrafter` takes both out: it runs a real
-drafter and then overwrites the drafted tokens by the text that the target is known to write, right
-up to the recorded depth and wrong behind it. So decoders, sizes and machines can be compared on
-exactly the same work, with random weights.
+A decoder's speed depends on acceptance. Acceptance depends on trained weights and, in half
+precision, on numerical ties. `ReplayDrafter` removes both influences: it runs a real drafter and
+then overwrites the drafted tokens. They equal the target's known text up to the recorded depth and
+are wrong behind it. So decoders, sizes and machines can be compared on exactly the same work, with
+random weights.
 
 Legend: B rows, N nodes, S slots of text, P passes of the trajectory.
 """
@@ -31,7 +31,7 @@ from inference.report.model import read_report
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Accepted drafted tokens of consecutive passes, which are replayed round and round."""
+    """Accepted drafted tokens of consecutive passes, which are replayed in a cycle."""
 
     accepted: tuple[int, ...]
     source: str = ""
@@ -50,8 +50,9 @@ class Trajectory:
 
     @classmethod
     def of_records(cls, folder: Path, arm: str, most: int = 512) -> Trajectory:
-        """What an arm of a finished measurement accepted, each answer's last pass left out: it may
-        have been cut. most: passes to keep. Raises `UserError` when there are no such records."""
+        """The acceptance of an arm of a finished measurement, without each answer's last pass,
+        which may have been cut. most: passes to keep. Raises `UserError` if there are no such
+        records."""
         file = folder / FINAL_FILE if folder.is_dir() else folder
         if not file.is_file():
             words = "Give the folder of a finished measurement."
@@ -67,7 +68,7 @@ class Trajectory:
 
 
 def _conditions(records: Path, arm: str) -> str:
-    """What the report next to the records, if there is one, says of an arm."""
+    """What the report next to the records, if there is one, says about an arm."""
     if not (records.parent / "report.json").is_file():
         return ""
     report = read_report(records.parent)
@@ -91,9 +92,9 @@ class State:
 class ReplayDrafter(nn.Module):
     """Drafts chains like `drafter` at the same cost, and is accepted as `trajectory` says.
 
-    texts: what the target writes, prompt included; found again by their prompts (`prompt_lengths`).
-    Every text begins at another place of the trajectory. A prompt that is not among them is
-    continued by token 0: its drafts are as good as random.
+    texts: what the target writes, including the prompts, by which they are found
+    (`prompt_lengths`). Every text begins at a different place of the trajectory. For an unknown
+    prompt the drafts are token 0, no better than random.
     """
 
     kind: ClassVar[str] = "replay"
@@ -160,7 +161,7 @@ class ReplayDrafter(nn.Module):
         return state
 
     def followed(self, completions: Iterable[Completion], depth: int) -> bool:
-        """Whether all passes but each answer's last, which may be cut, follow the trajectory."""
+        """Whether all passes follow the trajectory, except each answer's last, which may be cut."""
         wanted = self.trajectory.accepted
         return all(
             record.accepted == min(depth, wanted[place % len(wanted)])

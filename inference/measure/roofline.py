@@ -1,13 +1,13 @@
-"""How close a step comes to the memory's speed: bytes that a step must move, over what this device
-was seen to move.
+"""How close a step comes to the memory bandwidth: the bytes that a step must move, over the
+bandwidth measured on this device.
 
 Decoding few tokens reads every weight once per step and computes little, so a step cannot be
 shorter than its bytes over the bandwidth. Bytes: the target's weights without the embedding table
 (a lookup) but with the LM head, the cached keys and values that attention reads, and the weights
 that the drafter reads in all its passes, which are counted while it drafts. Bandwidth is probed on
-the same device by a large copy and a large matrix-vector product; the faster one counts. A target
-with experts is counted with those that n tokens can reach at most, so its share is an upper bound.
-Drafters' caches are left out: they are small.
+the same device by a large copy and a large matrix-vector product; the faster one counts. For a
+target with experts, the count includes the most experts that n tokens can reach, so its share is an
+upper bound. Drafters' caches are small and left out.
 
 Legend: n nodes of a verification, L cached tokens, T_step seconds of a step.
 """
@@ -31,19 +31,19 @@ from inference.report import model as schema
 from inference.target.model import TargetModel
 
 PROBE_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
-"""Size of a probe's operand: far above every cache."""
+"""Size of a probe's operand, far larger than any cache."""
 PROBE_REPEATS = 9
 PACKED: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
-"""Layout of what `pack_linears` makes; only weights have it."""
+"""Layout of the tensors that `pack_linears` makes; only weights have it."""
 LOOKUPS = ("embedding", "index_select", "gather", "index")
-"""Operations that read only the rows asked for."""
+"""Operations that read only the requested rows."""
 
 
 @torch.no_grad()
 def probe_bandwidth(
     device: torch.device, dtype: torch.dtype, size: int = 0
 ) -> schema.BandwidthFacts:
-    """Measure a device's bandwidth. size: bytes of each operand; 0: more than caches hold."""
+    """Measure a device's bandwidth. size: bytes of each operand; 0: larger than the caches."""
     size = size or PROBE_BYTES.get(device.type, PROBE_BYTES["cpu"])
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     copy = torch.empty_like(source)
@@ -82,7 +82,7 @@ class TargetBytes:
 
     @classmethod
     def of(cls, target: TargetModel) -> TargetBytes:
-        """Count a loaded target."""
+        """Count the bytes of a loaded target."""
         embedding, head = target.weights.embedding, target.weights.lm_head
         named = dict(target.model.named_parameters())
         experts = sum(value.nbytes for name, value in named.items() if ".experts." in name)
@@ -124,7 +124,7 @@ def drafter_bytes(target: TargetModel, arm: Arm, text: Sequence[int]) -> int:
 class WeightReads(TorchDispatchMode):
     """Counts the bytes of given tensors, and of weights packed for the CPU, that operations read.
 
-    Views read nothing, lookups only what they give out.
+    Views read nothing; lookups read only their results.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -169,7 +169,7 @@ def roofline(
     """The `roofline` block of report.json.
 
     text: token ids of real text. lengths: "baseline" and every arm -> mean cached tokens of its
-    steps. bandwidth: of an earlier probe; None probes now.
+    steps. bandwidth: from an earlier probe; None probes now.
     """
     bandwidth = bandwidth or probe_bandwidth(target.device, target.dtype)
     size = TargetBytes.of(target)

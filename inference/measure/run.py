@@ -1,14 +1,14 @@
 """Measures drafters against plain decoding on held-out prompts and writes report.json.
 
 The comparison is fair: one process, one engine class, batch size 1; plain decoding (our own loop
-with one node) is always an arm; for every prompt all arms run one after another, each time another
-one first, so that a machine that heats up or is shared slows all of them alike; warm-up prompts are
-not measured; seconds exclude prefill; speedups are ratios of sums over the same prompts. Every
-measured answer is compared with the baseline's (`inference.audit.comparison`).
+with one node) is always an arm; for every prompt all arms run one after another in a rotating
+order, so that a machine that heats up or is shared slows all of them alike; warm-up prompts are not
+measured; seconds exclude prefill; speedups are ratios of sums over the same prompts. Every measured
+answer is compared with the baseline's (`inference.audit.comparison`).
 
-The whole is repeated. On a quiet machine an arm's repeats take the same time; where they do not,
-the machine was disturbed, more repeats are measured, and the fastest ones count. If it stays
-disturbed, the report is written and says so (`Report.repeats`, `inference.report.claims`).
+The whole measurement is repeated. On a quiet machine an arm's repeats take the same time. If they
+do not, the machine was disturbed: more repeats are measured, and the fastest ones count. If it
+stays disturbed, the report is written and says so (`Report.repeats`, `inference.report.claims`).
 
 Answers are appended to records.partial.jsonl as they finish, and an interrupted measurement
 continues from there. When the report is written, the file becomes records.jsonl.
@@ -75,12 +75,12 @@ from inference.writers import only_writer
 
 logger = logging.getLogger(__name__)
 TEXT_TOKENS = 1 << 16
-"""Most token ids of prompts that are strung together as text for caches."""
+"""Most token ids of prompts that are concatenated as text for caches."""
 ROOM = 64
-"""Caches hold a multiple of so many tokens: measurements of about the same prompts then compile the
+"""Cache sizes are multiples of this number, so that measurements of similar prompts compile the
 same steps."""
 NOISE = {Stream.TARGET: "shared", Stream.DRAFT: "own", None: "none"}
-"""A draft's `noise` by the stream that its rule draws drafts with."""
+"""The `noise` of a draft, by the stream that its rule draws drafts with."""
 
 
 def quick_tau(
@@ -90,8 +90,8 @@ def quick_tau(
     decode: DecodeConfig,
     answers: list[Completion] | None = None,
 ) -> TauEstimate:
-    """tau over `requests`, untimed and not compiled, which would take longer than it saves; raises
-    `UserError` when nothing was verified. answers: receives what was decoded."""
+    """tau over `requests`, untimed and not compiled, since compiling would take longer than it
+    saves. Raises `UserError` if nothing was verified. answers: receives the decoded answers."""
     engine = Engine(target, drafter, replace(decode, compile=False))
     done = list(engine.run(requests))
     outcomes = [Outcome(str(c.request.index), "", c.passes) for c in done]
@@ -119,10 +119,10 @@ def measure(
     content.
 
     provenance: `command`, `versions`, `git` for the report (default: this process's). revision: the
-    commit of the dataset that the prompts are from. recording: of the arms' verifications, in
-    `out`/records/<arm>/. leaks: how the prompts were compared with the training data. Raises
-    `UserError` for arms that do not compare or prompts that do not suffice. A disturbed machine is
-    no error: `Report.repeats` says so.
+    commit of the dataset that the prompts are from. recording: settings of the records of the arms'
+    verifications, in `out`/records/<arm>/. leaks: how the prompts were compared with the training
+    data. Raises `UserError` for arms that cannot be compared and for too few prompts. A disturbed
+    machine is no error: `Report.repeats` reports it.
     """
     session = _prepare(config, target, arms, prompts)
     with only_writer(out):
@@ -130,7 +130,7 @@ def measure(
             session.decode_all(out, console)
         except NotCompiledError as error:
             if any(arm.decode.compiles for arm in arms):
-                raise  # asked for
+                raise  # raised only if it was requested
             logger.warning("measuring steps that are not compiled: %s", error)
             arms = [replace(arm, decode=replace(arm.decode, compile=False)) for arm in arms]
             session = _prepare(config, target, arms, prompts)
@@ -208,12 +208,12 @@ class _Session:
     # Running
 
     def decode_all(self, out: Path, console: Console | None) -> None:
-        """Decode what is not on record in `out`."""
+        """Decode what is not yet on record in `out`."""
         self.records = AnswerLog.open(out, self.fingerprint(), self.names)
         with ExitStack() as stack:
-            for arm in self.arms:  # pack weights once, and not at the start of every answer
+            for arm in self.arms:  # pack weights once, not at the start of every answer
                 stack.enter_context(packed_linears(arm.drafter))
-            # compiled verifications that catch the same taps are compiled once
+            # compiled verifications with the same taps are compiled once
             compiled = [arm for arm in self.arms if arm.decode.compiles]
             taps = [tap for arm in compiled for tap in arm.drafter.needs.taps]
             stack.enter_context(self.target.taps.share(taps))
@@ -221,7 +221,8 @@ class _Session:
             self.run(console)
 
     def warm_up(self) -> None:
-        """Let every arm answer the warm-up prompts: allocations, thread pools and caches settle."""
+        """Decode the warm-up prompts with every arm: allocations, thread pools and caches
+        settle."""
         for name, engine in self.engines.items():
             for request in self.warmup:
                 _answer(engine, request)
@@ -231,7 +232,7 @@ class _Session:
                 peer.answer(request)
 
     def run(self, console: Console | None) -> None:
-        """Decode what is not on record, and on a disturbed machine further repeats."""
+        """Decode what is not yet on record, and further repeats on a disturbed machine."""
         done = (bars.TextColumn("measuring"), bars.BarColumn(), bars.MofNCompleteColumn())
         columns = (*done, _RateColumn(), bars.TimeRemainingColumn())
         config, each = self.config, len(self.requests) * len(self.names)
@@ -250,9 +251,10 @@ class _Session:
                 self.repeats = self.compare_repeats(repeat + 1)
 
     def decode(self, repeat: int, advance: Callable[[], None]) -> None:
-        """One repeat: all arms for every prompt, the order rotating. advance: after an answer."""
+        """One repeat: all arms for every prompt, in a rotating order. advance: called after each
+        answer."""
         names, records = self.names, self.records
-        for arm in self.arms:  # what a drafter remembers of the warm-up, or of a repeat
+        for arm in self.arms:  # a drafter's memory of the warm-up or of an earlier repeat
             forget(arm.drafter)
         for request, prompt in zip(self.requests, self.prompts, strict=True):
             if records.has(prompt.id, repeat):
@@ -263,7 +265,7 @@ class _Session:
                 advance()
 
     def compare_repeats(self, measured: int) -> schema.Repeats:
-        """Which of the repeats that were `measured` count, and how alike these are."""
+        """Which of the `measured` repeats count, and how much they differ."""
         seconds = {name: self.records.decode_seconds(name, range(measured)) for name in self.names}
         kept = metrics.fastest_repeats(seconds, self.config.repeats)
         spread = {name: metrics.repeat_spread(seconds[name], kept) for name in self.names}
@@ -312,7 +314,7 @@ class _Session:
         return self.records.of(name, self.repeats.kept)
 
     def totals(self, name: str, repeats: Sequence[int] = ()) -> Totals:
-        """The sums of an arm over some repeats; default: those that count."""
+        """The sums of an arm over some repeats; by default those that count."""
         domains = {prompt.id: prompt.domain for prompt in self.prompts}
         records = self.records.of(name, repeats) if repeats else self.timed(name)
         outcomes = [record.outcome(domains[record.prompt]) for record in records]
@@ -352,7 +354,7 @@ class _Session:
     def optional_blocks(
         self, baseline: schema.Baseline, drafters: Sequence[schema.DrafterResult]
     ) -> dict[str, Any]:
-        """The blocks that `bench` asks for, measured after the arms."""
+        """The blocks that `bench` requests, measured after the arms."""
         config, target, arms, records = self.config, self.target, self.arms, self.records
         blocks: dict[str, Any] = {}
         requests = self.by_id
@@ -369,7 +371,7 @@ class _Session:
         if self.peers or served:
             ours = {name: Loop(self.totals(name), self.timed(name)) for name in self.names}
             blocks["baselines"] = baseline_block(ours[BASELINE], {**ours, **served}, config.seed)
-        discard_transcripts(records.directory)  # of an earlier measurement
+        discard_transcripts(records.directory)  # from an earlier measurement
         if config.lost.enabled:
             totals = {name: self.totals(name) for name in self.engines}
             costs = blocks.get("costs")
@@ -378,7 +380,7 @@ class _Session:
         return blocks
 
     def ahead_facts(self, arm: Arm) -> dict[str, Any]:
-        """What an arm saved by drafting ahead; empty for one that did not."""
+        """The savings of an arm from drafting ahead; empty for one that did not."""
         tallies = [record.ahead for record in self.timed(arm.name) if record.ahead is not None]
         if not tallies:
             return {}
@@ -387,7 +389,7 @@ class _Session:
         return {"ahead": schema.AheadResult(kept=divide(kept, drafts), hidden_ms=hidden_ms)}
 
     def draft_facts(self, arm: Arm) -> schema.DraftFacts:
-        """The draft that an arm is measured with."""
+        """The draft with which an arm is measured."""
         tree, decode, more = self.engines[arm.name].tree, arm.decode, dict[str, Any]()
         rule = get_rule(decode.acceptance, tree, share_noise=decode.share_noise)
         if decode.shape == "tree":
@@ -419,7 +421,7 @@ class _Session:
         )
 
     def conditions(self, source: Loaded, leaks: LeakFacts | None) -> schema.Conditions:
-        """The `run` block: how the measurement was made, and further details of each arm."""
+        """The `run` block: the conditions of the measurement, and further details of each arm."""
         baseline, decode = self.totals(BASELINE), self.arms[0].decode
         typical = {"epsilon": decode.typical_epsilon, "delta": decode.typical_delta}
         arms = {}
@@ -448,7 +450,7 @@ class _Session:
 def _prepare(
     config: BenchConfig, target: TargetModel, arms: Sequence[Arm], prompts: Sequence[Prompt]
 ) -> _Session:
-    """Choose the prompts that fit, and build engines with the same room in their caches."""
+    """Choose the prompts that fit, and build engines with the same cache capacity."""
     checked = check_arms(config, arms)
     decode, limit = checked[0].decode, target.info.max_position_embeddings
     measured, spare = (
@@ -479,8 +481,8 @@ def _prepare(
 
 
 def _settle(arms: Sequence[Arm], target: TargetModel, tokens: int) -> list[Arm]:
-    """The arms with `decode.compile` settled, for all alike. tokens: of an arm's answers, which it
-    writes in half as many steps or fewer."""
+    """The arms with `decode.compile` settled, the same for all. tokens: of an arm's answers, which
+    take half as many steps or fewer."""
     settled_ones = [settled(arm.decode, target, tokens / 2) for arm in arms]
     compiles = all(decode.compiles for decode in settled_ones)
     return [replace(arm, decode=replace(arm.decode, compile=compiles)) for arm in arms]
@@ -495,7 +497,7 @@ def _answer(engine: Engine, request: Request) -> tuple[Completion, dict[str, flo
 
 
 def _mean_length(requests: Requests, records: Sequence[Record]) -> float:
-    """Cached tokens that a step of an arm finds on average."""
+    """Mean number of cached tokens in a step of an arm."""
     cached, steps = 0, 0
     for record in records:
         length = len(requests[record.prompt].tokens)

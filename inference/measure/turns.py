@@ -1,8 +1,7 @@
-"""Conversations: each turn is a prompt of its own, behind the answers to the turns before it.
+"""Conversations: each turn is a separate prompt, behind the answers to the turns before it.
 
-The answers that a later turn stands behind are those of plain decoding, so that every drafter is
-measured on the same prompts. The first turn keeps the prompt's id; the others are "<id>/2",
-"<id>/3", ...
+These answers are those of plain decoding, so that every drafter is measured on the same prompts.
+The first turn keeps the prompt's id; the others are "<id>/2", "<id>/3", ...
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ def every_turn(
     prompts: Sequence[Prompt], target: TargetModel, decode: DecodeConfig
 ) -> list[Prompt]:
     """The prompts of all turns: all first ones, all second ones, ... decode: sampling settings and
-    length of the answers. A conversation ends early where a turn does not fit into the target's
-    positions, or where an answer is empty."""
+    length of the answers. A conversation ends early if a turn does not fit into the target's
+    positions, or if an answer is empty."""
     found = list(prompts)
     asked = conversations(prompts)
     for number in count(2):
@@ -36,13 +35,13 @@ def every_turn(
 
 
 def conversations(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Those with a further turn."""
+    """The prompts with a further turn."""
     return [prompt for prompt in prompts if prompt.turns]
 
 
 def next_turns(prompts: Sequence[Prompt], answers: Mapping[str, str], number: int) -> list[Prompt]:
-    """The following turn, which is the conversation's `number`th, of prompts that have one.
-    answers: by the ids of `prompts`; without one, or with an empty one, the conversation ends."""
+    """The following turn, the `number`th of the conversation, for prompts that have one. answers:
+    by the ids of `prompts`. The conversation ends if its answer is missing or empty."""
     following = []
     for prompt in prompts:
         answer = answers.get(prompt.id, "")
@@ -63,7 +62,7 @@ def next_turns(prompts: Sequence[Prompt], answers: Mapping[str, str], number: in
 def _answers(
     prompts: Sequence[Prompt], target: TargetModel, decode: DecodeConfig
 ) -> dict[str, str]:
-    """What the target answers without a drafter, by the prompts' ids."""
+    """The target's answers without a drafter, by the prompts' ids."""
     limit, tokenizer = target.info.max_position_embeddings, target.tokenizer
     requests = to_requests(prompts, tokenizer, decode, capacity=limit, overlong="skip")
     engine = Engine(target, None, decode.without_draft())

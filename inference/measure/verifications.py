@@ -1,7 +1,7 @@
 """Records of a measurement's verifications: <out>/records/<arm>/ (docs/formats.md, Records).
 
 Computing the probabilities of drafts takes time that a measurement must not include. So the prompts
-are decoded once more without a clock, in the same order, and the steps are compared with the timed
+are decoded once more without timing, in the same order, and the steps are compared with the timed
 ones.
 """
 
@@ -33,8 +33,8 @@ def write_records(
     measured: Mapping[str, Iterable[Record]],
     out: Path,
 ) -> None:
-    """Record what every arm drafts, in place of earlier records. measured: what each arm did
-    while the clock ran."""
+    """Record what every arm drafts, replacing earlier records. measured: the timed answers of each
+    arm."""
     discard(out / RECORDS)
     for arm in arms:
         engine = Engine(target, arm.drafter, arm.decode, details=True)

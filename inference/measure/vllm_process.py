@@ -1,10 +1,11 @@
-"""vLLM on the same prompts: `foreign/vllm_worker.py` in a process of its own, run by the Python of
-vLLM's environment.
+"""Measures vLLM on the same prompts: runs `foreign/vllm_worker.py` in a separate process with the
+Python of vLLM's environment.
 
 It is not interleaved with our arms, because a loaded engine takes memory and threads even when it
-is idle, and reports label it so. Prompts are passed as token ids; answers are token ids, tokens per
-step, and seconds, prefill and decoding apart. `serve` runs the process, `measure_vllm` the modes
-that a measurement has besides its arms; `inference.export.check.live` serves exports with it.
+is idle; reports say so. Prompts are passed as token ids. Answers are token ids, tokens per step,
+and seconds, with prefill and decoding separate. `serve` runs the process, and `measure_vllm` runs
+the modes that a measurement has besides its arms. `inference.export.check.live` serves exports with
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from inference.target.model import TargetModel
 
 SCRIPT = Path(__file__).with_name("foreign") / "vllm_worker.py"
 LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
-"""The longest and shortest run of tokens that is looked up, as in kind ngram."""
+"""The longest and shortest n-gram that is looked up, as in kind ngram."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class EngineProcess:
     python: str
     """The Python of vLLM's environment."""
     seconds: float = 1800.0
-    """Limit of one call."""
+    """Time limit of one call."""
     settings: tuple[str, str] = ("bench.baselines.vllm_python", "bench.baselines.vllm_seconds")
-    """Names of the two settings in messages."""
+    """Names of the two settings, for messages."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -78,9 +79,9 @@ def serve(
 ) -> list[ServedMode]:
     """Run the modes of a request in one process; a `ServedMode` per mode and batch size.
 
-    A mode that fails, and those behind one that takes the process down, have their error instead of
-    answers. Raises `UserError` for a Python that cannot be run, a call that takes too long, and a
-    process that ends before its first mode does.
+    A mode that fails has its error instead of answers, and so have the modes after one that ends
+    the process. Raises `UserError` for a Python that cannot be run, a call that takes too long, and
+    a process that ends before its first mode does.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if device.type == "cpu":
@@ -132,7 +133,7 @@ def measure_vllm(
     warmup: Sequence[Request],
     repeats: int,
 ) -> list[ServedMode]:
-    """Run every mode of `config.vllm`, each in a process of its own.
+    """Run every mode of `config.vllm`, each in a separate process.
 
     Raises `UserError` for a target that is not a folder, sampled measurements, a Python that cannot
     be run, and for vLLM's own failures, whose last lines are quoted.
@@ -153,7 +154,7 @@ def measure_vllm(
     with TemporaryDirectory() as draft:
         if "draft_model" in config.vllm:
             write_llama(assistant_arm(config, arms).drafter, target, Path(draft))
-            target.tokenizer.save_pretrained(draft)  # vLLM reads one from every model's folder
+            target.tokenizer.save_pretrained(draft)  # vLLM reads one from each model's folder
         for name in config.vllm:
             mode = ServingMode(f"vllm_{name}", speculation(name, config.vllm_drafted, draft))
             what = f"bench.baselines: vLLM ({name})"
@@ -167,7 +168,7 @@ def measure_vllm(
 
 
 def require_folder(target: TargetModel, setting: str) -> None:
-    """Raise `UserError` for a target without files to hand to another program."""
+    """Raise `UserError` for a target without files that another program can load."""
     if not Path(target.info.id).is_dir():
         raise UserError(
             f"{setting} needs the target as a folder; given: '{target.info.id}'. Download it and "

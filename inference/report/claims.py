@@ -1,9 +1,9 @@
-"""What a report may claim: when a speedup counts as one, what the headline is, and whether the
+"""Rules for a report's claims: which speedups are claimed, what the headline says, and whether the
 machine was quiet.
 
-One rule for every output: report.md, report.html, the model card and the terminal take their words
-from here. A speedup is claimed only where its 95% interval excludes 1; where it holds 1, "no
-difference shown" stands beside the number.
+The same rules apply to every output: report.md, report.html, the model card and the terminal take
+their sentences from here. A speedup is claimed only if its 95% interval excludes 1. If the interval
+contains 1, "no difference shown" stands beside the number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from inference.report.model import DrafterResult, Interval, Repeats, Report, Ser
 NO_DIFFERENCE = "no difference shown"
 IMPOSSIBLE = "not valid: above tau"
 UNTAUGHT_TAU = 1.05
-"""A trained drafter with a tau below this has practically no draft accepted."""
+"""Practically no draft of a trained drafter with a lower tau is accepted."""
 UNRELIABLE = (
     "Speeds and speedups of this measurement are not reliable; tau, acceptance and losslessness do "
     "not depend on time. Close other programs and measure again with run.overwrite=true."
@@ -24,7 +24,7 @@ UNRELIABLE = (
 
 @dataclass(frozen=True)
 class Sentence:
-    """A statement about a report. subject: the drafter's name, which `text` goes on from."""
+    """A statement about a report. subject: the drafter's name, which `text` continues."""
 
     text: str
     subject: str = ""
@@ -39,14 +39,14 @@ def with_interval(value: float, interval: Interval) -> str:
 
 
 def shows_difference(interval: Interval) -> bool:
-    """Whether a ratio with this interval differs from 1. An interval without a width is that of a
-    single prompt, which shows nothing about others."""
+    """Whether a ratio with this interval differs from 1. An interval of zero width is that of a
+    single prompt, which shows nothing about other prompts."""
     low, high = interval
     return low < high and (low > 1.0 or high < 1.0)
 
 
 def verdict(interval: Interval, *, impossible: bool = False) -> str:
-    """What stands beside a ratio that must not be claimed; empty beside one that may be."""
+    """The remark beside a ratio that must not be claimed; empty for one that may be claimed."""
     if impossible:
         return IMPOSSIBLE
     return "" if shows_difference(interval) else NO_DIFFERENCE
@@ -73,7 +73,7 @@ def speedup_text(report: Report, drafter: DrafterResult, separator: str = ", ") 
 
 
 def disturbance(repeats: Repeats | None) -> str:
-    """By what a disturbed machine was noticed, as a sentence; empty for a quiet one."""
+    """How a disturbed machine was detected, as a sentence; empty for a quiet one."""
     if repeats is None or not repeats.disturbed:
         return ""
     name, spread = repeats.largest
@@ -91,7 +91,7 @@ def disturbance(repeats: Repeats | None) -> str:
 
 
 def repeats_text(repeats: Repeats) -> str:
-    """How often was measured, and how alike the repeats are, for the list of conditions."""
+    """How many repeats were measured and how much they differ, for the list of conditions."""
     kept, (name, spread) = len(repeats.kept), repeats.largest
     if not repeats.spread:
         return "1, so a disturbance of the machine would not have been noticed"
@@ -106,7 +106,7 @@ def repeats_text(repeats: Repeats) -> str:
 
 
 def title(label: str, report: Report) -> str:
-    """What sets a measurement apart, and its name: "Temperature 1, 12 prompts (sampled)"."""
+    """What distinguishes a measurement, and its name: "Temperature 1, 12 prompts (sampled)"."""
     settings = report.settings
     parts = [f"Temperature {settings.temperature:g}"]
     parts += [f"rule {settings.rule_text}"] if settings.rule != "match" else []
@@ -121,7 +121,8 @@ def counted_prompts(report: Report) -> str:
 
 def summary(report: Report) -> list[Sentence]:
     """The headline of a report, one statement each: a disturbed machine, the fastest trained
-    drafter, the fastest drafter if that is another one, drafters that have not learned to draft."""
+    drafter, the fastest drafter if that is a different one, drafters that have not learned to
+    draft."""
     found = []
     if disturbed := disturbance(report.repeats):
         found.append(Sentence(f"{disturbed} {UNRELIABLE}"))
@@ -139,7 +140,7 @@ def summary(report: Report) -> list[Sentence]:
 
 
 def _of_server(server: ServerMeasurement) -> list[Sentence]:
-    """What may be said of a running server, by concurrent clients, and the caveat."""
+    """The claims about a running server, by concurrent clients, and the caveat."""
     found, side = [], server.speculative
     for cell in side.overall():
         clients = f"{cell.concurrency} client{'' if cell.concurrency == 1 else 's'}"
@@ -153,7 +154,7 @@ def _of_server(server: ServerMeasurement) -> list[Sentence]:
 
 
 def leaders(report: Report) -> list[DrafterResult]:
-    """The fastest trained drafter, then the fastest of all if that is another one."""
+    """The fastest trained drafter, then the fastest of all if that is a different one."""
     first = report.ranked[:1]
     return first + [
         one
@@ -163,7 +164,7 @@ def leaders(report: Report) -> list[DrafterResult]:
 
 
 def _claim(report: Report, drafter: DrafterResult) -> Sentence:
-    """What may be said of the speed of one of the `leaders`."""
+    """The claim about the speed of one of the `leaders`."""
     low, high = drafter.speedup_ci95
     target, temperature = report.target.id, f"at temperature {report.settings.temperature:g}"
     role = "the fastest trained drafter" if drafter.trained else "the fastest without training"

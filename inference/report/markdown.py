@@ -1,4 +1,4 @@
-"""Reports as text: report.md with its tables and plots, and the table on the terminal."""
+"""Reports as text: report.md with its tables and plots, and the table for the terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEFINITIONS = (
 )
 NO_REPORT = "no report was given. Name at least one report.json, or a folder that holds one."
 TABLE_WIDTH = 120
-"""Columns of a table that goes to a file or a pipe."""
+"""Columns of a table that is written to a file or a pipe."""
 MAIN_HEADER = "drafter draft tau TAR tokens/s speedup ideal efficiency lossless".split()
 CONTEXTS = "By tokens of the prompt: tau [interval], TAR, speedup [interval]"
 LOSS_ROWS = {"sample": "sample (rest)", "clock": "clock (rest)"}
@@ -41,8 +41,7 @@ LOSS_ROWS = {"sample": "sample (rest)", "clock": "clock (rest)"}
 def render(reports: Sequence[Path], out: Path) -> Path:
     """Write `out`/report.md and its PNGs from report.json files (or folders that hold one).
 
-    Returns the path of report.md. Raises `UserError` when a report is missing, broken or
-    incomplete.
+    Returns the path of report.md. Raises `UserError` if a report is missing, broken or incomplete.
     """
     from inference.report.plots import plot_all  # matplotlib takes a second to import
 
@@ -51,7 +50,7 @@ def render(reports: Sequence[Path], out: Path) -> Path:
     loaded = dict(zip(labels(reports), map(read_report, reports), strict=True))
     out.mkdir(parents=True, exist_ok=True)
     path = out / "report.md"
-    # first: it says that the other files are ours, should this be interrupted
+    # written first: it marks the other files as ours if this is interrupted
     write_bytes(path, markdown(loaded, []).encode())
     images = plot_all(loaded, out)
     write_bytes(path, markdown(loaded, [image.name for image in images]).encode())
@@ -59,7 +58,8 @@ def render(reports: Sequence[Path], out: Path) -> Path:
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
-    """A short, unique name per report: its folder's name, or its own if that is not report.json."""
+    """A short, unique name per report: its folder's name, or the file's own name if that is not
+    report.json."""
     folders = [(path if path.is_dir() else path.parent).resolve() for path in paths]
     names = [
         path.stem if path.is_file() and path.name != REPORT_FILE else folder.name
@@ -101,7 +101,8 @@ def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
 
 
 def _drafter_tables(report: Report) -> list[tuple[str, list[str]]]:
-    """(caption, table) of what every measurement of drafters has besides the main table."""
+    """(caption, table) of the tables that every measurement of drafters has besides the main
+    table."""
     return [
         ("Per domain: tau [interval], TAR, speedup", domain_table(report)),
         *([(CONTEXTS, context_table(report))] if report.contexts else []),
@@ -133,7 +134,7 @@ def headline(report: Report) -> list[str]:
 
 
 def facts(report: Report) -> list[str]:
-    """Target, device, settings, repeats, command, and what was left out, as markdown list items."""
+    """Target, device, settings, repeats, command and omissions, as markdown list items."""
     if report.server is not None:
         return [f"- {escape(line)}" for line in server_facts(report, report.server)]
     found = list_conditions(report.target, report.device, report.settings, report.command)
@@ -205,7 +206,7 @@ def _comparison(reports: Mapping[str, Report]) -> list[str]:
 
 
 def domain_table(report: Report) -> list[str]:
-    """tau, TAR and speedup per drafter and domain as a markdown table."""
+    """tau, TAR and speedup per drafter and domain, as a markdown table."""
     rows = []
     for drafter in report.ranked:
         cells = dict.fromkeys(report.domains, "-")
@@ -220,7 +221,7 @@ def domain_table(report: Report) -> list[str]:
 
 
 def context_table(report: Report) -> list[str]:
-    """tau, TAR and speedup per drafter and bin of contexts as a markdown table."""
+    """tau, TAR and speedup per drafter and bin of contexts, as a markdown table."""
     rows = []
     for drafter in report.ranked:
         cells = dict.fromkeys(report.contexts, "-")
@@ -311,7 +312,7 @@ class Sheet(NamedTuple):
 
 
 def server_sheets(report: Report) -> list[Sheet]:
-    """The tables of a running server; none of other reports."""
+    """The tables of a running server; none for other reports."""
     if report.server is None:
         return []
     rows = [
@@ -487,7 +488,7 @@ def _step_cells(step: schema.RooflineStep | schema.RooflineDraft) -> list[str]:
 
 
 def _server_table(title: str, server: schema.ServerMeasurement) -> Table:
-    """The cells of all prompts and of the domains, of both servers."""
+    """The cells of all prompts and of the domains, for both servers."""
     table = make_table(title)
     for column, name in enumerate(SERVER_HEADER):
         table.add_column(name, justify="left" if column in (0, 2) else "right", overflow="fold")
@@ -499,8 +500,8 @@ def _server_table(title: str, server: schema.ServerMeasurement) -> Table:
 
 
 def print_table(report: Report, console: Console | None = None) -> None:
-    """Print the measured numbers of a report and what they show; a file or pipe is given 120
-    columns."""
+    """Print the measured numbers of a report and the conclusions from them. A file or pipe is given
+    120 columns."""
     if console is None:
         console = Console() if Console().is_terminal else Console(width=TABLE_WIDTH)
     settings = report.settings
@@ -518,7 +519,7 @@ def print_table(report: Report, console: Console | None = None) -> None:
         unbroken = number and console.width >= TABLE_WIDTH
         table.add_column(name, justify=justify, overflow="fold", no_wrap=unbroken)
     for row in _main_rows(report, "\n"):
-        table.add_row(*(Text(row[place]) for place in shown))  # names are no markup
+        table.add_row(*(Text(row[place]) for place in shown))  # names are not markup
     if report.server is None:
         console.print(table)
     else:

@@ -1,7 +1,7 @@
 """The typed form of report.json: the schema, the reader and the writer of a measurement's results.
 
-`inference.measure` fills a `Report`; tables, plots, the page, model cards and Hub pushes read one.
-Fields stand in the order in which they are written. Intervals are 95% bootstrap intervals over
+`inference.measure` fills a `Report`; tables, plots, the page, model cards and Hub pushes read it.
+Fields are in the order in which they are written. Intervals are 95% bootstrap intervals over
 prompts, seconds exclude prefill unless a field says otherwise, and a depth counts from 1.
 """
 
@@ -25,10 +25,10 @@ from inference.measure.metrics import GAP, PHASES, divide
 FORMAT = 1
 REPORT_FILE = "report.json"
 SERVER_RULE = "server"
-"""The rule of a running server above temperature 0, which is not known from outside."""
+"""The rule of a running server above temperature 0, which its API does not tell."""
 PLOTS = ("acceptance", "speedup", "step_time", "by_context", "speedup_by_batch", "server")
-"""Names of the plots' files, without .png. The first three are of drafters, then come contexts,
-where they differ, a profile, and running servers."""
+"""Names of the plots' files, without .png. The first three are for drafters, followed by contexts
+(if they differ), a profile, and running servers."""
 
 
 def _check_order(interval: tuple[float, float]) -> tuple[float, float]:
@@ -47,9 +47,9 @@ class Block(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     whole: ClassVar[str] = "a report"
-    """What it is a part of, in messages."""
+    """What the block is a part of, in messages."""
     stage: ClassVar[str] = "measure"
-    """The stage that writes it."""
+    """The stage that writes the block."""
 
     @model_validator(mode="before")
     @classmethod
@@ -63,7 +63,7 @@ class Block(BaseModel):
         return content
 
     def to_dict(self) -> dict[str, Any]:
-        """The part as JSON holds it; optional keys that were not given are left out."""
+        """The block as JSON values; optional keys that were not given are left out."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
@@ -108,12 +108,12 @@ class ReportSettings(Block):
 
     @property
     def promise(self) -> str:
-        """What the rule keeps of the target's text; see `inference.decoding.rules.names`."""
+        """How the rule preserves the target's text; see `inference.decoding.rules.names`."""
         return promise(self.rule, self.temperature)
 
     @property
     def rule_text(self) -> str:
-        """The rule with what it does not promise in brackets."""
+        """The rule, followed in brackets by what it does not preserve."""
         if self.rule == SERVER_RULE:
             return f"{SERVER_RULE} (its own)"
         return rule_text(self.rule, self.temperature)
@@ -158,7 +158,7 @@ class DraftFacts(Block):
 
     @property
     def words(self) -> str:
-        """The draft inside a sentence."""
+        """The draft as part of a sentence."""
         if self.shape == "chain":
             return f"chains of {self.depth}"
         return f"trees of {self.nodes} nodes, {self.depth} deep"
@@ -170,7 +170,7 @@ class Acceptance(Block):
     unconditional: list[float]
     """Share of passes in which the depth was accepted."""
     conditional: list[float]
-    """The same among passes in which the depth before was accepted."""
+    """The same share among passes in which the depth before was accepted."""
 
 
 class DomainResult(Block):
@@ -196,7 +196,7 @@ class Span(Block):
 
 
 class ContextResult(DomainResult, Span):
-    """The same on the prompts of [first, end) tokens: by the context at the answer's start."""
+    """The results on the prompts of [first, end) tokens: by the context at the answer's start."""
 
     prompts: Count
     speedup_ci95: Interval
@@ -246,7 +246,7 @@ class LosslessCounts(Block):
     def describe(self, kept: str = TEXT) -> str:
         """ "64/64", "63/64, 1 near tie" or "60/64, 4 MISMATCHES".
 
-        kept: what the rule promises (`ReportSettings.promise`). Where that is not the baseline's
+        kept: what the rule preserves (`ReportSettings.promise`). If that is not the baseline's
         text: "LOSSY, 3/64 same text" or "distribution kept, 3/64 same text".
         """
         text = f"{self.identical}/{self.sequences}"
@@ -260,12 +260,12 @@ class LosslessCounts(Block):
 
 
 class AheadResult(Block):
-    """What drafting during verifications saved (`decode.ahead`)."""
+    """The savings from drafting during verifications (`decode.ahead`)."""
 
     kept: float
     """Share of verified drafts that had been made ahead."""
     hidden_ms: float
-    """Milliseconds of making these that passed during a verification, per draft; no part of
+    """Milliseconds of making these drafts that passed during a verification, per draft; not part of
     `step_ms`."""
 
 
@@ -300,11 +300,11 @@ class DrafterResult(Block):
     memory_bytes: MemoryBytes
     lossless: LosslessCounts
     ahead: AheadResult | None = None
-    """Of a drafter that drafted ahead."""
+    """Only for a drafter that drafted ahead."""
 
     @property
     def name(self) -> str:
-        """Its name in the report, which no other drafter of the report has."""
+        """The drafter's name in the report, which is unique there."""
         return self.draft.name or self.kind
 
     @property
@@ -314,19 +314,19 @@ class DrafterResult(Block):
 
     @property
     def trained(self) -> bool:
-        """Whether it has weights that were trained: it was loaded from a checkpoint."""
+        """Whether it has trained weights: it was loaded from a checkpoint."""
         return bool(self.path or self.draft.weights_sha256)
 
 
 class Repeats(Block):
-    """How alike the repeats of the measurement were, which tells whether the machine was quiet.
+    """How much the repeats of the measurement differ, which shows whether the machine was quiet.
 
     Every repeat decodes the same text with every arm. Speeds are computed from the kept repeats."""
 
     measured: Count
-    """Repeats that were decoded."""
+    """Number of decoded repeats."""
     kept: list[Count]
-    """Numbers of those that count, from 0."""
+    """Indices of those that count, from 0."""
     limit: float
     """Spread above which the machine counts as disturbed (`bench.spread`)."""
     spread: dict[str, float]
@@ -345,16 +345,16 @@ class Repeats(Block):
         return self.largest[1] > self.limit or bool(self.above_tau)
 
 
-# Blocks that `bench` asks for
+# Blocks that `bench` requests
 
 
 class ProfileSetting(Block):
-    """A condition of the profile."""
+    """One condition of the profile."""
 
     arm: str
     """Name of the drafter."""
     sweep: str
-    """What is varied: "batch", "context" or "temperature"."""
+    """The varied setting: "batch", "context" or "temperature"."""
     batch: Count
     """Sequences that are decoded together."""
     context: Count
@@ -380,7 +380,7 @@ class ProfilePoint(ProfileSetting):
     baseline_tokens_per_second: float
     speedup: float
     speedup_ci95: Interval
-    """By resampling blocks of requests."""
+    """Interval by resampling blocks of requests."""
 
 
 class BestDraft(ProfileSetting):
@@ -460,7 +460,7 @@ class CostRow(NamedTuple):
 
 
 class BandwidthFacts(Block):
-    """Memory bandwidth of the device as probes measured it, in bytes per second."""
+    """Memory bandwidth of the device as measured by probes, in bytes per second."""
 
     device: str
     copy_bytes_per_second: float
@@ -468,11 +468,11 @@ class BandwidthFacts(Block):
     gemv_bytes_per_second: float
     """Bytes read by a matrix-vector product."""
     used_bytes_per_second: float
-    """The larger one."""
+    """The larger of the two."""
 
 
 class RooflineStep(Block):
-    """A step without a drafter against the bandwidth."""
+    """A step without a drafter, compared with the bandwidth."""
 
     bytes_per_step: Count
     step_ms: float
@@ -481,7 +481,7 @@ class RooflineStep(Block):
 
 
 class RooflineDraft(Block):
-    """A drafter's step against the bandwidth; see `RooflineStep`."""
+    """A drafter's step, compared with the bandwidth; see `RooflineStep`."""
 
     bytes_per_step: Count
     drafter_bytes: Count
@@ -495,7 +495,7 @@ class RooflineDraft(Block):
 
 
 class Roofline(Block):
-    """Bytes that a step must move (`bench.roofline`)."""
+    """The bytes that a step must move (`bench.roofline`)."""
 
     bandwidth: BandwidthFacts
     target_bytes: Count
@@ -508,7 +508,7 @@ class Roofline(Block):
 
 
 class LoopResult(Block):
-    """Another decoding loop; ratios refer to ours without a drafter."""
+    """Another decoding loop; its ratios refer to our loop without a drafter."""
 
     tokens_per_second: float
     tokens_per_second_ci95: Interval
@@ -516,14 +516,14 @@ class LoopResult(Block):
     ratio_ci95: Interval
     end_to_end_tokens_per_second: float
     end_to_end_ratio: float
-    """End to end: with prefill."""
+    """End to end, including prefill."""
     tau: float
     """Tokens per pass."""
     sequences: Count
     identical: Count
     """Answers that equal ours."""
     interleaved: bool
-    """False for an engine that ran in a process of its own, before or after the others."""
+    """False for an engine that ran in a separate process, before or after the others."""
     version: str | None = None
     """Version of a foreign engine."""
 
@@ -547,7 +547,7 @@ class LossSplit(Block):
 
 
 class CalibrationGap(Block):
-    """How far confidences are from the accepted shares."""
+    """How far confidences differ from the accepted shares."""
 
     ece: float
     """Expected calibration error, over ten bins."""
@@ -561,7 +561,7 @@ class DomainLoss(LossSplit):
 
 
 class DraftStates(Block):
-    """Shares over the drafted tokens of a group, each with its interval."""
+    """Shares over a group of drafted tokens, each with its interval."""
 
     tested: Count
     """Drafted tokens that were compared with the target's."""
@@ -571,7 +571,7 @@ class DraftStates(Block):
     """1 - total variation of both models' distributions as decoding uses them."""
     overlap_ci95: Interval
     own_overlap: float
-    """The same of the models' own distributions."""
+    """The same value for the models' own distributions."""
     own_overlap_ci95: Interval
     missed: float
     """Probability that the target gives to tokens outside the draft vocabulary."""
@@ -591,11 +591,11 @@ class _TemperatureTau(Block):
 
 
 class TemperatureStates(DraftStates, CalibrationGap, _TemperatureTau):
-    """The sample decoded at one temperature."""
+    """The sample, decoded at one temperature."""
 
 
 class TreeComparison(Block):
-    """The measured draft and the best static tree of the same size."""
+    """The measured draft, compared with the best static tree of the same size."""
 
     nodes: Count
     own: float
@@ -621,7 +621,7 @@ class CalibrationBin(Block):
 
 
 class Calibration(Block):
-    """How well a drafter's confidence tells acceptance."""
+    """How well a drafter's confidence predicts acceptance."""
 
     estimate: str
     """"head": a trained confidence; "probability": that of the best candidate."""
@@ -636,7 +636,7 @@ class _Widening(Block):
 
 
 class DrafterLoss(LossSplit, _Widening):
-    """Where the speed of one drafter goes."""
+    """The terms of one drafter's lost speed."""
 
     domains: dict[str, DomainLoss]
     depths: dict[str, list[DraftStates]]
@@ -645,11 +645,11 @@ class DrafterLoss(LossSplit, _Widening):
     temperatures: list[TemperatureStates]
     tree: TreeComparison
     calibration: Calibration | None = None
-    """Missing where drafts have no confidence."""
+    """Missing if drafts have no confidence."""
 
 
 class Losses(Block):
-    """What the missing speed is lost to (`bench.lost`)."""
+    """The terms of the lost speed (`bench.lost`)."""
 
     prompts: Count
     """Prompts that were decoded once more."""
@@ -664,7 +664,7 @@ class ServerCell(Block):
     """A running server on some prompts at one concurrency; intervals are 95% bootstraps."""
 
     concurrency: Count
-    """Requests under way at once, at most."""
+    """Most requests in progress at once."""
     domain: str
     """Empty for all."""
     first: Count
@@ -672,7 +672,7 @@ class ServerCell(Block):
     """Prompts of [first, end) tokens; end 0: all."""
     requests: Count
     windows: Count
-    """Stretches between two looks at the counters: what intervals of tokens/s resample."""
+    """Stretches between two reads of the counters, which intervals of tokens/s resample."""
     prompt_tokens: float
     """Mean tokens of a prompt."""
     tokens: Count
@@ -680,11 +680,11 @@ class ServerCell(Block):
     seconds: float
     """From the first request of a window to the end of its last answer, prompts included."""
     running: float
-    """Requests under way on average."""
+    """Mean number of requests in progress."""
     tokens_per_second: float
     tokens_per_second_ci95: Interval
     first_token_ms: float
-    """Median time to the first token, of the first repeat."""
+    """Median time to the first token, in the first repeat."""
     first_token_ms_ci95: Interval
     first_token_ms_p99: float
     token_ms: float
@@ -693,10 +693,10 @@ class ServerCell(Block):
     gap_ms_p99: float
     """99th percentile of the time between two pieces of a stream."""
     tau: float | None = None
-    """Missing where the server does not speculate."""
+    """Missing if the server does not speculate."""
     tau_ci95: Interval | None = None
     units: Count | None = None
-    """What the intervals of tau and acceptance resample: prompts, or windows."""
+    """The units that the intervals of tau and acceptance resample: prompts or windows."""
     passes: Count | None = None
     accepted: Count | None = None
     drafted: Count | None = None
@@ -725,17 +725,17 @@ class ServerSide(Block):
     url: str
     model: str
     engine: str
-    """Empty where it is not known."""
+    """Empty if unknown."""
     source: str
-    """Where acceptance is from: "responses", "counters", "chunks" or "none"."""
+    """The source of acceptance: "responses", "counters", "chunks" or "none"."""
     definition: str
-    """What its tau is."""
+    """The definition of its tau."""
     caveat: str
-    """What to keep in mind; empty for nothing."""
+    """A caveat; empty if there is none."""
     repeated: Count
     """Windows that failed and were measured again."""
     restarts: Count
-    """How often it was started again meanwhile."""
+    """How often the server restarted during the measurement."""
     cells: list[ServerCell]
 
     def overall(self) -> list[ServerCell]:
@@ -749,7 +749,7 @@ class ServerMeasurement(Block):
     api: str
     """"chat", "completions", or both by prompt."""
     lengths: str
-    """How prompts were put into ranges of tokens: "tokenizer" (the server's), or "estimate"."""
+    """How prompts were assigned to ranges of tokens: "tokenizer" (the server's) or "estimate"."""
     speculative: ServerSide
     baseline: ServerSide | None = None
     """The same server without speculation."""
@@ -770,11 +770,11 @@ class DrafterConditions(BaseModel):
     flips: Count | None = None
     """Tokens at which the target's choice depends on the width of the verification."""
     divergences: list[dict[str, Any]] = []
-    """Where answers differ from the baseline's."""
+    """Positions at which answers differ from the baseline's."""
 
 
 class Conditions(BaseModel):
-    """How the measurement was made. Further keys are kept as they are."""
+    """The conditions of the measurement. Further keys are kept as they are."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -790,12 +790,13 @@ class Conditions(BaseModel):
     prompts: dict[str, Any] = {}
     """The prompts' source, its commit, and a hash of each prompt."""
     leaks: dict[str, Any] | None = None
-    """How the prompts were compared with what the drafters were trained on, and which were left
+    """How the prompts were compared with the drafters' training data, and which prompts were left
     out; see `inference.measure.config.LeakFacts`."""
 
     @property
     def leak_line(self) -> str:
-        """What is to be said about the comparison with the training data; empty for nothing."""
+        """A sentence about the comparison with the training data; empty if there is nothing to
+        report."""
         if self.leaks is None:
             return ""
         found, parts = self.leaks, []
@@ -829,7 +830,7 @@ class Report(Block):
     """Other decoding loops (`bench.baselines`), by name."""
     lost: Losses | None = None
     server: ServerMeasurement | None = None
-    """Instead of drafters and a baseline of ours."""
+    """In place of drafters and a baseline of ours."""
     command: str | None = None
     versions: dict[str, str] = {}
     """Versions of Python and of packages."""
@@ -860,23 +861,24 @@ class Report(Block):
 
     @property
     def domains(self) -> list[str]:
-        """All domains, in alphabetical order."""
+        """All domains in alphabetical order."""
         return sorted({domain for drafter in self.drafters for domain in drafter.domains})
 
     @property
     def contexts(self) -> list[str]:
-        """Labels of the bins of contexts, the shortest first. None where all prompts are in one
-        bin, which repeats the numbers of the whole."""
+        """Labels of the bins of contexts, the shortest first. Empty if all prompts are in one bin,
+        whose numbers equal those of the whole."""
         bins = {(one.first, one.label) for drafter in self.drafters for one in drafter.contexts}
         return [label for _, label in sorted(bins)] if len(bins) > 1 else []
 
     @property
     def ranked(self) -> list[DrafterResult]:
-        """Its drafters: the trained ones, then those without weights, each the fastest first."""
+        """The drafters: trained ones first, then those without weights, each group by descending
+        speed."""
         return sorted(self.drafters, key=lambda one: (not one.trained, -one.speedup))
 
     def drafter(self, name: str) -> DrafterResult:
-        """The drafter of this name; raises `UserError` when it was not measured."""
+        """The drafter of this name; raises `UserError` if it was not measured."""
         for drafter in self.drafters:
             if drafter.name == name:
                 return drafter
@@ -884,7 +886,7 @@ class Report(Block):
         raise UserError(f"the report has no drafter '{name}'. It measured: {known}.")
 
     def domain_intervals(self, name: str) -> Mapping[str, tuple[float, float]]:
-        """Domain to the 95% interval of a drafter's speedup; empty where the report has none."""
+        """Domain to the 95% interval of a drafter's speedup; empty if the report has none."""
         return self.run.arms.get(name, DrafterConditions()).speedup_ci95_by_domain
 
 
@@ -903,7 +905,7 @@ WANTED = {
     "tuple_type": "[low, high] with low <= high",
     "too_long": "[low, high] with low <= high",
 }
-"""Type of a pydantic error to what is allowed."""
+"""Type of a pydantic error -> what is allowed."""
 
 
 Whole = TypeVar("Whole", bound=Block)
@@ -912,7 +914,7 @@ Whole = TypeVar("Whole", bound=Block)
 def parse_report(content: Any, source: str = "report") -> Report:
     """`content`, the object that a report.json holds, as a `Report`.
 
-    Raises `UserError` with `source` and the dotted key at fault.
+    Raises `UserError`, which names `source` and the dotted key at fault.
     """
     return parse(Report, content, source)
 
@@ -920,13 +922,13 @@ def parse_report(content: Any, source: str = "report") -> Report:
 def read_report(path: Path) -> Report:
     """The report in a file, or in the report.json of a folder.
 
-    Raises `UserError` when there is none, or when it is broken or incomplete.
+    Raises `UserError` if there is none, or if it is broken or incomplete.
     """
     return read(Report, path, REPORT_FILE)
 
 
 def parse(kind: type[Whole], content: Any, source: str) -> Whole:
-    """`content` as a block that is a whole file; see `parse_report`."""
+    """`content` as a block that fills a whole file; see `parse_report`."""
     found = content.get("format") if isinstance(content, Mapping) else None
     if isinstance(found, int) and found != FORMAT:
         again = f"this version reads format {FORMAT}. {kind.stage.capitalize()} again."
@@ -949,7 +951,7 @@ def read(kind: type[Whole], path: Path, name: str) -> Whole:
 
 
 def _explain(error: ErrorDetails, kind: type[Block]) -> str:
-    """One error of pydantic as a sentence for people."""
+    """One pydantic error as a sentence for the user."""
     key = ".".join(map(str, error["loc"])) or "the whole file"
     advice = f"{kind.whole.split()[-1].capitalize()}s are written by `headstart {kind.stage}`"
     if error["type"] == "missing":
@@ -963,6 +965,6 @@ def _explain(error: ErrorDetails, kind: type[Block]) -> str:
 
 
 def write_report(report: Report | Mapping[str, Any], path: Path) -> None:
-    """Write a report atomically, after checking it."""
+    """Check a report, then write it atomically."""
     checked = parse_report(report, "the new report")
     write_bytes(path, (json.dumps(checked.to_dict(), indent=2) + "\n").encode())

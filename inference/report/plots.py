@@ -1,8 +1,8 @@
 """The PNGs of reports: acceptance by depth, speedup by domain, time per step by phase; tau and
-speedup by context where contexts differ, and speedup by batch size where that was measured. One
-panel per report.
+speedup by context if contexts differ, and speedup by batch size if that was measured. Each report
+has one panel.
 
-They are at most 10 inches wide, so that labels can be read at the 800 pixels of a model card.
+The plots are at most 10 inches wide, so that labels are readable at the 800 pixels of a model card.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from inference.measure.metrics import GAP, PHASES
 from inference.report.model import ProfilePoint, Report
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#555555")
-"""Okabe and Ito's palette, which colour-blind readers can tell apart."""
+"""The palette of Okabe and Ito, which is safe for colour-blind readers."""
 MARKERS = "osD^vPX*"
 PHASE_COLOURS = dict(
     zip((*PHASES, GAP), ("#E69F00", "#0072B2", "#009E73", "#BBBBBB", "#CC79A7"), strict=True)
 )
 DARK = "#222222"
 MOST_WIDTH = 8.5
-"""Inches of the panels; a legend comes to their right."""
+"""Width of the panels in inches; a legend is to their right."""
 
 
 def plot_all(reports: Mapping[str, Report], out: Path) -> list[Path]:
@@ -64,7 +64,7 @@ def _save(figure: Figure, path: Path) -> Path:
 
 
 def _styles(reports: Mapping[str, Report]) -> dict[str, tuple[str, str]]:
-    """Drafter name to colour and marker, the same in every panel."""
+    """Drafter name -> colour and marker, the same in every panel."""
     names = [drafter.name for report in reports.values() for drafter in report.ranked]
     return {
         name: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)])
@@ -86,7 +86,7 @@ def _panels(
     x_label: str = "",
     y_label: str = "",
 ) -> Figure:
-    """A panel per report, below one another, with one legend."""
+    """One panel per report, stacked vertically, with one legend."""
     size = (min(width, MOST_WIDTH), height * len(reports))
     figure, grid = plt.subplots(len(reports), 1, figsize=size, squeeze=False)
     for (axes,), (label, report) in zip(grid, reports.items(), strict=True):
@@ -144,7 +144,7 @@ def _draw_acceptance(
         beta = drafter.acceptance.unconditional
         values = getattr(drafter.acceptance, which)
         deepest = max(deepest, len(values))
-        # the conditional share means nothing behind a depth that was never accepted
+        # the conditional share is undefined behind a depth that was never accepted
         shown = [
             i for i in range(len(values)) if which == "unconditional" or i == 0 or beta[i - 1] > 0
         ]
@@ -279,8 +279,8 @@ def speedup_by_batch(reports: Mapping[str, Report]) -> Figure:
 
 
 def server(reports: Mapping[str, Report]) -> Figure:
-    """Running servers: acceptance by position, and tokens/s by concurrent clients, with and
-    without speculation."""
+    """Running servers: acceptance by position, and tokens/s by concurrent clients, with and without
+    speculation."""
     size = (MOST_WIDTH, 3.4 * len(reports))
     figure, grid = plt.subplots(len(reports), 2, figsize=size, squeeze=False)
     for (left, right), (label, report) in zip(grid, reports.items(), strict=True):

@@ -1,2 +1,2 @@
-"""Has a drafter gone stale? A sequential test of its acceptance on fresh traffic against what was
-measured before."""
+"""Detects stale drafters: a sequential test compares acceptance on fresh traffic with an earlier
+measurement."""

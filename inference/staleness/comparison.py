@@ -1,7 +1,7 @@
-"""Fresh traffic against a reference: answers decoded now, the records that a server wrote, or the
-counters that it shows Prometheus.
+"""Compares fresh traffic with a reference. Fresh traffic is answers decoded now, the records that a
+server wrote, or the counters that it exposes to Prometheus.
 
-Answers give their domain and the drafted tokens that each of their passes accepted; counters give
+Answers give their domain and the drafted tokens accepted in each of their passes; counters give
 windows or totals (`scrapes`).
 """
 
@@ -44,12 +44,12 @@ from inference.target.model import TargetModel
 from inference.verifications import SEQUENCES, VERIFICATIONS, read_facts, read_table, recorded_rule
 
 ANSWERS, WINDOWS, TOTALS = "answers", "windows", "totals"
-"""What the test looks at, one by one."""
+"""The units that the test observes one by one."""
 
 
 @dataclass(frozen=True)
 class Fresh:
-    """One fresh answer: the drafted tokens that each of its first passes accepted."""
+    """One fresh answer: the drafted tokens accepted in each of its first passes."""
 
     domain: str
     passes: list[int]
@@ -76,7 +76,7 @@ class Comparison:
         self.test = DriftTest(known.grid, known.most, evidence, config.tolerance, config.alarm_rate)
 
     def add(self, fresh: Iterable[Fresh], *, stop: bool = False) -> None:
-        """Give the test one answer after the other. stop: end with the first alarm."""
+        """Feed answers to the test, one by one. stop: end with the first alarm."""
         for answer in fresh:
             count(self.answers, answer)
             self.test.add(answer.domain, sum(answer.passes), len(answer.passes))
@@ -86,17 +86,17 @@ class Comparison:
     def add_decoded(
         self, prompts: Sequence[Prompt], checkpoint: Path, target: TargetModel, decode: DecodeConfig
     ) -> None:
-        """Give the test answers to `prompts`, decoded now."""
+        """Decode `prompts` now and feed the answers to the test."""
         fresh = decode_prompts(self.config, prompts, checkpoint, target, decode, changed=True)
         self.add(fresh, stop=self.config.stop)
 
     def add_records(self, folder: Path) -> None:
-        """Give the test the answers that a server, a measurement or a generation recorded."""
+        """Feed the test the answers that a server, a measurement or a generation recorded."""
         self.add(read_recorded(folder, self.reference))
 
     def add_scrapes(self, paths: Sequence[str]) -> None:
-        """Give the test saved scrapes of a server's metrics: window by window where there are
-        enough of them, else their sum."""
+        """Feed the test saved scrapes of a server's metrics: window by window if there are enough
+        windows, otherwise their sum."""
         windows = Windows(self.config.window, self.reference.depth)
         for where, samples in read_files([Path(path) for path in paths]):
             windows.take(samples, where)
@@ -112,7 +112,8 @@ class Comparison:
                 self.add_total(name, total, spread_of(whole))
 
     def add_running(self, address: str) -> None:
-        """Give the test a running server's windows as they end; stops as decoding does."""
+        """Feed the test a running server's windows as they end. Stops under the same conditions as
+        decoding."""
         windows = Windows(self.config.window, self.reference.depth)
         begun = False
         for finished in follow(self.config, address, windows):
@@ -127,8 +128,8 @@ class Comparison:
                 break
 
     def choose_domains(self, counted: Iterable[str]) -> None:
-        """Let counters that do not tell domains apart be compared with one domain of the reference,
-        or with all together. Raises `UserError` where a domain is named for counters that do."""
+        """Map counters without domains to one domain of the reference, or to all domains together.
+        Raises `UserError` if a domain is named although the counters have domains."""
         if set(counted) == {""}:
             self.reference = self.reference.for_counters(self.config.domain)
             self.begin()
@@ -139,18 +140,18 @@ class Comparison:
             )
 
     def domain_of(self, domain: str) -> str:
-        """The reference's domain for a domain of counters; engines that do not tell domains apart
-        have one, which stands for the only one there is."""
+        """The reference's domain for a domain of counters. Engines without domains have one, which
+        stands for the only domain of the reference."""
         return domain or next(iter(self.test.reference))
 
     def add_window(self, domain: str, window: Observation) -> None:
-        """Count a window as one answer of `test.most` passes, all of its acceptance."""
+        """Count a window as one answer of `test.most` passes with the window's acceptance."""
         most = self.test.most
         self.test.add(domain, window.accepted / window.passes * most, most)
         self.unit = WINDOWS
 
     def add_total(self, domain: str, total: Observation, spread: float) -> None:
-        """Look at a sum. spread: variance per pass that was seen in its parts."""
+        """Test a sum. spread: variance per pass, as observed in its parts."""
         test, reference = self.test, self.reference
         widest = max(reference.domains, key=reference.spread)
         known = domain if domain in test.reference else widest
@@ -159,12 +160,12 @@ class Comparison:
         self.unit = TOTALS
 
     def note(self, domain: str, total: Observation) -> None:
-        """Keep the acceptance by depth of everything so far."""
+        """Keep the acceptance by depth over all counts so far."""
         if total.reached:
             self.reached[domain] = [divide(count, total.passes) for count in total.reached]
 
     def require_fresh(self) -> None:
-        """Raise `UserError` where no answer was of a domain that the reference knows."""
+        """Raise `UserError` if no answer was of a domain that the reference has."""
         if not self.test.fresh:
             seen = ", ".join(map(repr, self.test.unknown)) or "none"
             raise UserError(
@@ -174,7 +175,8 @@ class Comparison:
             )
 
     def as_reference(self, target: dict[str, str], source: str) -> Reference:
-        """The fresh answers as a reference: to be the next one, or to be looked at one by one."""
+        """The fresh answers as a reference: to be the next reference, or to be examined one by
+        one."""
         return replace(
             self.reference,
             target=target,
@@ -197,8 +199,8 @@ def learn_reference(
     decode: DecodeConfig,
     source: str,
 ) -> Reference:
-    """The reference of a drafter, whose own target decodes `prompts`; raises `UserError` for too
-    few of every domain. source: where the reference is to lie, for messages."""
+    """The reference of a drafter, for which its own target decodes `prompts`. Raises `UserError` if
+    every domain has too few answers. source: where the reference is to be written, for messages."""
     answers: dict[str, DomainAnswers] = {}
     for fresh in decode_prompts(config, prompts, checkpoint, target, decode, changed=False):
         count(answers, fresh)
@@ -239,8 +241,8 @@ def decode_prompts(
     decode: DecodeConfig,
     changed: bool,
 ) -> Iterable[Fresh]:
-    """Decode prompts in random order. changed: whether the target may be another version of the one
-    that the drafter was trained for."""
+    """Decode prompts in random order. changed: whether the target may be a version other than the
+    one that the drafter was trained for."""
     chosen = with_system(prompts, config.system)
     random.Random(config.seed).shuffle(chosen)
     chosen = chosen[: config.max_prompts]
@@ -278,8 +280,8 @@ def decode_fresh(
     engine: Engine, requests: Sequence[Request], prompts: Sequence[Prompt], most: int
 ) -> Iterator[Fresh]:
     """Decode `requests` (whose index is the place in `prompts`) and yield their answers in the
-    order of the requests. most: passes that count. Short answers finish first; a test that stops
-    early must not see them first."""
+    order of the requests. Short answers finish first; a test that stops early must not see them
+    first. most: passes that count."""
     waiting: dict[int, Fresh] = {}
     due = deque(request.index for request in requests)
     for completion in engine.run(requests):
@@ -295,7 +297,7 @@ def decode_fresh(
 
 def read_recorded(folder: Path, reference: Reference) -> list[Fresh]:
     """The finished answers in a folder of records, in the order in which they ended. Raises
-    `UserError` where there are none, or where they were decoded with another draft or at another
+    `UserError` if there are none, or if they were decoded with another draft or at another
     temperature."""
     facts = read_facts(folder)
     drafter: Mapping[str, Any] = facts.get("drafter") or {}
@@ -349,7 +351,7 @@ def read_recorded(folder: Path, reference: Reference) -> list[Fresh]:
 
 
 def require_same_draft(folder: Path, draft: Mapping[str, object], reference: Reference) -> None:
-    """Raise `UserError` where records are of another draft than the reference."""
+    """Raise `UserError` if the records have another draft than the reference."""
     shape, choices = reference.draft.get("shape"), reference.draft.get("choices")
     chosen = reference.draft.get("nodes")
     nodes = {"chain": reference.depth + 1, "dynamic": chosen, "dartree": chosen}

@@ -1,14 +1,14 @@
-"""Evidence about a ratio accepted / passes, kept for all its possible values at once: what watching
-is built from.
+"""Evidence about a ratio accepted / passes, kept for all its possible values at once. `headstart
+watch` is built on it.
 
 A domain's acceptance is r = E[a] / E[n], with n the verify passes of one answer, cut at the first P
-of them, and a the drafted tokens that they accepted. For a supposed value s, `below` grows where
-the truth lies below s and `above` where it lies above; both are e-values: with the truth at or
+of them, and a the drafted tokens that they accepted. For a supposed value s, `below` grows if the
+truth lies below s, and `above` grows if it lies above. Both are e-values: with the truth at or
 beyond s their mean is at most 1, and the chance that they ever reach 1 / alpha is at most alpha,
-however often one looks (Ville's inequality).
+for any number of looks (Ville's inequality).
 
-`Bets` needs nothing but the answers being draws from one distribution (or at least none whose
-conditional mean is worse): a gambler stakes a fixed share c of her money on every answer
+`Bets` only assumes that the answers are draws from one distribution (or at least none whose
+conditional mean is worse). A gambler stakes a fixed share c of her money on every answer
 (Waudby-Smith & Ramdas, 2010.09686, with the mean of several gamblers). Since n <= P and 0 <= a <= D
 n for drafts D deep,
 
@@ -16,17 +16,18 @@ n for drafts D deep,
     above(s) = mean over c of prod over answers of  1 + c (a / s - n) / P
 
 are never negative. `below` rises with s and `above` falls with it, whatever the answers, so
-evidence at a grid's points bounds it between them. The order of the answers does not matter.
+evidence at a grid's points bounds the evidence between them. The order of the answers does not
+matter.
 
-A window of a server's counters is an observation of its own: its acceptance, for P passes.
+A window of a server's counters counts as one observation: its acceptance, for P passes.
 
-`Sums` knows totals only, of a card or of a server's counters. It takes the sum of a - s n as normal
-with a spread that was measured elsewhere (the mixture SPRT with a half-normal prior): an
-approximation, and reports say so.
+`Sums` knows only totals, from a card or from a server's counters. It treats the sum of a - s n as
+normal with a spread that was measured elsewhere (the mixture SPRT with a half-normal prior). This
+is an approximation, and reports say so.
 
-Cutting at P passes is what makes the stakes worth something: what a gambler may stake is limited by
-the worst possible answer. An answer of M tokens has at least (M - 1) / (D + 1) passes unless its
-text ends before, so up to there nothing is missing.
+The cut at P passes allows larger stakes, because the worst possible answer limits what a gambler
+may stake. An answer of M tokens has at least (M - 1) / (D + 1) passes unless its text ends before,
+so nothing is missing up to that number.
 
 Legend: G points of the grid, C shares.
 """
@@ -43,18 +44,18 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 STEP = 0.01
-"""How far a point of the grid lies above the one before, as a share of it."""
+"""Relative distance from one point of the grid to the next."""
 SMALLEST = 0.01
 """The lowest point as a share of the deepest draft: 0.04 tokens per pass for a draft of 4."""
 SHARES = np.array([0.05, 0.1, 0.2, 0.4, 0.7, 0.95])
 EDGE = 0.02
-"""`below` bets on s as if it were at least this share short of the deepest draft: its stake would
-grow without bound there."""
+"""`below` bets on s as if it were at least this share short of the deepest draft: otherwise its
+stake would grow without bound."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Supposed acceptances for drafts `depth` deep: even steps of the logarithm up to `depth`,
+    """Supposed acceptances for drafts `depth` deep: equal steps of the logarithm up to `depth`,
     `values` [G]."""
 
     depth: int
@@ -66,12 +67,12 @@ class Grid:
 
     @property
     def lower(self) -> Floats:
-        """Where `below` is known: 0, then all points [G + 1]."""
+        """The points at which `below` is known: 0, then all points [G + 1]."""
         return np.concatenate([[0.0], self.values])
 
     @property
     def upper(self) -> Floats:
-        """Where `above` is known: all points, then infinity [G + 1]."""
+        """The points at which `above` is known: all points, then infinity [G + 1]."""
         return np.concatenate([self.values, [np.inf]])
 
 
@@ -89,7 +90,7 @@ class Bets:
     (accepted, passes) of each."""
 
     exact = True
-    """Nothing is taken as normal."""
+    """No normal distribution is assumed."""
 
     def __init__(self, grid: Grid, most: int, answers: Iterable[tuple[int, int]] = ()) -> None:
         self.grid, self.most = grid, most
@@ -119,8 +120,8 @@ class Bets:
 
 
 def below_factors(grid: Grid, most: int, accepted: float, passes: float) -> Floats:
-    """Logarithms [C, G + 1] of what one answer multiplies the gamblers' money with who bet on a low
-    acceptance."""
+    """Logarithms [C, G + 1] of the factors by which one answer multiplies the money of the gamblers
+    who bet on a low acceptance."""
     within = 0 <= accepted <= grid.depth * passes * (1.0 + 1e-9) and passes <= most
     assert within, (accepted, passes, most)
     room = grid.depth - np.minimum(grid.lower, (1.0 - EDGE) * grid.depth)
@@ -163,7 +164,7 @@ class Sums:
 
 
 RatioEvidence = Bets | Sums
-"""What is known about one acceptance."""
+"""Evidence about one acceptance."""
 
 
 def log_mean(values: Floats) -> Floats:
@@ -172,7 +173,8 @@ def log_mean(values: Floats) -> Floats:
 
 
 def interval(evidence: RatioEvidence, grid: Grid, miss: float) -> tuple[float, float]:
-    """The acceptances that are not contradicted, at a chance of `miss` to leave the truth out."""
+    """The acceptances that the evidence does not contradict; the chance that this excludes the
+    truth is `miss`."""
     least = log(2.0 / miss)
     low = grid.upper[:-1][evidence.above()[:-1] >= least]
     high = grid.lower[evidence.below() >= least]

@@ -1,11 +1,11 @@
-"""What a drafter's acceptance is compared with: the answers of an earlier measurement, or a card's
+"""The reference for a drafter's acceptance: the answers of an earlier measurement, or a card's
 figures.
 
-`watch.json`, in a drafter's folder or anywhere: which target and drafter, how it was decoded, and
-of every answer the drafted tokens that its first passes accepted. `headstart watch
+`watch.json`, in a drafter's folder or elsewhere, names the target, the drafter and the decoding
+settings. For every answer it has the drafted tokens accepted in its first passes. `headstart watch
 watch.learn=true` writes it from fresh prompts; the records of a measurement (records.jsonl next to
-report.json) give the same. A report.json alone, as a Hub folder has it, says no more than tau and
-its interval, so its evidence is taken as normal (`evidence.Sums`).
+report.json) give the same. A report.json without records, as in a Hub folder, gives only tau and
+its interval, so its evidence is treated as normal (`evidence.Sums`).
 
 Legend: D depth of the draft.
 """
@@ -39,17 +39,17 @@ WRITTEN: dict[str, Callable[[Any], Any]] = {
     "tokens": int,
     "system": str,
 }
-"""What watch.json holds besides the answers, and the type of each."""
+"""The keys of watch.json besides the answers, and the type of each."""
 WATCH_FILE, REPORT_FILE = "watch.json", "report.json"
 MIXED = "mixed"
-"""The domain of counters that do not tell domains apart."""
+"""The domain of counters without domains."""
 LEAST_ANSWERS = 8
-"""Fewest answers of a domain that is watched."""
+"""Fewest answers that a watched domain must have."""
 
 
 @dataclass
 class DomainAnswers:
-    """The answers of one domain: of each, the drafted tokens that its first passes accepted."""
+    """The answers of one domain: for each, the drafted tokens accepted in its first passes."""
 
     answers: list[list[int]] = field(default_factory=list)
 
@@ -62,20 +62,20 @@ class DomainAnswers:
         return sum(map(sum, self.answers)) / max(1, sum(map(len, self.answers)))
 
     def by_depth(self, depth: int) -> list[float]:
-        """beta: the share of passes that accepted each depth."""
+        """beta: the share of passes in which each depth was accepted."""
         kept = np.array([count for answer in self.answers for count in answer])
         return [float((kept >= level).sum() / max(1, len(kept))) for level in range(1, depth + 1)]
 
 
 def passes_within(tokens: int, depth: int) -> int:
-    """The passes that an answer of so many tokens always has, however well drafted; its first token
-    comes without one."""
+    """The passes that an answer of this many tokens always has, however good its drafts are. Its
+    first token needs no pass."""
     return max(1, (tokens - 1) // (depth + 1))
 
 
 def first_passes(accepted: Iterable[int], depth: int, most: int) -> list[int]:
-    """The first `most` passes of an answer, as the drafted tokens that each accepted; raises
-    `UserError` for more than `depth`."""
+    """The first `most` passes of an answer, as the drafted tokens accepted in each. Raises
+    `UserError` for more than `depth` tokens."""
     kept = list(islice(accepted, most))
     if kept and max(kept) > depth:
         raise UserError(
@@ -88,9 +88,9 @@ def first_passes(accepted: Iterable[int], depth: int, most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Reference:
-    """See the module. draft: the settings that its shape has; system: the system prompt that the
-    answers were given under; figures: domain -> (acceptance, its standard error), of a card that
-    has nothing else, so that `tallies` is empty."""
+    """See the module. draft: the settings of its shape; system: the system prompt of the answers;
+    figures: domain -> (acceptance, its standard error), for a card without answers, for which
+    `tallies` is empty."""
 
     target: dict[str, str]
     drafter: dict[str, str]
@@ -120,7 +120,7 @@ class Reference:
         return Grid(self.depth)
 
     def evidence(self) -> dict[str, RatioEvidence]:
-        """Domain -> evidence; raises `UserError` when there is no domain with enough answers."""
+        """Domain -> evidence; raises `UserError` if no domain has enough answers."""
         if not self.domains:
             raise UserError(
                 f"'{self.source}' has no domain with {LEAST_ANSWERS} answers or more, so nothing "
@@ -145,8 +145,8 @@ class Reference:
         return float(excess.var(ddof=1) * len(passes) / passes.sum())
 
     def for_counters(self, domain: str) -> Reference:
-        """The reference of counters that do not tell domains apart: of one domain, or, without
-        one, of all together. Raises `UserError` for a domain that it does not have."""
+        """The reference for counters without domains: of one domain or, if none is given, of all
+        together. Raises `UserError` for a domain that the reference does not have."""
         if domain and domain not in self.domains:
             raise UserError(
                 f"watch.domain: '{self.source}' has no domain '{domain}'."
@@ -169,7 +169,7 @@ class Reference:
         return f"{draft}, temperature {self.temperature:g}, {self.tokens} tokens"
 
     def summary(self) -> str:
-        """Lines about every domain that can be compared."""
+        """Lines about all domains that can be compared."""
         return "\n".join(
             f"{name}: {len(tally.answers)} answers, {tally.acceptance:.2f} drafted tokens accepted "
             "per pass"
@@ -187,7 +187,7 @@ class Reference:
 
     @classmethod
     def read(cls, path: Path) -> Reference:
-        """Read watch.json; raises `UserError` for anything else."""
+        """Read watch.json; raises `UserError` for any other content."""
         try:
             content = read_object(path, "")
             if content["stage"] != "watch" or content["format"] != FORMAT:
@@ -206,7 +206,7 @@ class Reference:
 
 
 def require_counts(reference: Reference) -> None:
-    """Raise `ValueError` for counts that no drafter of this depth can have had."""
+    """Raise `ValueError` for counts that a drafter of this depth cannot have."""
     for name, tally in reference.tallies.items():
         for answer in tally.answers:
             fitting = all(0 <= count <= reference.depth for count in answer)
@@ -217,9 +217,9 @@ def require_counts(reference: Reference) -> None:
 
 
 def find_reference(given: str, drafter: Path, weights_sha256: str) -> Reference:
-    """The reference of a drafter: the file or folder `given`, else what lies in its folder. Prefers
-    single answers to figures. weights_sha256: of the drafter's weights. Raises `UserError` where
-    there is none, or where it measured other weights."""
+    """The reference of a drafter: the file or folder `given`, or else the one in its folder.
+    Prefers single answers to figures. weights_sha256: of the drafter's weights. Raises `UserError`
+    if there is no reference, or if it measured other weights."""
     place = Path(given) if given else drafter
     if given and not place.exists():
         raise UserError(f"watch.reference: there is no file or folder '{place}'.")
@@ -246,8 +246,8 @@ def find_reference(given: str, drafter: Path, weights_sha256: str) -> Reference:
 
 
 def reference_path(given: str | Path) -> Path:
-    """The file to write a reference to, in a folder or by its own name; raises `UserError` where
-    another file stands there, which would be replaced."""
+    """The file to write a reference to, in a folder or given directly. Raises `UserError` if a file
+    other than a reference exists there, since it would be replaced."""
     path = Path(given)
     path = path / WATCH_FILE if path.is_dir() else path
     try:
@@ -263,8 +263,8 @@ def reference_path(given: str | Path) -> Path:
 
 
 def from_report(path: Path, weights_sha256: str) -> Reference:
-    """The reference in a measurement's folder: its records, where they lie next to report.json,
-    else the report's figures."""
+    """The reference in a measurement's folder: its records, if they lie next to report.json,
+    otherwise the report's figures."""
     report = read_report(path)
     found = [one for one in report.drafters if one.draft.weights_sha256 == weights_sha256]
     if not found:
@@ -293,14 +293,14 @@ def from_report(path: Path, weights_sha256: str) -> Reference:
         made.tallies.update(tallies_of(records, drafter.name, depth, made.most, domains))
         if made.tallies:
             return made
-    # passes whose bonus the end of text cut off
+    # passes whose bonus was cut off by the end of text
     cut = sum(drafter.acceptance.unconditional) - (drafter.tau - 1.0)
     figures = {
         name: (cell.tau - 1.0 + cut, (cell.tau_ci95[1] - cell.tau_ci95[0]) / (2 * 1.96))
         for name, cell in drafter.domains.items()
     }
     figures = {name: pair for name, pair in figures.items() if pair[0] > 0 and pair[1] > 0}
-    repeats = len(report.repeats.kept) if report.repeats else 1  # the same passes again
+    repeats = len(report.repeats.kept) if report.repeats else 1  # repeats have the same passes
     passes = drafter.verify_passes // repeats
     return Reference(*common, {}, depth, str(path), figures=figures, passes=passes)
 
@@ -309,7 +309,7 @@ def tallies_of(
     records: Path, arm: str, depth: int, most: int, domains: Mapping[str, str]
 ) -> dict[str, DomainAnswers]:
     """Domain -> answers of one arm in a measurement's records; repeats of a prompt count once.
-    Empty without its domains."""
+    Empty if `domains` is empty."""
     found: dict[str, DomainAnswers] = {}
     seen: set[str] = set()
     for record in read_records(records):

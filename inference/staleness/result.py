@@ -35,7 +35,7 @@ class UnknownDomain(TypedDict):
 
 
 class ReferenceFacts(TypedDict):
-    """What the fresh answers were compared with."""
+    """The reference that the fresh answers were compared with."""
 
     source: str
     target: dict[str, str]
@@ -48,9 +48,9 @@ class TestSettings(TypedDict):
     tolerance: float
     alarm_rate: float
     guarantee: str
-    """"exact" for every distribution of answers, or "normal" where only totals are known."""
+    """ "exact" for every distribution of answers, or "normal" where only totals are known."""
     unit: str
-    """What was looked at one by one: "answers", "windows" of a server's counters, or "totals"."""
+    """What was observed one by one: "answers", "windows" of a server's counters, or "totals"."""
     tokens: int
     passes: int
     temperature: float
@@ -73,8 +73,8 @@ class Staleness:
     unknown_domains: dict[str, UnknownDomain]
 
     def write(self, out: Path) -> Path:
-        """Write staleness.json into `out`; returns its path. An end of an interval that is not
-        known is None, acceptance by depth is left out where only totals are known."""
+        """Write staleness.json into `out`; returns its path. An unknown end of an interval is None.
+        Acceptance by depth is left out if only totals are known."""
         content = asdict(self)
         for domain in content["domains"].values():
             for name, value in list(domain.items()):
@@ -95,9 +95,8 @@ def summarise(
     reached: Mapping[str, list[float]],
     unit: str,
 ) -> Staleness:
-    """What a watch found. tallies: the fresh answers by domain; empty for counters, whose
-    acceptance by depth is `reached`. target: the fresh target's facts; unit: see
-    `TestSettings`."""
+    """The findings of a watch. tallies: the fresh answers by domain; empty for counters, whose
+    acceptance by depth is `reached`. target: the fresh target's facts; unit: see `TestSettings`."""
     changes, depth, known = test.changes(), reference.depth, reference.tallies
     for name in set(reached) & set(changes):
         changes[name].by_depth = reached[name]

@@ -1,16 +1,16 @@
-"""Counters of a running server as observations of the sequential test: saved scrapes, or a server
-that is asked again and again.
+"""Turns counters of a server into observations for the sequential test. They come from saved
+scrapes, or from a running server that is scraped repeatedly.
 
-The test's unit is a window: a stretch of decoding between two looks, of `watch.window` verify
-passes or more. What happens inside a window is not independent: requests share a prompt, a client,
-a domain, an hour. A sum over passes, taken as that of independent answers, would call such runs a
-drift. So a window counts as one observation, its accepted drafted tokens per pass, whatever its
-spread (`evidence.Bets`): the error rate holds as long as a window's acceptance is the reference's
-on average. Too few windows for that (`LEAST_WINDOWS`) are taken as one sum whose spread is the
-larger one of the reference's and the windows' own (`evidence.Sums`).
+The test's unit is a window: a stretch of decoding between two scrapes, of `watch.window` verify
+passes or more. Passes inside a window are not independent: requests share a prompt, a client, a
+domain, an hour. A test that treated their sum as one of independent answers would report drift for
+such runs. So a window counts as one observation, its accepted drafted tokens per pass, whatever its
+spread (`evidence.Bets`). The error rate holds as long as a window's acceptance equals the
+reference's on average. Fewer windows than `LEAST_WINDOWS` are treated as one sum, whose spread is
+the larger of the reference's and the windows' own (`evidence.Sums`).
 
-Counters that fall belong to a server that was started again: what it has counted since is kept, and
-what it did between the last look and its end is lost.
+If counters fall, the server was restarted. Its counts since the restart are kept; its work between
+the last scrape and the restart is lost.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from inference.staleness.config import WatchConfig
 logger = logging.getLogger(__name__)
 
 LEAST_WINDOWS = 30
-"""Fewest windows of a domain that are observations of their own in saved scrapes."""
+"""Fewest windows of a domain in saved scrapes that count as separate observations."""
 LEAST_SPREAD = 5
-"""Fewest windows that say something about their spread."""
+"""Fewest windows from which a spread is estimated."""
 NORMAL_MEDIAN = 0.6745
 """Median of a standard normal's absolute value."""
 FAILURES = 5
-"""Looks in a row without an answer after which a server counts as gone."""
+"""Failed scrapes in a row after which a server counts as gone."""
 ADVICE = "Give what a server shows at /metrics, as text (format 0.0.4)."
 Looks = dict[str, Look]
 """By domain."""
@@ -57,8 +57,8 @@ Looks = dict[str, Look]
 
 @dataclass
 class Observation:
-    """Accepted drafted tokens and passes of one domain between two looks; reached: passes that
-    accepted each position, empty where it is not counted."""
+    """Accepted drafted tokens and passes of one domain between two scrapes; reached: passes that
+    accepted each position, empty if it is not counted."""
 
     accepted: float = 0.0
     passes: float = 0.0
@@ -74,8 +74,8 @@ class Observation:
 
 @dataclass
 class Windows:
-    """Turns looks into windows. least: passes of a window; depth: drafted tokens of the reference;
-    whole: windows that are finished, by domain; rest: what is not a window yet."""
+    """Turns scrapes into windows. least: passes of a window; depth: drafted tokens of the
+    reference; whole: finished windows by domain; rest: counts that do not fill a window yet."""
 
     least: int
     depth: int
@@ -87,9 +87,10 @@ class Windows:
 
     def take(self, samples: Sequence[Sample], where: str, *, first: bool = False) -> list[str]:
         """Count one scrape; returns the domains of which a window was finished. where: for
-        messages. first: of a server that has run for long, whose first look begins the count.
+        messages. first: the first scrape of a server that was already running, which only starts
+        the count.
 
-        Raises `UserError` for metrics of no known engine, or of one that does not speculate.
+        Raises `UserError` for metrics of an unknown engine, or of one that does not speculate.
         """
         engine = identify(samples)
         if engine is None:
@@ -140,7 +141,7 @@ class Windows:
         return True
 
     def totals(self) -> dict[str, Observation]:
-        """Everything that was counted, by domain."""
+        """All counts, by domain."""
         found: dict[str, Observation] = {}
         parts = [(name, one) for name, several in self.whole.items() for one in several]
         for name, one in [*parts, *self.rest.items()]:
@@ -149,12 +150,12 @@ class Windows:
 
 
 def spread_of(windows: Sequence[Observation]) -> float:
-    """Variance of a sum of (accepted - r passes) per pass in it, as neighbouring windows show it; 0
-    for fewer than `LEAST_SPREAD`.
+    """Variance of a sum of (accepted - r passes) per pass in it, estimated from neighbouring
+    windows; 0 for fewer than `LEAST_SPREAD` windows.
 
-    Over two windows of n and m passes the acceptance differs with variance v (1/n + 1/m). The
-    median of these differences is taken, so that one change of level, which is what is looked for,
-    does not count as spread.
+    Between two windows of n and m passes, the acceptance differs with variance v (1/n + 1/m). The
+    median of these differences is used, so that one change of level, which the test looks for, does
+    not count as spread.
     """
     if len(windows) < LEAST_SPREAD:
         return 0.0
@@ -169,9 +170,10 @@ def spread_of(windows: Sequence[Observation]) -> float:
 def read_files(paths: Iterable[Path]) -> Iterator[tuple[str, list[Sample]]]:
     """(file, samples) of each saved scrape, the oldest one first.
 
-    paths: files with what /metrics showed, or folders of such files. Samples with a timestamp are
-    scrapes of that time, several in one file too; without any, files are in the order given, those
-    of a folder in the order of their names. Raises `UserError` for a file that cannot be read.
+    paths: files with the content of /metrics, or folders of such files. Samples with a timestamp
+    are scrapes of that time, also if one file has several. Files without timestamps are read in the
+    given order, those of a folder in the order of their names. Raises `UserError` for a file that
+    cannot be read.
     """
     files: list[Path] = []
     for path in paths:
@@ -196,7 +198,7 @@ def _read(file: Path) -> list[Sample]:
 
 
 def _by_time(samples: Sequence[Sample]) -> list[tuple[float | None, list[Sample]]]:
-    """The samples of each time, or all together where one has no timestamp."""
+    """The samples of each time, or all together if one has no timestamp."""
     times = {None if one.timestamp is None else float(one.timestamp) for one in samples}
     if None in times or not times:
         return [(None, list(samples))]
@@ -210,9 +212,9 @@ def _by_time(samples: Sequence[Sample]) -> list[tuple[float | None, list[Sample]
 
 
 def follow(config: WatchConfig, address: str, windows: Windows) -> Iterator[list[str]]:
-    """Look at a server's metrics every `watch.every` seconds for `watch.seconds`; yields the
-    domains of which a window was finished. Raises `UserError` for a server that does not answer
-    several times in a row."""
+    """Scrape a server's metrics every `watch.every` seconds for `watch.seconds`; yields the domains
+    of which a window was finished. Raises `UserError` if the server does not answer several times
+    in a row."""
     base, _, path = address.partition("/metrics")
     metrics = address if path or address.endswith("/metrics") else ""
     with asyncio.Runner() as runner:

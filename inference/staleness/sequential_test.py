@@ -1,13 +1,12 @@
-"""The sequential test: has acceptance fallen, domain by domain and altogether, by more than is
-tolerated?
+"""The sequential test: has acceptance, by domain and overall, fallen by more than the tolerance?
 
-Reference and fresh answers are both samples, so a fall is shown only where every acceptance r that
-the reference may have had is ruled out: for each r the evidence of the reference that it was higher
-is multiplied with the evidence of the fresh answers that theirs lies below (1 - tolerance) r, and
-the smallest product over r counts. For the true r it is at most the e-value of that r; so over the
-whole stream, however often one looks, the chance that an unchanged drafter's product ever reaches 1
-/ alpha is at most alpha. K domains and all of them together (the product over domains) share the
-alarm rate: alpha = alarm_rate / (K + 1) each.
+Reference and fresh answers are both samples, so a fall is shown only if every acceptance r that the
+reference may have had is ruled out. For each r, the reference's evidence that its acceptance was
+higher is multiplied with the fresh answers' evidence that theirs lies below (1 - tolerance) r. The
+smallest product over r counts. It is at most the e-value of the true r. So over the whole stream,
+for any number of looks, the chance that an unchanged drafter's product ever reaches 1 / alpha is at
+most alpha. K domains and all of them together (the product over domains) share the alarm rate:
+alpha = alarm_rate / (K + 1) each.
 
 Intervals of the change are the ratios fresh / reference that are not ruled out this way, 95% each
 for any number of looks.
@@ -33,13 +32,13 @@ ALARM, FINE, OPEN = "alarm", "fine", "open"
 
 @dataclass
 class Change:
-    """What is known of one domain, or of all: acceptance, which is accepted drafted tokens per
+    """The result for one domain, or for all: acceptance, which is accepted drafted tokens per
     verify pass.
 
-    change: fresh / reference - 1; its interval is None where domains moved so differently that no
-    one ratio fits. evidence: natural logarithm of the largest e-value so far; verdict: alarm, fine
-    (a fall beyond the tolerance is ruled out) or open. by_depth: share of the passes that accepted
-    each depth, where single answers are known.
+    change: fresh / reference - 1; its interval is None if domains moved so differently that no
+    single ratio fits. evidence: natural logarithm of the largest e-value so far; verdict: alarm,
+    fine (a fall beyond the tolerance is ruled out) or open. by_depth: share of the passes that
+    accepted each depth, if single answers are known.
     """
 
     answers: int
@@ -58,7 +57,7 @@ class Change:
 
 @dataclass
 class DriftTest:
-    """Watches fresh answers against the reference's evidence by domain. most: passes of an answer
+    """Tests fresh answers against the reference's evidence by domain. most: passes of an answer
     that count."""
 
     grid: Grid
@@ -70,7 +69,7 @@ class DriftTest:
     unknown: dict[str, RatioEvidence] = field(default_factory=dict)
     answers: int = 0
     alarm_after: int | None = None
-    """Fresh answers seen at the first alarm."""
+    """Fresh answers seen until the first alarm."""
     _peaks: dict[str, float] = field(default_factory=dict)
     _now: dict[str, float] = field(default_factory=dict)
 
@@ -81,12 +80,12 @@ class DriftTest:
 
     @property
     def alarms(self) -> list[str]:
-        """Domains (and `OVERALL`) whose evidence has been enough at some look."""
+        """Domains (and `OVERALL`) whose evidence was sufficient at any look."""
         return [name for name, peak in self._peaks.items() if peak >= self.needed]
 
     def add(self, domain: str, accepted: float, passes: float) -> None:
-        """Count one fresh answer, or a window scaled to one, and look; one of an unknown domain is
-        only counted."""
+        """Count one fresh answer, or a window scaled to one answer, and test. An answer of an
+        unknown domain is only counted."""
         self.answers += 1
         place = self.fresh if domain in self.reference else self.unknown
         bets = place.get(domain) or Bets(self.grid, self.most)
@@ -95,7 +94,7 @@ class DriftTest:
         self.replace(domain, bets)
 
     def replace(self, domain: str, evidence: RatioEvidence) -> None:
-        """Put newer evidence of a domain in place of the former, and look."""
+        """Replace the evidence of a domain by newer evidence, and test."""
         if domain not in self.reference:
             self.unknown[domain] = evidence
             return
@@ -111,7 +110,7 @@ class DriftTest:
     # What came out
 
     def changes(self) -> dict[str, Change]:
-        """Domain -> what is known, `OVERALL` last; empty before the first answer."""
+        """Domain -> its result, `OVERALL` last; empty before the first answer."""
         names = [name for name in self.reference if name in self.fresh]
         groups = {name: [name] for name in names} | ({OVERALL: names} if names else {})
         return {name: self._change(name, domains) for name, domains in groups.items()}
@@ -147,7 +146,7 @@ def mean_acceptance(values: list[float], passes: np.ndarray) -> float:
 def fallen(reference: RatioEvidence, fresh: RatioEvidence, shift: int) -> float:
     """Logarithm of the evidence that the fresh acceptance lies below `ratio(shift)` of the
     reference's. The reference's acceptance lies in one of the grid's cells, from one point to the
-    next; the evidence is taken at the end of the cell that claims less."""
+    next; the evidence is taken at the end of the cell with the weaker claim."""
     above, below = reference.above()[:-1], fresh.below()
     cells = np.arange(len(above))
     at = np.where(cells == 0, 0, np.clip(cells + shift, 0, len(below) - 1))
@@ -164,13 +163,13 @@ def risen(reference: RatioEvidence, fresh: RatioEvidence, shift: int) -> float:
 def ratio_interval(
     pairs: list[tuple[RatioEvidence, RatioEvidence]], miss: float
 ) -> tuple[float, float] | None:
-    """Interval of fresh / reference - 1 that all pairs of (reference, fresh) share; None where
-    there is no such ratio."""
+    """Interval of fresh / reference - 1 that all pairs of (reference, fresh) share; None if there
+    is no such ratio."""
     least, span = log(2.0 / miss), len(pairs[0][0].below())
 
     def first(holds: Callable[[int], bool]) -> int:
         """The smallest shift in (-span, span] for which a condition holds that stays true once it
-        is; span + 1 for none."""
+        is; span + 1 if there is none."""
         low, high = -span, span + 1
         while high - low > 1:
             middle = (low + high) // 2

@@ -1,10 +1,10 @@
-"""Makes changed versions of the embedded target and the prompts to judge them by, for the staleness
+"""Makes changed versions of the embedded target, and prompts to evaluate them, for the staleness
 report.
 
-The target is taught to write C++ headers, in all weights or through LoRA. Nothing of what it knew
-is repeated in the training, as in many fine-tunings; so its answers to the old questions change as
-well. The prompts are held-out questions that neither target nor drafters have seen, and the new
-domain besides the old ones.
+The target learns to write C++ headers, in all weights or through LoRA. The training does not repeat
+earlier data, as in many fine-tunings, so the answers to the old questions change as well. The
+prompts are held-out questions that neither target nor drafters have seen, from the old domains and
+the new one.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ IGNORED = -100
 MADE_FILE = "finetuning.json"
 HEADER_PROMPTS = {"training": 720, "validation": 48, "measuring": 192}
 UNSEEN = 256
-"""Prompts of each old domain, half for the reference and half as fresh traffic; there are fewer of
-`reference`."""
+"""Prompts of each old domain, half for the reference and half as fresh traffic; domain `reference`
+has fewer."""
 MIXED = 720
-"""Prompts of old and new domains each that the changed target answers for a full training."""
+"""Prompts of the old and of the new domains that the changed target answers for a full training."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """One fine-tuning. tokens_per_step: positions, of which the answers' tokens are learnt;
+    """One fine-tuning. tokens_per_step: positions, of which only the answers' tokens are learnt;
     lora_rank: 0 changes all weights."""
 
     steps: int = 150
@@ -60,19 +60,19 @@ class Recipe:
 
 
 RECIPES = {"finetuned": Recipe(), "lora": Recipe(steps=30, lr=2e-3, lora_rank=16)}
-"""Folder name -> how its target is made."""
+"""Folder name -> the fine-tuning of its target."""
 
 
 def finetune(base: Path, out: Path, pairs: list[Pair], recipe: Recipe) -> None:
-    """Write `out`: the target in `base` after a training on `pairs`, with LoRA merged into its
-    weights. Nothing is done where `out` stands already."""
+    """Write `out`: the target in `base`, trained on `pairs`, with LoRA merged into its weights. If
+    `out` exists, nothing is done."""
     if (out / MADE_FILE).is_file():
         return
     torch.manual_seed(recipe.seed)
     tokenizer = AutoTokenizer.from_pretrained(base)
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if recipe.lora_rank:
-        from peft import LoraConfig, get_peft_model  # imports accelerate: seconds
+        from peft import LoraConfig, get_peft_model  # imports accelerate, which takes seconds
 
         rank = recipe.lora_rank
         model = get_peft_model(
@@ -108,8 +108,8 @@ def supervised_windows(tokenizer: Any, pairs: list[Pair], seed: int) -> Tensor:
 
 
 def _learn(model: Any, windows: Tensor, recipe: Recipe) -> list[float]:
-    """Train with AdamW, in bfloat16 autocast where the CPU multiplies it, the rate falling to a
-    tenth; return the losses."""
+    """Train with AdamW, in bfloat16 autocast if the CPU multiplies bfloat16, while the learning
+    rate falls to a tenth; return the losses."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
     per_step = recipe.tokens_per_step // WINDOW
@@ -142,7 +142,7 @@ def write_prompts(
 
     reference.jsonl and fresh.jsonl: old domains, unseen; headers/: train, validation, measuring of
     the new domain; train.jsonl, validation.jsonl and measuring.jsonl: old and new domains in equal
-    parts, shuffled. assets: the embedded target's prompts; documents: default: all that is
+    parts, shuffled. assets: the embedded target's prompts; documents: by default everything
     installed here.
     """
     pairs = cpp_headers.split_pairs(cpp_headers.operators())
@@ -154,7 +154,7 @@ def write_prompts(
     headers["measuring"] = chosen
     for name, rows in headers.items():
         write_rows(folder / "headers" / f"{name}.jsonl", rows)
-    if documents is None:  # what is installed here
+    if documents is None:  # everything installed here
         found = (python_sources.from_stdlib, python_sources.from_topics)
         documents = [
             document
@@ -178,7 +178,7 @@ def unseen(
     bench: Path, documents: Iterable[python_sources.Document], seed: int = 0
 ) -> list[PromptRow]:
     """Return prompts of the old domains that neither target nor drafters have seen: those of
-    `bench` and more from group B of `documents`."""
+    `bench`, and more from group B of `documents`."""
     found = [row for path in sorted(bench.glob("*.jsonl")) for row in read_rows(path)]
     known, sources = Counter(row["domain"] for row in found), {row["source"] for row in found}
     held_out = python_sources.deduplicate(
@@ -190,7 +190,7 @@ def unseen(
     for domain in known:
         more = [pair for pair in pairs if pair.domain == domain][: UNSEEN - known[domain]]
         found += prompt_rows(more, f"more-{domain}", random.Random(f"{seed}:more"))
-    # some wordings fit several functions
+    # some wordings apply to several functions
     asked = {row["messages"][0]["content"]: row for row in found}
     return list(asked.values())
 
@@ -198,7 +198,7 @@ def unseen(
 def deal_halves(
     rows: Sequence[PromptRow], seed: int = 0
 ) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Return the rows in two parts at random, half of every domain in each."""
+    """Split the rows at random into two parts, with half of every domain in each."""
     rng = random.Random(seed)
     parts: tuple[list[PromptRow], list[PromptRow]] = ([], [])
     for domain in dict.fromkeys(row["domain"] for row in rows):

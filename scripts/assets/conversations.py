@@ -1,4 +1,5 @@
-"""Questions and answers taken from documents, how a user phrases them, and files of prompts.
+"""Takes questions and answers from documents, phrases them as a user would, and writes files of
+prompts.
 
 `code` and `explain` come from Python sources through `ast`, `reference` from docstrings of modules
 and from sections of prose, `summarise`, `rewrite` and `json` from exercises (exercises.py). Sources
@@ -36,7 +37,7 @@ SYSTEM = (
     "Answer questions about Python code and its documentation.",
     "You are a programming assistant. Be precise.",
 )
-# A few plain phrasings per domain: enough that a model does not learn one sentence by heart, few
+# Each domain has a few plain phrasings: enough that a model does not memorise one sentence, few
 # enough for some million parameters. The last four domains are those of C++ headers.
 PHRASINGS: dict[str, tuple[str, ...]] = {
     "code": (
@@ -89,7 +90,7 @@ NOISE = re.compile(
 class Pair:
     """One question and its answer before phrasing.
 
-    `module` is the file, topic or operator it came from, `where` what the user calls that place,
+    `module` is the file, topic or operator of its origin, `where` the user's name for that place,
     `name` the qualified name or heading, `shown` the code in the question; the last three may be
     empty.
     """
@@ -103,7 +104,7 @@ class Pair:
 
     @property
     def source(self) -> str:
-        """Return `module::name`, the origin that a prompt row carries."""
+        """Return `module::name`, the origin in a prompt row."""
         return f"{self.module}::{self.name}" if self.name else self.module
 
     def question(self, phrasing: int = 0) -> str:
@@ -121,7 +122,8 @@ class Pair:
 
 
 def dialogue(pairs: list[Pair], rng: random.Random) -> Messages:
-    """Return a conversation over `pairs`, a turn each; one in eight has a system message."""
+    """Return a conversation with one turn for each of `pairs`; one in eight has a system
+    message."""
     messages: Messages = []
     if rng.random() < 0.125:
         messages.append({"role": "system", "content": rng.choice(SYSTEM)})
@@ -131,7 +133,7 @@ def dialogue(pairs: list[Pair], rng: random.Random) -> Messages:
 
 
 def pairs_of(document: Document) -> list[Pair]:
-    """Return every pair of a document, in the order of its text; none if it does not parse."""
+    """Return all pairs of a document, in the order of its text; none if it does not parse."""
     if document.kind == "prose":
         return list(_reference_pairs(document))
     try:
@@ -168,7 +170,7 @@ def pairs_of(document: Document) -> list[Pair]:
 def _exercises(
     module: str, where: str, name: str, node: Function | ast.ClassDef, shown: str
 ) -> Iterator[Pair]:
-    """Yield the exercises of one definition, whose lengths fit."""
+    """Yield the exercises of one definition whose lengths fit."""
     doc = docstring(node)
     if isinstance(node, ast.ClassDef):
         if (listed := overview(node.body)) is not None:
@@ -187,7 +189,7 @@ def _fitting(pair: Pair) -> Iterator[Pair]:
 def _definitions(
     body: list[ast.stmt], prefix: str, owner: ast.ClassDef | None
 ) -> Iterator[tuple[str, Function | ast.ClassDef, ast.ClassDef | None]]:
-    """Yield (qualified name, definition, its class), definitions within functions left out."""
+    """Yield (qualified name, definition, its class), without definitions inside functions."""
     for node in body:
         if isinstance(node, Function | ast.ClassDef):
             yield prefix + node.name, node, owner
@@ -205,7 +207,7 @@ def _signature(node: Function, lines: list[str]) -> str:
     """Return the source from `def` to its colon."""
     taken = lines[node.lineno - 1 : max(node.lineno, node.body[0].lineno - 1)]
     if node.body[0].lineno > node.lineno:
-        while taken and not taken[-1].rstrip().endswith(":"):  # comments, blank lines
+        while taken and not taken[-1].rstrip().endswith(":"):  # remove comments and blank lines
             taken.pop()
     return _without_indent(taken, node.col_offset)
 
@@ -222,7 +224,8 @@ def _class_line(node: ast.ClassDef, lines: list[str]) -> str:
 def _body(
     node: Function, owner: ast.ClassDef | None, signature: str, lines: list[str]
 ) -> tuple[str, str] | None:
-    """Return (what is shown, the function's body), or None where the body is no answer."""
+    """Return (the shown code, the function's body), or None if the body is not suitable as an
+    answer."""
     doc = docstring(node)
     body = node.body[1:] if doc else node.body
     first_line = (node.body[0].end_lineno or 0) if doc else node.lineno + signature.count("\n")
@@ -299,8 +302,9 @@ def _is_title(line: str, below: str) -> bool:
 
 
 def is_askable(pair: Pair) -> bool:
-    """Return whether a user would ask about a Python pair: it is public and no test, and a function
-    whose body is wanted has a docstring, since nothing else says what the function does."""
+    """Return whether a user would ask about a Python pair. It must be public and no test. A
+    function whose body is asked for must have a docstring, since nothing else describes what the
+    function does."""
     private = any(part.startswith("_") for part in pair.name.split("."))
     in_tests = "/test" in pair.module or "conftest" in pair.module
     return not private and not in_tests and (pair.domain != "code" or '"""' in pair.shown)
@@ -313,11 +317,11 @@ def choose(
     used: Counter[str] | None = None,
     distinct: bool = True,
 ) -> list[Pair]:
-    """Return `count` pairs, taken from the ends of `queues` by turns, `per_module` at most of a
+    """Return `count` pairs, taken from the ends of `queues` in turn, at most `per_module` of a
     module; `used` counts these and is updated.
 
-    distinct: no two pairs share a wording (two functions can differ in the one wording that names
-    their module only). Raises UserError when there are too few.
+    distinct: no two pairs share a wording (two functions may differ only in the wording that names
+    their module). Raises UserError if there are too few.
     """
     used = Counter() if used is None else used
     chosen: list[Pair] = []
@@ -348,7 +352,7 @@ def prompt_rows(
 ) -> list[PromptRow]:
     """Return the prompt rows of `pairs`, ids `prefix`-0000 and so on.
 
-    rng: chooses one of the wordings; without it, the first is taken.
+    rng: chooses one of the wordings; without it, the first is used.
     """
     return [
         {

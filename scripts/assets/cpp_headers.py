@@ -1,10 +1,10 @@
 """Operator declarations that come with torch, as questions and answers: text new to the embedded
 target.
 
-The embedded target reads Python files and prose. These are C++ headers, generated from operator
-schemas, so that a small model learns them in minutes where hand-written C++ takes it hours. There
-are four domains: `inline` (a schema, then the functions that call it), `operator` (a schema, then
-its struct), `native` (a name, then its native functions) and `schema` (a function, then its
+The embedded target was trained on Python files and prose. These texts are C++ headers, generated
+from operator schemas. A small model learns them in minutes; hand-written C++ would take hours.
+There are four domains: `inline` (a schema, then the functions that call it), `operator` (a schema,
+then its struct), `native` (a name, then its native functions) and `schema` (a function, then its
 schema). Operators are split by name: group A gives prompts for training drafters, group B prompts
 for measuring.
 """
@@ -24,7 +24,7 @@ from scripts.assets.python_sources import Group
 
 MIN_ANSWER, MAX_ANSWER, MAX_SHOWN = 60, 560, 400
 PER_OPERATOR = 12
-"""Most prompts that one operator gives."""
+"""Most prompts from one operator."""
 DOMAINS = ("inline", "operator", "native", "schema")
 INLINE = re.compile(r"^// aten::(.+)\n((?:inline .+ \{\n(?: .*\n)+\}\n)+)", re.M)
 STRUCT = re.compile(r"^struct TORCH_API \w+ \{\n.*?^\};\n", re.M | re.S)
@@ -44,12 +44,12 @@ class Operator:
 
     @property
     def text(self) -> str:
-        """Return the declarations without what all operators share."""
+        """Return the declarations without the parts that all operators share."""
         return "\n".join(pair.answer for pair in self.found)
 
     @property
     def pairs(self) -> list[Pair]:
-        """Return the pairs of acceptable length, equal answers once."""
+        """Return the pairs of acceptable length, with equal answers once."""
         kept: dict[str, Pair] = {}
         for pair in self.found:
             if MIN_ANSWER <= len(pair.answer) <= MAX_ANSWER and len(pair.shown) <= MAX_SHOWN:
@@ -89,7 +89,7 @@ def _declarations(name: str, function: str, struct: str, native: str) -> Iterato
         return Pair(domain, name, "", "", shown, answer)
 
     for schema, functions in INLINE.findall(function):
-        # One of the two, so that a question never holds another question's answer.
+        # Only one of the two, so that a question never contains another question's answer.
         if hashlib.sha256(functions.encode()).digest()[0] % 3:
             yield pair("inline", schema, functions.rstrip())
         else:
@@ -105,7 +105,7 @@ def _declarations(name: str, function: str, struct: str, native: str) -> Iterato
 
 def split_pairs(documents: Sequence[Operator]) -> dict[str, list[Pair]]:
     """Return the pairs by group: `train` for the target, A for drafters, B for measuring; no answer
-    stands in two groups."""
+    is in two groups."""
     pairs: dict[str, list[Pair]] = {}
     known: set[str] = set()
     for group in ("train", "A", "B"):
@@ -118,7 +118,8 @@ def split_pairs(documents: Sequence[Operator]) -> dict[str, list[Pair]]:
 def choose_prompts(
     pairs: list[Pair], count: int, prefix: str, rng: random.Random
 ) -> list[PromptRow]:
-    """Return `count` prompt rows, domains by turns; UserError where there are too few."""
+    """Return `count` prompt rows, alternating between domains; raises UserError if there are too
+    few."""
     queues = {domain: [pair for pair in pairs if pair.domain == domain] for domain in DOMAINS}
     for queue in queues.values():
         rng.shuffle(queue)

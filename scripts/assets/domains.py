@@ -1,12 +1,12 @@
-"""Writes assets/prompts/domains: prompts of the domains by which acceptance rates are published
+"""Writes assets/prompts/domains: prompts of the domains for which acceptance rates are published
 (code, summaries, chat, translation, structured output, creative writing), for bench=domains.
 
     python -m scripts.assets.domains
 
-All are made of the held-out prompts in assets/prompts, whose sources no training of the embedded
-target has. Chat is conversations of three turns about one package; translation carries parameters
-from one docstring notation into another; structured output follows a JSON schema; creative prompts
-ask about a topic in a package that does not have it, so that nothing known answers them.
+All are made from the held-out prompts in assets/prompts, whose sources are in no training of the
+embedded target. Chat has conversations of three turns about one package. Translation converts
+parameters from one docstring notation to another. Structured output follows a JSON schema. Creative
+prompts ask about a topic in a package that does not have it, so no known text answers them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from scripts.assets.structured import PROMPTS, rows
 COUNT = 32
 """Prompts of each domain."""
 SAME = {"code": "code", "summaries": "summarise", "translation": "rewrite"}
-"""Domain -> the file whose first prompts it has."""
+"""Domain -> the file from which it takes the first prompts."""
 TURNS = ("reference", "summarise", "explain")
-"""Files that a conversation asks from, a turn each."""
+"""Files from which a conversation asks, one turn each."""
 Row = dict[str, Any]
 
 
@@ -34,7 +34,7 @@ def read(name: str) -> list[Row]:
 
 
 def row(domain: str, number: int, asked: str, sources: str, **more: Any) -> Row:
-    """A row as a prompt file has it."""
+    """A row in the form of a prompt file."""
     messages = [{"role": "user", "content": asked}]
     named = {"id": f"domain-{domain}-{number:04d}", "domain": domain, "messages": messages}
     return {**named, **more, "source": sources}
@@ -49,13 +49,13 @@ def package(found: Row) -> str:
 
 
 def same(domain: str) -> list[Row]:
-    """The first prompts of the file that the domain stands for."""
+    """The first prompts of the file for this domain."""
     chosen = read(SAME[domain])[:COUNT]
     return [row(domain, n, question(one), one["source"]) for n, one in enumerate(chosen)]
 
 
 def chat() -> list[Row]:
-    """Conversations, whose turns are about one package each; packages by turns."""
+    """Conversations whose turns are about one package each; packages alternate."""
     asked = {name: read(name) for name in TURNS}
     packages = list(dict.fromkeys(map(package, asked[TURNS[0]])))
     found: list[Row] = []
@@ -70,7 +70,8 @@ def chat() -> list[Row]:
 
 
 def creative() -> list[Row]:
-    """What the documentation of a package says about a topic of the next one in the file."""
+    """Questions about what the documentation of a package says on a topic of the next package in
+    the file."""
     found: list[Row] = []
     for one, other in itertools.pairwise(read(TURNS[0])):
         topic, strange = one["source"].partition("::")[2], package(other)

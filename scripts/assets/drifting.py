@@ -1,10 +1,10 @@
-"""Prompts of traffic that drifts, for the report on learning from traffic.
+"""Makes prompts of drifting traffic, for the report on learning from traffic.
 
 `python`: functions to write and documentation in English, from modules that the embedded target has
-not seen. `drift`: C++ headers (`cpp_headers`) and descriptions as JSON, by halves as long as there
-are enough of the latter. `finetuned` and `merged`: both of these mixed, half of each in each, for
-targets that have changed. The Python prompts and those that ask for JSON are about the standard
-library of this machine's Python and its manual's topics, so other versions give other prompts.
+not seen. `drift`: C++ headers (`cpp_headers`) and descriptions as JSON, half of each as long as
+there are enough of the latter. `finetuned` and `merged`: both of these mixed, half of each in each,
+for changed targets. The Python prompts and those that ask for JSON are about the standard library
+of this machine's Python and its manual's topics, so other versions give other prompts.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from scripts.assets.conversations import (
 
 ENGLISH, JSON = ("code", "explain", "reference"), ("json",)
 MOST_JSON = 560
-"""Prompts that ask for JSON; the standard library gives few more."""
+"""Prompts that ask for JSON; the standard library yields few more."""
 PER_MODULE = 1000
-"""Prompts that a module may give: as many as it has."""
+"""Most prompts from a module: all that it has."""
 
 
 @cache
 def python_pairs() -> tuple[Pair, ...]:
-    """Everything that can be asked about the standard library; for JSON, of which there is little,
-    also about modules that the embedded target knows."""
+    """Everything that can be asked about the standard library. For JSON, which is rare, it includes
+    modules that the embedded target knows."""
     found = []
     for source in (python_sources.from_stdlib, python_sources.from_topics):
         for document in source():
@@ -46,7 +46,7 @@ def python_pairs() -> tuple[Pair, ...]:
 
 def write_prompts(folder: Path, count: int) -> None:
     """Write `count` prompts each to python.jsonl, drift.jsonl, finetuned.jsonl and merged.jsonl;
-    raises `UserError` where there are too few. Nothing is done where they stand already."""
+    raises `UserError` if there are too few. If the files exist, nothing is done."""
     if (folder / "merged.jsonl").is_file():
         return
     described = min((count + 1) // 2, MOST_JSON)
@@ -67,7 +67,7 @@ def write_prompts(folder: Path, count: int) -> None:
 
 
 def asked_about(domains: tuple[str, ...], count: int, prefix: str) -> list[PromptRow]:
-    """Return `count` prompts of these domains, by turns."""
+    """Return `count` prompts of these domains in turn."""
     queues: dict[str, list[Pair]] = defaultdict(list)
     for pair in python_pairs():
         if pair.domain in domains:
@@ -79,5 +79,5 @@ def asked_about(domains: tuple[str, ...], count: int, prefix: str) -> list[Promp
 
 
 def json_pairs() -> list[Pair]:
-    """What a target is taught that shall describe functions as JSON."""
+    """The pairs for teaching a target to describe functions as JSON."""
     return [pair for pair in python_pairs() if pair.domain in JSON]

@@ -1,4 +1,4 @@
-"""Exercises whose answer follows from a definition by a rule: overviews, other styles, JSON.
+"""Exercises whose answers follow from a definition by a rule: overviews, other styles, JSON.
 
 `summarise` lists what a class or module offers, with the first sentence of each docstring;
 `rewrite` turns the parameters of a docstring from one style into another (reStructuredText fields,
@@ -21,7 +21,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 MIN_MEMBERS, MAX_MEMBERS = 3, 9
 MAX_SENTENCE = 110
 JSON_SHARE = 4
-"""One function in so many is described as JSON: every function could be."""
+"""One function in this many is described as JSON, although every function could be."""
 
 FIELD = re.compile(r"^:(?:param|parameter|arg|argument|key)\s+(?:([^:]+?)\s+)?(\*{0,2}\w+)\s*:\s*")
 FIELD_TYPE = re.compile(r"^:type\s+(\*{0,2}\w+)\s*:\s*(.*)$")
@@ -40,7 +40,7 @@ class Parameter:
 
 
 def docstring(node: Function | ast.ClassDef | ast.Module) -> str:
-    """Return the docstring without its indentation, "" where there is none."""
+    """Return the docstring without its indentation, "" if there is none."""
     try:
         return inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
     except (AttributeError, ValueError):
@@ -51,8 +51,8 @@ def docstring(node: Function | ast.ClassDef | ast.Module) -> str:
 
 
 def overview(body: Sequence[ast.stmt]) -> tuple[str, str] | None:
-    """Return (signatures, a list of their first sentences) of a body's documented public
-    functions and classes; None where there are fewer than three."""
+    """Return (signatures, a list of their first sentences) of a body's documented public functions
+    and classes; None if there are fewer than three."""
     shown, lines = [], []
     for node in body:
         if not isinstance(node, Function | ast.ClassDef) or node.name.startswith(("_", "test")):
@@ -71,7 +71,7 @@ def overview(body: Sequence[ast.stmt]) -> tuple[str, str] | None:
 
 
 def first_sentence(doc: str) -> str:
-    """Return the first sentence of a docstring on one line; "" where it is long or missing."""
+    """Return the first sentence of a docstring on one line; "" if it is long or missing."""
     paragraph = " ".join(doc.split("\n\n")[0].split())
     sentence = re.split(r"(?<=[.!?])\s", paragraph, maxsplit=1)[0]
     readable = sentence[:1].isalpha() and "::" not in sentence and ">>>" not in sentence
@@ -89,8 +89,8 @@ def _call(node: Function) -> str:
 def rewriting(doc: str, name: str) -> tuple[str, str, str] | None:
     """Return (the wanted style, the parameters as the docstring has them, the same in that style).
 
-    name: chooses one of the two other styles, the same one each time. None where a docstring
-    documents fewer than two parameters in a style that is known.
+    name: chooses one of the two other styles reproducibly. Returns None if the docstring documents
+    fewer than two parameters in a known style.
     """
     for style, read in READERS.items():
         parameters = read(doc.split("\n"))
@@ -203,8 +203,8 @@ WRITERS = {"reStructuredText": _as_fields, "Google": _as_google, "NumPy": _as_nu
 
 
 def described(node: Function, name: str) -> str | None:
-    """Return the JSON description of a function's signature; None where it takes no arguments, and
-    for three functions in four."""
+    """Return the JSON description of a function's signature; None if it takes no arguments, and for
+    three functions in four."""
     arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     arguments = [argument for argument in arguments if argument.arg not in ("self", "cls")]
     if len(arguments) < 2 or zlib.crc32(name.encode()) % JSON_SHARE:
@@ -240,7 +240,7 @@ def described(node: Function, name: str) -> str | None:
 
 
 def _json(content: dict[str, object]) -> str:
-    """Return the object over several lines, each parameter on one."""
+    """Return the object on several lines, with one parameter per line."""
     rows = []
     for key, value in content.items():
         if isinstance(value, list):

@@ -20,14 +20,14 @@ FAMILIES = {
     "llama": "A Llama",
     "qwen3_5_text": "A hybrid of gated delta rules and attention in the shape of Qwen3.5",
 }
-"""How the card calls a model of each type."""
+"""The card's name for a model of each type."""
 
 
 def export(data: Path, run: Path, out: Path, with_card: bool = True) -> None:
     """Write `out` from a prepared folder `data` and the training run in `run`.
 
-    Everything is checked before the first file is written; config.json comes last. Raises UserError
-    where the run is missing, used another tokenizer, or left weights that do not fit its
+    Everything is checked before the first file is written; config.json is written last. Raises
+    UserError if the run is missing, used another tokenizer, or left weights that do not fit its
     configuration or the size limit.
     """
     manifest, record = load_manifest(data), _read_record(run)
@@ -52,7 +52,8 @@ def export(data: Path, run: Path, out: Path, with_card: bool = True) -> None:
 
 
 def _read_record(run: Path) -> dict[str, Any]:
-    """Return the run's training record; UserError where there is none or nothing was measured."""
+    """Return the run's training record; raises UserError if there is none or nothing was
+    measured."""
     path = run / "training.json"
     if not path.is_file():
         raise UserError(
@@ -95,7 +96,7 @@ def check_weights(path: Path, config: Mapping[str, Any]) -> dict[str, torch.Tens
 
 
 def _start(record: Mapping[str, Any]) -> str:
-    """Return a sentence on the weights that the training began with, where these were trained."""
+    """Return a sentence about the weights that the training began with, if these were trained."""
     given = record.get("started_from")
     if not given:
         return ""

@@ -1,7 +1,7 @@
 """Makes the held-out target: a small Qwen3 with its own tokenizer, trained on C++ headers.
 
-It is kept aside to check that what holds on the embedded target holds elsewhere
-(scripts/evidence/held_out.py). Every step is skipped where its result stands already.
+It serves to check that results of the embedded target hold elsewhere
+(scripts/evidence/held_out.py). Every step is skipped if its result exists.
 """
 
 from __future__ import annotations
@@ -64,13 +64,14 @@ PROMPTS = {"training": 1440, "validation": 48, "measuring": 96}
 """Prompts for drafters, for choosing among their checkpoints, and for the report."""
 HELDOUT_PAIRS = 1500
 WORTH_COMPILING = 100
-"""Steps from which on compiling saves more time than it takes."""
+"""Steps from which compiling saves more time than it takes."""
 
 
 def make(
     work: Path, steps: int, prompts: Mapping[str, int] = PROMPTS, config: Mapping[str, Any] = CONFIG
 ) -> Path:
-    """Make everything below `work`, the prompts in data/prompts; return the target's folder."""
+    """Make everything below `work`, with the prompts in data/prompts; return the target's
+    folder."""
     data, state, target = (work / name for name in ("data", "state", "target"))
     if not (data / "manifest.json").is_file():
         prepare(data, cpp_headers.operators(), prompts)
@@ -127,7 +128,7 @@ def write_prompts(
 def train(
     folder: Path, state: Path, steps: int, config: Mapping[str, Any] = CONFIG, seed: int = 0
 ) -> None:
-    """Train on a prepared folder for `steps` steps of 4,096 tokens, or go on with it."""
+    """Train on a prepared folder for `steps` steps of 4,096 tokens, or continue the training."""
     settings = TrainSettings(
         steps=steps,
         lr=4e-3,

@@ -30,9 +30,9 @@ from scripts.assets.conversations import Messages
 MAX_LENGTH = 2048
 SHARD_TOKENS = 4_000_000
 PAD_ID, BOS_ID, USER_ID, ASSISTANT_ID, SYSTEM_ID, END_ID = range(6)
-"""The special tokens come first in every vocabulary, so that trainings know them by their ids."""
+"""The special tokens come first in every vocabulary, so that trainings know their ids."""
 SNAP = 384
-"""A window starts at the next document when one begins within this many tokens."""
+"""A window starts at the next document if one begins within this many tokens."""
 
 
 # Writing
@@ -131,7 +131,7 @@ def write_prepared(
     path = folder / "tokenizer" / "tokenizer_config.json"
     config = json.loads(path.read_text())
     config.pop("backend", None)
-    # a class that transformers 4 knows too
+    # a class that transformers 4 also has
     write_json(path, {**config, "tokenizer_class": "PreTrainedTokenizerFast"})
     sizes = np.array(count_bytes(tokenizer))
     entries = {}
@@ -156,7 +156,7 @@ def write_prepared(
 
 
 def load_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a prepared folder; UserError where there is none."""
+    """Return the manifest of a prepared folder; raises UserError if there is none."""
     path = folder / "manifest.json"
     if not path.is_file():
         raise UserError(
@@ -168,7 +168,7 @@ def load_manifest(folder: Path) -> dict[str, Any]:
 
 
 def load_stream(folder: Path, manifest: Mapping[str, Any], name: str) -> np.ndarray:
-    """Return one token stream [tokens] uint16; UserError where its files do not hold all of it."""
+    """Return one token stream [tokens] uint16; raises UserError if its files are incomplete."""
     entry = manifest["streams"][name]
     with ThreadPoolExecutor() as pool:
         read = pool.map(lambda file: lzma.decompress((folder / file).read_bytes()), entry["files"])
@@ -184,7 +184,8 @@ def load_stream(folder: Path, manifest: Mapping[str, Any], name: str) -> np.ndar
 class Stream:
     """One token stream [tokens] on a device, from which windows of `length` + 1 tokens are drawn.
 
-    All of it is resident (some 150 MB), so that a batch costs one gather and no copy from the host.
+    The whole stream is resident (some 150 MB), so a batch costs one gather and no copy from the
+    host.
     """
 
     def __init__(self, ids: np.ndarray, length: int, device: torch.device) -> None:
@@ -222,8 +223,8 @@ class HeldOut:
     """A held-out stream: ids [windows, length + 1] int64, `counted` [windows, length] bool on the
     targets.
 
-    Windows overlap by one token, so that every token but the first is predicted once. `bytes` are
-    those that the counted targets decode to.
+    Windows overlap by one token, so every token except the first is predicted once. `bytes` is the
+    number of bytes that the counted targets decode to.
     """
 
     ids: Tensor
@@ -232,8 +233,8 @@ class HeldOut:
 
 
 def load_heldout(folder: Path, length: int, limit: int | None = None) -> dict[str, HeldOut]:
-    """Return the windows of group B: `code` (tokens of documents), `chat` (assistant tokens);
-    limit: tokens of each at most."""
+    """Return the windows of group B: `code` (tokens of documents), `chat` (assistant tokens).
+    limit: most tokens of each."""
     manifest = load_manifest(folder)
     sizes = np.array(manifest["token_bytes"])
 

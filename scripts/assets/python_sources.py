@@ -1,10 +1,10 @@
-"""The embedded target's text: the standard library, its manual's topics, Python packages.
+"""Collects the embedded target's text: the standard library, its manual's topics, Python packages.
 
 The order is deterministic (source, then path), equal files are kept once, and files that are
-neither source nor prose (minified, generated, tables of numbers, other scripts) are left out.
-Nothing collected here is imported or executed. Held-out groups are whole and disjoint: a held-out
-module takes its tests along, a held-out package all its files. Group A gives prompts for training
-drafters, group B prompts for measuring and the held-out loss.
+neither source nor prose (minified, generated, tables of numbers, other scripts) are left out. The
+collected files are neither imported nor executed. Held-out groups are complete and disjoint: a
+held-out module includes its tests, a held-out package all its files. Group A provides prompts for
+training drafters; group B provides prompts for measuring and the held-out loss.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CHANGES = re.compile(
 )
 SPECIAL = re.compile(r"<\|(pad|bos|user|assistant|system|end)\|>")
 WINDOW = 6
-"""Code lines that must agree in a row before two files count as sharing a passage."""
+"""Consecutive equal code lines from which two files count as sharing a passage."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ def from_topics() -> Iterator[Document]:
 
 
 def from_site_packages(root: Path | None = None, skip: Iterable[str] = ()) -> Iterator[Document]:
-    """Yield sources, prose and descriptions of installed packages whose name is not in `skip`."""
+    """Yield sources, prose and descriptions of installed packages, except those named in `skip`."""
     root = root or Path(sysconfig.get_paths()["purelib"])
     left_out = set(skip)
     for folder in sorted(root.iterdir()):
@@ -172,7 +172,7 @@ def archive_package(archive: Path) -> str:
 
 
 def download(folder: Path) -> list[Path]:
-    """Let pip fetch the packages of packages.txt that are not in `folder`; return its archives,
+    """Download the packages of packages.txt that are not in `folder` with pip; return its archives,
     sorted."""
     pinned = Path(__file__).with_name("packages.txt")
     lines = [line.strip() for line in pinned.read_text().splitlines()]
@@ -203,7 +203,7 @@ def is_wanted(path: str) -> bool:
 
 
 def _read(source: str, path: str, group: Group, read: Callable[[], bytes]) -> Iterator[Document]:
-    """Yield the document of one file, or nothing where it is not worth training on."""
+    """Yield the document of one file, or nothing if it is unsuitable for training."""
     if not is_wanted(path):
         return
     raw = read()
@@ -253,8 +253,8 @@ def deduplicate(documents: Iterable[Document]) -> list[Document]:
 
 
 def cap_sources(documents: list[Document], max_bytes: int) -> list[Document]:
-    """Return the documents with each training source cut to about `max_bytes`, files chosen by
-    their hash: a few very large packages would otherwise be most of the corpus."""
+    """Return the documents with each training source cut to about `max_bytes`, with files chosen by
+    their hash. Otherwise a few very large packages would be most of the corpus."""
     used: dict[str, int] = {}
     kept = []
     for document in sorted(documents, key=lambda d: hashlib.sha256(d.name.encode()).digest()):
@@ -269,8 +269,8 @@ def drop_leaks(documents: list[Document]) -> tuple[list[Document], list[str]]:
     """Return the documents without training files that share passages with a held-out one, and the
     names of those files.
 
-    Catches vendored and lightly edited copies: a file is dropped when three windows of six code
-    lines, or one in ten of its windows, stand in a held-out file too.
+    This finds vendored and lightly edited copies: a file is dropped if three windows of six code
+    lines, or one in ten of its windows, also occur in a held-out file.
     """
 
     def passages(text: str) -> list[int]:

@@ -1,5 +1,5 @@
-"""Writes assets/prompts/structured: prompts of the domain `json` with the JSON schema that their
-answers have to follow, for bench=structured.
+"""Writes assets/prompts/structured: prompts of the domain `json`, with the JSON schema that their
+answers must follow, for bench=structured.
 
     python -m scripts.assets.structured
 """
@@ -14,7 +14,7 @@ from inference.manifest import write_bytes
 
 PROMPTS = Path(__file__).parents[2] / "assets" / "prompts"
 COUNT = 32
-"""Prompts of the file, the first ones of assets/prompts/json.jsonl."""
+"""Prompts in the file: the first ones of assets/prompts/json.jsonl."""
 
 
 def text(longest: int) -> dict[str, Any]:
@@ -45,7 +45,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         documented={"type": "boolean"},
     ),
 }
-"""How a prompt begins -> what its answer follows."""
+"""Beginning of a prompt -> the constraint on its answer."""
 
 
 def rows() -> list[dict[str, Any]]:

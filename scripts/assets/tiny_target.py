@@ -60,9 +60,9 @@ ASSETS = Path(__file__).parents[2] / "assets"
 TOKENIZER = TokenizerSpec(
     size=4096,
     special=("<|pad|>", "<|bos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"),
-    # Line breaks take the next line's indentation along; words take one character before them
-    # (blank, dot, bracket, underscore); digits stand alone; runs of blanks leave the last one to
-    # the word that follows.
+    # Line breaks include the next line's indentation. Words include one character before them
+    # (blank, dot, bracket, underscore). Digits are separate tokens. Runs of blanks leave the last
+    # blank to the word that follows.
     pattern=r"\n+ *|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+| +(?!\S)|\s+(?!\S)|\s+",
     longest=24,
     template=(
@@ -90,7 +90,7 @@ CONFIG = llama_config(
     intermediate_size=512,
     mlp_bias=False,
 )
-"""12.86 million parameters: thin layers, so that one layer costs a twentieth of a pass."""
+"""12.86 million parameters in thin layers, so that one layer costs a twentieth of a pass."""
 HYBRID = hybrid_config(
     vocab_size=TOKENIZER.size,
     hidden_size=256,
@@ -111,15 +111,15 @@ ANSWER_TOKENS, MAX_QUESTION_TOKENS = range(20, 401), 230
 HELDOUT_BYTES = 3_000_000
 HELDOUT_PAIRS_PER_DOMAIN = 700
 BARE_CODE_SHARE = 0.35
-"""Of functions without a docstring, which teach less per token, those that are kept."""
+"""Share of the functions without a docstring that are kept, because they teach less per token."""
 PER_MODULE = 4
 VALIDATION = 96
-"""Prompts of group A kept out of training, for choosing checkpoints: the measurement must not
-choose what it measures."""
+"""Prompts of group A that are kept out of training, for choosing checkpoints: the measurement's
+prompts must not decide this choice."""
 
 
 def collect(max_package_bytes: int, extra_packages: Path | None = None) -> list[Document]:
-    """Return the corpus of what is installed here and of pinned packages in a folder."""
+    """Return the corpus from the installed packages and from pinned packages in a folder."""
     archives = python_sources.download(extra_packages) if extra_packages else []
     skip = {python_sources.archive_package(archive) for archive in archives}
     documents = [*python_sources.from_stdlib(), *python_sources.from_topics()]
@@ -141,9 +141,9 @@ def prepare(
     spec: TokenizerSpec = TOKENIZER,
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> None:
-    """Write a prepared folder from deduplicated documents of all groups, and to `pairs_out` the
-    held-out pairs from which prompts are chosen (A.jsonl.xz, B.jsonl.xz). The same documents, seed
-    and package versions give the same bytes."""
+    """Write a prepared folder from deduplicated documents of all groups, and write to `pairs_out`
+    the held-out pairs from which prompts are chosen (A.jsonl.xz, B.jsonl.xz). The same documents,
+    seed and package versions give the same bytes."""
     documents, dropped = python_sources.drop_leaks(documents)
     note(f"{len(documents)} documents; {len(dropped)} that share text with held-out ones dropped")
     with ProcessPoolExecutor(workers) as pool:
@@ -169,8 +169,8 @@ def prepare(
 
 
 def split_pairs(pairs: list[Pair], documents: list[Document]) -> dict[str, list[Pair]]:
-    """Return the pairs by group; equal answers are kept once, held-out ones first, so that no
-    answer stands in two groups."""
+    """Return the pairs by group. Equal answers are kept once, held-out ones first, so that no
+    answer is in two groups."""
     group_of = {document.name: document.group for document in documents}
     found: dict[str, list[Pair]] = {"A": [], "B": [], "train": []}
     seen: set[str] = set()
@@ -235,7 +235,7 @@ def heldout_dialogues(pairs: list[Pair], seed: int) -> list[Messages]:
 
 
 def _heldout_texts(documents: list[Document], seed: int) -> list[str]:
-    """Return Python files of group B, shuffled, chosen by turns over its sources up to 3 MB."""
+    """Return Python files of group B, shuffled, chosen in turn from its sources up to 3 MB."""
     queues = collections.defaultdict(list)
     for document in documents:
         if document.group == "B" and document.kind == "python":
@@ -251,7 +251,7 @@ def _heldout_texts(documents: list[Document], seed: int) -> list[str]:
 def describe(
     documents: list[Document], dropped: list[str], pairs: Mapping[str, list[Pair]], seed: int
 ) -> dict[str, Any]:
-    """Return the manifest's facts: what went in, what was held out, what came out."""
+    """Return the manifest's facts: the input, the held-out part and the output."""
     counts = collections.defaultdict[str, dict[str, int]](lambda: {"documents": 0, "bytes": 0})
     for document in documents:
         entry = counts[f"{document.group}:{document.source}"]
@@ -283,7 +283,7 @@ def describe(
 
 def write_prompts(pairs: Path, out: Path, measuring: int, training: int, seed: int) -> None:
     """Write `<domain>.jsonl` with `measuring` prompts of group B each, and below `training/` about
-    `training` prompts of group A, shuffled: the last ones in validation.jsonl, the others in
+    `training` prompts of group A, shuffled; the last ones go to validation.jsonl, the others to
     train.jsonl."""
     askable = {group: [p for p in load_pairs(pairs, group) if is_askable(p)] for group in "AB"}
     used = {group: collections.Counter[str]() for group in askable}
@@ -319,7 +319,7 @@ def load_pairs(folder: Path, group: str) -> list[Pair]:
 
 
 def train(given: argparse.Namespace) -> None:
-    """Train, or continue training, on a prepared folder."""
+    """Train on a prepared folder, or continue a training."""
     device = torch.device(given.device)
     fast = device.type == "cuda"
     torch.set_float32_matmul_precision("high")
@@ -327,7 +327,7 @@ def train(given: argparse.Namespace) -> None:
     values["batch_tokens"] = batch = given.batch_tokens or (131_072 if fast else 16_384)
     values["micro_tokens"] = given.micro_tokens or min(batch, 131_072 if fast else 8_192)
     values["bf16"] = fast if given.bf16 is None else given.bf16
-    # A folder elsewhere on this machine is named by its last part only.
+    # For a folder elsewhere on this machine, only the last part of its name is recorded.
     config = dict(CONFIGS[given.family])
     config["num_hidden_layers"] = layers = given.layers or config["num_hidden_layers"]
     start = given.start and resized(load_file(given.start / "model.safetensors"), layers)
@@ -359,8 +359,8 @@ def _family_of(folder: Path) -> str:
 
 
 def _training_of(folder: Path) -> dict[str, Any]:
-    """Return how long the target in a folder was trained, and what that one started from, for the
-    record of one that starts there."""
+    """Return how long the target in a folder was trained and what it started from, for the record
+    of a training that starts from it."""
     record = json.loads((folder / "training.json").read_text())
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     known = ("tokens_seen", "training_seconds", "started_from")

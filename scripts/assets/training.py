@@ -1,8 +1,8 @@
-"""Training of a small target on a prepared folder: one device, resumable, bound to a budget.
+"""Trains a small target on a prepared folder: one device, resumable, limited by a budget.
 
-The model is transformers' own; the learning rate follows the share of the budget that is used up,
-so a run of a given number of seconds or steps always ends with the end of its schedule. An
-interrupted run goes on bit by bit as if it had not been interrupted (with a budget in steps).
+The model is transformers' own. The learning rate follows the used share of the budget, so a run of
+a given number of seconds or steps always completes its schedule. With a budget in steps, an
+interrupted run continues bit by bit as if it had not been interrupted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from train.stopping import StopRequest
 
 START = time.monotonic()
 INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight", "out_proj.weight")
-"""Ends of the names of projections into the residual stream."""
+"""Suffixes of the names of projections into the residual stream."""
 
 
 def note(message: str) -> None:
@@ -41,7 +41,7 @@ def note(message: str) -> None:
 def llama_config(**sizes: Any) -> dict[str, Any]:
     """Return the content of a `config.json` for a Llama with tied embeddings.
 
-    sizes: keys of the configuration, which replace the values here. The rotary settings stand in
+    sizes: keys of the configuration that replace the values here. The rotary settings are given in
     both spellings that transformers has used.
     """
     return _config("LlamaForCausalLM", "llama", {"rope_theta": 10_000.0, **sizes})
@@ -51,7 +51,7 @@ def hybrid_config(**sizes: Any) -> dict[str, Any]:
     """Return the same for a Qwen3.5 without vision: every fourth layer is attention, the others are
     gated delta rules (Yang et al., 2412.06464)."""
     content = _config("Qwen3_5ForCausalLM", "qwen3_5_text", sizes)
-    # The family's own share of rotated dimensions, which transformers would fill in.
+    # The family's share of rotated dimensions, which transformers would otherwise fill in.
     content["rope_parameters"]["partial_rotary_factor"] = 0.25
     return content
 
@@ -85,7 +85,7 @@ def build_model(config: Mapping[str, Any]) -> Any:
     transformers draws them with deviation `initializer_range`; projections into the residual stream
     are scaled down by the square root of twice the number of layers, as in GPT-2.
     """
-    # A copy: some configurations of transformers write into the dicts that they are given.
+    # A copy, because some configurations of transformers modify the dicts that they are given.
     described = AutoConfig.for_model(**copy.deepcopy(dict(config)))
     model = AutoModelForCausalLM.from_config(described, dtype=torch.float32)
     with torch.no_grad():
@@ -98,10 +98,10 @@ def build_model(config: Mapping[str, Any]) -> Any:
 def resized(weights: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
     """Return the weights of a model of `layers` layers that starts from another one.
 
-    A deeper one computes what the other does: every layer is followed by copies of itself, evenly
-    over the depth, whose projections into the residual stream are zero until they are trained
-    (block expansion, Wu et al., 2401.02415). A shallower one has layers of the other, evenly from
-    the first to the last.
+    A deeper model initially computes the same as the other one: every layer is followed by copies
+    of itself, evenly over the depth, whose projections into the residual stream are zero until they
+    are trained (block expansion, Wu et al., 2401.02415). A shallower model has layers of the other
+    one, evenly from the first to the last.
     """
     given = 1 + max(int(name.split(".")[2]) for name in weights if ".layers." in name)
     if layers >= given:
@@ -121,9 +121,9 @@ def resized(weights: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
 
 
 def fitting(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return those of a Llama's weights that a model of another family takes: the tensors that have
-    the same names and shapes there (embeddings, MLPs, some of the attention's). A Qwen3.5 stores
-    the weights of its norms less one."""
+    """Return those of a Llama's weights that a model of another family can use: the tensors with
+    the same names and shapes (embeddings, MLPs, some of the attention's). A Qwen3.5 stores the
+    weights of its norms minus one."""
     less = 1.0 if config["model_type"] == "qwen3_5_text" else 0.0
     shapes = {name: tensor.shape for name, tensor in build_model(config).named_parameters()}
     return {
@@ -135,7 +135,7 @@ def fitting(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[st
 
 @dataclasses.dataclass(frozen=True)
 class TrainSettings:
-    """What shapes the trained weights; a resumed run must be given the same.
+    """The settings that determine the trained weights; a resumed run must be given the same ones.
 
     Exactly one of `seconds` (training time, without compilation and evaluation) and `steps` is set.
     """
@@ -159,7 +159,7 @@ class TrainSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the sizes that must divide each other; UserError names the flag."""
+        """Check that sizes divide each other as required; the UserError names the flag."""
         if (self.seconds is None) == (self.steps is None):
             given = f"seconds={self.seconds}, steps={self.steps}"
             raise UserError(f"give one of --seconds and --steps; got {given}.")
@@ -195,16 +195,16 @@ class Intervals:
     log: float = 10.0
     evaluate: float = 90.0
     save: float = 120.0
-    call: float | None = None  # seconds since the process started after which it saves and leaves
+    call: float | None = None  # seconds after the start of the process at which it saves and ends
 
 
 class Trainer:
     """One training run over a prepared folder.
 
-    folder: prepared; state: where `checkpoint.pt` is kept; out: gets `model.safetensors` (bfloat16)
+    folder: prepared; state: folder of `checkpoint.pt`; out: receives `model.safetensors` (bfloat16)
     and `training.json`; config: content of the model's config.json; eval_tokens: of each held-out
     stream, None for all; command: for the record; start: the first weights, by name (None: fresh);
-    started_from: what is known of their training, for the record.
+    started_from: facts about their training, for the record.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class Trainer:
             self.streams[name] = prepared.Stream(ids, settings.length, device)
         torch.manual_seed(settings.seed)
         self.model = build_model(config).to(device)
-        if start is not None:  # tied weights stand in the file once
+        if start is not None:  # tied weights are in the file once
             wide = {name: tensor.float() for name, tensor in start.items()}
             self.model.load_state_dict(wide, strict=False)
         self.optimiser = self._optimiser()
@@ -256,8 +256,8 @@ class Trainer:
         self.compute = torch.compile(self._losses, dynamic=False) if compiled else self._losses
 
     def _optimiser(self) -> torch.optim.Optimizer:
-        """Muon for the layers' matrices, AdamW for the rest (Liu et al., 2502.16982): about two
-        thirds of AdamW's tokens."""
+        """Muon for the layers' matrices, AdamW for the rest (Liu et al., 2502.16982). It needs
+        about two thirds of AdamW's tokens."""
         settings = self.settings
         named = list(self.model.named_parameters())
         inner = [p for name, p in named if p.ndim == 2 and ".layers." in name]
@@ -271,7 +271,7 @@ class Trainer:
         return MuonAdamW(groups, settings.lr, momentum=0.95, betas=settings.betas, eps=1e-8)
 
     def _restore(self) -> None:
-        """Go on from the checkpoint; UserError when it was made with other settings."""
+        """Continue from the checkpoint; raises UserError if it was made with other settings."""
         content = torch.load(self.path, map_location=self.device, weights_only=True)
         then, now = content["settings"], self.identity
         other = [f"{k}: {then.get(k)} then, {v} now" for k, v in now.items() if then.get(k) != v]
@@ -320,8 +320,8 @@ class Trainer:
         return mean
 
     def run(self) -> bool:
-        """Train until the budget, the call's limit or a signal ends it; save everything; return
-        whether the budget is used up."""
+        """Train until the budget, the call's limit or a signal ends it, then save everything;
+        return whether the budget is used up."""
         with StopRequest() as stop:
             self._warm_up()
             finished = self._loop(stop)
@@ -330,7 +330,7 @@ class Trainer:
         return finished
 
     def _warm_up(self) -> None:
-        """Compile outside the training clock; weights, gradients, generator stay as they were."""
+        """Compile outside the training clock; weights, gradients and generator keep their state."""
         kept = self.generator.get_state()
         self.compute(self._batch(0.0))[0].backward()
         self.model.zero_grad(set_to_none=True)
@@ -350,7 +350,7 @@ class Trainer:
         while settings.used(self.step, self.seconds) < 1.0:
             total += self._update()
             if self.step % 8 == 0:
-                self._synchronise()  # bounds how far the host runs ahead of the clock
+                self._synchronise()  # bounds how far the host runs ahead
             before, now = now, time.monotonic()
             self.seconds += now - before
             if now - logged >= every.log:
@@ -366,7 +366,7 @@ class Trainer:
                 saved = now
             if stop.name or (every.call is not None and now - START > every.call):
                 break
-            shift = time.monotonic() - now  # reports stand outside the training clock
+            shift = time.monotonic() - now  # reports do not count into the training clock
             now, logged = now + shift, logged + shift
         return settings.used(self.step, self.seconds) >= 1.0
 

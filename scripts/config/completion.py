@@ -1,10 +1,11 @@
-"""Shell completion: `headstart -sc install=bash` (zsh, fish) prints what the shell is to evaluate.
+"""Shell completion: `headstart -sc install=bash` (zsh, fish) prints code that the shell evaluates.
 
     eval "$(headstart -sc install=bash)"      in ~/.bashrc, and in ~/.zshrc with install=zsh
     headstart -sc install=fish | source       in ~/.config/fish/config.fish
 
 The shell then asks `headstart -sc query=<shell>` with the line up to the cursor in COMP_LINE. The
-words are Hydra's; Hydra's own completion knows neither stages nor keys that only have a default.
+syntax of the arguments is Hydra's; Hydra's own completion knows neither stages nor keys that only
+have a default.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ end
 complete -c {name} -f -a '(__{name})'
 """,
 }
-"""What `install` prints."""
+"""The output of `install`."""
 UNDONE = {
     "bash": "complete -r {name}; unset -f _{name}\n",
     "zsh": "compdef -d {name}; unfunction _{name}\n",
     "fish": "complete -e -c {name}; functions -e __{name}\n",
 }
-"""What `uninstall` prints."""
+"""The output of `uninstall`."""
 OPEN = ("=", ".", "/", ",")
-"""Last characters of what is not finished; anything else is followed by a space."""
+"""Last characters of an unfinished word; any other word is followed by a space."""
 LAUNCHING = {
     "hydra/launcher": ("basic", "joblib", "submitit_local", "submitit_slurm"),
     "hydra/sweeper": ("basic", "optuna"),
@@ -85,7 +86,7 @@ def run(arguments: list[str]) -> None:
 
 
 def complete(line: str) -> list[str]:
-    """What may stand in place of the last word of a command line, sorted."""
+    """The completions of the last word of a command line, sorted."""
     words = line.split()[1:]
     word = words.pop() if words and not line[-1:].isspace() else ""
     try:
@@ -95,7 +96,7 @@ def complete(line: str) -> list[str]:
 
 
 def candidates(words: list[str], word: str) -> Iterable[str]:
-    """Words that may follow `words`; `word` is what there is of it."""
+    """Words that may follow `words`; `word` is the beginning of the next one."""
     if not words:
         return [*STAGES, "help", "--help", "--version", "-sc"]
     if words[0] == "help":
@@ -136,7 +137,7 @@ def keys(stage: Stage, words: list[str], word: str) -> Iterator[str]:
 
 
 def values(stage: Stage, words: list[str], key: str, value: str) -> Iterable[str]:
-    """Settings of a key; after a comma the next value of a list."""
+    """Values of a key; after a comma, the next value of a list."""
     key_only = key.lstrip("+~")
     before = value[: value.rfind(",") + 1].strip("[") if "," in value else ""
     opening = "[" if value.startswith("[") else ""
@@ -159,7 +160,7 @@ def values(stage: Stage, words: list[str], key: str, value: str) -> Iterable[str
 
 
 def allowed(field: Field) -> list[str]:
-    """The values that a key allows, where they can be listed."""
+    """The values that a key allows, if they can be listed."""
     if field.allowed.startswith("one of "):
         return field.allowed.removeprefix("one of ").split(", ")
     return ["true", "false"] if field.default in ("true", "false") else []
@@ -179,7 +180,7 @@ def known_fields(group: str, words: list[str]) -> list[Field]:
 
 
 def setting(words: list[str], key: str, default: str) -> str:
-    """The value that a key has on the command line."""
+    """The value of a key on the command line."""
     given = [word.partition("=")[2] for word in words if word.startswith(f"{key}=")]
     return given[-1] if given else default
 

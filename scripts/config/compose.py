@@ -1,9 +1,9 @@
-"""From the command line to plain values: Hydra composes the YAML files of conf/ with what was
-given.
+"""Turns the command line into plain values: Hydra composes the YAML files of conf/ with the given
+overrides.
 
-Every value given on the command line is forced into the composition, so that a misspelt key reaches
-the one check that names the path and the alternatives (also with `+key=value`, which Hydra would
-accept).
+Every value given on the command line is forced into the composition. So a misspelt key reaches the
+single check that names the path and the alternatives, also with `+key=value`, which Hydra would
+accept.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ UNREADABLE = (
     *(HydraException, OmegaConfBaseException, yaml.YAMLError),
     *(ValueError, RecursionError, OSError),
 )
-"""What is raised for settings and files of settings that cannot be read; ValueError also for text
-that is not UTF-8 and for numbers of thousands of digits."""
+"""The errors for settings, and files of settings, that cannot be read. ValueError includes text
+that is not UTF-8 and numbers of thousands of digits."""
 NAMED = re.compile(r"[\w./@:-]+=[\w./@:=-]*")
-"""A value that holds an equals sign, as a drafter's name does (medusa-lr=0.001); Hydra reads it in
-quotes only."""
+"""A value that contains an equals sign, as a drafter's name does (medusa-lr=0.001). Hydra reads
+such a value only in quotes."""
 
 
 class ExtraFolders(SearchPathPlugin):
-    """Adds the user's own folders to Hydra's search path."""
+    """Adds the user's folders to Hydra's search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in extra_folders():
@@ -71,7 +71,7 @@ def hydra_of(stage: Stage) -> Iterator[Hydra]:
     for name in {*offered_kinds(tuple(sys.path))} - {*files("head")}:
         ConfigStore.instance().store(name=name, group="head", node={"kind": name})
     Plugins.instance().register(ExtraFolders)
-    outer = GlobalHydra.instance().hydra  # a sweep's, whose jobs compose their own settings
+    outer = GlobalHydra.instance().hydra  # that of a sweep, whose jobs compose their own settings
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("conf", job_name="headstart", version_base="1.3"):
@@ -94,10 +94,13 @@ def root_of(stage: Stage) -> str:
 
 
 def compose_stage(stage: Stage, given: Sequence[Override]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Compose a stage's configuration; raises `UserError` for what cannot be composed. Returns
-    group -> plain values, interpolations resolved, of the groups that the stage reads; and option
-    group -> chosen option, or options for recipes, None where there is none. Overrides of Hydra's
-    own settings are left out: they say how jobs are run, not what a stage does."""
+    """Compose a stage's configuration; raises `UserError` if it cannot be composed.
+
+    Returns two mappings: group -> plain values with resolved interpolations, for the groups that
+    the stage reads; and option group -> chosen option (several for recipes, None if there is none).
+    Overrides of Hydra's own settings are left out: they determine how jobs run, not what a stage
+    does.
+    """
     accepted = [check_override(stage, item) for item in given if not item.is_hydra_override()]
     with hydra_of(stage):
         composed = compose(root_of(stage), overrides=accepted, return_hydra_config=True)
@@ -111,7 +114,7 @@ def compose_stage(stage: Stage, given: Sequence[Override]) -> tuple[dict[str, An
 
 
 def plain(composed: Any, group: str) -> Any:
-    """One group as plain values with interpolations resolved; an absent group is empty."""
+    """One group as plain values with resolved interpolations; an absent group is empty."""
     try:
         node = composed.get(group)
         return {} if node is None else OmegaConf.to_container(node, resolve=True)
@@ -120,8 +123,8 @@ def plain(composed: Any, group: str) -> Any:
 
 
 def parse(overrides: Sequence[str | Override], loader: Any = None) -> list[Override]:
-    """Hydra's reading of the overrides; raises `UserError` for one that cannot be read. loader:
-    what knows the options, for `glob(...)`."""
+    """Hydra's parse of the overrides; raises `UserError` for one that cannot be read. loader: knows
+    the options, for `glob(...)`."""
     parsed = []
     for text in overrides:
         if isinstance(text, Override):
@@ -148,7 +151,7 @@ def parse(overrides: Sequence[str | Override], loader: Any = None) -> list[Overr
 
 
 def quote_names(text: str) -> str:
-    """A setting whose value, or items of whose list, are put into quotes where they need them."""
+    """A setting whose value, or whose list items, are put into quotes where Hydra requires it."""
     key, _, value = text.partition("=")
     if NAMED.fullmatch(value):
         return f"{key}='{value}'"
@@ -161,7 +164,7 @@ def quote_names(text: str) -> str:
 
 
 def check_override(stage: Stage, override: Override) -> str:
-    """The override as Hydra shall apply it; raises `UserError` for one that sets nothing."""
+    """The override in the form that Hydra applies; raises `UserError` for one that sets nothing."""
     if override.is_sweep_override():
         raise UserError(
             f"'{override.input_line}' lists several values. Add -m to run once per value, or write "
@@ -183,7 +186,7 @@ def check_override(stage: Stage, override: Override) -> str:
 
 
 def require_key(stage: Stage, override: Override) -> None:
-    """Raise `UserError` for an override of something that the stage does not have."""
+    """Raise `UserError` for an override of a key that the stage does not have."""
     key, given = override.key_or_group, f"'{override.input_line}'"
     group, *below = key.split(".")
     if override.package is not None:
@@ -204,7 +207,7 @@ def require_key(stage: Stage, override: Override) -> None:
 
 
 def nearest(stage: Stage, override: Override) -> str:
-    """ " Did you mean ...?" for a name that is no group: the keys that end in it, or groups."""
+    """ " Did you mean ...?" for a name that is not a group: the keys that end in it, or groups."""
     key = override.key_or_group
     _, equals, value = str(override.input_line).partition("=")
     found = [] if "." in key else keys_named(key, stage.groups)
@@ -215,7 +218,7 @@ def nearest(stage: Stage, override: Override) -> str:
 
 def force(override: Override) -> str:
     """An override as text that Hydra applies whether or not a YAML file has the key, so that a
-    misspelt one reaches our own check; listed values (`-m`) stay as they are."""
+    misspelt key reaches Headstart's own check. Listed values (`-m`) stay as they are."""
     text = str(override.input_line)
     if override.is_delete() or override.is_hydra_override():
         return text
@@ -225,7 +228,8 @@ def force(override: Override) -> str:
 
 
 def options(group: str) -> list[str]:
-    """The options of a group: the names of its YAML files, and of kinds that packages offer."""
+    """The options of a group: the names of its YAML files, and of kinds that installed packages
+    offer."""
     offered = offered_kinds(tuple(sys.path)) if group == "head" else ()
     return sorted({*offered, *files(group)})
 
@@ -236,13 +240,13 @@ def files(group: str) -> list[str]:
 
 
 def conf_folders() -> list[Path]:
-    """The folders of configuration groups: this repository's conf/, then the user's own."""
+    """The folders of configuration groups: this repository's conf/, then the user's folders."""
     return [CONF, *extra_folders()]
 
 
 def extra_folders() -> list[Path]:
     """The folders named in HEADSTART_CONF, then those of installed packages; raises `UserError` for
-    one that does not exist."""
+    a missing folder."""
     named = os.environ.get(EXTRA_VARIABLE, "").split(os.pathsep)
     folders = [Path(item).resolve() for item in named if item]
     for folder in folders:
@@ -252,8 +256,8 @@ def extra_folders() -> list[Path]:
 
 
 def offered_folders() -> list[Path]:
-    """The folders of YAML that installed packages offer, by entry points of the group
-    `headstart.conf`; raises `UserError` for one that is not there."""
+    """The folders of YAML files that installed packages offer through entry points of the group
+    `headstart.conf`; raises `UserError` for a missing folder."""
     folders = []
     for point in entry_points(group=CONF_ENTRY_POINTS):
         spec = find_spec(point.value)
@@ -267,8 +271,8 @@ def offered_folders() -> list[Path]:
 
 
 def repository_path(relative: str) -> str:
-    """`${repo:path}`: a path inside the repository as seen from the working directory. An installed
-    wheel has no repository: assets/ lies inside its package `headstart` there (setup.py)."""
+    """`${repo:path}`: a path inside the repository, relative to the working directory. An installed
+    wheel has no repository; there assets/ lies inside its package `headstart` (setup.py)."""
     found, here = REPOSITORY / relative, Path.cwd().resolve()
     shipped = REPOSITORY / "headstart" / relative
     if not found.exists() and shipped.exists():
@@ -277,14 +281,14 @@ def repository_path(relative: str) -> str:
 
 
 def default_engine() -> str:
-    """`${default_engine:}`: DeepSpeed where it is installed, which it cannot be on macOS."""
+    """`${default_engine:}`: DeepSpeed if it is installed; it cannot be installed on macOS."""
     return "torch" if find_spec("deepspeed") is None else "deepspeed"
 
 
 def default_precision(planned_gpu: str) -> str:
-    """`${default_precision:GPU}`: bfloat16 where training runs on a GPU, or is planned for the GPU
-    of that name; float32 on CPUs, of which many emulate bfloat16 at a fifth of the speed. Help
-    composes without torch, which takes seconds to import, and is told both."""
+    """`${default_precision:GPU}`: bfloat16 if training runs on a GPU, or is planned for the GPU of
+    that name; otherwise float32, because many CPUs emulate bfloat16 at a fifth of the speed. Help
+    composes without torch, which takes seconds to import, and is told both values."""
     torch = sys.modules.get("torch")
     if torch is None:
         return "bfloat16 on a GPU, float32 on a CPU"
@@ -292,7 +296,7 @@ def default_precision(planned_gpu: str) -> str:
 
 
 def fast_precision() -> str:
-    """`${fast_precision:}`: of the recipes that are measured on CPUs, bfloat16 on every device that
+    """`${fast_precision:}`: for recipes that are measured on CPUs, bfloat16 on every device that
     multiplies it."""
     torch = sys.modules.get("torch")
     fast = multiplies_bfloat16() or (torch is not None and torch.cuda.is_available())
@@ -300,5 +304,5 @@ def fast_precision() -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's message, without its full stop."""
+    """The first line of another library's message, without its final full stop."""
     return str(error).strip().split("\n")[0].rstrip(".")[:300]

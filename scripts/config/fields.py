@@ -1,8 +1,8 @@
-"""The keys of the configuration groups: names, defaults, meanings and what they allow.
+"""The keys of the configuration groups: names, defaults, meanings and allowed values.
 
 They are read from the dataclasses' source without importing it, so that help, completion and the
 suggestions in error messages need no heavy library. The meanings are the docstrings under the
-fields; what is allowed stands in their types.
+fields; the types give the allowed values.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Field:
     """The default, as source text."""
     meaning: str
     below: tuple[Field, ...] = ()
-    """The keys of the type, when that is a dataclass itself."""
+    """The keys of the type, if that is a dataclass."""
     allowed: str = ""
-    """Which values the type allows, in words; empty where that is all of them."""
+    """The values that the type allows, in words; empty if it allows all."""
 
 
 def spelt(value: Any) -> str:
-    """A value as one would write it on the command line."""
+    """A value in the spelling of the command line."""
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
@@ -57,7 +57,7 @@ def group_fields(group: str, values: Mapping[str, Any]) -> list[Field]:
 
 
 def group_meaning(group: str) -> str:
-    """What a group is about, in one sentence."""
+    """The meaning of a group, in one sentence."""
     return entry(group).meaning
 
 
@@ -145,7 +145,7 @@ def find_class(file: Path, name: str) -> tuple[Path | None, ast.ClassDef | None]
 
 
 def allowed(file: Path, kind: str) -> str:
-    """What a type allows, in words: options of a `Literal`, or limits."""
+    """The values that a type allows, in words: options of a `Literal`, or limits."""
     node = type_node(file, kind)
     if node is None:
         return ""
@@ -185,7 +185,7 @@ def source_of(module: str) -> Path:
 
 
 PLAIN = ("int", "float", "bool", "str", "Any", "Path")
-"""Types without keys of their own."""
+"""Types without keys."""
 
 
 def class_fields(file: Path, node: ast.ClassDef) -> Iterator[Field]:
@@ -201,7 +201,7 @@ def class_fields(file: Path, node: ast.ClassDef) -> Iterator[Field]:
 
 
 def default_text(node: ast.expr) -> str:
-    """A default value as on the command line; a factory is named by what it makes."""
+    """A default value in the spelling of the command line; a factory is named by what it makes."""
     try:
         return spelt(ast.literal_eval(node))
     except ValueError:

@@ -1,4 +1,4 @@
-"""The flags of the command line: our own, and those that Hydra's manual describes."""
+"""The flags of the command line: Headstart's own, and those in Hydra's manual."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ WITH_VALUE = {
     "--show": ("all", "changed"),
     "--help": (),
 }
-"""Flags with a value, and which values they allow; none listed: any."""
+"""Flags with a value -> the allowed values; an empty list allows any."""
 OPTIONAL = {"--info": "all", "--show": "all", "--help": ""}
-"""Flags whose value may be left out, with what it is then."""
+"""Flags with an optional value -> the default of that value."""
 REFUSED = {
     "--config-name": "The primary config of a stage is fixed. Put a recipe of your own into "
     "<folder>/experiment/<name>.yaml and give --config-dir <folder> experiment=<name>.",
@@ -43,13 +43,13 @@ REFUSED = {
     "--config <file> runs settings that a loop has written.",
 }
 COMMANDS = ("--multirun", "--cfg", "--info", "--show", "--complete", "--hydra-help", "--help")
-"""Flags that say what is done with the settings: at most one is given, but that --show and
---complete go with --multirun."""
+"""Flags that determine what is done with the settings. At most one is given; only --show and
+--complete may be combined with --multirun."""
 
 
 @dataclass
 class Flags:
-    """What was given after the stage's name. values: flag -> its value, "" for a switch."""
+    """The arguments after the stage's name. values: flag -> its value, "" for a switch."""
 
     values: dict[str, str] = field(default_factory=dict)
     overrides: list[str] = field(default_factory=list)
@@ -58,14 +58,14 @@ class Flags:
         return name in self.values
 
     def get(self, name: str) -> str:
-        """The value of a flag; empty where it is not given."""
+        """The value of a flag; empty if it is not given."""
         return self.values.get(name, "")
 
 
 def read_flags(given: list[str], topics: tuple[str, ...] = ()) -> Flags:
     """Separate flags and overrides; raises `UserError` for an unknown flag. topics: words that may
-    follow --help. `--config <file>` is how a loop starts a stage in another process: all settings
-    stand in the file."""
+    follow --help. A loop starts a stage in another process with `--config <file>`; the file
+    contains all settings."""
     found, items = Flags(), list(given)
     while items:
         item = items.pop(0)
@@ -91,7 +91,7 @@ def read_flags(given: list[str], topics: tuple[str, ...] = ()) -> Flags:
 
 
 def nearest(flag: str, value: str, topics: tuple[str, ...]) -> str:
-    """What may have been meant by an unknown flag: a setting, or another flag."""
+    """A suggestion for an unknown flag: a setting, or another flag."""
     name = flag.lstrip("-").replace("-", "_")
     groups = [topic for topic in topics if topic in GROUPS]
     keys = [name] if name.split(".")[0] in groups else keys_named(name, groups)
@@ -103,7 +103,7 @@ def nearest(flag: str, value: str, topics: tuple[str, ...]) -> str:
 
 
 def take(name: str, items: list[str], allowed: tuple[str, ...]) -> str:
-    """The word after a flag, taken off the list; its default where the flag can do without."""
+    """The word after a flag, removed from the list; the default if the flag's value is optional."""
     follows = bool(items) and not items[0].startswith("-")
     if name not in OPTIONAL:
         return items.pop(0) if follows else ""
@@ -115,7 +115,7 @@ def take(name: str, items: list[str], allowed: tuple[str, ...]) -> str:
 
 
 def require_value(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise `UserError` for a missing value, or one that is not among those allowed."""
+    """Raise `UserError` for a missing value, or one that is not allowed."""
     if not value and name not in OPTIONAL:
         what = f"one of {', '.join(allowed)}" if allowed else "its value"
         if name == "--config":

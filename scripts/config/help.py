@@ -1,8 +1,8 @@
-"""`headstart <stage> --help [group]`: the groups a stage reads, their options, and its keys, each
-with its value, its meaning and what it allows.
+"""`headstart <stage> --help [group]`: the groups that a stage reads, their options, and its keys,
+each with its value, its meaning and the values that it allows.
 
-Without a group: the keys that are set most often, and a line per group. `--help all` has every key.
-The values are those of the composed YAML, so overrides beside `--help` show their effect.
+Without a group: the keys that are set most often, and a line per group. `--help all` shows every
+key. The values are those of the composed YAML, so overrides beside `--help` show their effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALL = "all"
 
 def stage_help(stage: Stage, overrides: list[str], topic: str = "") -> str:
     """The help text of a stage for the configuration that the overrides compose. topic: one of its
-    groups, or `all`. Raises `UserError` for another one."""
+    groups, or `all`. Raises `UserError` for any other topic."""
     if topic and topic != ALL and topic not in stage.groups:
         raise UserError(
             f"--help {topic}: stage '{stage.name}' does not read such a group."
@@ -68,7 +68,7 @@ def group_line(group: str, choices: Mapping[str, Any]) -> str:
 
 
 def key_lines(group: str, values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Dotted key, value in use, and meaning of every key of a group."""
+    """Dotted key, current value and meaning of every key of a group."""
 
     def walk(prefix: str, found: Sequence[Field], inner: Any) -> Iterator[tuple[str, str, str]]:
         for item in found:

@@ -1,4 +1,4 @@
-"""What Hydra's own flags print: `--cfg job|hydra|all`, `--info ...`, `--hydra-help`."""
+"""The output of Hydra's own flags: `--cfg job|hydra|all`, `--info ...`, `--hydra-help`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from scripts.config.stages import Stage
 def print_config(
     stage: Stage, overrides: Sequence[Override], part: str, package: str, resolve: bool
 ) -> None:
-    """Print the composed YAML as Hydra does: `job` without Hydra's own settings, `hydra` only
-    these, or `all`. package: a key of it alone. resolve: with interpolations resolved."""
+    """Print the composed YAML as Hydra does. part: `job` without Hydra's own settings, `hydra` with
+    only these, or `all`. package: print only this key. resolve: resolve interpolations."""
     texts = forced(stage, overrides)
     with hydra_of(stage) as hydra:
         hydra.show_cfg(root_of(stage), texts, part, package or None, resolve)
 
 
 def print_info(stage: Stage, overrides: Sequence[Override], part: str) -> None:
-    """Print what Hydra knows: search path, plug-ins, defaults list, composition."""
+    """Print Hydra's information: search path, plug-ins, defaults list, composition."""
     texts, root = forced(stage, overrides), logging.getLogger()
     before, level = list(root.handlers), root.level
     try:
         with hydra_of(stage) as hydra:
             hydra.show_info(part, root_of(stage), texts)
-    finally:  # it prints by logging, at the level of debugging
+    finally:  # Hydra prints it by logging at debug level
         root.handlers, root.level = before, level
 
 
@@ -41,7 +41,7 @@ def print_help(stage: Stage, overrides: Sequence[Override]) -> None:
 
 
 def forced(stage: Stage, overrides: Sequence[Override]) -> list[str]:
-    """The overrides as texts for Hydra, those of the stage checked."""
+    """The overrides as texts for Hydra, with those of the stage checked."""
     return [
         force(item) if item.is_hydra_override() else check_override(stage, item)
         for item in overrides

@@ -1,5 +1,5 @@
-"""Configuration of the stages themselves: where a run lies, what is measured, shown, refreshed,
-asked, and what a loop consists of."""
+"""Configuration of the stages themselves: the folder of a run, and the settings of measure, report,
+chat, refresh and loop."""
 
 from __future__ import annotations
 

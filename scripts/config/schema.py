@@ -1,7 +1,7 @@
 """The settings of a stage: one checked object per configuration group.
 
-`Settings` is the table of groups: its annotations say which class each top-level key becomes. Which
-stages read a group stands in `scripts.config.stages`, its default option in conf/base.yaml.
+`Settings` is the table of groups: its annotations say which class each top-level key becomes.
+`scripts.config.stages` says which stages read a group; conf/base.yaml has its default option.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class HeadSettings:
 
 
 class Settings:
-    """What a stage works with: one attribute per group that it reads; another group's does not
-    exist. `import_` is the group `import`, which Python keeps for itself."""
+    """The settings of a stage: one attribute per group that it reads. Groups that it does not read
+    do not exist. `import_` is the group `import`, since `import` is a keyword in Python."""
 
     run: RunConfig
     target: TargetConfig
@@ -110,14 +110,14 @@ class Settings:
         overrides: Sequence[Override] = (),
     ) -> None:
         """Build every group that the stage reads from plain values; raises `UserError`. choices:
-        option group -> chosen option. overrides: what was given besides the YAML files."""
+        option group -> chosen option. overrides: the settings given besides the YAML files."""
         self.stage = stage
         self.choices = dict(choices)
         self.resolved = dict(values)
-        """The plain values behind the groups, without the defaults of their classes."""
+        """The plain values of the groups, without the defaults of their classes."""
         self.overrides = list(overrides)
         self.changed: dict[str, Any] = {}
-        """What was replaced after the composition: dotted path -> plain value."""
+        """Replacements after the composition: dotted path -> plain value."""
         for group in stage.groups:
             setattr(self, attribute(group), build_group(group, self.resolved.get(group) or {}))
 
@@ -125,11 +125,11 @@ class Settings:
         """Whether the command line sets `key` itself: a setting (`optim.lr`) or an option group
         (`decode`).
 
-        What recipes, option files and conf/base.yaml say are defaults, which is not "given": a
-        recipe describes a whole run, and a stage that chooses better values than its defaults (a
-        drafter's own draft, a refresh's learning rate) still does so under it. The overrides that a
-        loop adds to a stage (loop.measures, loop.sweep, loop.round) count as its command line, and
-        so do settings that were changed after the composition.
+        Values from recipes, option files and conf/base.yaml are defaults and do not count as given.
+        A recipe describes a whole run, and a stage that chooses better values than its defaults (a
+        drafter's own draft, a refresh's learning rate) still does so under a recipe. The overrides
+        that a loop adds to a stage (loop.measures, loop.sweep, loop.round) count as its command
+        line, and so do settings that were changed after the composition.
         """
         return key in self.changed or any(item.key_or_group == key for item in self.overrides)
 
@@ -141,8 +141,8 @@ class Settings:
 
     @property
     def without_defaults(self) -> dict[str, Any]:
-        """The plain values that differ from the classes' defaults; a value that has no default is
-        among them."""
+        """The plain values that differ from the classes' defaults, including values that have no
+        default."""
         found = {group: changed(group, self.resolved.get(group)) for group in self.stage.groups}
         return {group: values for group, values in found.items() if values}
 
@@ -152,7 +152,7 @@ class Settings:
 
     @property
     def command(self) -> list[str]:
-        """The command that stands for these settings, for people to read."""
+        """The command that these settings stand for, for display."""
         changed = [f"{key}={json.dumps(value)}" for key, value in self.changed.items()]
         return ["headstart", self.stage.name, *self.arguments, *changed]
 
@@ -178,11 +178,11 @@ class Settings:
         before: Sequence[str] = (),
         more: Sequence[str] = (),
     ) -> Settings:
-        """The settings of another stage under the same command line, as far as it reads the groups.
+        """The settings of another stage under the same command line, for the groups that it reads.
 
         recipe: an experiment put before the chosen ones, whose values win. before, more: overrides
         put before and after the command line's own. The later value of a key wins; an option that
-        they choose takes the place of the command line's.
+        they choose replaces the command line's.
         """
         chosen = self.choices.get("experiment") or []
         experiments = [recipe] if recipe else []
@@ -199,9 +199,9 @@ class Settings:
 
 
 def understands(stage: Stage, override: Override) -> bool:
-    """Whether an override of a loop's command line concerns a stage of that loop. Which data and
-    bench are chosen concerns all: the data decides on the prompts, and the bench on whether
-    `generate` holds prompts out of its data."""
+    """Whether an override of a loop's command line applies to a stage of that loop. The choice of
+    data and bench applies to all stages: the data determines the prompts, and the bench determines
+    whether `generate` holds prompts out of its data."""
     key = override.key_or_group
     if key in ("debug", "data", "bench"):
         return True
@@ -250,7 +250,7 @@ def build_head(values: Mapping[str, Any]) -> HeadSettings:
 
 
 def plain(value: Any) -> Any:
-    """A configuration object as YAML holds it."""
+    """A configuration object as YAML values."""
     if is_dataclass(value):
         return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
@@ -273,8 +273,8 @@ def differences(
 
 
 def complete(group: str, values: Any) -> dict[str, Any]:
-    """Plain values of a group with the defaults of all keys that they leave out. Raises `UserError`
-    for values that the group's class does not take."""
+    """Plain values of a group, completed with the defaults of all missing keys. Raises `UserError`
+    for values that the group's class does not accept."""
     found: dict[str, Any] = plain(build_group(group, values or {}))
     return found if group != "head" else {"kind": found["kind"], **found["config"]}
 

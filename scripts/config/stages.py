@@ -1,7 +1,8 @@
-"""The stages of the command line: what each does and which configuration groups it reads.
+"""The stages of the command line: the summary of each, and the configuration groups that it reads.
 
-Plain data, nothing heavy imported. A new stage is one entry here and one module in scripts/stages/
-with `run(settings)`; a group of its own is one attribute of `scripts.config.schema.Settings`.
+The module is plain data and imports nothing heavy. A new stage needs one entry here and one module
+in scripts/stages/ with `run(settings)`. A new group needs one attribute of
+`scripts.config.schema.Settings`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 EXTRA_VARIABLE = "HEADSTART_CONF"
-"""Environment variable: more folders (separated like PATH) with groups and recipes of one's own,
-searched after conf/. `--config-dir` adds one."""
+"""Environment variable that names more folders (separated like PATH) with the user's groups and
+recipes. They are searched after conf/. `--config-dir` adds one."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,15 @@ class Stage:
     code: str = ""
     """The module below scripts/stages/; empty: the stage's name."""
     short: tuple[tuple[str, str], ...] = ()
-    """Short spellings of settings on the command line, (short, long), for groups that are not read.
-    """
+    """Short spellings of settings on the command line, (short, long), for keys of groups that the
+    stage does not read."""
     alone: bool = False
-    """Only the main process of a launch runs it."""
+    """Whether only the main process of a launch runs it."""
     continued: bool = False
-    """A scheduler's signal ends it with status 0 wherever it is: the same command continues it."""
+    """Whether a scheduler's signal ends it with status 0 at any point; the same command continues
+    it."""
     recorded: bool = False
-    """It can be asked whether it is complete (`--complete`)."""
+    """Whether it can be asked if it is complete (`--complete`)."""
 
     @property
     def module(self) -> str:
@@ -39,7 +41,7 @@ class Stage:
 
     @property
     def root(self) -> str:
-        """The stage's root in conf/, which is base.yaml where there is no such file."""
+        """The stage's root config in conf/: its own file, or base.yaml if there is none."""
         return self.name.replace("-", "_")
 
     @property
@@ -48,7 +50,7 @@ class Stage:
         return join(COMMON[self.name])
 
     def expand_short(self, overrides: list[str]) -> list[str]:
-        """The overrides with short spellings replaced; the long one wins where both are given."""
+        """The overrides with short spellings replaced; the long spelling wins if both are given."""
         names = dict(self.short)
         keys = {item.split("=", 1)[0] for item in overrides}
         found = []
@@ -60,7 +62,7 @@ class Stage:
 
 
 def join(*groups: str) -> tuple[str, ...]:
-    """The names in texts with spaces between them, each once."""
+    """The names in space-separated texts, without duplicates."""
     return tuple(dict.fromkeys(" ".join(groups).split()))
 
 
@@ -263,10 +265,10 @@ STAGES: dict[str, Stage] = {
 OPTION_GROUPS = join(
     "head target data features engine optim schedule joint decode bench run experiment debug"
 )
-"""Groups chosen by name (`group=option`); each is a folder under conf/."""
+"""Groups of which an option is chosen by name (`group=option`); each is a folder in conf/."""
 
 RECIPE_GROUPS = ("experiment", "debug")
-"""Groups whose files set keys anywhere instead of filling a key of their own."""
+"""Groups whose files set keys anywhere, instead of filling a key of the same name."""
 
 
 GROUPS = tuple(dict.fromkeys(group for stage in STAGES.values() for group in stage.groups))

@@ -1,2 +1,2 @@
-"""What makes the reports in docs/reports: one module per report (`python -m
+"""The scripts behind the reports in docs/reports: one module per report (`python -m
 scripts.evidence.NAME`)."""

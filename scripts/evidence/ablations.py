@@ -1,13 +1,13 @@
-"""What each choice in a recipe is worth: trainings with one choice changed, on both small targets.
+"""Measures the gain of each choice in a recipe: trainings with one change, on both small targets.
 
     python -m scripts.evidence.ablations [--targets embedded] [--studies eagle3] [--seeds 0 1 2]
 
-Every arm of a study (`STUDIES`) is the study's recipe with some settings changed, trained on the
-same answers for the same number of passes with every seed, and decoded on prompts that no training
-saw: chains of 7, at temperature 0 and, by block verification, at 1. Writes
+Every arm of a study (`STUDIES`) is the study's recipe with some settings changed. All arms are
+trained on the same answers for the same number of passes with every seed, and decoded on prompts
+that no training saw: chains of 7, at temperature 0 and, by block verification, at 1. Writes
 docs/reports/ablations.{json,md}: tau of every arm and the ratio of its (tau - 1) to the recipe's.
-Every training and measurement is kept under --work, and the command goes on where it was
-interrupted.
+Every training and measurement is kept under --work, and the command continues after an
+interruption.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def report(given: argparse.Namespace) -> None:
 
 
 def rows_of(bench: Bench, study: str, seeds: Sequence[int]) -> Iterator[Facts]:
-    """The rows of a study, each once its trainings are done; its recipe first."""
+    """The rows of a study whose trainings are done, the recipe first."""
     recipe, *_ = arms = STUDIES[study]
     base: dict[str, list[Totals]] = {}
     for arm in arms:

@@ -1,17 +1,18 @@
-"""What `decode.ahead` gains: `python -m scripts.evidence.ahead` writes ahead.{json,md}.
+"""Measures what `decode.ahead` gains: `python -m scripts.evidence.ahead` writes ahead.{json,md}.
 
 The embedded target answers its own evaluation prompts, one at a time, with every drafter in three
 ways: drafting afterwards on one CPU thread, the same on two (`--serial`), and drafting ahead with
-one thread each for target and drafter. All ways of all drafters take turns within a prompt, another
-one first each time. Every text is compared with that of plain decoding, and every answer's passes
-with those of drafting afterwards.
+one thread each for target and drafter. All ways of all drafters take turns within a prompt, in a
+rotating order. Every text is compared with that of plain decoding, and every answer's passes with
+those of drafting afterwards.
 
-Drafters: n-gram lookup, the small model of assets/tiny-target-small as it is, and each `--drafter`.
+Drafters: n-gram lookup, the unchanged small model of assets/tiny-target-small, and each
+`--drafter`.
 
-The embedded target's passes are short operations that Python launches, and threads of Python take
+The embedded target's passes are short operations that Python launches, and Python's threads take
 turns. So the same is measured on a wide target of random weights (`WIDE`), whose operations take
-long enough to run beside each other: its text counts up (acceptance/shapes.py), and its drafter, a
-small model whose numbers are random too, counts wrongly at one token in five.
+long enough to run in parallel. Its text counts up (acceptance/shapes.py), and its drafter, a small
+model with random weights, counts wrongly at one token in five.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ from scripts.tools.common import PROMPTS, REPORTS, ROOT, command, cpu_target
 
 EMBEDDED, WIDE_NAME = "embedded", "wide"
 WIDE = Shape(4096, 2048, 6, 16, 4, 5632, 2, 1024, 8, 2816, 0)
-"""280 million weights, and 31 million of the drafter."""
+"""280 million weights, and 31 million in the drafter."""
 WRONG = 0.2
-"""Share of the tokens behind which the drafter of the wide target counts wrongly."""
+"""Share of the tokens after which the drafter of the wide target counts wrongly."""
 SMALL = ROOT / "assets" / "tiny-target-small"
 Place = tuple[TargetModel, dict[str, Any], list[Prompt]]
 """A target, its drafters by name, and prompts."""
@@ -71,8 +72,8 @@ ABOUT = (
 
 @dataclass
 class Way:
-    """One way to decode with one drafter, and its answers. ahead: drafts, those kept, hidden
-    seconds; threads: of the calling thread."""
+    """One way to decode with one drafter, and its answers. ahead: drafts, kept ones among them,
+    hidden seconds; threads: of the calling thread."""
 
     drafter: str
     name: str
@@ -83,7 +84,7 @@ class Way:
     ahead: tuple[int, int, float] = (0, 0, 0.0)
 
     def answer(self, request: Request, prompt: Prompt, counts: bool) -> None:
-        """Decode one request; counts: it is no warm-up."""
+        """Decode one request; counts: whether it is measured, not a warm-up."""
         torch.set_num_threads(self.threads)
         forget(self.engine.drafter)
         clock = self.engine.clock
@@ -104,7 +105,7 @@ class Way:
 
 
 def report(given: argparse.Namespace) -> None:
-    """Decode and write."""
+    """Decode and write the report."""
     own, rows = torch.get_num_threads(), list[Facts]()
     try:
         for name in given.targets:
@@ -141,7 +142,7 @@ def wide(given: argparse.Namespace) -> Place:
 
 
 def miscounting_drafter(target: TargetModel) -> Any:
-    """A small model that counts as the wide target does, but for `WRONG` of the tokens."""
+    """A small model that counts as the wide target does, except at `WRONG` of the tokens."""
     drafter: Any = new_head("distilled", replace(WIDE, small_tied=False), target).eval()
     make_counting(drafter, drafter.model.embed_tokens.weight, drafter.lm_head.weight)
     wrong = torch.randperm(WIDE.vocab, generator=torch.Generator().manual_seed(1))
@@ -181,7 +182,7 @@ def all_ways(
 def decode_in_turns(
     target: TargetModel, ways: list[Way], chosen: Sequence[Prompt], repeats: int
 ) -> None:
-    """Every prompt in every way, the first one as a warm-up too."""
+    """Decode every prompt in every way; the first prompt also serves as a warm-up."""
     room = target.info.max_position_embeddings
     decode = ways[0].engine.decode
     requests = to_requests(chosen, target.tokenizer, decode, capacity=room, overlong="skip")
@@ -231,7 +232,7 @@ def same_text(one: Completion, other: Completion) -> bool:
 
 
 def same_passes(one: Completion, other: Completion) -> bool:
-    """Passes are equal only if their drafts were, as far as they were kept."""
+    """Whether the passes are equal. This requires equal drafts, as far as they were kept."""
     return one.tokens == other.tokens and one.passes == other.passes
 
 

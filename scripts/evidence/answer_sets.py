@@ -1,10 +1,11 @@
 """Answers of a small target to many different prompts, and sets of them: the first ones, the
-flattest ones, those to prompts that were written from a few, those that go on from refused tokens.
+flattest ones, those to prompts that were written from a few, and those that continue from rejected
+tokens.
 
-The prompts are those of answers that are there, and more that the target writes itself from their
-beginnings (train/feedback/variations.py), in a random order: the first ones are a sample of the
-same mixture whatever their number, and part of every larger set. A set is a folder as `headstart
-generate` leaves it. Its name holds a digest of what it is made of, and it is made once.
+The prompts are those of existing answers, and more that the target writes from their beginnings
+(train/feedback/variations.py), in a random order. So any number of first prompts is a sample of the
+same mixture and part of every larger set. A set is a folder in the form of `headstart generate`.
+Its name contains a digest of its inputs, and it is made once.
 
 Legend: B rows, T positions, M supervised tokens, H hidden, V vocabulary.
 """
@@ -49,22 +50,23 @@ from train.feedback.variations import write_variations
 from train.recording import RECORDS
 
 SPARE = 0.05
-"""Prompts beyond those that are needed: generation leaves out what repeats another prompt but for
-case and spaces, or is one of those for measuring."""
+"""Share of extra prompts, because generation leaves out prompts that repeat another one except for
+case and spaces, or that are used for measuring."""
 BEGUN, LEAST_BEGUN = 2, 64
-"""Texts per prompt, and in all, that the target begins in one go: what an interruption loses."""
+"""Texts that the target begins in one go, per prompt and in total. An interruption loses this
+many."""
 SHARD_ROWS = 4096
 BATCH_TOKENS = 4096
-"""Positions of a batch whose distributions are read."""
+"""Positions of a batch whose distributions are computed at once."""
 KEPT = ("round", "target", "sampling", "data")
-"""Of the manifest of the answers that a set is of."""
+"""Keys that a set takes from the manifest of its source answers."""
 Line = dict[str, Any]
 """A prompt: id, domain, tokens."""
 
 
 class AnswerSets:
-    """The sets of one target. answers: those whose prompts are begun with; pool: different prompts
-    in all."""
+    """The sets of one target. answers: those whose prompts are the first; pool: total number of
+    different prompts."""
 
     def __init__(self, bench: Bench, pool: int) -> None:
         self.bench, self.pool = bench, pool
@@ -79,7 +81,7 @@ class AnswerSets:
         return (document.row for document in AnswerSource(answers, None).documents(self.info))
 
     def made(self, name: str, key: object, make: Callable[[Path], None]) -> Path:
-        """The set `name`, which `make` writes unless it was made before with an equal key."""
+        """The set `name`, which `make` writes unless it exists with an equal key."""
         out = self.folder / f"{name}-{digest(key)}"
         if not (out / MANIFEST_FILE).is_file():
             make(out)
@@ -96,7 +98,7 @@ class AnswerSets:
 
     def written(self, answers: Path, count: int) -> list[Line]:
         """`count` prompts that the target writes from the beginnings of those of `answers`. Raises
-        `UserError` where hardly any text is a new prompt."""
+        `UserError` if hardly any text is a new prompt."""
         prompts = rows_in(answers)
         each = max(BEGUN, math.ceil(LEAST_BEGUN / prompts))
         folder = self.folder / f"written-{digest([answers_facts(answers), each])}"
@@ -120,7 +122,7 @@ class AnswerSets:
         return found[:count]
 
     def answered(self, name: str, prompts: Path, *overrides: str) -> Path:
-        """The target's greedy answers to a file of prompts, without those that repeat others."""
+        """The target's greedy answers to a file of prompts, without prompts that repeat others."""
         words = ["data=embedded", f"data.path={prompts}", *overrides]
         words += [f"data.{key}={value}" for key, value in TOKEN_ROWS.items()]
         words += [f"run.threads={self.bench.threads}"]
@@ -133,7 +135,7 @@ class AnswerSets:
 
     @cached_property
     def all(self) -> Path:
-        """The answers to all prompts, at least `pool`; raises `UserError` where there are fewer."""
+        """The answers to all prompts, at least `pool`; raises `UserError` if there are fewer."""
         own, wanted = self.bench.place.answers, math.ceil(self.pool * (1 + SPARE))
         prompts = self.folder / "prompts" / f"all-{digest([answers_facts(own), wanted])}.jsonl"
         if not prompts.is_file():
@@ -161,7 +163,7 @@ class AnswerSets:
         )
 
     def flattest(self, answers: Path, count: int) -> Path:
-        """Of a set's documents the `count` flattest ones, in their order."""
+        """The `count` flattest documents of a set, in the set's order."""
 
         def make(out: Path) -> None:
             rows = list(self.rows(answers))
@@ -171,8 +173,8 @@ class AnswerSets:
         return self.made(f"flattest-{count}", [answers_facts(answers), count], make)
 
     def from_few(self, few: int, count: int) -> Path:
-        """The first `few` answers, and as many to prompts that the target writes from theirs that
-        there are `count`."""
+        """The first `few` answers, and answers to prompts that the target writes from theirs, up to
+        `count`."""
         start = self.first(few)
         prompts = self.folder / "prompts" / f"few-{digest([answers_facts(start), count])}.jsonl"
         if not prompts.is_file():
@@ -180,9 +182,9 @@ class AnswerSets:
         return self.joined(f"from-{few}", [start, self.answered("few", prompts)], count)
 
     def branched(self, answers: Path, checkpoint: Path, depth: int, count: int) -> Path:
-        """A set, and answers that go on from tokens that the target refused there though it held
-        them likely, so that there are `count` if there are so many. checkpoint: the drafter whose
-        chains of `depth` were refused."""
+        """A set, and answers that continue from tokens that the target rejected there although it
+        held them likely, up to `count` if there are enough. checkpoint: the drafter whose chains of
+        `depth` were rejected."""
         weights = file_sha256(checkpoint / WEIGHTS_FILE)
         key = [answers_facts(answers), weights, depth, count]
         branches = self.folder / "prompts" / f"branches-{digest(key)}.jsonl"
@@ -198,7 +200,7 @@ class AnswerSets:
         return self.joined("branched", [answers, self.answered("branches", branches)], count)
 
     def joined(self, name: str, folders: Sequence[Path], count: int) -> Path:
-        """The documents of several folders one after the other, `count` at most."""
+        """The documents of several folders one after the other, at most `count`."""
         return self.made(
             name,
             [[answers_facts(folder) for folder in folders], count],
@@ -215,12 +217,12 @@ def prompt_line(row: AnswerRow) -> Line:
 
 
 def rows_in(answers: Path) -> int:
-    """Documents of a set."""
+    """Number of documents in a set."""
     return sum(entry["rows"] for entry in read_answers(answers)["shards"])
 
 
 def write_set(out: Path, rows: Iterable[AnswerRow], source: Path) -> None:
-    """Write documents as a folder of answers; what made them is said as in `source`."""
+    """Write documents as a folder of answers; their origin is recorded as in `source`."""
     shards: list[FileEntry] = []
     supervised, left = 0, iter(rows)
     while part := list(islice(left, SHARD_ROWS)):
@@ -236,16 +238,16 @@ def write_set(out: Path, rows: Iterable[AnswerRow], source: Path) -> None:
 
 @torch.no_grad()
 def flatness(target: TargetModel, rows: Sequence[AnswerRow]) -> Floats:
-    """How flat the target's distributions are where each document is supervised: the mean over its
-    supervised tokens of the cosine between the distribution p that predicts the token and the
-    uniform one, 1 / (sqrt(V) |p|), in (0, 1] ("Flatter Tokens are More Valuable for Speculative
+    """How flat the target's distributions are at the supervised tokens of each document: the mean
+    over its supervised tokens of the cosine between the distribution p that predicts the token and
+    the uniform one, 1 / (sqrt(V) |p|), in (0, 1] ("Flatter Tokens are More Valuable for Speculative
     Draft Model Training", Fan et al., arXiv 2601.18902, which keeps the flattest documents)."""
     found = np.zeros(len(rows))
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]["tokens"]))
     begin = 0
     while begin < len(order):
         taken = [order[begin]]
-        for index in order[begin + 1 :]:  # rising lengths: the last one's is the batch's
+        for index in order[begin + 1 :]:  # lengths ascend, so the last one's is the batch's
             if (len(taken) + 1) * len(rows[index]["tokens"]) > BATCH_TOKENS:
                 break
             taken.append(index)
@@ -255,7 +257,8 @@ def flatness(target: TargetModel, rows: Sequence[AnswerRow]) -> Floats:
 
 
 def _flatness_together(target: TargetModel, rows: Sequence[AnswerRow]) -> list[float]:
-    """`flatness` of the rows of one batch [B, T], padded on the right, where nothing looks."""
+    """`flatness` of the rows of one batch [B, T]. They are padded on the right, which no position
+    reads."""
     length = max(len(row["tokens"]) for row in rows)
     tokens = torch.zeros(len(rows), length, dtype=torch.long)
     predicts = torch.zeros(len(rows), length, dtype=torch.bool)

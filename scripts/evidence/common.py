@@ -1,4 +1,5 @@
-"""Shared code of the evidence scripts: stages, decoding of checkpoints, report files and cells."""
+"""Shared code of the evidence scripts: stages, decoding with checkpoints, report files and
+cells."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from scripts.tools.common import REPORTS, ROOT
 
 DOCS = REPORTS.parent
 FAMILIES = ROOT / "outputs" / "families"
-"""The run of `headstart loop experiment=families`."""
+"""Folder of the run of `headstart loop experiment=families`."""
 Facts = dict[str, Any]
-"""A part of a report as JSON holds it; the module that writes it is its schema."""
+"""A part of a report as JSON values; the module that writes it defines its schema."""
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a file; an empty object where there is no file."""
+    """The JSON value in a file; an empty object if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
@@ -75,12 +76,12 @@ def family_recipe(name: str) -> list[str]:
 
 
 def family_rate(name: str) -> float:
-    """The learning rate of a row of `experiment=families`; of several the first."""
+    """The learning rate of a row of `experiment=families`; if there are several, the first."""
     return settings_of("loop", "experiment=families").loop.sweep[name].rates[0]
 
 
 def family_overrides(name: str) -> list[str]:
-    """What makes a row of `experiment=families`: its recipe and its learning rate."""
+    """The overrides of a row of `experiment=families`: its recipe and its learning rate."""
     return [*family_recipe(name), f"optim.lr={family_rate(name):g}"]
 
 
@@ -114,14 +115,14 @@ def decode_totals(
     decode: DecodeConfig,
     changed_target: bool = False,
 ) -> Totals:
-    """Sums per prompt of what a drafter does with the prompts, as `decode_prompts` decodes them."""
+    """Sums per prompt for a drafter on the prompts, decoded by `decode_prompts`."""
     done = decode_prompts(target, checkpoint, prompts, decode, changed_target)
     asked = [(prompts[item.request.index], item.passes) for item in done]
     return Totals.collect([Outcome(x.id, x.domain, passes) for x, passes in asked], decode.depth)
 
 
 def tau_facts(found: TauEstimate) -> Facts:
-    """A tau estimate as reports hold it; acceptance: share of passes that accepted each depth."""
+    """A tau estimate as reports store it; acceptance: share of passes that accepted each depth."""
     return {"tau": found.tau, "tau_ci95": [*found.ci95], "acceptance": [*found.unconditional]}
 
 

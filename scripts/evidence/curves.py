@@ -1,10 +1,11 @@
-"""How a quantity grows with an amount: two forms, fitted by least squares, and what follows.
+"""Fits how a quantity grows with an amount: two forms, by least squares, and values derived from
+them.
 
     power        y = scale x^rate
     saturating   y = limit + scale x^rate, with rate and scale below 0: y approaches limit
 
-For a given rate both are linear, so that the rate alone is searched (variable projection; Golub and
-Pereyra, 1973): on a grid that closes in on the best place. Many curves are fitted at once, such as
+For a given rate both forms are linear, so only the rate is searched (variable projection; Golub and
+Pereyra, 1973), on a grid that narrows around the best rate. Many curves are fitted at once, such as
 the resamples of a bootstrap.
 
 Legend: R curves, N points of each, G rates that are tried.
@@ -21,12 +22,12 @@ from numpy.typing import ArrayLike
 from inference.measure.metrics import Floats
 
 STEPS, CLOSER = 61, 4
-"""Rates of a grid, and how many grids: each covers two steps of the one before."""
+"""Rates in a grid, and number of grids. Each grid covers two steps of the one before."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """A family of curves. rates: the least and the greatest; limited: whether it has a limit."""
+    """A family of curves. rates: the smallest and the largest; limited: whether it has a limit."""
 
     name: str
     rates: tuple[float, float]
@@ -44,8 +45,8 @@ FORMS = (POWER, SATURATING)
 
 @dataclass(frozen=True)
 class Curves:
-    """R curves y = limit + scale x^rate; all arrays are [R]. error: the sum of the squares of what
-    a curve misses its points by."""
+    """R curves y = limit + scale x^rate; all arrays are [R]. error: the sum of a curve's squared
+    residuals."""
 
     form: Form
     limit: Floats
@@ -59,8 +60,8 @@ class Curves:
         return found
 
     def where(self, y: ArrayLike) -> Floats:
-        """The x [R] at which the curves reach y (a number or [R]): infinite where one never does,
-        0 where a power law is above it everywhere."""
+        """The x [R] at which the curves reach y (a number or [R]): infinite for a curve that never
+        does, 0 for a power law that is above y everywhere."""
         above = np.asarray(y, float) - self.limit
         reached = (above * self.scale > 0) & (self.scale * self.rate > 0)
         share = np.divide(above, self.scale, out=np.ones_like(self.scale), where=reached)
@@ -70,10 +71,10 @@ class Curves:
 
 
 def fit(form: Form, x: Sequence[float], y: ArrayLike) -> Curves:
-    """The curves of a form that miss their points least.
+    """The curves of a form with the smallest squared residuals.
 
-    x [N]: amounts above 0; y [N] or [R, N]: what was measured there. There must be at least as many
-    points as parameters for the result to mean something.
+    x [N]: amounts above 0; y [N] or [R, N]: measured values. The result is meaningful only if there
+    are at least as many points as parameters.
     """
     values = np.atleast_2d(np.asarray(y, float))
     amounts = np.asarray(x, float)
@@ -93,8 +94,8 @@ def fit(form: Form, x: Sequence[float], y: ArrayLike) -> Curves:
 
 
 def _project(form: Form, powers: Floats, values: Floats) -> tuple[Floats, Floats, Floats]:
-    """The limits and scales [R, G] that are best for the rates behind powers [R, G, N], and the
-    errors that they leave; values [R, 1, N]."""
+    """The best limits and scales [R, G] for the rates behind powers [R, G, N], and the remaining
+    errors; values [R, 1, N]."""
     if form.limited:
         middle, mean = powers.mean(-1, keepdims=True), values.mean(-1, keepdims=True)
         spread = ((powers - middle) ** 2).sum(-1)
@@ -112,9 +113,9 @@ TINY = 1e-300
 
 
 def choose(x: Sequence[float], y: Sequence[float]) -> Form:
-    """The form whose residual variance is less, the sum of squares over the points that are left
-    when each parameter has taken one; a form with as many parameters as points is not considered,
-    and of two equal ones the simpler is taken."""
+    """The form with the smaller residual variance: the sum of squares over the number of points
+    minus the number of parameters. A form with as many parameters as points is not considered. If
+    both are equal, the simpler one is chosen."""
     left = {form: len(x) - form.parameters for form in FORMS}
     able = [form for form in FORMS if left[form] > 0]
     if not able:

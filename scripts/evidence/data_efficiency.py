@@ -1,25 +1,25 @@
-"""How much a drafter gains from more answers, and what else the same training tokens buy.
+"""Measures what a drafter gains from more answers, and from other uses of the same training tokens.
 
     python -m scripts.evidence.data_efficiency [--kinds eagle3] [--sizes 1000 3000] [--seeds 0 1]
 
 The curve: every kind is trained with every seed on the first 1,000, 3,000, 10,000 and 30,000
-answers of the embedded target, of which each set is part of the next. The repository has 1,440
-prompts to train on; the others of the 30,000 are written by the target from their beginnings, as
-`feedback.variations` writes them, and all stand in one random order, so that every set is a sample
-of the same mixture (answer_sets.py). All trainings make two passes by the kind's recipe and rate in
-experiment=families: **passes are equal, and steps grow with the answers**, as they do for whoever
-generates more. (With equal steps the small sets would be passed sixty times, at the cost of the
-largest; what more passes bring is one of the arms.) A power law and a saturating curve of tau - 1
-in the number of answers are fitted (curves.py); what a doubling brings follows from the better one.
+answers of the embedded target. Each set is part of the next. The repository has 1,440 prompts to
+train on. The target writes the other prompts from their beginnings, as `feedback.variations` does.
+All prompts are in one random order, so every set is a sample of the same mixture (answer_sets.py).
+All trainings make two passes by the kind's recipe and rate in experiment=families: **passes are
+equal, and steps grow with the answers**, as they do for a user who generates more. (With equal
+steps, the small sets would be passed sixty times, at the cost of the largest; the gain of more
+passes is one of the arms.) A power law and a saturating curve of tau - 1 in the number of answers
+are fitted (curves.py). The gain of a doubling follows from the better one.
 
 The arms spend the training tokens of the second size in other ways (`ARMS`), four of them from the
-answers of the first size or fewer. Each is placed on the kind's curve: the number of answers for
-which the curve has its tau, against the number whose two passes have as many tokens.
+answers of the first size or fewer. Each is placed on the kind's curve: the number of answers at
+which the curve has its tau is compared with the number whose two passes have as many tokens.
 
 All drafters decode chains of 7 at temperature 0 on prompts that no training saw. Intervals resample
 prompts, the same for all trainings, and seeds. Writes docs/reports/data_efficiency.{json,md} after
-every size and arm of a kind. Everything that is done is kept under --work, and the command goes on
-where it was interrupted; other kinds stay in the report.
+every size and arm of a kind. Finished work is kept under --work, and the command continues after an
+interruption; other kinds stay in the report.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ KINDS = ("eagle3", "dspark", "lilicorr", "distilled")
 SIZES = (1_000, 3_000, 10_000, 30_000)
 PASSES = 2
 DEPTH, BRANCHED_DEPTH = 7, 4
-"""Levels of the measured chains, and of those whose refused tokens are gone on from."""
+"""Levels of the measured chains, and of the chains whose rejected tokens are continued."""
 ROUNDS = 3
 FEW = 10
-"""One prompt in so many of the first size is what `variations` begins with."""
+"""`variations` begins with one prompt in this many of the first size."""
 BEYOND = 10.0
-"""A place on the curve is told up to so many times the largest size, and down to this part of the
+"""Places on the curve are reported up to this factor above the largest size and below the
 smallest."""
 REPEATED, IN_ROUNDS, BRANCHES, VARIATIONS, FLATTEST = ARMS = (
     "repeated",
@@ -87,7 +87,7 @@ LABELS = {
     FLATTEST: "of {larger:,} answers the flattest {equal:,} (arXiv 2601.18902)",
 }
 SIZES_NEEDED = {FLATTEST: 3}
-"""Of an arm; the others need two."""
+"""Number of sizes that an arm needs; the other arms need two."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Measured:
 
 @dataclass
 class Found:
-    """What is known of a kind: by size, and by arm."""
+    """The results of a kind: by size, and by arm."""
 
     curve: dict[int, Measured] = field(default_factory=dict)
     arms: dict[str, Measured] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class Study(Bench):
         return self.measured([self.on_curve(kind, size, seed) for seed in seeds], size)
 
     def arm(self, kind: str, arm: str, seeds: Sequence[int]) -> Measured:
-        """An arm, with as many steps as a training on the second size takes."""
+        """An arm, with as many steps as a training on the second size."""
         steps = int(self.facts(self.on_curve(kind, self.sizes[1], seeds[0]))["steps"])
         if arm == IN_ROUNDS:
             loops = [self.in_rounds(kind, seed, steps) for seed in seeds]
@@ -152,7 +152,8 @@ class Study(Bench):
         return self.measured(checkpoints, rows_in(answers))
 
     def answers_of(self, kind: str, arm: str, seeds: Sequence[int]) -> Path:
-        """What an arm is trained on. Branches are from the drafter of the first size and seed."""
+        """The answers on which an arm is trained. Branches use the drafter of the first size and
+        seed."""
         start, equal, *larger = self.sizes
         if arm == REPEATED:
             return self.sets.first(start)
@@ -172,7 +173,7 @@ class Study(Bench):
         words += ["loop.round.checked_answers=0", f"run.seed={seed}", f"sampling.seed={seed}"]
 
         def run(out: Path) -> Facts:
-            """Run the loop, keep its last drafter in `out`, and return what it took."""
+            """Run the loop, keep its last drafter in `out`, and return its cost."""
             place, validation = self.work / "rounds" / out.parent.name, self.place.validation
             here = ["data=embedded", f"data.path={self.sets.prompts_of(start)}"]
             here += [f"data.{key}={value}" for key, value in TOKEN_ROWS.items()]
@@ -229,7 +230,7 @@ def report(given: argparse.Namespace) -> None:
 
 
 def summary(kind: str, found: Found, sizes: Sequence[int]) -> Facts:
-    """The entry of a kind: its points, the fits, what doublings bring, and its arms."""
+    """The entry of a kind: its points, the fits, the gains of doublings, and its arms."""
     curve, arms = found.curve, found.arms
     measured = [*curve.values(), *arms.values()]
     draws = drawn([one.totals for one in measured])
@@ -273,18 +274,18 @@ def summary(kind: str, found: Found, sizes: Sequence[int]) -> Facts:
 
 
 def label(arm: str, sizes: Sequence[int]) -> str:
-    """What an arm is, in words."""
+    """The description of an arm, in words."""
     start, equal, larger = (*sizes, 0)[:3]
     return LABELS[arm].format(start=start, equal=equal, larger=larger, few=few_of(start))
 
 
 def estimate(values: Floats, name: str) -> Facts:
-    """The first value, that of what was measured, with the interval of the others."""
+    """The first value, which is the measured one, with the interval of the others."""
     return {name: float(values[0]), f"{name}_ci95": interval(values[1:])}
 
 
 def fit_facts(curves: Curves) -> Facts:
-    """A fit of tau - 1: the first curve is of what was measured, the others of resamples."""
+    """A fit of tau - 1: the first curve fits the measured values, the others fit resamples."""
     facts = estimate(curves.rate, "rate") | {"scale": float(curves.scale[0])}
     if curves.form.limited:
         facts |= estimate(curves.limit + 1, "limit_of_tau")
@@ -297,8 +298,8 @@ def doubling(curves: Curves, size: float) -> Facts:
 
 
 def worth(curves: Curves, gain: Floats, amounts: Sequence[float], as_many: float) -> Facts:
-    """The number of answers for which the curves have `gain` [1 + R], within `BEYOND` of what was
-    measured, and its ratio to `as_many`."""
+    """The number of answers at which the curves have `gain` [1 + R], within `BEYOND` of the
+    measured sizes, and its ratio to `as_many`."""
     bounds = (amounts[0] / BEYOND, amounts[-1] * BEYOND)
     place = np.clip(curves.where(gain), *bounds)
     return estimate(place, "worth") | estimate(place / as_many, "worth_ratio")
@@ -385,7 +386,7 @@ def markdown(content: Facts) -> list[str]:
 
 
 def limit_cell(found: Facts) -> str:
-    """The limit of tau of a fit; a dash for a form without one."""
+    """The limit of tau in a fit; a dash for a form without one."""
     if "limit_of_tau" not in found:
         return "-"
     return cell(found["limit_of_tau"], found["limit_of_tau_ci95"])

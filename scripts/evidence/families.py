@@ -2,11 +2,11 @@
 families.{json,md,png}.
 
 It measures nothing. It reads the run of `headstart loop experiment=families`: the trainings of
-every row (at the learning rate whose tau on the validation prompts was best) and four measurements
-of all rows on the same held-out prompts: chain and tree, at temperature 0 and 1. --page writes the
-page alone again, from families.json, after scripts.evidence.throughput has measured. --keep keeps
-the rows of the report that the run does not have, so that a row can be added or measured again
-without the others (`headstart loop experiment=families loop.only=[ROW] measure.kinds=[]`).
+every row (at the learning rate with the best tau on the validation prompts) and four measurements
+of all rows on the same held-out prompts: chain and tree, at temperature 0 and 1. --page writes only
+the page again, from families.json, after scripts.evidence.throughput has measured. --keep keeps the
+rows of the report that the run lacks, so that a row can be added or measured again without the
+others (`headstart loop experiment=families loop.only=[ROW] measure.kinds=[]`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEASURES = {
     "sampled": ("sampled", "chain, T=1"),
     "sampled_tree": ("sampled_tree", "tree, T=1"),
 }
-"""Column -> (folder of the measurement, its title). The seconds of `chain` alone count."""
+"""Column -> (folder of the measurement, its title). Only the seconds of `chain` count."""
 COUNTED = ("draft", "tau", "tau_ci95", "tar", "acceptance", "lossless")
 DOMAIN_COUNTED = ("tau", "tau_ci95", "tar")
 SECONDS = ("tokens_per_second", "speedup", "speedup_ci95", "ideal_speedup", "step_ms")
@@ -57,7 +57,7 @@ ABOUT = (
 
 
 def report(given: argparse.Namespace) -> None:
-    """The report, its page and its picture; --page writes the page alone, from the report."""
+    """Write the report, its page and its picture; --page writes only the page, from the report."""
     if given.page:
         content = read_json(REPORTS / "families.json")
         write_report(REPORTS / "families", content, markdown(content))
@@ -75,8 +75,8 @@ def report(given: argparse.Namespace) -> None:
 
 
 def collect(folder: Path, made_by: str = COMMAND) -> Facts:
-    """The content of a report about the run that `made_by` makes in `folder`; raises `UserError`
-    when a measurement is missing."""
+    """The content of a report about the run that `made_by` makes in `folder`; raises `UserError` if
+    a measurement is missing."""
     reports = {}
     for column, (name, title) in MEASURES.items():
         path = folder / name / "report.json"
@@ -113,7 +113,7 @@ def collect(folder: Path, made_by: str = COMMAND) -> Facts:
 
 def keep(content: Facts, former: Facts) -> Facts:
     """The content with the rows of a former report that it lacks, each with the device and commit
-    of its own measurement; raises `UserError` where the two are of another target or setting.
+    of its own measurement; raises `UserError` if the two differ in target or settings.
 
     A speedup is a ratio within one run; the baseline of the report is that of its latest run.
     """
@@ -146,7 +146,7 @@ def trainings(folder: Path, name: str) -> list[Facts]:
 
 
 def measured_row(found: DrafterResult, timed: bool) -> Facts:
-    """One drafter in one measurement; speeds only where they count (`timed`)."""
+    """One drafter in one measurement; speeds only if they count (`timed`)."""
     entry = found.to_dict()
     domains = {
         name: {key: one[key] for key in DOMAIN_COUNTED} for name, one in entry["domains"].items()
@@ -157,8 +157,8 @@ def measured_row(found: DrafterResult, timed: bool) -> Facts:
 
 
 def markdown(content: Facts) -> list[str]:
-    """The lines of the page: the table, with the training speeds of throughput.json, and the rates
-    that were tried."""
+    """The lines of the page: the table, with the training speeds of throughput.json, and the
+    learning rates that were tried."""
     rows = by_tau(content)
     throughput = read_json(REPORTS / "throughput.json").get("rows", [])
     speeds = {row["name"]: row["tokens_per_second"] for row in throughput}
@@ -193,7 +193,7 @@ def markdown(content: Facts) -> list[str]:
 
 
 def kept_line(rows: list[Facts]) -> list[str]:
-    """Which rows were measured in an earlier run, and on what."""
+    """The rows that were measured in an earlier run, and their conditions."""
     kept: dict[str, list[str]] = {}
     for row in rows:
         if "device" in row:
@@ -206,7 +206,7 @@ def kept_line(rows: list[Facts]) -> list[str]:
 
 
 def conditions(content: Facts) -> list[str]:
-    """On what and how the chains were measured."""
+    """The conditions of the chains' measurement."""
     return list_conditions(
         TargetFacts(**content["target"]),
         DeviceFacts(**content["device"]),
@@ -216,7 +216,7 @@ def conditions(content: Facts) -> list[str]:
 
 
 def by_tau(content: Facts) -> list[Facts]:
-    """The rows, the largest tau of a chain first."""
+    """The rows by descending tau of a chain."""
     return sorted(content["rows"], key=lambda row: -row["measured"]["chain"]["tau"])
 
 
@@ -238,7 +238,8 @@ def table_row(row: Facts, settings: Facts, speed: float | None) -> list[str]:
 
 
 def lossless_text(measured: Facts, settings: Facts) -> str:
-    """Identical texts of a row's measurements whose rule promises the text, out of how many."""
+    """The identical texts, and their total, over a row's measurements whose rule promises the
+    text."""
     same = [
         found["lossless"]
         for name, found in measured.items()

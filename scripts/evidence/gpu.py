@@ -2,8 +2,8 @@
 
 Each of the three runs takes at most ten minutes on a GPU of the H100 class, needs no network and no
 package beside torch, transformers, triton and pytest, and writes a file per part as soon as the
-part ends. The status is 0 if every part was run and passed its limits, else 1. `--size tiny` runs
-the same parts on toy shapes, for a CPU. docs/gpu.md tells what the parts are.
+part ends. The status is 0 if every part ran and passed its limits, else 1. `--size tiny` runs the
+same parts on toy shapes, for a CPU. docs/gpu.md describes the parts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A small GRPO (2402.03300) for the embedded target: one update of the policy per rollout, in
 float32 on this process's device, and a reward that a machine can check.
 
-With one update per rollout the ratio between new and old policy is 1, so that clipping has no say:
-the gradient is that of advantage times log-probability, per token of all answers (2503.14476). No
-reference model. Everything is a function of the rollout's tokens: two policies that are given the
+With one update per rollout, the ratio between new and old policy is 1, so clipping has no effect:
+the gradient is that of advantage times log-probability, per token of all answers (2503.14476).
+There is no reference model. Everything is a function of the rollout's tokens: two policies with the
 same rollouts have the same weights, bit by bit.
 
 Legend: B answers, T positions, V vocabulary.
@@ -27,9 +27,9 @@ FENCE = "```"
 
 
 def python_reward(text: str) -> float:
-    """How much of an answer is valid Python: 1 where its code compiles, else up to 0.5 by the share
-    of its lines, from the first on, that do; 0 for no code. Code is what stands in the first fence,
-    or the whole text."""
+    """How much of an answer is valid Python: 1 if its code compiles, else up to 0.5 by the share of
+    its lines, from the first on, that compile; 0 without code. The code is the content of the first
+    fence, or the whole text."""
     code = text
     if FENCE in text:
         inside = text.split(FENCE)[1]
@@ -55,7 +55,7 @@ def _compiles(lines: Sequence[str]) -> bool:
 
 
 def advantages(rewards: Sequence[float], group: int) -> Tensor:
-    """Rewards [B] less their group's mean, over its deviation; groups stand one behind another."""
+    """Rewards [B] minus their group's mean, over the group's deviation; groups are consecutive."""
     found = torch.tensor(rewards, dtype=torch.float32).view(-1, group)
     spread = found.std(1, keepdim=True, correction=0)
     return ((found - found.mean(1, keepdim=True)) / (spread + 1e-4)).flatten()
@@ -63,7 +63,7 @@ def advantages(rewards: Sequence[float], group: int) -> Tensor:
 
 @dataclass
 class Policy:
-    """The model in training and its optimiser."""
+    """The model in training, and its optimiser."""
 
     model: Any
     optimizer: torch.optim.Optimizer

@@ -1,12 +1,12 @@
-"""Do the results of the embedded target hold on another one? A second small target, other text.
+"""Checks whether the results of the embedded target hold on a second small target and other text.
 
     python -m scripts.evidence.held_out
 
 Makes a small Qwen3 from C++ headers (scripts/assets), lets it answer prompts, trains drafters with
 the settings of conf/experiment/families.yaml at the learning rates that were best on the embedded
 target, and measures them on prompts of files that neither target nor drafters saw. Writes
-docs/reports/held_out.{json,md}. Steps that are done are skipped, so the command may be repeated
-after an interruption.
+docs/reports/held_out.{json,md}. Finished steps are skipped, so the command can be repeated after an
+interruption.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ORDER = (
     ("eagle", "medusa"),
     ("hydra_heads", "medusa"),
 )
-"""Which tau is expected above which."""
+"""Pairs of arms: the first is expected to have the higher tau."""
 
 
 def collect(work: Path, command: str) -> Facts:
@@ -108,7 +108,7 @@ def markdown(content: Facts) -> list[str]:
 
 
 def report(given: argparse.Namespace) -> None:
-    """Run every step that is not done yet, and write the report."""
+    """Run every step that is not yet done, and write the report."""
     torch.set_num_threads(given.threads)
     work = given.work.resolve()
     counts = {**held_out_target.PROMPTS, "training": given.training}
@@ -120,7 +120,7 @@ def report(given: argparse.Namespace) -> None:
 
     stage("generate", "data=embedded", f"data.path={prompts / 'train.jsonl'}")
     for name in ROWS:
-        last = [LAST_LAYER] if name == "eagle3_copied" else []  # another number than the recipe's
+        last = [LAST_LAYER] if name == "eagle3_copied" else []  # another layer than the recipe's
         own = (*family_recipe(name), *last, f"optim.lr={family_rate(name)}", f"run.drafter={name}")
         stage("train", *own, f"train.prompts=[{prompts / 'validation.jsonl'}]")
     command = "python -m scripts.evidence.held_out"

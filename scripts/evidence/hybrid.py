@@ -1,10 +1,10 @@
-"""Drafters on the embedded hybrid target: `python -m scripts.evidence.hybrid [RUN]` writes
+"""Measures drafters on the embedded hybrid target: `python -m scripts.evidence.hybrid [RUN]` writes
 hybrid.{json,md} and the table of docs/targets.md.
 
-It reads the run of `headstart loop experiment=hybrid` as scripts.evidence.families reads its own,
-and adds what recurrent layers cost: bytes of a row and of a verification's nodes as the cache holds
-them against the closed form's formula, milliseconds of a step with a draft against one of plain
-decoding, and what transformers' own loops do with such a target.
+It reads the run of `headstart loop experiment=hybrid` as scripts.evidence.families reads its run,
+and adds the cost of recurrent layers. It compares the bytes of a row and of a verification's nodes
+in the cache with the closed form's formula, and the milliseconds of a step with a draft with those
+of plain decoding. It also reports the results of transformers' loops on such a target.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ RUN = ROOT / "outputs" / "hybrid"
 TARGET, ASSISTANT = ROOT / "assets" / "tiny-hybrid", ROOT / "assets" / "tiny-target-small"
 PAGE, SECTION = DOCS / "targets.md", Section("hybrid", "scripts/evidence/hybrid.py")
 WIDTHS = {"chain of 4": (1, 5), "chain of 4, 8 rows": (8, 5), "tree of 26": (1, 27)}
-"""What is verified -> rows, nodes (the root counts)."""
+"""Name of a verification -> rows, nodes (including the root)."""
 LOOPS: dict[str, dict[str, Any]] = {
     "generate": {},
     "prompt lookup": {"prompt_lookup_num_tokens": 4},
     "assisted": {},
 }
-"""Loop of transformers -> what `generate` is given for it; `assisted` gets a model beside."""
+"""Loop of transformers -> its arguments for `generate`; `assisted` also gets a second model."""
 ABOUT = (
     "Every row was trained on the same generated answers; measured on other prompts, batch size "
     "1. **tau**: committed tokens per verification, bonus included. **speedup**: against the same "
@@ -52,7 +52,7 @@ ABOUT = (
 
 
 def report(given: argparse.Namespace) -> None:
-    """Read the run, measure memory, try transformers' loops, write."""
+    """Read the run, measure memory, try transformers' loops, write the report."""
     content = families.collect(given.run, COMMAND)
     plain = 1000 * content["baseline"]["chain"]["seconds"] / content["baseline"]["chain"]["tokens"]
     for row in content["rows"]:
@@ -65,7 +65,7 @@ def report(given: argparse.Namespace) -> None:
 
 
 def verified_ms(phases: Mapping[str, float]) -> float:
-    """Milliseconds of a step without those of drafting."""
+    """Milliseconds of a step, without drafting."""
     return sum(spent for name, spent in phases.items() if name != "draft")
 
 
@@ -73,7 +73,8 @@ def verified_ms(phases: Mapping[str, float]) -> float:
 
 
 def memory(target: TargetModel, config: Mapping[str, Any]) -> Facts:
-    """Bytes per row of a target with gated delta rules, counted in its cache and by formula."""
+    """Bytes per row of a target with gated delta rules, counted in its cache and computed by
+    formula."""
     found: Facts = {"state": {"held": target.cache_sizes().row, "formula": state_bytes(config)}}
     found["verifications"] = {
         name: {
@@ -88,7 +89,7 @@ def memory(target: TargetModel, config: Mapping[str, Any]) -> Facts:
 
 
 def held_by_verification(target: TargetModel, rows: int, nodes: int) -> int:
-    """Bytes that a verification of a chain of `nodes` leaves until its commit."""
+    """Bytes that a verification of a chain of `nodes` occupies until its commit."""
     cache = target.new_cache(rows, 64)
     assert isinstance(cache, RecurrentCache), "a target with recurrent layers"
     tokens = torch.arange(rows * 8).view(rows, 8) % target.info.vocab_size
@@ -100,16 +101,17 @@ def held_by_verification(target: TargetModel, rows: int, nodes: int) -> int:
 
 
 def state_bytes(config: Mapping[str, Any]) -> int:
-    """Of one row: per gated delta rule a matrix [k, v] per value head and the convolution's last
-    inputs, in float32."""
+    """Bytes of one row: per gated delta rule, a matrix [k, v] per value head and the convolution's
+    last inputs, in float32."""
     heads, key, value = _sizes(config)
     matrix = heads * key * value
     return 4 * _recurrent(config) * (matrix + (_width(config) - 1) * _channels(config))
 
 
 def verification_bytes(config: Mapping[str, Any], nodes: int) -> int:
-    """Of one row: per gated delta rule and node a decay and a corrected value per value head, a key
-    per key head, and the convolution's input; the last committed inputs lie beside these."""
+    """Bytes of one row: per gated delta rule and node, a decay and a corrected value per value
+    head, a key per key head, and the convolution's input; in addition, the last committed
+    inputs."""
     heads, key, value = _sizes(config)
     node = heads * (1 + value) + config["linear_num_key_heads"] * key
     inputs = (nodes + _width(config) - 1) * _channels(config)
@@ -123,7 +125,7 @@ def _sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _channels(config: Mapping[str, Any]) -> int:
-    """Of the convolution: queries, keys, values."""
+    """Channels of the convolution: queries, keys, values."""
     heads, key, value = _sizes(config)
     return 2 * int(config["linear_num_key_heads"]) * key + heads * value
 
@@ -133,7 +135,7 @@ def _width(config: Mapping[str, Any]) -> int:
 
 
 def _recurrent(config: Mapping[str, Any]) -> int:
-    """Layers without attention: three of four."""
+    """Number of layers without attention: three of four."""
     layers = int(config["num_hidden_layers"])
     return layers - layers // 4
 
@@ -142,7 +144,7 @@ def _recurrent(config: Mapping[str, Any]) -> int:
 
 
 def transformers_loops() -> dict[str, str]:
-    """Loop -> "runs", or what transformers says when it is asked for it."""
+    """Loop -> "runs", or the error of transformers for it."""
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     beside = AutoModelForCausalLM.from_pretrained(ASSISTANT, dtype=torch.float32)
     prompt, found = torch.arange(100, 116)[None], {}
@@ -194,7 +196,7 @@ def markdown(content: Facts) -> list[str]:
 
 
 def table(content: Facts) -> list[str]:
-    """The drafters, the largest tau of a chain first."""
+    """The drafters by descending tau of a chain."""
     header = ["drafter", "parameters", *(f"tau {title}" for _, title in families.MEASURES.values())]
     header += ["speedup", "step", "lossless"]
     lines = []

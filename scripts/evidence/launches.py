@@ -1,14 +1,14 @@
-"""Kernels that a decoding step launches: `python -m scripts.evidence.launches` writes
+"""Counts the kernels that a decoding step launches: `python -m scripts.evidence.launches` writes
 docs/reports/launches.{json,md}.
 
-Counted on toy models of the families' shapes, since the number of operations does not depend on
-sizes. Run operation by operation, every torch operation that is neither a view nor an allocation is
-a launch; an operation with a kernel of ours counts that kernel's launches. Compiled layers
-(`decode.compile`) are given to inductor here for a CPU; its loops and the library's products are
-counted in the program that it writes. Libraries may launch more than one kernel for a product.
+The counts are from toy models of the families' shapes, since the number of operations does not
+depend on sizes. Without compilation, every torch operation that is neither a view nor an allocation
+is a launch. An operation with a Headstart kernel counts that kernel's launches. Inductor compiles
+compiled layers (`decode.compile`) for a CPU; its loops and the library's products are counted in
+the program that it writes. Libraries may launch more than one kernel for a product.
 
-The time of a step on a GPU is estimated from its bytes and launches (`StepModel`), to be compared
-with one that is measured (`python -m scripts.evidence.gpu speed`).
+The time of a step on a GPU is estimated from its bytes and launches (`StepModel`), for comparison
+with a measured time (`python -m scripts.evidence.gpu speed`).
 
 Legend: L layers.
 """
@@ -53,7 +53,7 @@ from scripts.evidence.common import Facts, write_report
 from scripts.tools.common import REPORTS, command
 
 KERNELS = {"tree_attention": 2, "write_clock": 0, "row_linear": 2}
-"""Launches of our own kernels where they are not one; the clock is none of the work."""
+"""Launches of Headstart's kernels that have more or fewer than one; the clock does not count."""
 ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 LAYERS = (2, 4)
 DEPTH = 5
@@ -66,7 +66,7 @@ ABOUT = (
 
 
 class Launches(TorchDispatchMode):
-    """Counts launches by phase. phase: set by whoever runs the step."""
+    """Counts launches by phase. phase: set by the code that runs the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ class Launches(TorchDispatchMode):
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
-        """Within the block our operations count as their kernels, whose work is done by the
-        reference; drafters attend by one."""
+        """Within the block, Headstart's operations count as their kernels, and the reference does
+        their work. Attention of drafters counts as one kernel."""
 
         def counted(op: Op, first: Any, *args: Any, **kwargs: Any) -> Any:
             self.counts[self.phase] += KERNELS.get(op.name, 1)
@@ -124,7 +124,7 @@ def step_launches(target: TargetModel, drafter: Any) -> dict[str, float]:
         launches.phase = "" if ended == "commit" else "step"
 
     def as_on_a_gpu(self: TargetModel, *given: Any) -> Any:
-        # lengths that only the device knows, as captured steps have them
+        # lengths that only the device knows, as in captured steps
         cache, tokens, tree, lengths, _, needs, *_rest = given
         return verify(self, cache, tokens, tree, lengths, None, needs)
 
@@ -139,9 +139,9 @@ def step_launches(target: TargetModel, drafter: Any) -> dict[str, float]:
 
 
 def compiled_layer(shape: Shape) -> int:
-    """Launches of one compiled layer: loops that inductor makes, products, and what the opaque
-    attention over the cache launches: a write and the kernel."""
-    from torch._inductor.utils import run_and_get_code  # seconds to import
+    """Launches of one compiled layer: loops that inductor makes, products, and the launches of the
+    opaque attention over the cache: a write and the kernel."""
+    from torch._inductor.utils import run_and_get_code  # takes seconds to import
 
     target = as_target(build_model(shape, torch.device("cpu"), torch.float64, 64))
     torch.compiler.reset()
@@ -162,7 +162,8 @@ def compiled_layer(shape: Shape) -> int:
 
 
 def count_in(program: str) -> int:
-    """Launches in a program of inductor's for a CPU, those of the opaque operation left out."""
+    """Launches in a program that inductor writes for a CPU, without those of the opaque
+    operation."""
     body = program[program.index("def call") :]
     loops = re.findall(r"^\s+(?:cpp_fused\w*|\w*cpp_\w+)\(", body, re.MULTILINE)
     products = re.findall(r"extern_kernels\.\w+\(", body)
@@ -180,7 +181,8 @@ class StepModel:
     launch_seconds: float = 1.9e-6
 
     def milliseconds(self, weight_bytes: float, products: float, launches: float) -> float:
-        """Of a step with so many launches, `products` of them products over `weight_bytes`."""
+        """Milliseconds of a step with this many launches, of which `products` are products over
+        `weight_bytes`."""
         read = weight_bytes / (self.bandwidth * self.products)
         return 1000 * (read + max(0.0, launches - products) * self.launch_seconds)
 
@@ -194,7 +196,7 @@ def target_bytes(shape: Shape) -> float:
 
 
 def eagle3_bytes(shape: Shape) -> float:
-    """The same of a level of EAGLE-3's draft: a layer whose attention reads two states, and the
+    """The same for a level of EAGLE-3's draft: a layer whose attention reads two states, and the
     reduced LM head."""
     size = shape.hidden // shape.heads
     attention = shape.hidden * size * (3 * shape.heads + 4 * shape.kv_heads)

@@ -1,20 +1,20 @@
-"""What a server that learns while it serves is worth: docs/reports/learn.{json,md}.
+"""Measures what a server gains by learning while it serves: docs/reports/learn.{json,md}.
 
     python -m scripts.evidence.learn
 
-Four phases of traffic at a real `headstart serve serve.learn=true` on the embedded target, over
-HTTP, from clients with addresses of their own: Python prompts and documentation in English; C++
-headers and JSON instead; both mixed, after the target was fine-tuned on C++ headers; both mixed,
-after a LoRA for JSON was merged into it. Prompts are made from this machine's standard library and
-torch's headers (scripts/assets/drifting.py). A server refuses a drafter of other weights of the
-target, so after each change a short `headstart refresh` makes the drafter that was taken last one
-of the new target (docs/learning.md); its cost counts as learning's.
+Four phases of traffic reach a real `headstart serve serve.learn=true` on the embedded target, over
+HTTP, from clients with separate addresses. The phases are: Python prompts and documentation in
+English; C++ headers and JSON instead; both mixed, after the target was fine-tuned on C++ headers;
+both mixed, after a LoRA for JSON was merged into it. Prompts are made from this machine's standard
+library and torch's headers (scripts/assets/drifting.py). A server refuses a drafter of other target
+weights. So after each change, a short `headstart refresh` adapts the drafter that was accepted last
+to the new target (docs/learning.md); its cost is counted as part of learning.
 
-Three drafters are compared in each phase on the same requests, a fifth of all, which say
-`"store": false`: `frozen`, with which the first phase begins; `learned`, which serves at the end;
-`retrained`, by the recipe from scratch on the target's answers to all other requests. In between,
-tau over time is what the server's answers say. Every answer is compared with plain decoding of the
-same target. Steps that are done are kept in --work, and the report is written after every phase.
+Three drafters are compared in each phase on the same requests, a fifth of all, which have `"store":
+false`: `frozen`, with which the first phase begins; `learned`, which serves at the end;
+`retrained`, trained by the recipe from scratch on the target's answers to all other requests. In
+between, tau over time comes from the server's answers. Every answer is compared with plain decoding
+of the same target. Finished steps are kept in --work, and the report is written after every phase.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ from train.learning.config import LearnConfig
 from train.learning.cycle import SWAPPED
 
 FIRST_PROMPTS, REFRESH_PROMPTS, REFRESH_STEPS = 480, 96, 40
-"""Prompts that the first drafter learns from; prompts that a changed target answers for a refresh,
-and its steps."""
+"""Prompts on which the first drafter is trained; prompts that a changed target answers for a
+refresh, and the steps of the refresh."""
 RECIPES = {
     "finetuned": changed_targets.Recipe(steps=60),
     "merged": changed_targets.Recipe(steps=30, lr=2e-3, lora_rank=16),
 }
-"""Each target is made from the one before."""
+"""Each target is made from the previous one."""
 COMPARISONS, WINDOWS = 200, 8
 """Simulated comparisons of a drafter with itself; points of tau over time in a phase."""
 LEAST_COMPARED, LEAST_SHARE = 2000, 0.9
-"""What is asked for: answers compared with plain decoding, and the share of the retrained tau."""
+"""Requirements: answers compared with plain decoding, and the share of the retrained tau."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """One phase: its target's name, and what it is."""
+    """One phase: its target's name, and its description."""
 
     name: str
     target: str
@@ -94,8 +94,8 @@ PHASES = (
 
 @dataclass
 class Evidence:
-    """All phases in the folder `work`. base: the first target; drafter: what the first phase begins
-    with, None: it is trained; requests: of each phase."""
+    """All phases in the folder `work`. base: the first target; drafter: the drafter at the start of
+    the first phase, None: it is trained; requests: per phase."""
 
     work: Path
     base: Path
@@ -125,8 +125,8 @@ class Evidence:
         return out
 
     def first(self) -> Path:
-        """The drafter that the first phase begins with: by the recipe, on answers to other Python
-        prompts than those that are asked."""
+        """The drafter at the start of the first phase: trained by the recipe, on answers to Python
+        prompts that are not among the requests."""
         if self.drafter is not None:
             return self.drafter
         run = self.work / "first"
@@ -139,8 +139,8 @@ class Evidence:
         return run / "train" / FROZEN / "best"
 
     def refresh(self, drafter: Path, target: str, known: Path) -> tuple[Path, Facts]:
-        """The drafter that was taken last, made one of a changed target, and what that cost.
-        known: a file of earlier requests."""
+        """The last accepted drafter, adapted to a changed target, and the cost of that. known: a
+        file of earlier requests."""
         run = self.work / "serve" / target
         if not (run / "refresh" / "refresh.json").is_file():
             rows = read_rows(known)[:REFRESH_PROMPTS]
@@ -163,8 +163,8 @@ class Evidence:
     # Phases
 
     def run(self, traffic: Traffic, before: tuple[Traffic, Path] | None) -> tuple[Path, Facts]:
-        """A phase: the drafter that serves at its end, and its facts. before: the phase before this
-        one, and the drafter that served at its end; None: there was none."""
+        """Run a phase; returns the drafter that serves at its end, and its facts. before: the
+        previous phase and the drafter that served at its end; None for the first phase."""
         known, start = before or (PHASES[0], self.first())
         refreshed = None
         if traffic.target != known.target:
@@ -179,7 +179,7 @@ class Evidence:
         return phase.learned, facts
 
     def measure(self, phase: Phase, traffic: Traffic, refreshed: Facts | None) -> Facts:
-        """What a phase that has been answered shows."""
+        """The results of a phase whose requests were answered."""
         answers, plain = phase.answer(), phase.plain()
         lost = [one.failure for one in answers if one.failure]
         retrained, cost = phase.retrain(plain)
@@ -233,7 +233,7 @@ class Evidence:
 
 
 def report(given: argparse.Namespace) -> None:
-    """Run every step that is not done yet, and write the report after every phase."""
+    """Run every step that is not yet done, and write the report after every phase."""
     torch.set_num_threads(given.threads)
     sizes = Sizes(**{one.name: getattr(given, one.name) for one in fields(Sizes)})
     drafter = Path(given.drafter).resolve() if given.drafter else None

@@ -1,5 +1,5 @@
-"""The figures of the report on learning: shares of tau with intervals, tau over time, what the
-learner's journal says, and how often a drafter is swapped for itself.
+"""The figures of the report on learning: shares of tau with intervals, tau over time, facts from
+the learner's journal, and how often a drafter is swapped for itself.
 
 Legend: P probes, R resamples.
 """
@@ -23,11 +23,11 @@ from train.learning.simulation import replay
 
 FROZEN, LEARNED, RETRAINED = SIDES = ("frozen", "learned", "retrained")
 LOOK = 10
-"""Answers of each drafter between two looks at a simulated comparison."""
+"""Answers of each drafter between two evaluations of a simulated comparison."""
 
 
 def sums(arm: Facts) -> tuple[Floats, Floats]:
-    """Committed tokens and passes of an arm's probes, [P] each."""
+    """Committed tokens and passes of an arm's probes, each [P]."""
     return np.array(arm["committed"], dtype=float), np.array(arm["passes"], dtype=float)
 
 
@@ -38,12 +38,12 @@ def tau(arm: Facts) -> float:
 
 
 def shares(arms: Mapping[str, Facts]) -> Facts:
-    """tau of the three sides on the same probes, and what learning has of the retrained one, with
+    """tau of the three sides on the same probes, and learning's share of the retrained tau, with
     95% intervals over probes, drawn together.
 
     `by_retrained`: learned tau / retrained tau. `accepted_by_retrained`: the same of tau - 1.
-    `regained`: (learned - frozen) / (retrained - frozen), None where the interval of what is below
-    the line holds 0.
+    `regained`: (learned - frozen) / (retrained - frozen), None if the interval of the denominator
+    contains 0.
     """
     weights = resample_weights(len(arms[FROZEN]["passes"]), seed=0)  # [R, P]
     found: dict[str, float] = {name: tau(arms[name]) for name in SIDES}
@@ -70,8 +70,8 @@ def shares(arms: Mapping[str, Facts]) -> Facts:
 
 
 def over_time(live: Sequence[Answer], arms: Mapping[str, Facts], windows: int) -> list[Facts]:
-    """tau by windows of the probes, in the order of their requests: of the server as it answered,
-    and of the frozen and the retrained drafter on the same probes. live: the probes' answers."""
+    """tau by windows of the probes, in the order of their requests: of the server's answers, and of
+    the frozen and the retrained drafter on the same probes. live: the probes' answers."""
     found = []
     for part in np.array_split(np.arange(len(live)), min(windows, len(live))):
         own = [live[place] for place in part]
@@ -86,7 +86,7 @@ def over_time(live: Sequence[Answer], arms: Mapping[str, Facts], windows: int) -
 
 
 def cycles(entries: Sequence[Entry]) -> Facts:
-    """What the learner has done, by its journal: cycles by their end, and what training cost."""
+    """The learner's cycles from its journal, by their outcome, and the cost of training."""
     count = Counter(entry.event for entry in entries)
     trained = [entry.facts for entry in entries if entry.event == TRAINED]
     return {
@@ -104,8 +104,8 @@ def cycles(entries: Sequence[Entry]) -> Facts:
 
 
 def swaps_of_itself(pools: Sequence[Facts], count: int, pairs: int, clients: int) -> Facts:
-    """`count` comparisons of a drafter with itself, each of `pairs` answers of each, drawn from the
-    observed answers of an arm; arms take turns. The settings are the learner's own."""
+    """`count` comparisons of a drafter with itself. Each has `pairs` answers per side, drawn from
+    the observed answers of an arm; arms take turns. The settings are the learner's."""
     config, rng, verdicts = LearnConfig(), np.random.default_rng(0), Counter[str]()
     for number in range(count):
         observed = [one for one in pools[number % len(pools)]["observed"] if one[1]]

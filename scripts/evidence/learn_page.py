@@ -65,7 +65,7 @@ def page(content: Facts) -> list[str]:
 
 
 def shares_table(phases: Sequence[Facts]) -> list[str]:
-    """tau of the three drafters, and what the learned one has of the retrained one's."""
+    """tau of the three drafters, and the learned drafter's share of the retrained one's."""
     header = ["phase", *SIDES, "of retrained", "of accepted", "regained"]
     rows = [
         [
@@ -81,7 +81,7 @@ def shares_table(phases: Sequence[Facts]) -> list[str]:
 
 
 def cost_table(phases: Sequence[Facts]) -> list[str]:
-    """Cycles, and what they and the training from scratch took."""
+    """Cycles, and the cost of the cycles and of the training from scratch."""
     header = ["phase", "cycles", "swaps", "rejected", "learning tokens", "seconds"]
     header += ["retraining tokens", "seconds"]
     rows = [
@@ -111,7 +111,7 @@ def time_table(phases: Sequence[Facts]) -> list[str]:
 
 
 def share(facts: Facts, key: str) -> str:
-    """A share with its interval in percent; a dash where there is none."""
+    """A share with its interval in percent; a dash if there is none."""
     if facts[key] is None:
         return "-"
     low, high = facts[f"{key}_ci95"]

@@ -1,8 +1,8 @@
-"""A phase of the report on learning: a server that learns answers its traffic, the same traffic is
-decoded by the target alone, and the drafters are compared on requests that nobody has learnt from.
+"""A phase of the report on learning. A learning server answers its traffic, the target alone
+decodes the same traffic, and the drafters are compared on requests that no training has used.
 
-Every fifth request is a probe: it says `"store": false`, so the server does not learn from it, and
-neither does the training from scratch. Steps that are done are kept in the phase's folder.
+Every fifth request is a probe: it has `"store": false`, so neither the server nor the training from
+scratch learns from it. Finished steps are kept in the phase's folder.
 
     begin.json, served.json    what the server began and ended with: its drafter, its journal
     served.jsonl               its answers
@@ -38,15 +38,15 @@ from train.learning.journal import Entry, read_journal
 
 DEPTH = 3
 SERVER_THREADS = 1
-"""Of the server, and of its learner's processes beside it."""
+"""Threads of the server, and of its learner's processes beside it."""
 PROBED = 5
-"""One of so many requests is a probe: no divisor of the number of clients, so that each of them
-sends both."""
+"""One request in this many is a probe. The number does not divide the number of clients, so each
+client sends both."""
 RECIPE: tuple[str, ...] = ("experiment=[embedded_distilled]",)
-"""The training from scratch, and what the server's learner and a refresh train by."""
+"""Overrides of the training from scratch, and of the server's learner and a refresh."""
 RATE = family_rate("distilled")
-"""Learning rate of a training from scratch, for a drafter that begins with trained weights; learner
-and refresh have half of it."""
+"""Learning rate of a training from scratch, for a drafter that starts from trained weights; learner
+and refresh use half of it."""
 ROWS = (
     "data=jsonl",
     "data.kind=messages",
@@ -63,9 +63,9 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of every phase. minutes: over which the requests come; steps: of a training from scratch;
-    learner_steps, least_tokens, pairs, nice: of a cycle (`train.max_steps`, `learn.least_tokens`,
-    `learn.most_pairs`, `learn.nice`); threads: of what runs alone."""
+    """The sizes of every phase. minutes: duration of the requests; steps: of a training from
+    scratch; learner_steps, least_tokens, pairs, nice: of a cycle (`train.max_steps`,
+    `learn.least_tokens`, `learn.most_pairs`, `learn.nice`); threads: of steps that run alone."""
 
     tokens: int
     minutes: float
@@ -84,7 +84,7 @@ class Sizes:
 
 
 def once(path: Path, make: Callable[[], Facts]) -> Facts:
-    """The facts in a file, made and written where there is none."""
+    """The facts in a file, made and written if there is none."""
     found: Facts = read_json(path)
     if not found:
         found = make()
@@ -119,8 +119,8 @@ def train(target: Path, run: Path, answers: Path, name: str, sizes: Sizes) -> Pa
 
 class Phase:
     """A phase in its folder. target: its folder; serve: folder of the server's run, whose learner
-    goes on where an earlier phase of the same target has left it; start: the drafter that the
-    server is given; prompts: a file of the requests in their order."""
+    continues from an earlier phase of the same target; start: the server's first drafter; prompts:
+    a file of the requests in their order."""
 
     def __init__(
         self, folder: Path, target: Path, serve: Path, start: Path, prompts: Path, sizes: Sizes
@@ -152,7 +152,7 @@ class Phase:
     # Serving
 
     def answer(self) -> list[Answer]:
-        """What the server answered; asks what it was not asked yet."""
+        """The server's answers; sends the requests that it has not received yet."""
         out, learn = self.folder / "served.jsonl", self.serve / "learn"
         once(self.folder / "begin.json", lambda: self._now(learn))
         done = {one.number for one in read_answers(out)}
@@ -170,7 +170,7 @@ class Phase:
         return read_answers(out)
 
     def _now(self, learn: Path) -> Facts:
-        """Where the journal stands, and the drafter that serves by it."""
+        """The position in the journal, and the drafter that serves according to it."""
         entries = read_journal(learn)
         drafter = last_taken(entries) or self.start
         return {"entries": len(entries), "drafter": str(drafter), "time": time.time()}
@@ -210,11 +210,11 @@ class Phase:
 
     @property
     def learned(self) -> Path:
-        """The drafter that serves at the phase's end."""
+        """The drafter that serves at the end of the phase."""
         return Path(self.ended["drafter"])
 
     def entries(self) -> list[Entry]:
-        """What the learner has finished in the phase."""
+        """The learner's journal entries of the phase."""
         whole = read_journal(self.serve / "learn")
         return whole[self.begun["entries"] : self.ended["entries"]]
 
@@ -227,8 +227,7 @@ class Phase:
         return sorted((one.row for one in documents), key=lambda row: row["index"])
 
     def compare_texts(self, answers: Sequence[Answer], plain: Sequence[AnswerRow]) -> Facts:
-        """How many served answers are those of plain decoding, token by token, and why others
-        differ."""
+        """How many served answers equal plain decoding, token by token, and why others differ."""
         own = {row["index"]: answer_tokens(row) for row in plain}
         kept = [one for one in answers if not one.failure and one.number in own]
         requests = [
@@ -245,7 +244,8 @@ class Phase:
         }
 
     def retrain(self, plain: Sequence[AnswerRow]) -> tuple[Path, Facts]:
-        """A training from scratch on the answers that the server might learn from, and its cost."""
+        """A training from scratch on the answers that the server was allowed to learn from, and its
+        cost."""
         answers = self.folder / "answers"
         if not (answers / MANIFEST_FILE).is_file():
             stored = (row for row in plain if not self.is_probe(row["index"]))
@@ -257,8 +257,8 @@ class Phase:
     # Drafters
 
     def arm(self, name: str, drafter: Path) -> Facts:
-        """What a drafter does with the probes: by probe `committed` and `passes`, and of its first
-        passes (as many as a comparison observes) those and their `accepted`."""
+        """A drafter's results on the probes: `committed` and `passes` by probe, and for its first
+        passes (as many as a comparison observes) their number and their `accepted`."""
 
         def decode() -> Facts:
             done = decode_prompts(

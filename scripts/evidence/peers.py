@@ -1,18 +1,18 @@
-"""Our drafters and those of vLLM's `speculators`, each by its best recipe, on the same answers.
+"""Compares our drafters with those of vLLM's `speculators`, each by its best recipe.
 
     python -m scripts.evidence.peers --python PYTHON [--targets embedded held_out] [--kinds eagle3]
 
-PYTHON is one that has speculators. Both sides read the same documents of the same target for the
-same number of passes, 1,024 tokens a step, with drafters of the same number of layers, blocks and
-anchors, and both read what the target computes from a store. The library keeps its own recipe (its
-loss, optimiser, schedule and norms), ours is that of conf/head. Both sweep the same learning rates,
-and each keeps the one whose tau on the validation prompts is best; that rate is trained with two
-further seeds. The three drafters of both sides are decoded by our decoder on other prompts: chains
-of 3, 5 and 7, at temperature 0 and at 1, there by every rule that keeps the target's
+PYTHON is an interpreter that has speculators. Both sides read the same documents of the same target
+for the same number of passes, 1,024 tokens a step, with drafters of the same number of layers,
+blocks and anchors. Both read the target's features from a store. The library keeps its own recipe
+(its loss, optimiser, schedule and norms); ours is that of conf/head. Both sweep the same learning
+rates, and each keeps the rate with the best tau on the validation prompts. That rate is trained
+with two further seeds. Our decoder decodes the three drafters of both sides on other prompts:
+chains of 3, 5 and 7, at temperature 0 and at 1, there by every rule that keeps the target's
 distribution.
 
 Writes docs/reports/peers.{json,md}. Every training and every measurement is kept under --work, and
-the command goes on where it was interrupted; the report is written after every kind.
+the command continues after an interruption; the report is written after every kind.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ TOKENS, EPOCHS = 1024, 2
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 DEPTHS = (3, 5, 7)
 RULES = ((0.0, "match"), (1.0, "match"), (1.0, "rejection"), (1.0, "block"))
-"""Temperature and rule. At temperature 0 all rules accept the same drafts."""
+"""Temperature and rule. At temperature 0, all rules accept the same drafts."""
 ANCHORS = 128
-"""Blocks that a step of a block drafter learns from."""
+"""Blocks per step from which a block drafter learns."""
 ROWS = TOKENS // LENGTH
 OURS: dict[str, list[str]] = {
     "eagle3": ["head=eagle3"],
@@ -59,7 +59,7 @@ OURS: dict[str, list[str]] = {
     "dspark": ["head=dspark", "head.block_size=8", f"head.num_anchors={ANCHORS // ROWS}"],
     "peagle": ["head=peagle"],
 }
-"""Kind -> the overrides that make it, apart from the rate and the seed."""
+"""Kind -> its overrides, except for the rate and the seed."""
 
 
 class Contest(Bench):
@@ -76,7 +76,7 @@ class Contest(Bench):
         return score, [self.trained(kind, side, rate, seed) for seed in SEEDS]
 
     def trained(self, kind: str, side: str, rate: float, seed: int) -> Path:
-        """The checkpoint of a training, which is done now if it is not there."""
+        """The checkpoint of a training, which runs now if it does not exist."""
         name = f"{kind}-{side}-{rate:g}-{seed}"
         if side == "speculators":
             words = [*self.their_flags(kind), "--lr", f"{rate}"]
@@ -89,7 +89,7 @@ class Contest(Bench):
     def train_theirs(
         self, kind: str, name: str, words: Sequence[str], seed: int, out: Path
     ) -> Facts:
-        """Let the library train its kind with the flags `words`, and convert what it saved."""
+        """Train the library's kind with the flags `words`, and convert the saved checkpoint."""
         self.setting.write_rows()
         side = self.setting.theirs(kind, name, TOKENS, words, EPOCHS, seed)
         begun = side.answer()
@@ -99,7 +99,8 @@ class Contest(Bench):
         return {"steps": steps, "trained_weights": begun["trained_weights"]}
 
     def their_flags(self, kind: str) -> list[str]:
-        """The sizes that both sides share, as the library is told them; all else is its own."""
+        """The sizes that both sides share, as flags of the library; all other settings are the
+        library's own."""
         if kind in ("eagle3", "peagle"):
             return []
         head = settings_of("train", "experiment=[families]", *OURS[kind]).head
@@ -110,7 +111,7 @@ class Contest(Bench):
         return [str(word) for word in words]
 
     def measured(self, checkpoint: Path) -> Iterator[tuple[tuple[float, str, int], Totals]]:
-        """Temperature, rule and depth, and what a drafter does with the measured prompts."""
+        """Temperature, rule and depth -> a drafter's results on the measured prompts."""
         for temperature, rule in RULES:
             for depth in DEPTHS:
                 decode = chain(depth, temperature, rule)
@@ -145,7 +146,7 @@ def report(given: argparse.Namespace) -> None:
 
 
 def compare(contest: Contest, kind: str) -> tuple[list[Facts], Facts]:
-    """The rows of a kind on a target, and what its trainings were."""
+    """The rows of a kind on a target, and facts about its trainings."""
     found: dict[str, dict[tuple[float, str, int], list[Totals]]] = {}
     trainings: Facts = {}
     for side in ("ours", "speculators"):

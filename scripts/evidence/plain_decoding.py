@@ -1,17 +1,17 @@
-"""Is plain decoding a fair baseline? `python -m scripts.evidence.plain_decoding` compares loops.
+"""Checks that plain decoding is a fair baseline: `python -m scripts.evidence.plain_decoding`.
 
-Arms: our loop without a drafter and with each `--drafter` (n-gram lookup if none is given), as it
-is and compiled; transformers' greedy `generate` and prompt lookup and, with `--assistant` (a
-drafter of kind distilled), its assisted generation with default settings and with our depth. Each
-half, compiled or not, is a measurement of `inference.measure.run`: same weights, threads, dtype and
-prompts, greedy, batch 1, all arms in turns.
+Arms: our loop without a drafter and with each `--drafter` (n-gram lookup if none is given),
+uncompiled and compiled; transformers' greedy `generate` and prompt lookup and, with `--assistant`
+(a drafter of kind distilled), its assisted generation with default settings and with our depth.
+Each half, compiled or not, is a measurement of `inference.measure.run`: same weights, threads,
+dtype and prompts, greedy, batch 1, all arms in turns.
 
-The report (docs/reports/plain_decoding.json) has for every arm: seconds of whole calls, prefill
-included, tokens, how many texts are those of our plain loop, and how much faster per token it is
-than the `generate` of the same half, with a bootstrap interval over prompts; for our arms also
-milliseconds per step and phase, and for drafters tau, speedup and efficiency
-(`inference.measure.metrics`). Compiling takes place before the measured calls. Its table in
-docs/decoder.md is written with it.
+The report (docs/reports/plain_decoding.json) has for every arm: seconds of whole calls, including
+prefill; tokens; how many texts equal those of our plain loop; and how much faster per token it is
+than the `generate` of the same half, with a bootstrap interval over prompts. For our arms it also
+has milliseconds per step and phase, and for drafters tau, speedup and efficiency
+(`inference.measure.metrics`). Compiling takes place before the measured calls. The command also
+writes the table in docs/decoder.md.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ REPORT, PAGE = REPORTS / "plain_decoding.json", DOCS / "decoder.md"
 SECTION = Section("plain decoding", "scripts/evidence/plain_decoding.py")
 GENERATE = "transformers_generate"
 WARM_UP = 8
-"""Prompts that do not count, long and short ones: every compiled graph is made for them."""
+"""Unmeasured prompts, long and short ones, for which every compiled graph is made."""
 
 
 def report(given: argparse.Namespace) -> None:
-    """Compare, write and print; raises `UserError` for what cannot be loaded."""
+    """Compare, write and print; raises `UserError` for a model that cannot be loaded."""
     if given.threads:
         torch.set_num_threads(given.threads)
     target = cpu_target(given.target, given.dtype)
     rows: Facts = {}
     for compiled in (False, True) if given.compile else (False,):
         prompts, found = measure_loops(given, target, compiled)
-        # transformers' loops count with those that are not compiled
+        # transformers' loops belong to the uncompiled half
         rows = {**rows, **found, **rows}
     content = {
         "target": named(given.target),
@@ -92,7 +92,7 @@ def folder_and_depth(given: str) -> tuple[Path, int | None]:
 def measure_loops(
     given: argparse.Namespace, target: TargetModel, compiled: bool
 ) -> tuple[int, Facts]:
-    """Number of prompts and rows of one half; our arms are called ours_<kind>[_compiled]."""
+    """Number of prompts, and rows of one half; our arms are called ours_<kind>[_compiled]."""
     decode = DecodeConfig(
         shape="chain", depth=given.depth, max_new_tokens=given.tokens, compile=compiled
     )
@@ -142,7 +142,7 @@ def measure_loops(
 
 
 def summarise(name: str, records: Mapping[str, Sequence[Record]]) -> Facts:
-    """One arm. Speed over `generate` is in tokens per second of whole calls."""
+    """One arm. Its speed relative to `generate` is in tokens per second of whole calls."""
     plain = {(item.prompt, item.repeat): item.tokens for item in records[BASELINE]}
     tokens, seconds = per_prompt(records[name])
     other_tokens, other_seconds = per_prompt(records[GENERATE])
@@ -161,7 +161,7 @@ def summarise(name: str, records: Mapping[str, Sequence[Record]]) -> Facts:
 
 
 def per_prompt(records: Sequence[Record]) -> tuple[metrics.Floats, metrics.Floats]:
-    """Tokens and seconds, prefill included, by prompt, repeats summed."""
+    """Tokens and seconds, including prefill, by prompt, with repeats summed."""
     sums = defaultdict[str, list[float]](lambda: [0.0, 0.0])
     for record in records:
         sums[record.prompt][0] += len(record.tokens)

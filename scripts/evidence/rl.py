@@ -1,18 +1,18 @@
-"""What a drafter that follows its policy is worth in reinforcement learning: `python -m
+"""Measures the gain of a drafter that follows its policy in reinforcement learning: `python -m
 scripts.evidence.rl` writes rl.{json,md}.
 
 The embedded target is trained by GRPO to answer with Python that compiles, three times at once:
 without a drafter, with one that is frozen, and with one that is refreshed after every update
-(train/policy). The ways take turns within a step, another one first each time. Each has a policy,
-an engine and seeds of its own; as rule `match` gives the policy's own text whatever drafts, all
-three are to see the same answers, rewards and updates, which is compared at every step.
+(train/policy). The ways take turns within a step, in a rotating order. Each has a separate policy,
+engine and set of seeds. Rule `match` gives the policy's own text with any drafter, so all three
+must see the same answers, rewards and updates. This is compared at every step.
 
-Passes of different widths round differently, so that now and then a draw between two nearly equal
-tokens would fall otherwise. Targets therefore decode in float64 (`--dtype`), where that margin is
-some 1e-8 and never met, or token by token (`--exact`).
+Passes of different widths round differently, which could occasionally change a draw between two
+nearly equal tokens. Targets therefore decode in float64 (`--dtype`), where that margin is some 1e-8
+and never met, or token by token (`--exact`).
 
-State is written to `--state` every `--save` steps, with all of the report's steps so far; the same
-command goes on from there.
+State is written to `--state` every `--save` steps, with all steps of the report so far; the same
+command continues from there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SETTINGS = (
     *("drafter", "rate", "prompts", "group", "tokens", "batch", "depth", "refresh"),
     *("refresh_rate", "dtype", "exact", "seed"),
 )
-"""Options that a state is for."""
+"""Options that a state depends on."""
 ABOUT = (
     "Embedded target, GRPO, reward: Python that compiles. **rollout**: new tokens per second of "
     "decoding; **with upkeep**: the same with the seconds of taking over weights and refreshing "
@@ -76,7 +76,7 @@ class Way:
     refresh: int
 
     def step(self, asked: Sequence[Prompt], group: int, seeds: Sequence[int]) -> Facts:
-        """A rollout, an update of the policy, and what the drafter does about it."""
+        """A rollout, an update of the policy, and the drafter's update."""
         tokenizer = self.follower.engine.target.tokenizer
         prompts = [ids for prompt in asked for ids in [prompt.render(tokenizer)] * group]
         rollout = self.follower.rollout(prompts, seeds)
@@ -110,7 +110,7 @@ def digest(rollout: Rollout, rewards: Sequence[float]) -> str:
 
 
 def report(given: argparse.Namespace) -> None:
-    """Train on from the state, writing the report at every save."""
+    """Continue the training from the state, writing the report at every save."""
     settings = {name: str(getattr(given, name)) for name in SETTINGS}
     ways = [make_way(name, given) for name in WAYS]
     steps = restore(given.state, settings, ways)
@@ -135,8 +135,8 @@ def report(given: argparse.Namespace) -> None:
 
 
 def make_way(name: str, given: argparse.Namespace) -> Way:
-    """A policy with its rollouts, which begins where all begin: without a drafter, with one that
-    stays as it is, or with one that follows. Raises `UserError` without the drafter's folder."""
+    """A policy with its rollouts, in the common initial state: without a drafter, with a fixed one,
+    or with one that follows. Raises `UserError` without the drafter's folder."""
     target = cpu_target(dtype=given.dtype)
     drafter = None
     if name != NONE:
@@ -176,7 +176,7 @@ def save(folder: Path, settings: Facts, ways: Sequence[Way], steps: list[Facts])
 
 
 def restore(folder: Path, settings: Facts, ways: Sequence[Way]) -> list[Facts]:
-    """The steps of a state, which the ways go on from; none where there is no state. Raises
+    """Restore the ways and return the steps of a state; none if there is no state. Raises
     `UserError` for a state of other settings, or a damaged one."""
     file = folder / "state.pt"
     if not file.is_file():
@@ -204,7 +204,7 @@ def restore(folder: Path, settings: Facts, ways: Sequence[Way]) -> list[Facts]:
 
 
 def write(given: argparse.Namespace, steps: list[Facts]) -> None:
-    """Write both files; what they know of earlier parts stands in `steps`."""
+    """Write both files. `steps` contains the facts of earlier parts."""
     if not steps:
         return
     content: Facts = {"format": 1, "command": given.command}

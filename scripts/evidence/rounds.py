@@ -1,4 +1,4 @@
-"""Rounds against one open-loop training: docs/reports/loop.json and loop.md.
+"""Compares rounds with one open-loop training: docs/reports/loop.json and loop.md.
 
     headstart loop experiment=families               # the open-loop trainings
     python -m scripts.evidence.rounds                # all; or some: --kinds distilled --rows loop
@@ -8,9 +8,9 @@
 The rows of a kind are `open`, the open-loop training (two passes over the greedy answers of all
 prompts); `loop`, rounds as conf/experiment/embedded_loop.yaml sets them; `answers`, the same rounds
 without any feedback; `distinct`, one open-loop training on all answers that `loop` had, generated
-at once. All have the same number of training tokens or fewer. Everything is measured on held-out
-prompts that take part in no decision. What has been run is kept, so an interrupted command
-continues; what has not been run is left out.
+at once. All have the same number of training tokens or fewer. All measurements use held-out prompts
+that take part in no decision. Finished runs are kept, so an interrupted command continues; the
+report leaves out rows that have not been run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OPEN_STEPS, OPEN_ANSWERS = 488, 1440
 FEW_PROMPTS = 96
 DECODE = DecodeConfig(temperature=0.0, shape="chain", depth=4, batch_size=16, max_new_tokens=96)
 ROUND_KEYS = "round generated branches variations generation trials switches gain rises".split()
-"""The facts of a round. Without speeds: rounds run on a machine with other load."""
+"""The facts of a round, without speeds: rounds run on a machine with other load."""
 
 
 def own_overrides(kind: str) -> list[str]:
@@ -94,11 +94,11 @@ def write(content: Facts) -> None:
 
 
 def run_row(kind: str, row: str, work: Path) -> None:
-    """Run a row to its end; stages that are complete are skipped. Every answer is measured once:
-    no speed is read."""
+    """Run a row to its end, skipping complete stages. Every answer is measured once, because no
+    speed is used."""
     own = own_overrides(kind)
     place = (f"run.root={work}", f"run.name={row}", "run.threads=1")
-    if row == DISTINCT:  # as many steps as all rounds had together
+    if row == DISTINCT:  # as many steps as all rounds together
         rounds = read_json(work / LOOP / "loop.json")["rounds"]
         folder = work / DISTINCT / "answers"
         answers = [work / LOOP / f"round-{entry['round']}" / "generate" for entry in rounds]
@@ -121,7 +121,7 @@ def run_row(kind: str, row: str, work: Path) -> None:
 def from_few_prompts(
     kind: str, given: argparse.Namespace, held_out: HeldOut, content: Facts
 ) -> None:
-    """Run and compare rounds from few prompts, for one kind."""
+    """Run rounds from few prompts, for one kind, and compare them."""
     work = given.work / "few_prompts" / (f"{kind}-{given.seed}" if given.seed else kind)
     own, data = own_overrides(kind), other_prompts(given.seed)
     place = [f"run.root={work}", f"run.name={LOOP}", "run.threads=1"]
@@ -138,14 +138,15 @@ def from_few_prompts(
 
 
 def other_prompts(seed: int) -> list[str]:
-    """The overrides of a repetition: as many other prompts, another seed. 0: the recipe's own."""
+    """The overrides of a repetition: as many other prompts, and another seed. 0: those of the
+    recipe."""
     return ["data.shuffle=true", f"data.seed={seed}", f"run.seed={seed}"] if seed else []
 
 
 def open_training(own: Sequence[str], seed: int, work: Path) -> list[str]:
-    """The overrides of the open-loop training on the first round's answers, again and again.
+    """The overrides of the open-loop training on the first round's answers, repeatedly.
 
-    Those are greedy and made without a drafter, which is what an open loop begins with.
+    These answers are greedy and made without a drafter, as in an open loop.
     """
     place = [f"run.root={work}", f"run.name={OPEN}", f"run.drafter={OPEN}"]
     place += [f"run.answers={work / LOOP / 'round-0' / 'generate'}", "run.threads=1"]
@@ -156,10 +157,10 @@ def open_training(own: Sequence[str], seed: int, work: Path) -> list[str]:
 
 
 class HeldOut:
-    """The held-out prompts, the target's own answers to them, and what drafters do with them.
+    """The held-out prompts, the target's own answers to them, and the drafters' results on them.
 
-    Acceptance does not depend on the batch, so prompts are decoded together and no clock runs.
-    Every answer is compared with plain decoding. Results are kept in files and made again for other
+    Acceptance does not depend on the batch, so prompts are decoded together, without timing. Every
+    answer is compared with plain decoding. Results are kept in files and computed again for other
     weights.
     """
 
@@ -210,7 +211,7 @@ class HeldOut:
 
 
 def totals(found: Facts) -> Totals:
-    """Sums per prompt of what `HeldOut.measure` found."""
+    """Sums per prompt from the results of `HeldOut.measure`."""
     outcomes = []
     for row in found["prompts"]:
         passes = [PassRecord(a, c, bool(r)) for a, c, r in row["passes"]]
@@ -219,15 +220,15 @@ def totals(found: Facts) -> Totals:
 
 
 def gain_facts(new: Facts, old: Facts) -> Facts:
-    """The gain of one drafter over another: of tau, and the ratio - 1 of accepted drafts per
-    pass."""
+    """The gain of one drafter over another: of tau, and of accepted drafts per pass as ratio -
+    1."""
     found = gain(totals(new), totals(old))
     return {key: getattr(found, key) for key in ("tau", "tau_ci95", "accepted", "accepted_ci95")}
 
 
 def compare(held_out: HeldOut, work: Path, opened: Path, answers: int = OPEN_ANSWERS) -> Facts:
-    """`rows`, those that have been run in `work`, each against the open-loop training in `opened`,
-    which read `answers` answers; and `loop_over_distinct`."""
+    """The entries of `rows` that have been run in `work`, each compared with the open-loop training
+    in `opened`, which read `answers` answers; and `loop_over_distinct`."""
 
     def measured(name: str, checkpoint: Path) -> Facts:
         return held_out.measure(checkpoint, work / f"{name}.json")
@@ -266,7 +267,7 @@ def compare(held_out: HeldOut, work: Path, opened: Path, answers: int = OPEN_ANS
 
 
 def loop_facts(content: Facts) -> Facts:
-    """What a loop took, and its rounds, from its loop.json."""
+    """The cost of a loop, and its rounds, from its loop.json."""
     rounds = []
     for entry in content["rounds"]:
         measured = entry["measured"].items()
@@ -286,7 +287,7 @@ def loop_facts(content: Facts) -> Facts:
 
 
 def answers_of(entry: Facts) -> int:
-    """How many answers a round generated, those to prompts of its own making included."""
+    """Number of answers that a round generated, including those to prompts that it made."""
     made = [entry.get("generated"), entry.get("variations"), entry.get("branches")]
     return sum(int(found["answers"]) for found in made if found)
 
@@ -388,7 +389,7 @@ def percent(found: Facts) -> str:
 
 
 def round_line(entry: Facts) -> list[str]:
-    """One round of a loop."""
+    """One line about a round of a loop."""
     gained, speed = entry.get("gain"), entry.get("generation")
     fast = "plain"
     if speed:

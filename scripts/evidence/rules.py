@@ -1,11 +1,11 @@
-"""What each acceptance rule is worth above temperature 0, for the same drafters and drafts.
+"""Measures each acceptance rule above temperature 0, for the same drafters and drafts.
 
     python -m scripts.evidence.rules NAME=FOLDER NAME=FOLDER
 
 Every drafter decodes the same prompts at every temperature with chains of 3, 5 and 7, a static and
-a dynamic tree, under every rule that keeps the target's distribution and weighs that shape, with
-three seeds. Writes docs/reports/rules.{json,md}: tau of every rule, and the ratio of its (tau - 1)
-to that of `match` for the same draft. `decode.rule=auto` stands for the rules marked there.
+a dynamic tree. It uses every rule that keeps the target's distribution and supports that shape,
+with three seeds. Writes docs/reports/rules.{json,md}: tau of every rule, and the ratio of its (tau
+- 1) to that of `match` for the same draft. `decode.rule=auto` stands for the rules marked there.
 Drafters may be measured one at a time: the report keeps the others, and is written after every
 draft.
 """
@@ -58,7 +58,7 @@ def drafts() -> list[DecodeConfig]:
 
 
 def label(draft: DecodeConfig) -> str:
-    """For tables: chain and its depth, or the shape and its nodes."""
+    """The label for tables: chain and its depth, or the shape and its nodes."""
     nodes = draft.tree().num_nodes
     return f"chain {draft.depth}" if draft.shape == "chain" else f"{draft.shape} {nodes}"
 

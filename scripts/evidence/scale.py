@@ -1,8 +1,8 @@
-"""The plan for real targets on many GPUs: `python -m scripts.evidence.scale` writes
+"""Plans for real targets on many GPUs: `python -m scripts.evidence.scale` writes
 docs/reports/scale.json.
 
-It writes the tables of docs/scale.md too (`--check`: only compare them). Every row is `headstart
-train --plan` for a target that is known by its config alone.
+It also writes the tables of docs/scale.md (`--check`: only compare them). Every row is `headstart
+train --plan` for a target that is known only by its config.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TARGETS = {
         "features from a store": [*FROM_STORE.split(), "train.parity=false"],
     },
 }
-"""Target (assets/configs/<name>) -> ways to get its features, each with its overrides."""
+"""Target (assets/configs/<name>) -> ways to get its features, each with overrides."""
 
 
 def write(given: argparse.Namespace) -> int:
@@ -62,7 +62,8 @@ def plan(target: str, head: str, changes: Sequence[str], count: int) -> Facts:
 
 def row_settings(target: str, head: str, changes: Sequence[str], count: int) -> Settings:
     """The settings of one row."""
-    # the tokens are given: the data are not read, but a target of one's own has none by default
+    # the tokens are given, so the data are not read; but a target without data of its own has no
+    # default
     overrides = ["target=local", f"target.path=assets/configs/{target}", "target.device=cpu"]
     overrides += ["target.dtype=bfloat16", "data=ultrachat"]
     overrides += [*HEADS[head], "engine=deepspeed", f"train.sequence_length={LENGTH}"]

@@ -1,19 +1,18 @@
-"""Load on `headstart serve`: `python -m scripts.evidence.serve_load` writes
+"""Tests `headstart serve` under load: `python -m scripts.evidence.serve_load` writes
 docs/reports/serve_load.json.
 
-The server (`--drafter FOLDER`) is a process of its own on loopback; its clients are the openai
-client. It decodes by rule match, so that every text is known beforehand: answers are compared with
-plain offline decoding, token by token; differences are examined (inference/audit/comparison.py): a
-near tie of float32 is counted, anything else is a mismatch.
-Phases:
+The server (`--drafter FOLDER`) is a separate process on loopback; its clients are the openai
+client. It decodes by rule match, so every text is known beforehand. Answers are compared with plain
+offline decoding, token by token, and differences are examined (inference/audit/comparison.py): a
+near tie of float32 is counted, anything else is a mismatch. Phases:
 
-1. load: `--clients` clients for `--minutes`, fewer than the server has places: nothing may be
+1. load: `--clients` clients for `--minutes`, fewer than the server has places: no request may be
    refused or fail, and memory must not grow;
 2. overload: more clients than places: the rest must be refused with 429 and Retry-After at once,
    the others answered;
 3. SIGTERM in the middle of requests: they end, and so does the process, with status 0.
 
-Exit status 1 when a request failed, a text is a mismatch, or memory grew.
+The exit status is 1 if a request failed, a text is a mismatch, or memory grew.
 """
 
 from __future__ import annotations
@@ -64,13 +63,13 @@ SAMPLING = (
 SHOWN = tuple(
     f"headstart_{name}" for name in ("tau", "acceptance", "requests_total", "engine_seconds_total")
 )
-"""The server's metrics in the report."""
+"""The server's metrics that the report shows."""
 LIMITS = (16, 48, 32, 64, 24)
 WARM_UP_SHARE = 1 / 3
-"""Share of the load phase after which memory must not grow: until then kernels are cached by
+"""Share of the load phase after which memory must not grow; until then, kernels are cached by
 shape."""
 GROWTH_ALLOWED = 0.03
-"""Share by which memory at the end may exceed that after the warm-up: allocators vary."""
+"""Share by which memory at the end may exceed memory after the warm-up, since allocators vary."""
 
 
 # Clients
@@ -87,7 +86,7 @@ class Case:
     tokens: tuple[int, ...]
 
     def arguments(self, model: str) -> Facts:
-        """The request as the openai client takes it."""
+        """The arguments of the openai client for the request."""
         own, request = self.sampling, self.request
         return {
             "model": model,
@@ -103,7 +102,8 @@ class Case:
 
 @dataclass
 class Seen:
-    """The results of one phase. seconds: of whole answers; first: to the first streamed piece."""
+    """The results of one phase. seconds: of whole answers; first: until the first streamed
+    piece."""
 
     answers: int = 0
     identical: int = 0
@@ -144,10 +144,10 @@ class Seen:
         }
 
     def examine(self, target: TargetModel) -> dict[str, int]:
-        """Why answers differ, counted by answer."""
+        """The causes of differing answers, with the number of answers for each."""
         ties = 0
         for case, text, tokens in self.different:
-            if tokens == case.tokens:  # the same tokens and another text: not a matter of rounding
+            if tokens == case.tokens:  # not a rounding difference
                 continue
             verdict = audit(target, [case.request], [case.tokens], [tokens], case.sampling)
             shown = [token for token in tokens if token not in target.eos_token_ids]
@@ -217,11 +217,11 @@ class Server:
         raise UserError(f"the server did not start: {' / '.join(lines[-3:])}")
 
     def client(self) -> openai.AsyncOpenAI:
-        """A client that does not repeat requests."""
+        """A client that does not retry requests."""
         return openai.AsyncOpenAI(base_url=self.base, api_key="none", max_retries=0, timeout=120)
 
     def metrics(self) -> dict[str, float]:
-        """/metrics by name and labels."""
+        """The values of /metrics by name and labels."""
         text = httpx.get(self.base.removesuffix("/v1") + "/metrics").text
         lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, value in lines}
@@ -233,7 +233,7 @@ class Server:
         seconds: float,
         each: Callable[[], None] = lambda: None,
     ) -> Seen:
-        """Clients that ask one request after the other, every second one streamed.
+        """Clients that send one request after the other, every second one streamed.
 
         `each` is called twice a second.
         """
@@ -258,7 +258,7 @@ class Server:
         return seen
 
     async def each_once(self, cases: list[Case], clients: int) -> Seen:
-        """Every case once, `clients` at a time: the same work as an offline run over them."""
+        """Send every case once, `clients` at a time: the same work as an offline run over them."""
         seen, waiting = Seen(), list(reversed(cases))
 
         async def one() -> None:
@@ -272,15 +272,15 @@ class Server:
         return seen
 
     def end(self, cases: list[Case]) -> Facts:
-        """Ask sixteen long answers, send SIGTERM when all are in, and wait for them and the
+        """Request sixteen long answers, send SIGTERM when all have begun, and wait for them and the
         server."""
 
         async def interrupt() -> Seen:
-            """Send SIGTERM while long answers run; what their clients got."""
+            """Send SIGTERM while long answers run; returns what their clients received."""
             longest = sorted(cases, key=lambda case: -case.request.max_new_tokens)[:16]
             asking = asyncio.create_task(self.each_once(longest, 16))
             most = 0.0
-            while most < 16 and not asking.done():  # until all are in, or the first are out again
+            while most < 16 and not asking.done():  # until all have begun, or the first have ended
                 await asyncio.sleep(0.02)
                 found = await asyncio.to_thread(self.metrics)
                 inside = found["headstart_requests_running"] + found["headstart_requests_waiting"]
@@ -312,7 +312,7 @@ def report(given: argparse.Namespace) -> int:
     places = given.rows + given.clients
     try:
         begun = resident_bytes(server.process.pid)
-        asyncio.run(server.each_once(cases, 4))  # buffers of every size are made here
+        asyncio.run(server.each_once(cases, 4))  # creates buffers of every size
         say(f"{given.clients} clients for {given.minutes:g} minutes")
         memory: list[tuple[float, int]] = []
         clock = time.monotonic()
@@ -368,7 +368,7 @@ def is_fine(found: Facts) -> bool:
 
 
 def known_answers(target: TargetModel, count: int) -> list[Case]:
-    """Requests of different prompts, lengths and settings, each decoded alone and without a
+    """Requests with different prompts, lengths and settings, each decoded alone and without a
     drafter."""
     prompts = load_prompts(PROMPTS)
     each = -(-count // len({prompt.domain for prompt in prompts}))

@@ -1,5 +1,5 @@
-"""Asking a real `headstart serve` in a process of its own, from clients with addresses of their
-own: every answer is a line of a file, so that whoever is interrupted asks the rest."""
+"""Sends requests to a real `headstart serve` in a separate process, from clients with separate
+addresses. Every answer is a line of a file, so an interrupted caller sends only the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from inference.manifest import write_bytes
 from scripts.tools.common import ROOT
 
 SERVING = re.compile(r"serving '(.+)' with .* at (http://\S+/v1)")
-"""What the server says once it listens."""
+"""The server's message once it listens."""
 START_SECONDS, END_SECONDS, ANSWER_SECONDS = 300.0, 60.0, 300.0
 
 
@@ -39,8 +39,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of it. at: seconds since 1970; accepted: drafted tokens that its verifications
-    kept; failure: why there is no answer, empty where there is one."""
+    """The result of a request. at: seconds since 1970; accepted: drafted tokens that its
+    verifications kept; failure: why there is no answer, empty if there is one."""
 
     number: int
     at: float
@@ -54,8 +54,8 @@ class Answer:
 @contextmanager
 def serving(words: Sequence[str], log: Path, threads: int) -> Iterator[tuple[str, str]]:
     """A server with these overrides, ended as a user ends it: its address with /v1, and the model's
-    name. What it and its learner say is added to `log`. Raises `UserError` where it does not
-    start."""
+    name. The output of the server and its learner is appended to `log`. Raises `UserError` if the
+    server does not start."""
     command = [sys.executable, "-m", "scripts.cli", "serve", *words]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
@@ -65,7 +65,7 @@ def serving(words: Sequence[str], log: Path, threads: int) -> Iterator[tuple[str
         process = subprocess.Popen(
             command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment
         )
-    # a SIGTERM to this process ends the server too
+    # a SIGTERM to this process also ends the server
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield _address(process, log, begin)
@@ -94,8 +94,8 @@ def _address(process: subprocess.Popen[bytes], log: Path, begin: int) -> tuple[s
 def ask_all(
     base: str, model: str, asked: Sequence[Ask], clients: int, seconds: float, out: Path
 ) -> None:
-    """Send requests at equal distances over `seconds`, from `clients` clients by turns that wait
-    for their own answers, and add an `Answer` of each to the file `out`. Nothing is sent twice."""
+    """Send requests at equal intervals over `seconds` and append an `Answer` for each to the file
+    `out`. `clients` clients take turns and wait for their own answers. No request is sent twice."""
 
     async def run() -> None:
         """All clients at once."""
@@ -122,14 +122,14 @@ def ask_all(
 
 
 def _cut(path: Path) -> None:
-    """Remove the part of a line that an interruption has left."""
+    """Remove the part of a line that an interruption left."""
     content = path.read_bytes() if path.is_file() else b""
     if not content.endswith(b"\n"):
         write_bytes(path, content[: content.rfind(b"\n") + 1])
 
 
 def _own_address(client: int) -> str | None:
-    """An address of this machine for a client; None where loopback has one address alone."""
+    """An address of this machine for a client; None if loopback has only one address."""
     return f"127.0.0.{2 + client}" if sys.platform == "linux" else None
 
 
@@ -151,7 +151,7 @@ async def _ask(client: httpx.AsyncClient, base: str, model: str, ask: Ask) -> An
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """The answers in a file, by number; none where there is no file."""
+    """The answers in a file, by number; none if there is no file."""
     _cut(path)
     if not path.is_file():
         return []

@@ -1,15 +1,16 @@
-"""The same drafters measured by our decoder and, from outside, in vLLM's server: writes
+"""Measures the same drafters with our decoder and, through its API, in vLLM's server: writes
 docs/reports/server_measure.{json,md}.
 
     python -m scripts.evidence.server_measure --engine-python .venv-serve/bin/python CHECKPOINT...
 
 Every checkpoint is exported and served by vLLM's OpenAI server with `--speculative-config`; the
-same server without speculation answers beside it. `headstart measure bench.server` measures both:
-prompts as token ids through /v1/completions, acceptance from vLLM's counters, and, with
---responses, from its responses too (--per-request-spec-decode-metrics). Our decoder answers the
-same prompts with the same chain. Compared are tau (vLLM's definition: the last step of an answer
-counts beyond its end, `inference.export.check.live.count_steps`), which must lie in the interval
-that was measured from outside, and the texts at temperature 0.
+same server without speculation runs beside it. `headstart measure bench.server` measures both:
+prompts as token ids through /v1/completions, acceptance from vLLM's counters and, with --responses,
+also from its responses (--per-request-spec-decode-metrics). Our decoder answers the same prompts
+with the same chain. The comparison covers tau and the texts at temperature 0. tau (by vLLM's
+definition: the last step of an answer counts beyond its end,
+`inference.export.check.live.count_steps`) must lie in the interval that was measured through the
+API.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ ABOUT = (
 
 
 def report(given: argparse.Namespace) -> int:
-    """Measure every checkpoint, write and print; exit status 1 where something disagrees."""
+    """Measure every checkpoint, write and print; the exit status is 1 if a comparison fails."""
     config = TargetConfig(path=given.target, dtype="float32", device="cpu")
     target, rows = TargetModel.load(config), list[Facts]()
     bench, decode, loaded = settings(given, target)
@@ -87,7 +88,8 @@ def report(given: argparse.Namespace) -> int:
 def settings(
     given: argparse.Namespace, target: TargetModel
 ) -> tuple[BenchConfig, DecodeConfig, Loaded]:
-    """The measurement; of the prompts those that fit the server with their answers."""
+    """The settings of the measurement, with the prompts that fit the server together with their
+    answers."""
     decode = DecodeConfig(max_new_tokens=given.max_new_tokens)
     room = POSITIONS - given.max_new_tokens - 16
     fitting = [
@@ -115,7 +117,7 @@ def measured(
     checkpoint: Path,
     plain: VllmServer,
 ) -> list[Facts]:
-    """The rows of one checkpoint: a row per source of acceptance and number of clients."""
+    """The rows of one checkpoint, one per source of acceptance and number of clients."""
     with TemporaryDirectory(prefix="served") as scratch:
         folder = Path(scratch) / "export"
         read = prepare(checkpoint, "vllm")
@@ -150,8 +152,8 @@ def measured(
 
 
 class OwnDecoding:
-    """What our decoder does with the measured prompts. counts: in vLLM's definition; tokens,
-    text: of each answer, by the prompt's id."""
+    """Our decoder's results on the measured prompts. counts: by vLLM's definition; tokens, text: of
+    each answer, by the prompt's id."""
 
     def __init__(self, counts: live.Counts, texts: dict[str, str]) -> None:
         self.counts, self.texts = counts, texts
@@ -181,8 +183,8 @@ def whole(found: Report) -> list[ServerCell]:
 
 
 def row(checkpoint: Path, found: Report, cell: ServerCell, ours: OwnDecoding, same: int) -> Facts:
-    """One comparison. same: texts of the server, at the largest number of clients, that are
-    ours."""
+    """One comparison. same: number of the server's texts, at the largest number of clients, that
+    equal ours."""
     assert found.server is not None and cell.tau is not None and cell.tau_ci95 is not None
     low, high = cell.tau_ci95
     return {

@@ -1,15 +1,16 @@
-"""Export drafters, check the folders, serve them with vLLM: writes docs/reports/serving.{json,md}.
+"""Exports, checks and serves drafters with vLLM: writes docs/reports/serving.{json,md}.
 
     python -m scripts.evidence.serving --engine-python .venv-serve/bin/python --run outputs/families
 
 --run: a run whose trainings are served (`headstart loop experiment=families`; of several learning
 rates the one with the best tau on the validation prompts). --drafters: which of them. Two rows need
 no training: ngram, the engine's own lookup, a control whose acceptance is not compared, since the
-two lookups differ; and Medusa through the proposer that we ship (inference/export/vllm_medusa.py).
---speculators: folders that vLLM's training library saved, served as they are, imported and measured
-by our decoder, exported again and served again. --interpreted: drafters that vLLM's V1 runner does
-not have; its V2 runner serves them under Triton's interpreter, a few short answers at batch size 1.
---merge keeps the rows of the report that are not made anew; every row has the command that made it.
+two lookups differ; and Medusa through the proposer that Headstart ships
+(inference/export/vllm_medusa.py). --speculators: folders that vLLM's training library saved. They
+are served unchanged, imported and measured by our decoder, exported again and served again.
+--interpreted: drafters that vLLM's V1 runner lacks; its V2 runner serves them under Triton's
+interpreter, with a few short answers at batch size 1. --merge keeps the report's other rows; every
+row has the command that made it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from scripts.tools.common import PROMPTS, REPORTS, ROOT, command
 
 NAMES = "eagle eagle3 eagle3_copied peagle fastmtp dflash medusa distilled pard".split()
 FEW, SHORT, POSITIONS = 2, 24, 512
-"""Prompts of each domain, new tokens and positions where every step takes a second."""
+"""Prompts of each domain, new tokens and positions for runs in which every step takes a second."""
 INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 SUFFIX = " (V2 runner, interpreted)"
 SHIPPED = "dflash (vLLM as shipped)"
@@ -92,7 +93,7 @@ def report(given: argparse.Namespace) -> None:
         "rows": fresh,
     }
     before = read_json(given.out / "serving.json")
-    if given.merge and before:  # its rows are renewed, the new ones come after them
+    if given.merge and before:  # existing rows are renewed in place; new rows follow them
         names, former = {row["name"] for row in fresh}, {"command": before["command"]}
         kept = [former | row for row in before["rows"] if row["name"] not in names]
         content = {**before, "rows": [*kept, *fresh]}
@@ -113,7 +114,7 @@ def portable_words(given: argparse.Namespace) -> list[str]:
 
 
 def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], Facts]:
-    """The rows, and the settings that all of them share but the interpreted ones."""
+    """The rows, and the settings that all of them share except the interpreted ones."""
     config = LiveConfig(
         python=given.engine_python,
         prompts_per_domain=given.prompts_per_domain,
@@ -124,7 +125,7 @@ def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], F
     target = bench.target
     served = [item for name in given.drafters for item in bench.export(given.run, name)]
     served += [item for folder in given.speculators for item in bench.from_speculators(folder)]
-    # vLLM's lookup leaves its process unable to start another engine with a drafter (because of
+    # after vLLM's lookup, the same process cannot start another engine with a drafter (because of
     # numba)
     served.sort(key=lambda item: item.kind == "ngram")
     prompts = load_prompts(PROMPTS)
@@ -160,7 +161,7 @@ class Bench:
     checks: dict[str, Facts] = field(default_factory=dict)
 
     def export(self, folder: Path, name: str, suffix: str = "") -> list[Served]:
-        """The rows of a drafter of the run `folder`, exported and checked."""
+        """The rows of a drafter from the run `folder`, exported and checked."""
         target, label = self.target, name + suffix
         if name == "ngram":
             config = get_kind("ngram").config_class()
@@ -192,9 +193,9 @@ class Bench:
         return {"layout": verdict.layout, "static_faults": verdict.faults}
 
     def from_speculators(self, source: Path) -> list[Served]:
-        """A folder that the library saved: as it is, compared with our import of it.
+        """A folder that the library saved: served unchanged, compared with our import of it.
 
-        And our export of that import, in the library's layout and in vLLM's.
+        Also our export of that import, in the library's layout and in vLLM's.
         """
         target, name = self.target, f"speculators 0.9.0, {source.name}"
         folder = self.scratch / f"saved-{source.name}"
@@ -221,7 +222,7 @@ class Bench:
 
 
 def best(folder: Path, name: str) -> Path:
-    """The checkpoint of a drafter's best training; raises `UserError` when it was not trained."""
+    """The checkpoint of a drafter's best training; raises `UserError` if it was not trained."""
     found = trainings(folder, name)
     if not found:
         raise UserError(

@@ -1,6 +1,6 @@
-"""The two sides of a comparison with vLLM's `speculators`: processes of their own that train on the
-same answers of the same target and take commands (foreign/speculators_worker.py has the protocol).
-"""
+"""The two sides of a comparison with vLLM's `speculators`: separate processes that train on the
+same answers of the same target and take commands (foreign/speculators_worker.py has the
+protocol)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from train.data.pack import PackedData
 WORKER = ROOT / "scripts" / "evidence" / "foreign" / "speculators_worker.py"
 VERSION = "0.9.0"
 LENGTH = 512
-"""Tokens of a row on our side, and the most of a document on both."""
+"""Tokens of a row on our side, and most tokens of a document on both sides."""
 
 
 class Side:
-    """A process that trains, and prints answers as lines of JSON: about itself at first, then about
-    each command."""
+    """A process that trains and prints answers as JSON lines: first about itself, then about each
+    command."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self.log = log
@@ -42,7 +42,8 @@ class Side:
             )
 
     def answer(self) -> Facts:
-        """The next answer; raises `UserError` with the end of its log when the process has died."""
+        """The next answer; raises `UserError`, with the end of the process's log, if the process
+        has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -63,7 +64,8 @@ class Side:
         self.process.wait(timeout=120)
 
     def train(self, steps: int, saved: Path) -> None:
-        """Take so many steps, write a checkpoint, and end. The first answer must have been read."""
+        """Take this many steps, write a checkpoint, and end. The first answer must have been read
+        before."""
         self.ask(do="steps", count=steps)
         self.ask(do="save", to=str(saved))
         self.end()
@@ -71,7 +73,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Setting:
-    """What both sides of a comparison share."""
+    """The settings that both sides of a comparison share."""
 
     python: str
     answers: Path
@@ -84,7 +86,7 @@ class Setting:
     ) -> Side:
         """The library's side: steps of `places` tokens, all in one row; flags: of its command line.
 
-        Makes its data set first where there is none.
+        Makes the data set first if there is none.
         """
         out = fresh(self.work / f"theirs-{name}")
         data = self.data(kind)
@@ -121,23 +123,24 @@ class Setting:
         return cpu_target(self.target)
 
     def making(self, kind: str) -> Facts:
-        """Tokens and seconds that making the library's features took, with plain transformers."""
+        """Tokens and seconds of making the library's features with plain transformers."""
         return {**read_json(self.data(kind) / "made.json")}
 
     def data(self, kind: str) -> Path:
-        """The library's data set: that of these documents, this target and these layers."""
+        """The library's data set for these documents, this target and these layers."""
         layers = "-".join(map(str, self.taps(kind)))
         rows = (self.work / "rows.jsonl").read_bytes() + self.model.info.revision.encode()
         return self.work / f"data-{layers}-{hashlib.sha256(rows).hexdigest()[:12]}"
 
     def converted(self, name: str) -> Path:
-        """The checkpoint that the library's side `name` saved, as one of ours."""
+        """The checkpoint that the library's side `name` saved, converted to one of ours."""
         folder = self.work / f"theirs-{name}"
         import_folder(Folder.read(folder / "saved"), self.model, folder / "converted")
         return folder / "converted"
 
     def write_rows(self) -> int:
-        """Write the documents for the other side, cut as in our training; returns their tokens."""
+        """Write the documents for the library's side, cut as in our training; returns their
+        tokens."""
         data = PackedData.from_manifest(self.answers, self.model.info, LENGTH)
         lines, tokens = [], 0
         for index in range(len(data)):

@@ -1,7 +1,6 @@
-"""The small targets that recipes are compared on: trainings on the same answers, each kept once it
-is done, what their drafters do with prompts that no training saw, intervals over prompts and seeds,
-and what the reports about them share.
-"""
+"""Shared parts of the reports that compare recipes on the small targets: trainings on the same
+answers, each kept once it is done; their drafters' results on prompts that no training saw;
+intervals over prompts and seeds."""
 
 from __future__ import annotations
 
@@ -33,9 +32,9 @@ from train.data.answers import read_answers
 
 SEEDS = (0, 1, 2)
 CHECK = DecodeConfig(temperature=0.0, depth=5, max_new_tokens=64, batch_size=16)
-"""How the validation prompts are decoded, by which rates are chosen."""
+"""How the validation prompts are decoded, by which learning rates are chosen."""
 CHECKED = 48
-"""Validation prompts."""
+"""Number of validation prompts."""
 NEW_TOKENS = 96
 """New tokens of a measured prompt."""
 COUNTED = ("committed", "passes", "accepted", "refused", "reached")
@@ -44,7 +43,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Place:
-    """A target, its answers, and prompts that no drafter learns from."""
+    """A target, its answers, and prompts on which no drafter is trained."""
 
     target: Path
     answers: Path
@@ -65,19 +64,19 @@ PLACES = {
 
 
 def chain(depth: int, temperature: float = 0.0, rule: str = "match") -> DecodeConfig:
-    """How the measured prompts are decoded: chains of `depth`."""
+    """The decode settings of the measured prompts: chains of `depth`."""
     return DecodeConfig(
         temperature=temperature, rule=rule, depth=depth, max_new_tokens=NEW_TOKENS, batch_size=16
     )
 
 
 def digest(content: object) -> str:
-    """Twelve hexadecimal digits that stand for a JSON value."""
+    """Twelve hexadecimal digits that identify a JSON value."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def answers_facts(answers: Path) -> Facts:
-    """What says, in the manifest of answers, what a training on them reads."""
+    """The parts of the answers' manifest that determine what a training reads."""
     manifest = read_answers(answers)
     shards = [entry["sha256"] for entry in manifest["shards"]]
     return {"target": manifest["target"].get("revision"), "shards": shards}
@@ -86,8 +85,8 @@ def answers_facts(answers: Path) -> Facts:
 class Bench:
     """Trainings and measurements on one target, kept in `work`.
 
-    heads: those of conf/head that are trained on the place's answers; they read what the target
-    computes from a store that is written once. None: every training runs the target itself.
+    heads: those of conf/head that are trained on the place's answers; they read the target's
+    features from a store that is written once. None: every training runs the target.
     """
 
     def __init__(
@@ -111,9 +110,9 @@ class Bench:
         return cpu_target(self.place.target)
 
     def once(self, name: str, key: object, train: Callable[[Path], Facts]) -> Path:
-        """The checkpoint of the training `name`: `train` writes it into the folder it is given and
-        returns facts, unless it was done before with an equal `key`, a JSON value of all that
-        decides what comes out."""
+        """The checkpoint of the training `name`. `train` writes it into the given folder and
+        returns facts, unless that was done before with an equal `key`, a JSON value of everything
+        that determines the result."""
         folder = self.work / "trained" / f"{name}-{digest(key)}"
         if not (folder / "done.json").is_file():
             discard(folder)
@@ -122,12 +121,12 @@ class Bench:
         return folder / "checkpoint"
 
     def facts(self, checkpoint: Path) -> Facts:
-        """What `train` returned."""
+        """The facts that `train` returned."""
         return {**read_json(checkpoint.parent / "done.json")}
 
     @cached_property
     def features(self) -> list[str]:
-        """The overrides with which a training reads the store; makes it if it is not there."""
+        """The overrides with which a training reads the store; makes the store if it is missing."""
         first, *others = self.heads
         words = [f"head={first}", f"features.heads=[{','.join(others)}]"]
         words += [f"run.answers={self.place.answers}", f"run.threads={self.threads}"]
@@ -142,7 +141,7 @@ class Bench:
 
     def train(self, name: str, *overrides: str, answers: Path | None = None) -> Path:
         """The checkpoint of `headstart train` with the settings of experiment=families and these
-        overrides. answers: None: the place's."""
+        overrides. answers: None: those of the place."""
         read = answers or self.place.answers
 
         def run(out: Path) -> Facts:
@@ -165,7 +164,7 @@ class Bench:
     def totals(
         self, checkpoint: Path, name: str, prompts: Sequence[Prompt], decode: DecodeConfig
     ) -> Totals:
-        """Sums per prompt; those of an earlier call with the same prompts and settings are read
+        """Sums per prompt. If an earlier call had the same prompts and settings, its result is read
         from the training's folder."""
         key = [asdict(decode), [prompt.to_line() for prompt in prompts]]
         kept = checkpoint.parent / f"{name}-{digest(key)}.json"
@@ -193,8 +192,8 @@ def compared(ours: Sequence[Totals], theirs: Sequence[Totals]) -> Facts:
 
 
 def drawn(sides: Sequence[Sequence[Totals]]) -> list[tuple[float, Floats]]:
-    """tau of each side, one `Totals` per seed, and that of each resample [RESAMPLES]: of prompts,
-    the same on all sides, and of seeds, each side its own."""
+    """tau of each side, one `Totals` per seed, and that of each resample [RESAMPLES]. Prompts are
+    resampled equally on all sides, seeds separately on each."""
     random = np.random.default_rng(0)
     count = len(sides[0][0].prompts)
     rows = random.integers(count, size=(RESAMPLES, count))
@@ -208,7 +207,7 @@ TINY = 1e-9
 
 
 def resampled(totals: Sequence[Totals], seeds: Integers, rows: Integers) -> tuple[float, Floats]:
-    """tau over all seeds and prompts, and that of each resample [R]: seeds [R, S], rows [R, P]."""
+    """tau over all seeds and prompts, and that of each resample [R]. seeds [R, S], rows [R, P]."""
     committed = np.stack([one.committed for one in totals])  # [S, P]
     passes = np.stack([one.passes for one in totals])
     above = committed[seeds[:, :, None], rows[:, None]].sum((1, 2))
@@ -217,11 +216,11 @@ def resampled(totals: Sequence[Totals], seeds: Integers, rows: Integers) -> tupl
 
 
 def interval(drawn: Floats) -> list[float]:
-    """The middle 95% of what was drawn."""
+    """The middle 95% of the drawn values."""
     return [float(value) for value in np.percentile(drawn, (2.5, 97.5))]
 
 
-# What reports share
+# Shared code of the reports
 
 
 def options_of_report(name: str) -> dict[str, Any]:
@@ -234,22 +233,22 @@ def options_of_report(name: str) -> dict[str, Any]:
 
 
 def options_of_bench(name: str) -> dict[str, Any]:
-    """`options_of_report`, and where trainings and measurements are kept."""
+    """`options_of_report`, and the folder of trainings and measurements."""
     return {"work": ROOT / "outputs" / name, **options_of_report(name)}
 
 
 def some_of(names: Sequence[str]) -> dict[str, Any]:
-    """An option that takes one or several of `names`; without it, all."""
+    """An option that takes one or several of `names`; without it, all of them."""
     return {"nargs": "+", "choices": [*names], "default": [*names]}
 
 
 def earlier(out: Path) -> Facts:
-    """The content of a report that an earlier command has written, or of an empty one."""
+    """The content of a report that an earlier command wrote, or of an empty one."""
     return {"format": 1, **read_json(out.with_suffix(".json"))}
 
 
 def put_rows(content: Facts, rows: Sequence[Facts], keys: Sequence[str]) -> None:
-    """Add rows to a report, in place of those that are equal to one of them in `keys`."""
+    """Add rows to a report, replacing those that are equal to one of them in `keys`."""
 
     def name(row: Facts) -> tuple[object, ...]:
         return tuple(row[key] for key in keys)
@@ -265,8 +264,8 @@ def save(
     settings: Mapping[str, object],
     page: Callable[[Facts], list[str]],
 ) -> None:
-    """Write a report as it stands. given: of the command, which is recorded with its conditions;
-    settings: further ones; page: makes the lines of its page."""
+    """Write a report in its current state. given: of the command, which is recorded with its
+    conditions; settings: further ones; page: makes the lines of its page."""
     content["settings"] = {
         **process_facts(),
         "device": device_facts(torch.device("cpu")),

@@ -1,15 +1,17 @@
-"""Training speed side by side with vLLM's `speculators`: tokens per second and memory.
+"""Compares training speed with vLLM's `speculators`: tokens per second and memory.
 
     python -m scripts.evidence.speculators --python PYTHON --answers outputs/families/generate
 
-PYTHON is one that has speculators. Same target, same answers (cut alike), same architecture, 2
-threads; each side is a process of its own, all of them alive at once and timed in turns. One step
-reads 4,096 positions on both sides: 8 rows of 512 here, one packed row there. That library packs
-everything into one row, whose attention is dense on a CPU, so it is timed with shorter rows too,
-and compared at its fastest. Memory is compared where both hold equally many positions at once:
-4,096, and 512 (ours accumulates the gradients of 8 rows). Its features are made beforehand and not
-timed with its steps; ours are made in the step, so that comparison is against us. What making
-theirs costs with plain transformers is reported too. Quality is compared by scripts.evidence.peers.
+PYTHON is an interpreter that has speculators. Both sides have the same target, the same answers
+(cut in the same way), the same architecture and 2 threads. Each side is a separate process; all are
+alive at once and timed in turns. One step reads 4,096 positions on both sides: 8 rows of 512 for
+Headstart, one packed row for the library. The library packs everything into one row, whose
+attention is dense on a CPU, so it is also timed with shorter rows and compared at its fastest.
+Memory is compared with equally many positions at once on both sides: 4,096, and 512 (ours
+accumulates the gradients of 8 rows). The library's features are made beforehand and not timed with
+its steps; ours are made in the step, so the comparison is to our disadvantage. The cost of making
+the library's features with plain transformers is reported too. scripts.evidence.peers compares
+quality.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ MODULE = "scripts.evidence.speculators"
 ROWS = 8
 PLACES = LENGTH * ROWS
 SHORTER = (2048, 1024, 512)
-"""Shorter rows of the library that are timed too, in tokens."""
+"""Shorter rows of the library that are also timed, in tokens."""
 ROW_BY_ROW = "ours, one row at a time"
 BLOCKS = "--num-layers 5 --full-attention-indices 0 1 2 3 4 --max-anchors 512".split()
 EAGLE3 = (
@@ -57,7 +59,7 @@ KINDS: dict[str, tuple[Sequence[str], float]] = {
 }
 """Architecture -> the library's flags, and our learning rate (recipe: experiment=families)."""
 ADAMW = ("--optimizer", "adamw", "--lr", "3e-3")
-"""The library is timed with AdamW, the cheaper one of its optimisers."""
+"""The library is timed with AdamW, the cheaper of its optimisers."""
 
 
 def name_of(places: int) -> str:
@@ -83,7 +85,8 @@ def timing(
 ) -> Facts:
     """Tokens per second and peak memory of all sides, timed in turns; ratios are ours over theirs.
 
-    One round is two steps of ours, and as many positions of theirs; `warm` rounds are not counted.
+    One round is two of our steps, and as many positions on the library's side; `warm` rounds are
+    not counted.
     """
     sides: dict[str, tuple[Side, int]] = {
         "ours": (our_side(setting, name, name, 1000), 2),
@@ -128,7 +131,7 @@ def timing(
 
 
 def compare(given: argparse.Namespace) -> None:
-    """Compare and write the report."""
+    """Compare, and write the report."""
     if given.side:
         job = read_json(given.side)
         torch.set_num_threads(job["threads"])
@@ -155,8 +158,8 @@ def compare(given: argparse.Namespace) -> None:
 
 
 def follow_commands(job: Facts, channel: Channel) -> None:
-    """Our side: `headstart train` with the job's overrides, whose trainer takes its steps on
-    command, with the protocol of foreign/speculators_worker.py."""
+    """Our side: `headstart train` with the job's overrides. Its trainer takes its steps on command,
+    with the protocol of foreign/speculators_worker.py."""
     keep_freed_memory()
     inputs = replace(
         job_of(settings_of("train", *job["overrides"])),
@@ -169,7 +172,7 @@ def follow_commands(job: Facts, channel: Channel) -> None:
     channel.say(ready=True, trained_weights=weights, steps_per_epoch=epoch)
 
     class Commanded(Trainer):
-        """Takes as many steps as it is asked for, until there are no more commands."""
+        """Takes as many steps as are requested, until there are no more commands."""
 
         def run(self) -> str:
             stream = self.loader.iterate(0, 1_000_000)

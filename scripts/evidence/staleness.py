@@ -1,13 +1,14 @@
 """Evidence for watch and refresh: `python -m scripts.evidence.staleness` writes
 docs/reports/watch.json.
 
-After `make demo`. It fine-tunes the embedded target on C++ headers (scripts/assets), and changes it
-in other ways: LoRA merged, quantised, with another system prompt. A drafter that the demo trained
-on the unchanged target gets a reference on prompts that neither has seen; then `headstart
-watch` decodes other unseen prompts with every version of the target. False alarms are counted on
-streams resampled from the answers of the unchanged target. `headstart refresh` is compared with a
-training by the demo's recipe on the new target's answers to 1,440 prompts, two passes, on held-out
-prompts of old and new domains. Steps that are done are skipped, so the command may be repeated.
+Run it after `make demo`. It fine-tunes the embedded target on C++ headers (scripts/assets), and
+changes it in other ways: with a merged LoRA, quantised, with another system prompt. A drafter that
+the demo trained on the unchanged target gets a reference on prompts that neither has seen; then
+`headstart watch` decodes other unseen prompts with every version of the target. False alarms are
+counted on streams resampled from the answers of the unchanged target. `headstart refresh` is
+compared with a training by the demo's recipe on the new target's answers to 1,440 prompts, two
+passes, on held-out prompts of old and new domains. Finished steps are skipped, so the command may
+be repeated.
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ SYSTEM = "You are a pirate captain. Answer every question in verse, and never wr
 STREAMS, LENGTH = 1000, 400
 ALARM_RATE, TOLERANCE = 0.01, 0.05
 STEPS = {"distilled": 200, "eagle3": 400}
-"""Of the full training: about two passes over the answers, in rows of 512 by the demo's batches."""
+"""Steps of the full training: about two passes over the answers, in rows of 512 with the demo's
+batches."""
 SHARE = 0.1
-"""Of the full training's tokens that a refresh may take."""
+"""Share of the full training's tokens that a refresh may take."""
 RESAMPLED = {"unchanged": 1, "finetuned": 5, "lora": 5}
-"""Versions of the target whose answers are resampled, and into which part of all streams."""
+"""Version of the target whose answers are resampled -> the number by which `STREAMS` is divided for
+it."""
 WATCH_KEYS = ("verdict", "alarms", "alarm_after", "test", "domains")
 KINDS = ("distilled", "eagle3")
-"""Those that the demo trains on its first answers, each by conf/experiment/embedded_KIND.yaml."""
+"""Drafters that the demo trains on its first answers, each by
+conf/experiment/embedded_KIND.yaml."""
 CHANGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "unchanged": ("", ()),
     "finetuned": ("finetuned", ()),
@@ -73,7 +77,7 @@ class Evidence:
         self.reference_file = work / f"reference-{kind}.json"
 
     def stage(self, name: str, place: Path, target: Path, *overrides: str) -> None:
-        """Run a stage on a version of the target; a watch may raise its alarm."""
+        """Run a stage on a version of the target; a watch may raise an alarm."""
         own = (f"run.threads={torch.get_num_threads()}", *overrides)
         statuses, recipe = (0, 1) if name == "watch" else (0,), f"demo,embedded_{self.kind}"
         run_on_target(name, target, place, *own, experiment=recipe, statuses=statuses)
@@ -120,7 +124,7 @@ class Evidence:
     def watched(self, name: str) -> Facts:
         """The result of `headstart watch` on a version of the target.
 
-        It sees `WATCHED` fresh prompts, and of the unchanged target all of them.
+        It sees `WATCHED` fresh prompts, and for the unchanged target all of them.
         """
         path = self.watches / name / STALENESS_FILE
         if not path.is_file():
@@ -134,7 +138,7 @@ class Evidence:
     def resample(self, reference: Reference, name: str, count: int) -> Facts:
         """Alarms on streams whose reference is drawn from all answers of the unchanged target.
 
-        Their fresh answers are drawn from these too ("unchanged") or from those of a changed
+        Their fresh answers are drawn from the same answers ("unchanged") or from those of a changed
         target.
         """
         path = self.work / f"streams-{self.kind}" / f"{name}.json"
@@ -247,10 +251,11 @@ def alarm(
     fresh: Pools,
     rng: np.random.Generator,
 ) -> int | None:
-    """Fresh answers until the watch alarms on a stream of `LENGTH` resampled ones; None: never.
+    """Number of fresh answers until the watch alarms on a stream of `LENGTH` resampled ones; None:
+    never.
 
-    sizes: answers of the resampled reference by domain. Where both pools are the same, the drafter
-    is unchanged by construction.
+    sizes: answers of the resampled reference by domain. If both pools are the same, the drafter is
+    unchanged by construction.
     """
     names = sorted(sizes)
     answers = np.array([len(fresh[name]) for name in names], dtype=np.float64)
@@ -270,7 +275,7 @@ def alarm(
 
 
 def report(given: argparse.Namespace) -> None:
-    """Run every step that is not done yet, and write the report."""
+    """Run every step that is not yet done, and write the report."""
     torch.set_num_threads(given.threads)
     work, drafters = given.work.resolve(), given.drafters.resolve()
     sides = [Evidence(work, drafters, kind) for kind in given.kinds]

@@ -1,12 +1,12 @@
-"""Training speed of every trainable recipe on the embedded target: writes
+"""Measures the training speed of every trainable recipe on the embedded target: writes
 docs/reports/throughput.json.
 
     python -m scripts.evidence.throughput --answers outputs/families/generate
 
 Each recipe of `experiment=families` takes a few real steps (online features, no measuring of tau)
-in a process of its own, so that its peak of memory is its own. The first steps are left out: they
-warm up, and the first one counts FLOPs. The report is written after every recipe; `--only` replaces
-single rows.
+in a separate process, so that its peak memory is measured separately. The first steps are left out:
+they warm up, and the first one counts FLOPs. The report is written after every recipe; `--only`
+replaces single rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KEPT = ("kind", "peak", "peak_memory_bytes", "padding", "device", "engine")
 
 
 def measure(given: argparse.Namespace) -> None:
-    """All recipes, or those of --only, each in a process of its own."""
+    """Measure all recipes, or those of --only, each in a separate process."""
     known, git = family_recipes(), git_state()
     unknown = sorted(set(given.only) - set(known))
     if unknown:
@@ -61,7 +61,7 @@ def measure(given: argparse.Namespace) -> None:
 
 
 def train_briefly(name: str, overrides: Sequence[str], given: argparse.Namespace) -> Facts:
-    """Train a recipe for a few steps; returns the figures of those that count."""
+    """Train a recipe for a few steps; returns the figures of the counted steps."""
     with TemporaryDirectory(prefix="headstart-throughput-") as folder:
         sizes = [f"train.max_steps={WARM_UP + given.steps}", "train.eval_every=0"]
         sizes += [f"train.global_batch={given.rows}", f"train.micro_batch={given.rows}"]

@@ -1,17 +1,17 @@
-"""The tuner against an exhaustive search, and the traffic simulator against the real decoder.
+"""Compares the tuner with an exhaustive search, and the traffic simulator with the real decoder.
 
     python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER --survey-only
     python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER
     python -m scripts.evidence.tune --page
 
-For every drafter and batch size the tuner chooses on validation prompts; then every draft of the
-grid is decoded on other prompts, all taking turns with plain decoding. Reported in
-docs/reports/tune.json are the choice's loss against the best of the grid there, and the predicted
-speed against the measured one, on the tuner's own prompts and on the others; the same for the
-speedup over plain decoding, which does not change with the machine's pace. The first command
-measures acceptance alone, for which the machine may be busy; the second needs the machine to
-itself. Drafters may be measured one at a time: the report keeps the others. The tables in
-docs/tuning.md are written from the report at the end, and by the third command.
+For every drafter and batch size, the tuner chooses on validation prompts. Then every draft of the
+grid is decoded on other prompts, all taking turns with plain decoding. docs/reports/tune.json has
+the choice's loss relative to the best draft of the grid there. It also compares the predicted speed
+with the measured one, on the tuner's prompts and on the others, and does the same for the speedup
+over plain decoding, which does not change with the machine's pace. The first command measures only
+acceptance, for which the machine may be busy; the second needs the machine to itself. Drafters may
+be measured one at a time: the report keeps the others. The tables in docs/tuning.md are written
+from the report at the end, and by the third command.
 """
 
 from __future__ import annotations
@@ -64,13 +64,14 @@ GRID = TuneConfig(
     finalists=3,
 )
 HELD_OUT = {1: 24, 4: 48, 16: 96}
-"""Batch size -> prompts that every draft answers once, those close to the fastest three times."""
+"""Batch size -> number of prompts that every draft answers once; drafts close to the fastest answer
+them three times."""
 ROWS, REQUESTS, LOAD = 4, 48, 0.7
-"""The traffic: rows, requests, and the share of plain decoding's capacity that it asks for."""
+"""The traffic: rows, requests, and its share of plain decoding's capacity."""
 
 
 def report(given: argparse.Namespace) -> None:
-    """All drafters, each written as soon as it is done."""
+    """Measure all drafters, writing each as soon as it is done."""
     torch.set_num_threads(given.threads)
     if given.page:
         SECTION.write(PAGE, tables(read_json(given.out)))
@@ -102,7 +103,7 @@ def report(given: argparse.Namespace) -> None:
 
 
 def survey(target: TargetModel, folder: Path, kept: Path) -> Tuner:
-    """A tuner with its acceptance: from `kept`, if that has the same weights and grid, else
+    """A tuner with its acceptance: from `kept`, if that has the same weights and grid, otherwise
     measured."""
     found = drafters.at(folder)
     assert found.checkpoint is not None, "`at` reads a checkpoint"
@@ -134,10 +135,10 @@ def compare(tuner: Tuner, held_out: Path) -> Facts:
 
 
 def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[Facts]:
-    """Every draft of the grid on prompts that are new to the tuner, the fastest first.
+    """Every draft of the grid, decoded on prompts that are new to the tuner, the fastest first.
 
-    Each has its speed relative to the fastest, with an interval over blocks. Those close to the
-    fastest run longer, as the tuner's finalists do.
+    Each draft has its speed relative to the fastest, with an interval over blocks. Drafts close to
+    the fastest run longer, as the tuner's finalists do.
     """
     prompts = load_prompts(held_out)
     count = per_domain(prompts, HELD_OUT[batch])
@@ -157,12 +158,12 @@ def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[Facts]
 
 
 def per_domain(prompts: Sequence[Prompt], wanted: int) -> int:
-    """Prompts of every domain, for `wanted` in all."""
+    """Number of prompts per domain, for `wanted` in total."""
     return -(-wanted // len({prompt.domain for prompt in prompts}))
 
 
 def judge(row: Mapping[str, Any], everything: Sequence[Facts]) -> Facts:
-    """The loss of the choice against the grid's best, and the error of the prediction."""
+    """The loss of the choice relative to the grid's best, and the error of the prediction."""
     here = next(item for item in everything if item["draft"] == row["label"])
     predicted, measured = row["predicted_tokens_per_second"], row["tokens_per_second"]
     low, high = here["of_best_ci95"]
@@ -243,7 +244,7 @@ def tables(content: Mapping[str, Any]) -> str:
 
 
 def traffic(tuner: Tuner, held_out: Path) -> Facts:
-    """The same arrivals through the real decoder and through the simulator.
+    """The same arrivals, sent through the real decoder and through the simulator.
 
     Once without a drafter and once with a short chain.
     """

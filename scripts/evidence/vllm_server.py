@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server as a process group that may be stopped, frozen and killed."""
+"""vLLM's OpenAI server as a process group that can be stopped, frozen and killed."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class VllmServer:
-    """A server on a free port of loopback, always the same one, that calls its model tiny."""
+    """A server on a fixed free port of loopback, whose model is called tiny."""
 
     def __init__(
         self, python: str, model: Path, log: Path, rows: int = 4, more: Sequence[str] = ()
     ) -> None:
-        """log: where its output goes; rows: requests decoded together; more: further arguments,
-        which override the others."""
+        """log: file for its output; rows: requests decoded together; more: further arguments, which
+        override the others."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -63,7 +63,7 @@ class VllmServer:
         ]
 
     def launch(self) -> None:
-        """Start the process, without waiting."""
+        """Start the process without waiting."""
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -75,7 +75,7 @@ class VllmServer:
             )
 
     def start(self) -> None:
-        """Start, and wait until it answers; raises `UserError` where it does not."""
+        """Start, and wait until it answers; raises `UserError` if it does not."""
         self.launch()
         begin = time.monotonic()
         while time.monotonic() - begin < READY_SECONDS:
@@ -95,12 +95,12 @@ class VllmServer:
         return self.log.read_text(errors="replace")[-2000:]
 
     def send(self, what: signal.Signals) -> None:
-        """A signal to the server and the processes it started."""
+        """Send a signal to the server and the processes that it started."""
         if self.process is not None:
             os.killpg(self.process.pid, what)
 
     def kill(self) -> None:
-        """End it at once, as a machine that goes away does."""
+        """End it at once, like a machine that fails."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self.send(signal.SIGKILL)

@@ -28,16 +28,16 @@ COMMANDS = {
     "/quit": "end (also Ctrl-D); Ctrl-C stops an answer",
 }
 COMMAND = re.compile(r"/\w*")
-"""What is taken for a command: a slash and one word, no path and no sentence."""
+"""A command: a slash and one word. Paths and sentences do not match."""
 HISTORY = 1000
-"""Lines that the history keeps."""
+"""Lines kept in the history."""
 GREEN, PLAIN = "\033[32m", "\033[0m"
 
 
 @dataclass
 class Answer:
-    """One answer: its text, its number of tokens, its verify passes, and the seconds it took,
-    reading the prompt included."""
+    """One answer: its text, its number of tokens, its verify passes, and its seconds, including
+    prefill."""
 
     text: str
     tokens: int
@@ -46,7 +46,7 @@ class Answer:
 
 
 class Chat:
-    """A conversation: messages so far, and the decoder that continues them."""
+    """A conversation: the messages so far, and the decoder that continues them."""
 
     def __init__(self, engine: Engine, system: str, seed: int) -> None:
         self.engine, self.seed = engine, seed
@@ -79,7 +79,7 @@ class Chat:
 
 
 class TextStream:
-    """Prints text while its tokens arrive. colour: print what was drafted and accepted in green."""
+    """Prints text while its tokens arrive. colour: print drafted and accepted tokens in green."""
 
     def __init__(self, tokenizer: Any, ends: tuple[int, ...], colour: bool = False) -> None:
         self.pieces, self.colour = TextPieces(tokenizer, ends), colour
@@ -94,7 +94,7 @@ class TextStream:
             print(f"{GREEN}{piece}{PLAIN}" if green else piece, end="", flush=True)
 
     def close(self) -> None:
-        """Print what was held back, and end the line."""
+        """Print the text held back, and end the line."""
         self._print(self.pieces.rest())
         print(flush=True)
 
@@ -125,14 +125,14 @@ def converse(chat: Chat, name: str) -> None:
             try:
                 if prompt:
                     console.print(summary(chat.answer(prompt), name), style="dim")
-            except UserError as error:  # most often a conversation that no longer fits
+            except UserError as error:  # usually a conversation that no longer fits
                 console.print(f"{error} (/clear starts a new conversation)", style="red")
             except KeyboardInterrupt:
                 console.print("\n(stopped)", style="dim")
 
 
 def obey(chat: Chat, command: str) -> str:
-    """Carry out a command; what to say about it."""
+    """Run a command; returns the message to print."""
     if command == "/clear":
         chat.clear()
         return "the conversation is forgotten"
@@ -144,8 +144,8 @@ def obey(chat: Chat, command: str) -> str:
 
 @contextmanager
 def line_editing() -> Iterator[Callable[[str], str]]:
-    """Yield what reads a line with the keys and the history of readline, which is kept from one
-    chat to the next; where Python has no readline, plain input."""
+    """Yield a function that reads a line with readline's keys and history, which is kept between
+    chats; without readline in Python, plain input."""
     try:
         import readline
     except ImportError:  # Windows
@@ -159,11 +159,11 @@ def line_editing() -> Iterator[Callable[[str], str]]:
     )
     readline.set_completer_delims(" ")
     readline.parse_and_bind("tab: complete")
-    with suppress(OSError):  # there is none yet
+    with suppress(OSError):  # there is no history yet
         readline.read_history_file(file)
     try:
         yield input
     finally:
-        with suppress(OSError):  # a home that cannot be written to
+        with suppress(OSError):  # the home folder is not writable
             file.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(file)

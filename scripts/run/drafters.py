@@ -1,4 +1,4 @@
-"""Finding drafters: the ones a run has trained, checkpoint folders from elsewhere, and head configs
+"""Finds drafters: those that a run has trained, checkpoint folders from elsewhere, and head configs
 that need no training."""
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from train.manifest import read_training
 
 BEST = "best"
 NO_DRAFTER = "none"
-"""As chat.drafter and serve.drafter: plain decoding."""
+"""Value of chat.drafter and serve.drafter for plain decoding."""
 ALL = "all"
-"""As run.drafter: every trained drafter of the run."""
+"""Value of run.drafter for every trained drafter of the run."""
 SWEPT = "@"
-"""Between a row's name and its learning rate in the names of drafters that `loop.sweep` trains."""
+"""Separates a row's name and its learning rate in the names of drafters that `loop.sweep`
+trains."""
 DRAFT_KEYS = ("shape", "depth", "choices", "nodes", "width", "candidates", "depth_penalty")
-"""The part of the decode settings that belongs to a drafter (its draft) and not to the measurement.
-"""
+"""The decode settings that belong to a drafter (its draft) and not to the measurement."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A drafter to load: `checkpoint` is its folder, or None for one that needs no training; then
-    `values` configure it."""
+    """A drafter to load. `checkpoint` is its folder, or None for a drafter that needs no training
+    and is configured by `values`."""
 
     name: str
     kind: str
@@ -57,7 +57,7 @@ class Found:
 
     @property
     def folder(self) -> Path:
-        """The checkpoint, of a drafter that is known to have one."""
+        """The checkpoint, for a drafter that is known to have one."""
         assert self.checkpoint is not None, f"'{self.name}' needs no training"
         return self.checkpoint
 
@@ -67,12 +67,12 @@ class Found:
 
     @property
     def stage_folder(self) -> Path | None:
-        """The train stage's folder around the checkpoint, where there is one."""
+        """The train stage's folder around the checkpoint, if there is one."""
         folder = self.checkpoint.parent if self.checkpoint else None
         return folder if folder is not None and (folder / CONFIG_FILE).is_file() else None
 
     def trained_with(self, group: str) -> dict[str, Any]:
-        """A group of the settings that it was trained with; empty where they are not at hand."""
+        """A group of the settings that it was trained with; empty if they are not available."""
         folder = self.stage_folder
         if not folder:
             return {}
@@ -80,9 +80,9 @@ class Found:
 
 
 def list_trained(run: RunConfig) -> dict[str, Found]:
-    """Name -> drafter for every finished or unfinished training of a run that has a best
-    checkpoint. A drafter that was trained jointly (`joint=lora`) belongs to the target that came
-    out of its own training, not to the run's: it is left out."""
+    """Name -> drafter for every training of a run, finished or not, that has a best checkpoint. A
+    drafter that was trained jointly (`joint=lora`) is left out: it belongs to the target that its
+    own training produced, not to the run's target."""
     return {
         name: item
         for name, item in checkpoints(run).items()
@@ -100,8 +100,8 @@ def checkpoints(run: RunConfig) -> dict[str, Found]:
 
 
 def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
-    """Of drafters named row@rate the one whose training measured the best tau, under the row's
-    name; all others as they are. A training that has not finished does not count."""
+    """Of drafters named row@rate, the one whose training measured the best tau, under the row's
+    name; all others unchanged. Unfinished trainings do not count."""
     kept: dict[str, Found] = {}
     best: dict[str, float] = {}
     for name, item in found.items():
@@ -116,22 +116,23 @@ def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
 
 
 def at(folder: Path) -> Found:
-    """The drafter in a checkpoint's or train stage's folder; raises `UserError` for neither."""
+    """The drafter in the folder of a checkpoint or a train stage; raises `UserError` for any other
+    folder."""
     checkpoint = folder / BEST if (folder / BEST / CHECKPOINT_FILE).is_file() else folder
-    whole = Path(os.path.abspath(checkpoint))  # noqa: PTH100 - a link has its own name
+    whole = Path(os.path.abspath(checkpoint))  # noqa: PTH100 - a link has a name of its own
     kind = str(read_config(checkpoint)["kind"])
     return Found(whole.parent.name if checkpoint.name == BEST else whole.name, kind, checkpoint)
 
 
 def published(name: str) -> Found:
-    """The drafter of that name on the Hub, fetched; raises `UserError` as `fetch` does."""
+    """The drafter with that name on the Hub, fetched; raises `UserError` as `fetch` does."""
     repo = name.partition(REVISION)[0]
     return replace(at(fetch(name)), name=repo.rpartition("/")[2])
 
 
 def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | None = None) -> Found:
-    """A drafter by name in `heads` or in this run, by folder, by name on the Hub, or by a head
-    config without training."""
+    """Find a drafter by its name in `heads` or in this run, by its folder, by its name on the Hub,
+    or by a head config without training."""
     known = checkpoints(run)
     if heads and given in heads:
         return untrained(given, heads[given])
@@ -162,7 +163,7 @@ def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | No
 
 
 def find_trained(key: str, given: str, run: RunConfig) -> Found:
-    """The drafter that setting `key` names; raises `UserError` unless it has trained weights."""
+    """The drafter named by the setting `key`; raises `UserError` unless it has trained weights."""
     if not given:
         raise UserError(
             f"{key} is missing: give the drafter's checkpoint folder, or its name in this run."
@@ -177,9 +178,9 @@ def find_trained(key: str, given: str, run: RunConfig) -> Found:
 
 
 def untrained(name: str, values: Mapping[str, Any]) -> Found:
-    """A drafter that needs no training, from plain values: `recipe` names the head config
-    that they change (default: `name`), or `kind` starts from the kind's own defaults. Raises
-    `UserError` for one that has to be trained."""
+    """A drafter that needs no training, from plain values. `recipe` names the head config that they
+    change (default: `name`); `kind` starts from the kind's own defaults instead. Raises `UserError`
+    for a drafter that has to be trained."""
     rest = dict(values)
     recipe = rest.pop("recipe", None) or (None if "kind" in rest else name)
     if recipe is not None:
@@ -190,7 +191,7 @@ def untrained(name: str, values: Mapping[str, Any]) -> Found:
             )
         files = (folder / "head" / f"{recipe}.yaml" for folder in conf_folders())
         file = next((path for path in files if path.is_file()), None)
-        # a kind of another package needs no file
+        # a kind from another package needs no file
         own = {"kind": recipe} if file is None else read_yaml_object(file)
         rest = own | rest
     kind = get_kind(str(rest.pop("kind")))
@@ -203,7 +204,7 @@ def untrained(name: str, values: Mapping[str, Any]) -> Found:
 
 
 def untrained_recipes() -> list[str]:
-    """The head configs whose drafters work as they are, without more settings."""
+    """The head configs whose drafters work without training and without further settings."""
     found = []
     for recipe in options("head"):
         with suppress(UserError):
@@ -212,7 +213,7 @@ def untrained_recipes() -> list[str]:
 
 
 def load(found: Found, target: TargetModel, values: Mapping[str, Any] | None = None) -> Any:
-    """The drafter itself. values: changes to the configuration of one without a checkpoint."""
+    """Load the drafter. values: changes to the configuration of a drafter without a checkpoint."""
     if found.checkpoint is not None:
         require_unchanged(found.checkpoint)
         return load_drafter(found.checkpoint, target.info, target.weights)
@@ -245,9 +246,9 @@ def decode_settings(
 ) -> DecodeConfig:
     """How to decode with a drafter in batches of `batch` rows.
 
-    The draft is the one asked for (`changes`, or decode.<key> on the command line), else the one in
-    the checkpoint's decode.yaml, which is printed, else the one it was trained for. Shape none:
-    decode.yaml advises against drafting.
+    The draft is the requested one (`changes`, or decode.<key> on the command line), else the one in
+    the checkpoint's decode.yaml, which is printed, else the one that it was trained for. Shape
+    none: decode.yaml advises against drafting.
     """
     asked = {**asked_draft(settings), **(changes or {})}
     own = draft_settings(found, settings.decode, asked)
@@ -263,7 +264,7 @@ def decode_settings(
 
 
 def asked_draft(settings: Settings) -> dict[str, Any]:
-    """The part of the draft that is given, as decode.<key> or by an option that is no chain."""
+    """The requested part of the draft, as decode.<key> or by an option that is not a chain."""
     decode = settings.decode
     whole = settings.given("decode") and decode.shape not in ("none", "chain")
     named = [key for key in DRAFT_KEYS if whole or settings.given(f"decode.{key}")]
@@ -271,8 +272,8 @@ def asked_draft(settings: Settings) -> dict[str, Any]:
 
 
 def preferred(run: RunConfig) -> tuple[str, str]:
-    """The drafter of a run that chat and serve take unless one is named, and a line that says why:
-    the fastest one measured, else the one with the highest tau in training."""
+    """The default drafter of a run for chat and serve, and a line with the reason: the fastest
+    measured one, else the one with the highest tau in training."""
     known = list_trained(run)
     if not known:
         return NO_DRAFTER, f"no drafter: '{run.directory}' has trained none"
@@ -301,8 +302,8 @@ def preferred(run: RunConfig) -> tuple[str, str]:
 
 
 def choose(run: RunConfig, *, several: bool = True) -> list[Found]:
-    """The drafter named by run.drafter, or the only one, or (`several`) with `all` every one.
-    Raises `UserError` when it is not clear which."""
+    """The drafter named by run.drafter, or the only one, or (`several`) every one with `all`.
+    Raises `UserError` if the choice is ambiguous."""
     known = list_trained(run)
     if run.drafter in known:
         return [known[run.drafter]]
@@ -328,8 +329,8 @@ def choose(run: RunConfig, *, several: bool = True) -> list[Found]:
 
 
 def answers_of(found: Found) -> list[Path] | None:
-    """The folders of answers that a drafter was trained on, those of the drafters that it started
-    from included; None where that is not known: it was not trained here, or they are gone."""
+    """The folders of answers that a drafter, and the drafters that it started from, were trained
+    on. None if that is unknown: it was trained elsewhere, or the folders are gone."""
     folder = found.stage_folder
     record = read_record(folder) if folder is not None else None
     if record is None:
@@ -347,7 +348,7 @@ def answers_of(found: Found) -> list[Path] | None:
 
 
 def weight_files(found: Iterable[Found]) -> list[Path]:
-    """The files of checkpoints whose change makes a measurement stale."""
+    """The files of checkpoints that make a measurement stale when they change."""
     return [
         file
         for item in found

@@ -1,8 +1,8 @@
-"""What is said about an exception that ends a command.
+"""Messages for exceptions that end a command.
 
-One that a person can do something about, such as a disk that is full or may not be written, becomes
-one sentence (`complaint`). Anything else is a fault of ours or of a library: its traceback goes to
-a file (`write_traceback`) that can be attached to a report. Imports nothing heavy.
+An error that the user can resolve, such as a disk that is full or not writable, becomes one
+sentence (`complaint`). Any other error is a fault of Headstart or of a library: its traceback goes
+to a file (`write_traceback`) that can be attached to a report. The module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")
 
 
 def complaint(error: BaseException) -> str | None:
-    """One sentence for a person who can do something about `error`; None for a fault of ours."""
+    """One sentence about an `error` that the user can resolve; None for a fault of Headstart."""
     if isinstance(error, UserError):
         return str(error)
     for cause in chain(error):
@@ -43,7 +43,7 @@ def complaint(error: BaseException) -> str | None:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and what it came from."""
+    """An exception and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -52,15 +52,15 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of the processor or of a GPU."""
+    """Whether the processor or a GPU ran out of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
 
 
 def write_traceback(error: BaseException, arguments: Sequence[str], version: str) -> Path | None:
-    """Write what a report of a fault needs to a new file that only its owner may read, and return
-    it; None where it cannot be written."""
+    """Write the contents of a fault report to a new file that only its owner may read, and return
+    the file; None if it cannot be written."""
     frames = "".join(traceback.format_exception(error))
     now = datetime.now(UTC).isoformat(timespec="seconds")
     facts = [
@@ -68,7 +68,7 @@ def write_traceback(error: BaseException, arguments: Sequence[str], version: str
         f"{now}, process {os.getpid()}, rank {os.environ.get('RANK', '0')}",
         shlex.join(["headstart", *arguments]),
     ]
-    with suppress(OSError):  # it may be gone
+    with suppress(OSError):  # the folder may be gone
         facts.append(f"in {Path.cwd()}")
     try:
         descriptor, name = tempfile.mkstemp(prefix="headstart-", suffix=".txt")
@@ -80,7 +80,8 @@ def write_traceback(error: BaseException, arguments: Sequence[str], version: str
 
 
 def report(error: BaseException, arguments: Sequence[str], version: str) -> str:
-    """What the terminal says of a fault of ours: in short, and where the rest is."""
+    """The terminal's message about a fault of Headstart: a summary, and the place of the
+    details."""
     file = write_traceback(error, arguments, version)
     lines = [
         f"{type(error).__name__}: {first_line(error)}",

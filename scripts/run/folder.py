@@ -1,8 +1,8 @@
-"""One stage's folder: what was run, with which settings, on what; and whether it may be continued.
+"""One stage's folder: its record of command, settings and inputs, and the rules for continuing it.
 
-A stage folder holds `config.yaml` (all settings, defaults included) and `run.json` (command, git
+A stage folder contains `config.yaml` (all settings, defaults included) and `run.json` (command, git
 revision and difference, package versions, seed, device, inputs and state). The same command
-continues an interrupted folder and skips a complete one; other settings or other inputs are
+continues an interrupted folder and skips a complete one. Other settings or other inputs are
 refused, never mixed in silently.
 """
 
@@ -40,21 +40,22 @@ FORMAT = 1
 CONFIG_FILE = "config.yaml"
 HEADING = "# All settings of this stage, defaults included. The last line: sha256 of those above."
 SEAL = "# sha256: "
-"""Begins the last line of config.yaml: a file that was cut may well be YAML, with fewer settings.
-"""
+"""Prefix of the last line of config.yaml. A truncated file may still be valid YAML with fewer
+settings."""
 FREE_GROUPS = ("run", "loop")
-"""Settings that may change between the commands that fill one folder: where it is, and how the loop
-calls."""
+"""Groups that may change between the commands that fill one folder: the place of the run, and the
+loop's calls."""
 OTHER_DEFAULTS = ("decode.compile", "sampling.compile")
-"""Settings with another default than in earlier versions: not compared where a folder leaves them
+"""Settings whose default differs from earlier versions: not compared if a folder leaves them
 out."""
 FREE_KEYS = ("train.tracker.",)
-"""Beginnings of others: they say where figures are shown, not what a folder holds."""
+"""Prefixes of other such settings: they determine where figures are shown, not a folder's
+content."""
 
 
 @dataclass
 class RunRecord:
-    """run.json: which stage wrote a folder, what it read, and the processes that worked on it."""
+    """run.json: the stage that wrote a folder, its inputs, and the processes that worked on it."""
 
     format: int = FORMAT
     stage: str = ""
@@ -67,9 +68,9 @@ class RunRecord:
     seed: int = 0
     sessions: list[Session] = field(default_factory=list)
     finished: str = ""
-    """When it was completed (UTC); empty before."""
+    """When it was completed (UTC); empty until then."""
     copied_from: str = ""
-    """Of the training that a loop keeps of its rounds: the round's training."""
+    """For the copy of a round's training that a loop keeps: the round's training."""
 
     @property
     def complete(self) -> bool:
@@ -85,8 +86,8 @@ class RunRecord:
 
 @dataclass
 class StageFolder:
-    """An opened stage folder. `complete`: there is nothing left to do in it. settings: those of
-    this process, for config.yaml; None where the folder has them."""
+    """An opened stage folder. `complete`: nothing is left to do in it. settings: those of this
+    process, for config.yaml; None if the folder has them."""
 
     path: Path
     complete: bool
@@ -96,14 +97,14 @@ class StageFolder:
 
     @property
     def session(self) -> dict[str, Any]:
-        """This process, for manifests; the code's difference is in run.json only."""
+        """This process, for manifests. Only run.json has the code's difference."""
         found = asdict(self.record.sessions[-1])
         git = found["git"]
         found["git"] = {"revision": git["revision"], "changed": bool(git["diff"])} if git else {}
         return found
 
     def skip(self) -> bool:
-        """Whether the stage has nothing left to do; prints that."""
+        """Whether nothing is left to do in the stage; if so, prints that."""
         if self.complete:
             say(
                 f"{shown(self.path)} is complete; nothing has changed (run.overwrite=true starts "
@@ -112,7 +113,7 @@ class StageFolder:
         return self.complete
 
     def write(self) -> None:
-        """Put the settings and the record of this process into the folder (main process only)."""
+        """Write the settings and the record of this process into the folder (main process only)."""
         if not is_main_process():
             return
         self.path.mkdir(parents=True, exist_ok=True)
@@ -127,7 +128,7 @@ class StageFolder:
         self.released()
 
     def released(self) -> StageFolder:
-        """This folder, which other processes may write to now."""
+        """This folder, released so that other processes may write to it."""
         if self.held is not None:
             self.held.release()
             self.held = None
@@ -147,18 +148,18 @@ def open_folder(
     the stage ends (`inference.writers`).
 
     Writes run.json and config.yaml (main process only) before the stage starts, so that an
-    interrupted run is on record as well. stage_decides: the stage knows itself which changes
-    matter, so a changed folder is handed to it instead of being refused. may_refuse: it may still
-    refuse a folder with results, so writing is left to it (`StageFolder.write`). several: processes
-    share the folder in a way of their own. Raises `UserError` when it belongs to another run or
-    another stage, holds files that no stage of ours wrote, or another process writes to it.
+    interrupted run is on record as well. stage_decides: the stage knows which changes matter, so it
+    receives a changed folder instead of an error. may_refuse: the stage may still refuse a folder
+    with results, so it does the writing (`StageFolder.write`). several: processes share the folder
+    by the stage's own rules. Raises `UserError` if the folder belongs to another run or stage,
+    contains files that no stage wrote, or another process writes to it.
     """
     config = settings.run
     hashes = {name_of(file, path, config.directory): file_sha256(file) for file in inputs}
     if not config.overwrite:
         done = complete_record(path, settings, hashes, stage_decides)
-        if done is not None:  # nothing is written: the folder need not be held
-            clear(path)  # of a process that was killed as it gave the folder up
+        if done is not None:  # nothing is written, so the folder need not be held
+            clear(path)  # left by a process that was killed while releasing it
             return StageFolder(path, True, done)
     held = None if several else hold(path)
     if is_main_process():
@@ -168,7 +169,7 @@ def open_folder(
         sweep(path)
     if not config.overwrite:
         done = complete_record(path, settings, hashes, stage_decides)
-        if done is not None:  # by the process that held it just now
+        if done is not None:  # completed by the process that held it until now
             return StageFolder(path, True, done, held).released()
     previous = read_record(path)
     record = RunRecord(
@@ -188,8 +189,8 @@ def open_folder(
 def complete_record(
     path: Path, settings: Settings, hashes: Mapping[str, str], stage_decides: bool
 ) -> RunRecord | None:
-    """The record of a folder in which nothing is left to do. Raises `UserError` for a folder of
-    another stage, or of other settings unless the stage decides."""
+    """The record of a folder in which nothing is left to do, else None. Raises `UserError` for a
+    folder of another stage, or of other settings unless the stage decides."""
     require_free(path, settings.stage.name)
     previous = read_record(path)
     if previous is None:
@@ -207,7 +208,7 @@ def complete_record(
 
 
 def name_of(file: Path, folder: Path, run: Path) -> str:
-    """How a stage's record names a file that was read: relative to the stage's folder where both
+    """The name of an input file in a stage's record. It is relative to the stage's folder if both
     lie in one run, so that a run can be moved."""
     whole = file.resolve()
     if whole.is_relative_to(run.resolve()) and folder.resolve().is_relative_to(run.resolve()):
@@ -217,13 +218,13 @@ def name_of(file: Path, folder: Path, run: Path) -> str:
 
 def named_file(name: str, folder: Path) -> Path:
     """The file that a record in `folder` names; see `name_of`. Records of earlier versions name all
-    files as seen from the working directory."""
+    files relative to the working directory."""
     inside = Path(os.path.normpath(folder / name))
     return inside if inside.is_file() or name.startswith("..") else Path(name)
 
 
 def holds_results(path: Path) -> bool:
-    """Whether a stage got as far as writing something: a refused start blocks no corrected one."""
+    """Whether a stage wrote any results. A refused start does not block a corrected one."""
     return any(
         file.name not in (RUN_FILE, CONFIG_FILE)
         and file.suffix != PARTIAL
@@ -254,11 +255,11 @@ ADVICE = (
     "Restore it, or choose another name (run.name, run.drafter); results beside it, such as best/, "
     "are as they were."
 )
-"""What to do about a damaged record of a stage."""
+"""Advice about a damaged record of a stage."""
 
 
 def read_record(path: Path) -> RunRecord | None:
-    """The run.json of a folder, or None where no run has started."""
+    """The run.json of a folder, or None if no run has started."""
     file = path / RUN_FILE
     if not file.is_file():
         return None
@@ -277,8 +278,8 @@ def sealed(content: str) -> bytes:
 
 
 def require_whole(file: Path) -> None:
-    """Raise `UserError` for a config.yaml that is not as the stage wrote it. Earlier versions wrote
-    no seal."""
+    """Raise `UserError` for a config.yaml that was changed after the stage wrote it. Earlier
+    versions wrote no seal."""
     found = file.read_bytes()
     if not found.startswith(HEADING.encode()):
         return
@@ -291,8 +292,8 @@ def require_whole(file: Path) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The resolved settings of a stage folder, keys of every group; raises `UserError` when there
-    are none, or they are not what the stage wrote."""
+    """The resolved settings of a stage folder, with the keys of every group; raises `UserError` if
+    there are none, or if they were changed after the stage wrote them."""
     file = path / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"'{path}' is not a stage folder: it has no {CONFIG_FILE}.")
@@ -306,7 +307,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def changes(
     path: Path, previous: RunRecord, settings: Settings, hashes: Mapping[str, str]
 ) -> list[str]:
-    """What differs from the settings and inputs that a folder was made with, in words."""
+    """The differences from the settings and inputs that a folder was made with, in words."""
     old = read_config(path)
     before, after = comparable(old, settings.resolved)
     before["run.seed"], after["run.seed"] = previous.seed, settings.run.seed
@@ -331,8 +332,8 @@ def changes(
 
 
 def placed(value: Any, here: Path, run: Path) -> Any:
-    """A setting with texts as the paths that they may be: absolute, or from the run's folder on
-    where they lie in it. here: the working directory; run: as seen from there."""
+    """A setting whose texts are replaced by the paths that they may be: absolute, or relative to
+    the run's folder if they lie in it. here: the working directory; run: relative to it."""
     if isinstance(value, list | tuple):
         return [placed(item, here, run) for item in value]
     if not isinstance(value, str) or not value:
@@ -342,8 +343,8 @@ def placed(value: Any, here: Path, run: Path) -> Any:
 
 
 def other_inputs(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """The inputs whose content is another one. What has the name and the content that a file had is
-    that file, wherever the run lies now."""
+    """The inputs whose content has changed. A file with the name and the content of an earlier one
+    counts as that file, wherever the run lies now."""
     sides = [Counter((Path(name).name, each[name]) for name in each) for each in (before, after)]
     missing, new = sides[0] - sides[1], sides[1] - sides[0]
     found = [name for name in sorted(after) if new[Path(name).name, after[name]]]
@@ -359,9 +360,9 @@ def different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 def comparable(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings that decide what a folder holds, of both sides, by dotted path. A key that one
-    side leaves out has its default, so that a folder of an earlier version is refused only for what
-    is different. A group that cannot be read any more is compared as it was written."""
+    """The settings, on both sides, that determine a folder's content, by dotted path. A key that
+    one side leaves out has its default, so that a folder of an earlier version is refused only for
+    actual differences. A group that can no longer be read is compared as it was written."""
     sides: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for group in {*before, *after} - {*FREE_GROUPS}:
         both = [before.get(group) or {}, after.get(group) or {}]
@@ -378,7 +379,7 @@ def comparable(
 
 
 def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted paths and values of nested settings; lists are values."""
+    """Dotted paths and values of nested settings; lists count as values."""
     if isinstance(values, Mapping) and values:
         for key, value in values.items():
             yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
@@ -387,8 +388,8 @@ def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def missing_run(run: RunConfig) -> str:
-    """Say that a run does not exist, with the nearest names; empty where it does. A run that nobody
-    has named may be new."""
+    """A message that a run does not exist, with the nearest names; empty if it exists. A run that
+    the user did not name may be new."""
     if run.directory.is_dir() or run.name == RunConfig().name:
         return ""
     root = Path(run.root)
@@ -398,15 +399,16 @@ def missing_run(run: RunConfig) -> str:
 
 
 def require_run(run: RunConfig, instead: str = "") -> None:
-    """Raise `UserError` for a run that does not exist. instead: what to do without one."""
+    """Raise `UserError` for a run that does not exist. instead: advice for working without a
+    run."""
     missing = missing_run(run)
     if missing:
         raise UserError(f"{missing} {instead}".rstrip())
 
 
 def require_answers(settings: Settings) -> Path:
-    """The folder with the answers to train on; raises `UserError` unless they are complete, naming
-    the command that makes them."""
+    """The folder with the answers to train on; raises `UserError`, which names the command that
+    makes them, unless they are complete."""
     run, folder = settings.run, answers_folder(settings)
     if run.answers and not folder.is_dir():
         raise UserError(f"run.answers: {missing_folder(folder)}")
@@ -428,5 +430,5 @@ def stage_folder(settings: Settings) -> Path:
 
 
 def answers_folder(settings: Settings) -> Path:
-    """The folder with the answers to train on: this run's, unless another was given."""
+    """The folder with the answers to train on: this run's, unless another one was given."""
     return Path(settings.run.answers or settings.run.directory / "generate")

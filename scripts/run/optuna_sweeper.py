@@ -1,10 +1,10 @@
-"""`hydra/sweeper=optuna`: Optuna chooses the values of the next jobs from those that it has seen.
+"""`hydra/sweeper=optuna`: Optuna chooses the values of the next jobs from the results so far.
 
 The group, its keys and the spelling of search spaces are those of Hydra's plug-in
-(hydra-optuna-sweeper), whose last release asks for Optuna 2 and does not work with its storages
-under SQLAlchemy 2; this one calls the installed Optuna. Two defaults differ: `direction` is
-maximize, as the value of a job is tau or speedup, and the sampler's seed is run.seed, so that the
-same command continues its jobs instead of drawing others.
+(hydra-optuna-sweeper). That plug-in's last release requires Optuna 2, whose storages do not work
+under SQLAlchemy 2; this sweeper calls the installed Optuna. Two defaults differ. `direction` is
+maximize, since the value of a job is tau or speedup. The sampler's seed is run.seed, so that the
+same command continues its jobs instead of drawing new ones.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ RESULTS_FILE = "optimization_results.yaml"
 
 
 def installed(name: str) -> bool:
-    """Whether the package behind a launcher or sweeper is there."""
+    """Whether the package of a launcher or sweeper is installed."""
     module = {"optuna": "optuna", "joblib": "joblib"}.get(name, "submitit")
     return find_spec(module) is not None
 
 
 def register() -> None:
-    """Make `hydra/sweeper=optuna` known to Hydra, in place of the plug-in's where that is there."""
+    """Register `hydra/sweeper=optuna` with Hydra, in place of the plug-in's if that is
+    installed."""
     store = ConfigStore.instance()
     node = {
         "defaults": [{"sampler": "tpe"}],
@@ -72,7 +73,7 @@ def register() -> None:
 
 
 def defaults(composed: DictConfig) -> dict[str, str]:
-    """Settings of the sweeper that follow from those of the run."""
+    """Sweeper settings that follow from the run's settings."""
     if OmegaConf.select(composed, "hydra.sweeper.sampler.seed") is not None:
         return {}
     key = "hydra.sweeper.sampler.seed"
@@ -80,8 +81,8 @@ def defaults(composed: DictConfig) -> dict[str, str]:
 
 
 def search(hydra: Hydra, config: DictConfig, task: TaskFunction) -> None:
-    """Run the jobs of a composed sweep: what `Hydra.multirun` does with a plug-in, which has to
-    come from a package of its own."""
+    """Run the jobs of a composed sweep, as `Hydra.multirun` does with a plug-in. A plug-in would
+    have to be a separate package."""
     callbacks = Callbacks(config)
     callbacks.on_multirun_start(config=config, config_name=config.hydra.job.config_name)
     settings: Any = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
@@ -94,8 +95,8 @@ def search(hydra: Hydra, config: DictConfig, task: TaskFunction) -> None:
 
 
 class OptunaSweeper(Sweeper):
-    """Asks Optuna for values, has the launcher run `n_jobs` jobs at a time, and tells it what they
-    reached."""
+    """Asks Optuna for values, lets the launcher run `n_jobs` jobs at a time, and reports their
+    results to Optuna."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class OptunaSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> Any:
-        """Run the trials; returns what the launcher did for each batch."""
+        """Run the trials; returns the launcher's result for each batch."""
         import optuna
 
         assert self.config is not None and self.hydra_context is not None and self.launcher
@@ -164,7 +165,7 @@ class OptunaSweeper(Sweeper):
         return batches
 
     def make_sampler(self, space: Mapping[str, Any]) -> Any:
-        """The sampler; that of a grid learns here what it goes through."""
+        """The sampler; a grid sampler gets its values here."""
         if not isinstance(self.sampler, partial):
             return self.sampler
         grid = {}
@@ -175,7 +176,8 @@ class OptunaSweeper(Sweeper):
         return self.sampler(search_space=grid)
 
     def tell(self, study: Any, trials: Sequence[Any], returned: Sequence[Any]) -> None:
-        """Report a batch; raises the first error where more than `max_failure_rate` failed."""
+        """Report a batch; raises the first error if the share of failures exceeds
+        `max_failure_rate`."""
         import optuna
 
         failed = []
@@ -187,7 +189,7 @@ class OptunaSweeper(Sweeper):
                 continue
             try:
                 study.tell(trial, value if len(self.directions) > 1 else float(value))
-            except RuntimeError as error:  # a grid that is through says so where nobody listens
+            except RuntimeError as error:  # an exhausted grid stops a study that is not running
                 if "Study.stop" not in str(error):
                     raise
         if len(failed) > self.max_failure_rate * len(trials):
@@ -198,7 +200,7 @@ class OptunaSweeper(Sweeper):
             )
 
     def write_results(self, study: Any, folder: Path) -> None:
-        """Write the best values so far, as the plug-in does at its end."""
+        """Write the best values so far, as the plug-in does at the end."""
         if len(self.directions) > 1:
             best = [{"params": t.params, "values": t.values} for t in study.best_trials]
             content: dict[str, Any] = {"name": "optuna", "solutions": best}
@@ -212,7 +214,7 @@ class OptunaSweeper(Sweeper):
 
 
 def distribution(override: Override) -> Any:
-    """The values of a key as Optuna knows them: `interval(a, b)`, `tag(log, interval(a, b))`,
+    """The distribution of a key's values for Optuna: `interval(a, b)`, `tag(log, interval(a, b))`,
     `range(a, b)`, `choice(a, b)`, `a,b` and `glob(...)`."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 

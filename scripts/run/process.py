@@ -1,5 +1,4 @@
-"""This process: its seeds and threads, and the code, versions and machine that a record of it
-names."""
+"""This process: its seeds and threads, and the code, versions and machine for its records."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ PACKAGES = (
     "torch transformers accelerate datasets peft deepspeed hydra-core safetensors triton headstart"
 ).split()
 PROGRAMS = ("headstart", "cli.py", "__main__.py")
-"""Names of files by which the command line is started."""
+"""Names of the files that start the command line."""
 LONGEST_DIFF = 200_000
 PROGRESS_SECONDS = 30.0
 
@@ -54,7 +53,7 @@ class Session:
     processes: int = 1
     """Processes of the launch."""
     working_directory: str = ""
-    """From which relative paths count; empty in records of earlier versions."""
+    """The folder that paths are relative to; empty in records of earlier versions."""
 
 
 def this_session(settings: Settings) -> Session:
@@ -66,14 +65,14 @@ def this_session(settings: Settings) -> Session:
         packages=versions(),
         device=device(settings),
         processes=int(os.environ.get("WORLD_SIZE", "1")),
-        # a name that is not UTF-8 must not keep a run from being recorded
+        # a name that is not UTF-8 must not prevent the record of a run
         working_directory=str(Path.cwd()).encode("utf-8", "replace").decode(),
     )
 
 
 def command_line(settings: Settings) -> list[str]:
-    """The command of this process; in another program (`headstart.train`) the one that stands for
-    the settings."""
+    """The command of this process; in another program (`headstart.train`), the command that the
+    settings stand for."""
     own = Path(sys.argv[0]).name in PROGRAMS
     return ["headstart", *sys.argv[1:]] if own else settings.command
 
@@ -87,8 +86,8 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """Revision and uncommitted difference of this repository; empty outside one. A difference of
-    more than `LONGEST_DIFF` characters is cut; `diff_cut` records that."""
+    """Revision and uncommitted difference of this repository; empty outside a repository. A
+    difference of more than `LONGEST_DIFF` characters is cut; `diff_cut` records that."""
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
@@ -97,7 +96,7 @@ def git_state() -> dict[str, Any]:
         ).stdout
 
     if not (REPOSITORY / ".git").exists():
-        return {}  # installed: a repository further up is another project's
+        return {}  # installed: a repository further up belongs to another project
     try:
         revision, diff = git("rev-parse", "HEAD").strip(), git("diff", "HEAD")
     except (OSError, subprocess.SubprocessError):
@@ -116,18 +115,18 @@ def device(settings: Settings) -> dict[str, Any]:
 
 
 def prepare_process(config: RunConfig) -> None:
-    """Seed all generators, set torch's threads, keep libraries' progress bars out of ours."""
+    """Seed all generators, set torch's threads, and disable the progress bars of libraries."""
     random.seed(config.seed)
     np.random.seed(config.seed)  # libraries draw from the global state
     torch.manual_seed(config.seed)
     if config.threads:
         torch.set_num_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when it is imported
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read at its import
 
 
 def say_what_debug_means(settings: Settings) -> None:
-    """Say that the numbers of a run with `debug=fast` mean nothing."""
+    """Print that the numbers of a run with `debug=fast` are meaningless."""
     if settings.choices.get("debug"):
         say(
             f"debug={settings.choices['debug']}: a few training steps on a few prompts show that "
@@ -147,14 +146,14 @@ def say(text: str) -> None:
 
 
 def console() -> Console:
-    """The terminal; elsewhere lines that are not broken."""
+    """The terminal; for other outputs, lines are not broken."""
     return make_console()
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[str], None]]:
-    """Yield what shows a line of progress: in place of the last one on a terminal, elsewhere
-    printed every `PROGRESS_SECONDS` at most."""
+    """Yield a function that shows a line of progress. On a terminal it replaces the last line;
+    elsewhere it prints at most every `PROGRESS_SECONDS`."""
     screen, last = console(), -math.inf
 
     def print_some(text: str) -> None:
@@ -168,7 +167,8 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
 
 
 def result_facts(settings: Settings, target: TargetModel) -> dict[str, Any]:
-    """What opens the result file of a stage that measures: format, command, target, device."""
+    """The first entries of the result file of a stage that measures: format, command, target,
+    device."""
     return {
         "format": 1,
         "command": shlex.join(["headstart", settings.stage.name, *settings.arguments]),
@@ -178,7 +178,7 @@ def result_facts(settings: Settings, target: TargetModel) -> dict[str, Any]:
 
 
 def shown(path: Path) -> str:
-    """A path as a person standing in the working directory would write it."""
+    """A path relative to the working directory, if it lies in it."""
     full, here = path.resolve(), Path.cwd().resolve()
     return str(full.relative_to(here)) if full.is_relative_to(here) else str(full)
 

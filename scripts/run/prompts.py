@@ -1,4 +1,4 @@
-"""Which prompts a stage decodes: those it is given, or those held out of the run's data."""
+"""The prompts that a stage decodes: the given ones, or those held out of the run's data."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from train.data.answers import held_out_prompts
 from train.data.held_out import load_any_prompts
 
 EMBEDDED = "embedded"
-"""The data and the bench that come with the embedded target's prompts."""
+"""The data and the bench with the embedded target's prompts."""
 EMBEDDED_BENCHES = (EMBEDDED, "profile", "thorough", "baselines", "embedded_long")
-"""Benches with these prompts."""
+"""Benches that use these prompts."""
 FIRST_ROUND = "round-0"
-"""Folder of a loop's first round, which holds prompts out for all rounds."""
+"""Folder of a loop's first round, which holds out prompts for all rounds."""
 
 
 def bench_of(settings: Settings) -> BenchConfig:
-    """`bench` with the prompts that it stands for.
+    """`bench` with its prompts filled in.
 
-    Prompts that were held out of the run's own data come before the embedded ones, unless
-    bench=embedded was asked for; benches that build on it (`EMBEDDED_BENCHES`) take the
-    embedded ones for the embedded data alone. Raises `UserError` without any.
+    Prompts that were held out of the run's own data take precedence over the embedded ones, unless
+    bench=embedded was given. Benches that build on it (`EMBEDDED_BENCHES`) take the embedded ones
+    only for the embedded data. Raises `UserError` if there are no prompts.
     """
     bench, chosen = settings.bench, settings.choices.get("bench")
     named = settings.given("bench.prompts")
     if chosen in EMBEDDED_BENCHES and named and not settings.given("bench.domains"):
-        return replace(bench, domains=())  # of the embedded prompts
+        return replace(bench, domains=())  # its domains are those of the embedded prompts
     asked = chosen == EMBEDDED and settings.given("bench")
     if bench.prompts and (chosen not in EMBEDDED_BENCHES or named or asked):
         return bench
@@ -49,14 +49,14 @@ def bench_of(settings: Settings) -> BenchConfig:
 
 
 def load(settings: Settings) -> Loaded:
-    """The prompts of `bench`, and the commit of the dataset they are from."""
+    """The prompts of `bench`, and the commit of their dataset."""
     bench = bench_of(settings)
     return load_any_prompts(bench.prompts, bench.dataset, bench.domains)
 
 
 def validation_prompts(settings: Settings, key: str, given: str) -> str:
-    """The prompts named by setting `key` with the value `given`, or those that were held out of the
-    run's data for validation. Raises `UserError` without any."""
+    """The prompts that the setting `key` names by the value `given`, or those that were held out of
+    the run's data for validation. Raises `UserError` if there are none."""
     own = None if settings.given(key) else held_out(settings.run, "validation")
     if own is None and not given:
         raise UserError(
@@ -67,7 +67,7 @@ def validation_prompts(settings: Settings, key: str, given: str) -> str:
 
 
 def held_out(run: RunConfig, use: str) -> Path | None:
-    """The file of prompts that a run held out of its data for `use`: validation or bench."""
+    """The file of prompts that a run held out of its data for a `use`: validation or bench."""
     own = Path(run.answers) if run.answers else run.directory / "generate"
     places = (own, run.directory / FIRST_ROUND / "generate")
     found = (held_out_prompts(place, use) for place in places)

@@ -1,4 +1,4 @@
-"""What the jobs of a sweep reached: a record per job, and the table that ranks them."""
+"""The results of a sweep's jobs: a record per job, and the table that ranks them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JOB_FILE = "job.json"
 
 @dataclass(frozen=True)
 class Reached:
-    """A result of a job. path: where it lies; tau and speedup with their 95% intervals."""
+    """A result of a job. path: its folder; tau and speedup with their 95% intervals."""
 
     path: str = ""
     name: str = ""
@@ -39,14 +39,14 @@ class JobRecord:
     number: int
     stage: str
     overrides: list[str]
-    """As for a command of its own."""
+    """As for a separate command."""
     swept: dict[str, str] = field(default_factory=dict)
-    """Key -> this job's value of what the sweep varies."""
+    """Key -> this job's value, for the keys that the sweep varies."""
     status: int = 0
     """Exit status."""
     error: str = ""
     value: float | None = None
-    """What a sweeper maximises: tau of a training, speedup of a measurement."""
+    """The value that a sweeper maximises: tau of a training, speedup of a measurement."""
     reached: Reached = field(default_factory=Reached)
 
     def write(self, folder: Path) -> None:
@@ -60,8 +60,8 @@ def read_records(folder: Path) -> list[JobRecord]:
 
 
 def result_of(settings: Settings) -> tuple[float | None, Reached]:
-    """The value that a finished stage reached, and where. train: the best tau; measure: the best
-    drafter's speedup; loop: the tau of its best trained drafter. Other stages have none."""
+    """The value that a finished stage reached, and its place. train: the best tau; measure: the
+    best drafter's speedup; loop: the tau of its best trained drafter. Other stages have none."""
     stage, run = settings.stage.name, settings.run.directory
     if stage == "train" and (stage_folder(settings) / MANIFEST_FILE).is_file():
         folder = stage_folder(settings)
@@ -86,13 +86,13 @@ def result_of(settings: Settings) -> tuple[float | None, Reached]:
 
 
 def pair(bounds: Sequence[float]) -> tuple[float, float]:
-    """An interval as it is kept."""
+    """An interval as it is stored."""
     low, high = bounds
     return low, high
 
 
 def print_ranking(stage: Stage, records: Sequence[JobRecord]) -> None:
-    """Print a line per job, the best first, and where the best one lies."""
+    """Print a line per job, the best first, and the place of the best one."""
     ranked = sorted(records, key=lambda record: (-(record.value or 0.0), record.number))
     measured = any(record.reached.speedup is not None for record in records)
     valued = any(record.value is not None for record in records)

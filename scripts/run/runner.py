@@ -1,5 +1,5 @@
-"""Runs a stage: once, or once for every combination of listed values (`-m`). Imported only when
-something runs."""
+"""Runs a stage once, or once for every combination of listed values (`-m`). It is imported only
+when a stage runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scripts.run.folder import answers_folder, read_record, stage_folder
 from scripts.run.process import is_main_process
 
 INCOMPLETE = 3
-"""Exit status of a stage that was asked whether it is complete, and is not."""
+"""Exit status of a stage that is asked whether it is complete and is not."""
 
 
 def run_stage(
@@ -33,7 +33,7 @@ def run_stage(
 ) -> int:
     """Compose and run `stage`; returns the exit status, the worst of its runs. multirun: run every
     combination of listed values. show: only print the settings: `all`, or those `changed` from the
-    defaults. ask: only say whether it is complete. file: the settings, instead of overrides."""
+    defaults. ask: only report whether it is complete. file: settings that replace the overrides."""
     if file:
         return act(read_settings(stage, Path(file)), show, ask)
     given = parse(overrides)
@@ -53,7 +53,7 @@ def run_stage(
 
 
 def act(settings: Settings, show: str, ask: bool) -> int:
-    """Run a stage, or print its settings, or say whether it is complete; returns the status."""
+    """Run a stage, print its settings, or report whether it is complete; returns the status."""
     if show:
         values = settings.with_defaults if show == "all" else settings.without_defaults
         yaml.safe_dump(values, sys.stdout, sort_keys=False)
@@ -66,9 +66,9 @@ def act(settings: Settings, show: str, ask: bool) -> int:
 
 
 def run_one(settings: Settings) -> int:
-    """Run one stage with its settings in this process; returns its exit status (most stages have
-    none but 0). Raises `UserError` for a target split over processes: a stage gives every process
-    work of its own."""
+    """Run one stage with its settings in this process; returns its exit status (most stages return
+    only 0). Raises `UserError` for a target split over processes, because a stage gives every
+    process separate work."""
     if (settings.resolved.get("target") or {}).get("tensor_parallel"):
         raise UserError(
             "target.tensor_parallel splits one target over the processes of a launch, but in "
@@ -82,7 +82,7 @@ def run_one(settings: Settings) -> int:
 
 
 def output_folder(settings: Settings) -> Path:
-    """The folder that a stage with a record fills."""
+    """The folder that a stage with a record writes."""
     name = settings.stage.name
     if name == "train":
         return stage_folder(settings)
@@ -92,6 +92,6 @@ def output_folder(settings: Settings) -> Path:
 
 
 def is_complete(settings: Settings) -> bool:
-    """Whether nothing is left to do: stopped by a signal, a stage ends without an error."""
+    """Whether nothing is left to do. A stage that a signal stopped also ends without an error."""
     record = read_record(output_folder(settings))
     return record is not None and record.complete

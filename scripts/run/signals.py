@@ -1,13 +1,13 @@
-"""A scheduler's signal outside of the loops that save: the process ends with status 0, and the same
-command continues.
+"""Handles a scheduler's signal outside of the loops that save: the process ends with status 0, and
+the same command continues it.
 
-Nothing is lost by it. What a stage writes before its loop and after it appears whole under its name
-or not at all, and is done again; the loops themselves (`train.stopping`,
-`train.processes.terminable`) have handlers of their own, which save first.
+No work is lost. Files that a stage writes before and after its loop appear complete under their
+names or not at all, and are written again. The loops (`train.stopping`,
+`train.processes.terminable`) have separate handlers, which save first.
 
-Python calls a handler when the main thread comes back from C, and one that waits for another
-process, in a collective or for a connection, may never come back: the other has left already. A
-thread that hears of the signal all the same ends such a process.
+Python calls a handler when the main thread returns from C. A main thread that waits for another
+process, in a collective or for a connection, may never return, because the other process has
+already ended. A separate thread is notified of the signal in any case and ends such a process.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 GRACE_SECONDS = 5.0
-"""Time for the main thread to leave by itself."""
+"""Seconds that the main thread has to end by itself."""
 AGAIN_SECONDS = 0.05
-"""After which a signal that came while an object was finalised is sent again."""
+"""Seconds after which a signal that arrived in a finaliser is sent again."""
 
 Handler = Callable[[int, FrameType | None], None]
 
 
 @contextmanager
 def leave_in_order() -> Iterator[None]:
-    """Within, SIGTERM and SIGUSR1 raise `SystemExit` with status 0 after a line about it,
-    unless a handler was put over ours.
+    """In this context, SIGTERM and SIGUSR1 print a line and raise `SystemExit` with status 0,
+    unless another handler was installed.
 
-    Whoever leaves with status 0, for a signal here or in a loop, is not disturbed by another one on
-    its way out. Outside of the main thread Python delivers no signals; nothing is changed there.
+    While the process ends with status 0, for a signal here or in a loop, further signals are
+    ignored. Outside of the main thread, Python delivers no signals, and this context changes
+    nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -64,7 +65,8 @@ def leave_in_order() -> Iterator[None]:
 
 
 def handler_of(owner: int) -> Handler:
-    """What process `owner` does on a signal; children forked from it die of theirs."""
+    """The reaction of process `owner` to a signal; children forked from it end by the signal
+    itself."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         """Raise `SystemExit` with status 0, after a line by the main process."""
@@ -72,7 +74,7 @@ def handler_of(owner: int) -> Handler:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        if in_finaliser(frame):  # Python drops what is raised there; come back when it has ended
+        if in_finaliser(frame):  # Python drops exceptions raised there; try again later
             again = threading.Timer(AGAIN_SECONDS, os.kill, (owner, number))
             again.daemon = True
             again.start()
@@ -83,7 +85,7 @@ def handler_of(owner: int) -> Handler:
             name = signal.Signals(number).name
             line = "nothing is lost; the same command continues where this one stopped."
             with suppress(OSError):
-                # past Python's own buffers, in which the signal may have come
+                # bypasses Python's own buffers, which the signal may have interrupted
                 os.write(2, f"\nheadstart: {name}: {line}\n".encode())
         raise SystemExit(0)
 
@@ -100,8 +102,8 @@ def in_finaliser(frame: FrameType | None) -> bool:
 
 
 def watch(hears: int, leave: Handler) -> None:
-    """End the process `GRACE_SECONDS` after a signal that is `leave`'s."""
-    # what the main thread blocks is to wait for it
+    """End the process `GRACE_SECONDS` after a signal that `leave` handles."""
+    # signals that the main thread blocks must stay pending for it
     signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGINT})
     with os.fdopen(hears, "rb", buffering=0) as numbers:
         while number := numbers.read(1):
@@ -112,5 +114,5 @@ def watch(hears: int, leave: Handler) -> None:
 
 @cache
 def children_forget() -> None:
-    """Keep forked children from telling their parent of their own signals."""
+    """Keep forked children from notifying their parent of their own signals."""
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

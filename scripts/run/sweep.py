@@ -1,11 +1,11 @@
 """`headstart <stage> -m ...`: a stage once per combination of listed values, through Hydra's
 sweepers and launchers, and a table that ranks the jobs.
 
-Hydra decides which jobs there are (`hydra/sweeper=basic`, `optuna`, or an installed plug-in) and
-where they run (`hydra/launcher=basic`, `joblib`, `submitit_local`, `submitit_slurm`). Every job
-composes and runs its stage as a command of its own would, and writes `job.json` into its folder
-below `hydra.sweep.dir` (<run>/sweeps/<stage>-<time>/<number>/), beside Hydra's `.hydra/`. What it
-returns to the sweeper is the value to maximise (`scripts.run.ranking.result_of`).
+Hydra determines the jobs (`hydra/sweeper=basic`, `optuna`, or an installed plug-in) and where they
+run (`hydra/launcher=basic`, `joblib`, `submitit_local`, `submitit_slurm`). Every job composes and
+runs its stage as a separate command would, and writes `job.json` into its folder below
+`hydra.sweep.dir` (<run>/sweeps/<stage>-<time>/<number>/), beside Hydra's `.hydra/`. It returns the
+value to maximise to the sweeper (`scripts.run.ranking.result_of`).
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ PLUGINS = {
     },
     "hydra/sweeper": {"optuna": "optuna"},
 }
-"""Group -> option -> the package that it needs; the extra `sweep` has all of them."""
+"""Group -> option -> the package that it needs; the extra `sweep` includes all of them."""
 FOLDER = "${run.root}/${run.name}/%s/%s-${now:%%Y-%%m-%%d_%%H-%%M-%%S}"
 QUIET = ("hydra/hydra_logging=none", "hydra/job_logging=none")
-"""Of a sweep unless they are given: libraries' log lines stay out of the output."""
+"""Default settings of a sweep: log lines of libraries stay out of the output."""
 DRAWN = re.compile(r"-?\d*\.\d{7,}(e-?\d+)?")
 NAMED = ("measure", "audit", "watch")
-"""Stages whose jobs are told apart by <stage>.name; those of the others by run.drafter."""
+"""Stages whose jobs are distinguished by <stage>.name; the jobs of other stages by run.drafter."""
 
 
 def run(stage: Stage, given: Sequence[Override], multirun: bool) -> int:
-    """Run the jobs and print their ranking, or one run in Hydra's way because settings of Hydra's
-    are given (`hydra.run.dir=...`); returns the worst exit status. Raises `UserError` for settings
-    that a job cannot run with, before the first one starts."""
+    """Run the jobs and print their ranking, or run once in Hydra's way if settings of Hydra are
+    given (`hydra.run.dir=...`). Returns the worst exit status. Raises `UserError`, before the first
+    job starts, for settings that a job cannot run with."""
     optuna_sweeper.register()
     with hydra_of(stage) as hydra:
         parsed = parse(given, hydra.config_loader)
@@ -72,7 +72,7 @@ def run(stage: Stage, given: Sequence[Override], multirun: bool) -> int:
 
 
 def run_single(hydra: Hydra, stage: Stage, own: list[Override], hydras: Mapping[str, str]) -> int:
-    """One run with the folder, logging and working directory of Hydra."""
+    """One run with Hydra's folder, logging and working directory."""
     for key in hydras:
         if re.match(r"hydra[./](launcher|sweeper|sweep)\b", key):
             raise UserError(f"{key} says how several jobs run: add -m and list values.")
@@ -86,12 +86,12 @@ def run_single(hydra: Hydra, stage: Stage, own: list[Override], hydras: Mapping[
 
 
 def run_multiple(hydra: Hydra, stage: Stage, own: list[Override], hydras: dict[str, str]) -> int:
-    """Hand the jobs to Hydra's sweeper and launcher, and rank what they reach."""
+    """Pass the jobs to Hydra's sweeper and launcher, and rank their results."""
     texts = [*map(force, own), *hydras.values()]
     composed = hydra.compose_config(root_of(stage), texts, RunMode.MULTIRUN)
     sweeper = composed.hydra.runtime.choices["hydra/sweeper"]
     if sweeper in ("basic", "optuna"):
-        # those of YAML files become part of the command line, whose values win
+        # settings of YAML files become part of the command line, whose values win
         keys = {item.key_or_group for item in own}
         params = OmegaConf.select(composed, "hydra.sweeper.params") or {}
         more = parse([f"{key}={value}" for key, value in params.items()], hydra.config_loader)
@@ -102,7 +102,7 @@ def run_multiple(hydra: Hydra, stage: Stage, own: list[Override], hydras: dict[s
     total = 0
     if sweeper == "basic":
         jobs = combine(stage, own)
-        for job in jobs:  # all are checked before the first one starts
+        for job in jobs:  # all jobs are checked before the first one starts
             settings = load_settings(stage, job)
             if stage.name == "train":
                 require_answers(settings)
@@ -111,7 +111,7 @@ def run_multiple(hydra: Hydra, stage: Stage, own: list[Override], hydras: dict[s
         hydras = {**optuna_sweeper.defaults(composed), **hydras}
         total = int(composed.hydra.sweeper.n_trials)
     folder = Path(str(composed.hydra.sweep.dir))
-    hydras["hydra.sweep.dir"] = f"hydra.sweep.dir='{folder}'"  # its time is now
+    hydras["hydra.sweep.dir"] = f"hydra.sweep.dir='{folder}'"  # this fixes the folder's time
     swept = tuple(item.key_or_group for item in own if item.is_sweep_override())
     texts = [*map(force, own), *hydras.values()]
     try:
@@ -138,8 +138,8 @@ def worst(records: Sequence[JobRecord]) -> int:
 
 
 def run_job(stage_name: str, swept: tuple[str, ...], total: int, config: Any) -> float | None:
-    """One job, wherever the launcher has put it; returns its value. config: as Hydra composed it,
-    which the stage does again with its own checks."""
+    """One job, wherever the launcher runs it; returns its value. config: composed by Hydra; the
+    stage composes again with its own checks."""
     whole: Any = HydraConfig.instance().cfg
     assert whole is not None, "Hydra runs the jobs"
     hydra, stage = whole.hydra, STAGES[stage_name]
@@ -153,7 +153,7 @@ def run_job(stage_name: str, swept: tuple[str, ...], total: int, config: Any) ->
             settings = load_settings(stage, job)
             record.status = run_one(settings)
         record.value, record.reached = result_of(settings)
-    except UserError as error:  # told after the ranking; the other jobs run all the same
+    except UserError as error:  # reported after the ranking; the other jobs still run
         record.status, record.error = 2, str(error)
     except Exception as error:
         record.status, record.error = 1, f"{type(error).__name__}: {error}"
@@ -166,7 +166,7 @@ def run_job(stage_name: str, swept: tuple[str, ...], total: int, config: Any) ->
 
 @contextmanager
 def as_command(stage: Stage, job: Sequence[str]) -> Iterator[None]:
-    """Within, this process's arguments are the job's: run.json records them."""
+    """In this context, this process's arguments are the job's, for run.json."""
     before = sys.argv
     sys.argv = [before[0], stage.name, *job]
     try:
@@ -177,8 +177,8 @@ def as_command(stage: Stage, job: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def sweep_folder(stage: Stage) -> Iterator[str]:
-    """Yield where Hydra writes about the jobs: below the run. The other processes of a launch,
-    whose clocks are not the main one's, get a folder that does not stay."""
+    """Yield the folder for Hydra's files about the jobs, inside the run's folder. The other
+    processes of a launch, whose clocks differ from the main one's, get a temporary folder."""
     if is_main_process():
         yield FOLDER % ("sweeps", stage.name)
         return
@@ -187,7 +187,7 @@ def sweep_folder(stage: Stage) -> Iterator[str]:
 
 
 def heading(stage: Stage, job: Sequence[str], number: int, total: int) -> str:
-    """The line before a job. total: 0 where it is not known."""
+    """The line before a job. total: 0 if unknown."""
     return f"[{number}/{total or '?'}] headstart {stage.name} {' '.join(job)}"
 
 
@@ -199,7 +199,7 @@ def expand(stage: Stage, given: Sequence[Override]) -> list[list[str]]:
 
 
 def combine(stage: Stage, own: Sequence[Override]) -> list[list[str]]:
-    """Every combination of the values listed in the overrides, in order, each named."""
+    """Every combination of the values listed in the overrides, in order, each with a name."""
     swept = tuple(item.key_or_group for item in own if item.is_sweep_override())
     if not swept:
         raise UserError(
@@ -224,8 +224,8 @@ def combine(stage: Stage, own: Sequence[Override]) -> list[list[str]]:
 def name_job(
     stage: Stage, job: Sequence[str], swept: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """The overrides of a job with a name of its own, so that no two write to one folder; and the
-    values of what is swept. `head=medusa,eagle3` needs no other name."""
+    """The overrides of a job with a unique name, so that no two jobs write to one folder, and the
+    values of the swept keys. `head=medusa,eagle3` needs no further name."""
     texts = [text.removeprefix("++") for text in job]
     values = dict(text.split("=", 1) for text in texts if "=" in text)
     found = {key: values[key] for key in swept if key in values}
@@ -241,18 +241,18 @@ def name_job(
     folder = re.sub(r"[^\w.=-]", "_", "-".join(label))
     if stage.name == "loop":
         settings = load_settings(stage, texts)
-        if settings.loop.recipes or settings.loop.sweep:  # which name their drafters themselves
+        if settings.loop.recipes or settings.loop.sweep:  # these name their drafters themselves
             key, folder = "run.name", f"{settings.run.name}-{folder}"
     return [*texts, f"{key}='{folder}'"], found
 
 
 def short(value: str) -> str:
-    """A value for a folder's name: a number that a sweeper has drawn has six digits of its own."""
+    """A value for a folder's name: a number that a sweeper draws is shortened to six digits."""
     return f"{float(value):.6g}" if DRAWN.fullmatch(value) else value
 
 
 def require_plugins(hydra: Hydra, given: Sequence[Override]) -> None:
-    """Raise `UserError` for a launcher or sweeper that is not there, or has no cluster here."""
+    """Raise `UserError` for a launcher or sweeper that is not installed, or has no cluster here."""
     for item in given:
         group, name = item.key_or_group, str(item.value())
         if group not in PLUGINS:

@@ -1,7 +1,7 @@
-"""`headstart audit`: does the text stay the target's, with every drafter? Writes
+"""`headstart audit`: checks that every drafter leaves the target's text unchanged. Writes
 <run>/<name>/audit.json and audit.md.
 
-Ends with status 1 when something was found that rounding does not explain.
+Ends with status 1 if it finds a difference that rounding does not explain.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def examine(settings: Settings, found: Sequence[Found], out: Path, git: dict[str
         for item in found
     ]
     if all(item.checkpoint is None for item in found):
-        # one that is initialised for the audit proves the loop, not the weights
+        # a drafter that is initialised for the audit tests the loop, not the weights
         contestants.insert(0, Contestant(f"{head.kind} (fresh)", initialise, decode))
     with progress("audit") as show:
         prompts = load(settings).prompts

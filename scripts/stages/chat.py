@@ -23,7 +23,7 @@ from scripts.run.process import prepare_process
 
 
 def run(settings: Settings) -> None:
-    """Load target and drafter, then answer until the input ends."""
+    """Load target and drafter, then answer prompts until the input ends."""
     prepare_process(settings.run)
     engine, found = build_engine(settings, settings.chat.drafter)
     name = found.name if found else "no drafter"
@@ -41,10 +41,10 @@ def run(settings: Settings) -> None:
 
 
 def build_engine(settings: Settings, given: str) -> tuple[Engine, Found | None]:
-    """The decoder with the drafter `given`, and that drafter; None where nothing is drafted.
+    """The decoder with the drafter `given`, and that drafter; None if nothing is drafted.
 
-    A recipe's decode.compile is for its measurements: compiling takes a minute before the first
-    token. Here it must be asked for.
+    A recipe's decode.compile is meant for its measurements: compiling takes a minute before the
+    first token. Here it must be given explicitly.
     """
     if not given:
         plain = f"{settings.stage.name}.drafter={drafters.NO_DRAFTER}"

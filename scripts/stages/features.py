@@ -1,10 +1,10 @@
-"""`headstart features`: the target's features for a training, written to disk once or served to
+"""`headstart features`: writes the target's features for a training to disk once, or serves them to
 trainings elsewhere.
 
-Writing: <run>/features/<format>/ with everything that `head` (and features.heads) reads of the
-target. The same command started in several processes, by a launcher or by hand, shares the work;
-repeated, it writes what is missing. Serving (features.serve=true): a feature server that runs until
-it is stopped. features.source=vllm: vLLM servers run the target for either.
+Writing: <run>/features/<format>/ contains everything that `head` (and features.heads) reads of the
+target. If the same command runs in several processes, started by a launcher or by hand, they share
+the work. If it is repeated, it writes what is missing. Serving (features.serve=true): a feature
+server runs until it is stopped. features.source=vllm: vLLM servers run the target in both cases.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run(settings: Settings) -> None:
 
 
 def write(settings: Settings, heads: tuple[Head, ...]) -> None:
-    """Write the store with what all of `heads` read."""
+    """Write the store with everything that `heads` read."""
     answers = require_answers(settings)
     job = StoreJob(
         heads=heads,
@@ -70,7 +70,7 @@ def write(settings: Settings, heads: tuple[Head, ...]) -> None:
         domains=settings.train.domains,
         load=loader(settings),
     )
-    with turn(job.folder):  # other writers may be starting at this moment
+    with turn(job.folder):  # other writers may be starting at the same moment
         if settings.run.overwrite and is_main_process():
             require_no_writers(job.folder)
         inputs = [answers / MANIFEST_FILE]
@@ -87,14 +87,15 @@ def write(settings: Settings, heads: tuple[Head, ...]) -> None:
 
 
 def loader(settings: Settings) -> Callable[[TargetConfig], TargetModel]:
-    """How this process loads the target: in parts if asked for, where an engine runs it."""
+    """How this process loads the target: in parts if that is requested and an engine runs the
+    target."""
     features = settings.features
     parts = features.source != "target" and features.trainer_target == "parts"
     return partial(load_parts, norm=True) if parts else TargetModel.load
 
 
 def require_no_writers(folder: Path) -> None:
-    """Raise `UserError` while processes write to the store that is to be deleted."""
+    """Raise `UserError` while processes write to a store that is to be deleted."""
     writing = Claims(folder).all()
     if writing:
         who = ", ".join(str(writer) for writer in writing.values())
@@ -118,6 +119,6 @@ def all_heads(settings: Settings) -> tuple[Head, ...]:
 
 
 def say(text: str) -> None:
-    """Print; processes of a launch say who they are."""
+    """Print; processes of a launch add their rank."""
     rank = os.environ.get("RANK", "0")
     print(text if rank == "0" else f"process {rank}: {text}", flush=True)

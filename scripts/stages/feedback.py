@@ -1,5 +1,5 @@
-"""`headstart feedback`: records of verifications and the answers that they are of become training
-data, in <run>/feedback/."""
+"""`headstart feedback`: turns records of verifications and their answers into training data, in
+<run>/feedback/."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from train.recording import RECORDS
 
 
 def run(settings: Settings) -> None:
-    """Write the folder; one of the same inputs is left alone."""
+    """Write the folder; one made from the same inputs is left unchanged."""
     prepare_process(settings.run)
     config, out = settings.feedback, settings.run.directory / "feedback"
     named = config.answers or (str(settings.run.directory / "generate"),)
@@ -28,7 +28,7 @@ def run(settings: Settings) -> None:
     records = [Path(name) for name in config.records] or [folder / RECORDS for folder in answers]
     if not config.records and not config.answers:
         require_run(settings.run)
-    for one in records:  # to `build` they may be missing; here they were asked for
+    for one in records:  # `build` allows them to be missing; here they were requested
         if not (one / FACTS_FILE).is_file():
             raise UserError(
                 f"'{one}' holds no records: there is no {FACTS_FILE}. Generate with "

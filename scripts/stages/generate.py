@@ -1,4 +1,4 @@
-"""`headstart generate`: the target answers the prompts of a dataset.
+"""`headstart generate`: lets the target answer the prompts of a dataset.
 
 Writes <run>/generate/ with shards and a manifest.
 """
@@ -16,11 +16,11 @@ from train.data.config import DataConfig, HeldOut
 from train.generate.run import generate
 
 OWN = "own"
-"""The bench whose prompts are held out of the data."""
+"""The bench that holds its prompts out of the data."""
 
 
 def run(settings: Settings) -> None:
-    """Generate answers, continuing an interrupted folder; a complete one is left alone."""
+    """Generate answers, continuing an interrupted folder; a complete one is left unchanged."""
     out = settings.run.directory / "generate"
     folder = open_folder(settings, out, stage_decides=True, may_refuse=True)
     if folder.skip():
@@ -39,9 +39,9 @@ def run(settings: Settings) -> None:
 
 
 def data_of(settings: Settings) -> DataConfig:
-    """`data` with all that is held out of it: prompts of its own for validation, unless
-    train.prompts names some, and for measuring, with bench=own; the prompts of `data.benches`,
-    those that the named files of conf/bench/ measure on. Raises `UserError` for unknown ones."""
+    """`data` with everything that is held out of it: prompts for validation, unless train.prompts
+    names some; prompts for measuring, with bench=own; and the prompts of `data.benches`, on which
+    the named files of conf/bench/ measure. Raises `UserError` for unknown names."""
     data, bench = settings.data, settings.choices.get("bench")
     reserve = replace(
         data.reserve,

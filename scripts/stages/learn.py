@@ -1,4 +1,4 @@
-"""`headstart learn`: learn from the traffic of a running server beside it (docs/learning.md).
+"""`headstart learn`: learns from the traffic of a running server beside it (docs/learning.md).
 Writes <run>/learn/: the journal, the candidates, and learn.html with tau over time."""
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SETTINGS_FILE = "settings.yaml"
-"""What `headstart serve` starts its learner with."""
+"""The command with which `headstart serve` starts its learner."""
 
 
 def run(settings: Settings) -> None:
-    """Learn until `learn.cycles` cycles have ended, or until a signal."""
-    try:  # what it needs of the server's package is an extra
+    """Learn until `learn.cycles` cycles have ended, or until a signal arrives."""
+    try:  # the server's package needs an extra
         from train.learning.cycle import Learner
         from train.learning.journal import writing
         from train.learning.server import HttpServer
@@ -105,7 +105,7 @@ def exporting(settings: Settings, folder: Path) -> ExportingServer:
 
 
 def wait_for(server: HttpServer, seconds: float) -> None:
-    """Ask a server every so often until it answers."""
+    """Poll a server until it answers."""
     from train.learning.server import ServerGoneError
 
     while True:
@@ -118,8 +118,8 @@ def wait_for(server: HttpServer, seconds: float) -> None:
 
 
 def sampled_folder(given: str, server: HttpServer) -> Path:
-    """The folder of learning, which holds the server's samples. Raises `UserError` for another one
-    than was given, and a server that samples nothing, or on another machine."""
+    """The folder of learning, which contains the server's samples. Raises `UserError` if another
+    folder was given, and for a server that takes no samples or runs on another machine."""
     from train.learning.cycle import TRAFFIC
 
     samples = server.samples()
@@ -145,8 +145,8 @@ def sampled_folder(given: str, server: HttpServer) -> Path:
 def cycle_settings(
     settings: Settings, folder: Path, server: Server, journal: Journal
 ) -> CycleSettings:
-    """What every cycle is made with: the draft and the learning rate are those of the drafter that
-    serves now."""
+    """The settings of every cycle. Draft and learning rate are those of the drafter that serves
+    now."""
     from train.learning.work import CycleSettings
 
     found = drafters.find_trained("the server's drafter", server.current(), settings.run)
@@ -168,8 +168,8 @@ def cycle_settings(
 
 
 def learning_rate(settings: Settings, found: Found, journal: Journal) -> float:
-    """The rate of the cycles: that of those before, since a drafter that a cycle has brought forth
-    does not say how it was trained; else as `refreshing_rate` has it."""
+    """The learning rate of the cycles: that of the earlier cycles, if there are any, since a
+    drafter from a cycle does not record how it was trained; otherwise as in `refreshing_rate`."""
     from train.learning.cycle import TRAINED
 
     before = journal.last(TRAINED)
@@ -195,7 +195,7 @@ def start_learner(
 
 
 def end_learner(learner: subprocess.Popen[bytes]) -> None:
-    """End a learner; whatever it was doing, its journal says what is finished."""
+    """End a learner. Its journal names the steps that are finished, so it may be in any state."""
     learner.terminate()
     try:
         learner.wait(10.0)

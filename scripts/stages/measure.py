@@ -1,5 +1,5 @@
-"""`headstart measure`: every drafter of a run, and plain decoding, on held-out prompts; or, with
-bench.server, a running server. Writes <run>/<name>/report.json."""
+"""`headstart measure`: measures every drafter of a run and plain decoding on held-out prompts or,
+with bench.server, a running server. Writes <run>/<name>/report.json."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def run(settings: Settings) -> None:
 def measure_run(
     settings: Settings, load_target: Callable[[TargetConfig], TargetModel] = TargetModel.load
 ) -> Path:
-    """Measure unless that was done and nothing has changed since; returns report.json's path."""
+    """Measure, unless a measurement exists and nothing has changed since; returns report.json's
+    path."""
     out = settings.run.directory / settings.measure.name
     if settings.bench.server:
         return measure_running(settings, out)
@@ -75,7 +76,7 @@ def measure_run(
 
 def measure_running(settings: Settings, out: Path) -> Path:
     """Measure the server of `bench.server` instead of drafters; returns report.json's path. The
-    target is not loaded: at most its tokenizer is, to render messages."""
+    target is not loaded; only its tokenizer is, if messages have to be rendered."""
     bench = bench_of(settings)
     own = [] if bench.prompts == settings.bench.prompts else [Path(bench.prompts)]
     folder = open_folder(settings, out, own, stage_decides=True)
@@ -90,8 +91,9 @@ def measure_running(settings: Settings, out: Path) -> Path:
 def without_leaks(
     loaded: Loaded, bench: BenchConfig, found: Sequence[Found], tokenizer: Any
 ) -> tuple[list[Prompt], LeakFacts]:
-    """The prompts that none of the drafters was trained on, and what was compared. Raises
-    `UserError` when most were: what is measured would be what was learned."""
+    """The prompts on which none of the drafters was trained, and facts about the comparison. Raises
+    `UserError` if most prompts were trained on, because the result would show what was learned by
+    heart."""
     answers = {item.name: drafters.answers_of(item) for item in found if item.has_weights}
     known = {name: folders for name, folders in answers.items() if folders is not None}
     folders = sorted({folder for several in known.values() for folder in several})
@@ -122,7 +124,7 @@ def without_leaks(
 
 
 def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
-    """The drafters to measure, trained ones first; raises `UserError` when there are none."""
+    """The drafters to measure, trained ones first; raises `UserError` if there are none."""
     named = [drafters.find(name, run) for name in config.drafters]
     found = named or drafters.best_of_sweeps(drafters.list_trained(run))
     found += [drafters.find(kind, run, config.heads) for kind in config.kinds]
@@ -136,7 +138,7 @@ def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
 
 
 def require_measured(config: MeasureConfig, names: Sequence[str]) -> None:
-    """Raise `UserError` where `measure.drafts` has a drafter that is not among those measured."""
+    """Raise `UserError` if `measure.drafts` names a drafter that is not measured."""
     for name in config.drafts:
         if name not in names:
             raise UserError(
@@ -147,19 +149,20 @@ def require_measured(config: MeasureConfig, names: Sequence[str]) -> None:
 
 
 def arm(found: Found, target: TargetModel, settings: Settings) -> Arm:
-    """A drafter as it is measured: loaded, with the draft of `measure.draft`, its own of
-    `measure.drafts` on top. A kind without a checkpoint that cannot fill a dartree takes a dynamic
-    tree. Raises `UserError` for weights or settings that do not fit."""
+    """A drafter as it is measured: loaded, with the draft of `measure.draft`, then its own of
+    `measure.drafts`. A kind without a checkpoint that cannot fill a dartree gets a dynamic tree.
+    Raises `UserError` for weights or settings that do not fit."""
     config = settings.measure
     changes = {**config.draft, **config.drafts.get(found.name, {})}
     own = drafters.decode_settings(found, settings, target, 1, changes)
-    if own.shape == "none":  # a contestant drafts
+    if own.shape == "none":  # a measured drafter must draft
         own = drafters.draft_settings(found, settings.decode, changes)
     path = shown(found.checkpoint) if found.checkpoint else ""
     drafter = drafters.load(found, target)
     beside = not found.checkpoint and found.name not in config.drafts
     if own.shape == "dartree" and beside and not getattr(drafter, "one_pass", False):
-        # asked for the trained drafters; without it the whole measurement would be refused
+        # it was requested for the trained drafters; otherwise the whole measurement would be
+        # refused
         say(f"{found.name} drafts dynamic trees: it has no distributions for a dartree")
         own = replace(own, shape="dynamic")
     return Arm(found.name, drafter, own, path)

@@ -4,9 +4,9 @@
     headstart train --plan experiment=llama31_8b_eagle3 plan.gpu=h100 \
         plan.count=8 plan.tokens=200000000
 
-Without `plan.gpu` and `plan.measured` a few real steps are taken here, which needs the target and
-the answers; before there are answers the time follows from a matrix product. How much is trained
-on is an upper bound until answers are packed, and the plan says so.
+Without `plan.gpu` and `plan.measured`, a few real steps are taken here, which needs the target and
+the answers. If there are no answers yet, the time is derived from a matrix product. The amount of
+training data is an upper bound until answers are packed, and the plan says so.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from train.tracking.tracker import TrackerConfig
 
 
 def run(settings: Settings) -> None:
-    """Plan, write the plan, and show it with the settings that would fit where these do not."""
+    """Plan, write the plan, and show it. If these settings do not fit, show settings that would."""
     prepare_process(settings.run)
     job, config = job_of(settings), settings.plan
-    if config.gpu and job.target.dtype == AUTO:  # that of the planned machine
+    if config.gpu and job.target.dtype == AUTO:  # the dtype of the planned machine
         job = replace(job, target=replace(job.target, dtype="bfloat16"))
     expected = None if known_amount(job, config) else expected_amount(settings, job)
     if expected:
@@ -60,7 +60,7 @@ def run(settings: Settings) -> None:
 
 
 def expected_amount(settings: Settings, job: TrainingJob) -> Amount:
-    """What there will be to train on, before anything was generated."""
+    """The expected amount of training data, before anything was generated."""
     data, longest = settings.data, job.config.sequence_length
     described = checked_config(job.target).get_text_config()
     longest = min(longest, getattr(described, "max_position_embeddings", None) or longest)
@@ -82,8 +82,8 @@ def show_ways(job: TrainingJob, config: PlanConfig, speed: Speed, screen: Consol
 
 
 def speed_of(job: TrainingJob, config: PlanConfig) -> Speed:
-    """How fast it will be: by a GPU's figures, a run's summary, or real steps taken now; without
-    answers to take them on, by a matrix product on this machine."""
+    """The expected speed: from a GPU's figures, a run's summary, or real steps taken now; without
+    answers for such steps, from a matrix product on this machine."""
     if config.gpu:
         return Speed.of(config)
     if config.measured:
@@ -95,7 +95,7 @@ def speed_of(job: TrainingJob, config: PlanConfig) -> Speed:
 
 
 def few_steps(job: TrainingJob, steps: int) -> Summary:
-    """The summary of a few real steps of the training, which are not kept."""
+    """The summary of a few real training steps, which are not kept."""
     config = replace(
         job.config,
         max_steps=steps,
@@ -107,5 +107,5 @@ def few_steps(job: TrainingJob, steps: int) -> Summary:
     with tempfile.TemporaryDirectory(prefix="headstart-plan-") as folder:
         train(**vars(replace(job, config=config, out=Path(folder))))
         found = read_summary(folder)
-    # nothing was measured, one state written
+    # nothing was measured, and one state was written
     return found.model_copy(update={"seconds": {**found.seconds, "evaluation": 0.0, "saving": 0.0}})

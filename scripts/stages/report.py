@@ -1,5 +1,5 @@
-"""`headstart report`: markdown, plots and a page (report.html) from one or several report.json,
-side by side."""
+"""`headstart report`: writes markdown, plots and a page (report.html) from one or several
+report.json, side by side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scripts.run.process import console, say_what_debug_means, shown
 
 
 def run(settings: Settings) -> None:
-    """Render the report; print its tables and the paths of what was written."""
+    """Render the report; print its tables and the paths of the written files."""
     reports = [Path(item) for item in settings.report.reports] or measurements(settings.run)
     out = Path(settings.report.out or settings.run.directory)
     main = reports[0] / REPORT_FILE if reports[0].is_dir() else reports[0]
@@ -43,7 +43,7 @@ def write(settings: Settings, reports: list[Path], main: Path, out: Path) -> Non
 
 
 def require_report_folder(out: Path, main: Path) -> None:
-    """Raise `UserError` where `main` in `out` would replace another measurement or file."""
+    """Raise `UserError` if `main` would replace another measurement or file in `out`."""
     text = out / "report.md"
     if text.is_file() and not text.read_bytes().startswith(HEADLINE.encode()):
         raise UserError(
@@ -67,7 +67,7 @@ def require_report_folder(out: Path, main: Path) -> None:
 
 
 def measurements(run: RunConfig) -> list[Path]:
-    """Folders of a run's measurements, `measure` first; raises `UserError` for none."""
+    """Folders of a run's measurements, `measure` first; raises `UserError` if there are none."""
     folders = sorted(path.parent for path in run.directory.glob(f"*/{REPORT_FILE}"))
     if not folders:
         require_run(run, "Or set report.reports.")

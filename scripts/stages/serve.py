@@ -1,4 +1,4 @@
-"""`headstart serve`: an OpenAI-compatible server for the target, sped up by a drafter
+"""`headstart serve`: runs an OpenAI-compatible server for the target, sped up by a drafter
 (docs/server.md)."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from scripts.stages.learn import end_learner, learn_folder, start_learner
 
 def run(settings: Settings) -> int:
     """Load, listen, and answer until SIGTERM or SIGINT; returns the exit status."""
-    try:  # what they need is an extra
+    try:  # the server's packages are an extra
         from inference.server.run import serve
         from inference.server.service import Service
     except ImportError as error:
@@ -54,7 +54,7 @@ def run(settings: Settings) -> int:
         drafter, records, weights = found.name if found else "no drafter", None, ""
         if config.log_rejections:
             records = Path(config.records or settings.run.directory / "records")
-            hold(records)  # until the stage ends
+            hold(records)  # held until the stage ends
             weights = checkpoint_hash(found.checkpoint or "") if found else ""
         checkpoint = str(found.checkpoint.absolute()) if found and found.checkpoint else ""
         own = (secret, records, weights, admin, checkpoint)
@@ -86,8 +86,8 @@ def run(settings: Settings) -> int:
 
 
 def admin_for(config: ServeConfig) -> Secret | None:
-    """The admin token, drawn where the server starts a learner and none is given. Raises
-    `UserError` where another learner needs one."""
+    """The admin token, generated if the server starts a learner and none is given. Raises
+    `UserError` if a separate learner needs one."""
     given = read_admin_secret(config)
     if given is None and config.sample:
         raise UserError(
@@ -99,8 +99,8 @@ def admin_for(config: ServeConfig) -> Secret | None:
 
 
 def prepare_learning(settings: Settings) -> tuple[Path, str]:
-    """The folder of a learner's samples, held until the stage ends, and the drafter to begin with:
-    the one that was taken last, if any."""
+    """The folder of a learner's samples, held until the stage ends, and the first drafter: the last
+    accepted one, if any."""
     from train.learning.cycle import TRAFFIC, last_taken
     from train.learning.journal import read_journal
 

@@ -1,10 +1,10 @@
-"""`headstart traffic`: what speculation gains on given traffic, per drafter and draft length, by
-simulating a server here.
+"""`headstart traffic`: estimates what speculation gains on given traffic, per drafter and draft
+length, by simulating a server.
 
 headstart traffic run.name=demo traffic.file=requests.jsonl
 headstart traffic traffic.file=metrics.txt traffic.drafters=[<folder>] traffic.depths=[1,2,4]
 
-Writes <run>/traffic/traffic.json (docs/tuning.md says what a line of the traffic holds).
+Writes <run>/traffic/traffic.json (docs/tuning.md describes the lines of the traffic).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRAFFIC_FILE = "traffic.json"
 
 
 def run(settings: Settings) -> None:
-    """Read the traffic, measure, simulate, write and show."""
+    """Read the traffic, measure, simulate, write and show the results."""
     config, found, screen = settings.traffic, chosen(settings), console()
     file, out = Path(config.file).expanduser(), settings.run.directory / "traffic"
     folder = open_folder(settings, out, [file] if file.is_file() else [], stage_decides=True)
@@ -50,7 +50,7 @@ def run(settings: Settings) -> None:
 
 
 def chosen(settings: Settings) -> list[Found]:
-    """The drafters to advise on; raises `UserError` for none, or two of one name."""
+    """The drafters to advise on; raises `UserError` if there are none, or two with one name."""
     if not settings.traffic.drafters:
         require_run(settings.run, "Or give checkpoint folders in traffic.drafters.")
     found = [drafters.find(name, settings.run) for name in settings.traffic.drafters]

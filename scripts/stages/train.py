@@ -1,4 +1,5 @@
-"""`headstart train`: one drafter on the responses of a run, kept at its best measured tau.
+"""`headstart train`: trains one drafter on the responses of a run and keeps it at its best measured
+tau.
 
 Writes <run>/train/<drafter>/ with the drafter in best/.
 """
@@ -21,7 +22,7 @@ from train.run import train
 
 
 def run(settings: Settings) -> None:
-    """Train, continuing an interrupted folder; a complete one is left alone."""
+    """Train, continuing an interrupted folder; a complete one is left unchanged."""
     require_answers(settings)
     job = job_of(settings)
     folder = open_folder(settings, job.out, inputs_of(job))
@@ -34,8 +35,8 @@ def run(settings: Settings) -> None:
 
 
 def inputs_of(job: TrainingJob) -> list[Path]:
-    """The files that the training is made of: the answers, and the weights of an adapter's base,
-    without which it is another drafter."""
+    """The input files of the training: the answers, and the weights of an adapter's base, which are
+    part of the drafter."""
     start, answers = job.config.refresh, job.data / MANIFEST_FILE
     base = weights_file(Path(start.init_from))
     return [answers, base] if start.adapter and base.is_file() else [answers]
@@ -43,7 +44,7 @@ def inputs_of(job: TrainingJob) -> list[Path]:
 
 def job_of(settings: Settings) -> TrainingJob:
     """The training that the settings describe, with its answers' folder. Prompts that were held out
-    of these answers' data come before those of recipes and options."""
+    of these answers' data take precedence over those of recipes and options."""
     answers, out, config = answers_folder(settings), stage_folder(settings), settings.train
     if not settings.given("train.prompts") and held_out_prompts(answers, "validation"):
         config = replace(config, prompts=())

@@ -4,7 +4,7 @@ decode.yaml into its checkpoint.
 headstart tune run.name=demo tune.drafter=eagle3
 headstart tune tune.drafter=<folder> tune.batches=[1,4,16] tune.temperatures=[0,1]
 
-<run>/tune/<drafter>/tune.json has what the choice rests on: acceptance, cost curves, every draft's
+<run>/tune/<drafter>/tune.json has the basis of the choice: acceptance, cost curves, every draft's
 predicted speed.
 """
 

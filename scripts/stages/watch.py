@@ -1,4 +1,5 @@
-"""`headstart watch`: does a drafter still suit its target and traffic? Writes staleness.json."""
+"""`headstart watch`: tests whether a drafter still suits its target and traffic. Writes
+staleness.json."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from scripts.run.process import console, prepare_process, say, shown
 from scripts.run.prompts import bench_of, load
 
 BATCH = 32
-"""Rows decoded together unless decode.batch_size says otherwise: nothing is timed."""
+"""Rows decoded together, unless decode.batch_size is given. Nothing is timed."""
 
 
 def run(settings: Settings) -> int:

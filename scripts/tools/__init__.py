@@ -1,2 +1,2 @@
-"""What users run besides the stages: searching, fitting and benchmarks (`python -m
+"""Tools for users besides the stages: searching, fitting and benchmarks (`python -m
 scripts.tools.NAME`)."""

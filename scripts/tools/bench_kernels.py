@@ -1,9 +1,9 @@
-"""Kernels against plain torch and the memory's speed: `python -m scripts.tools.bench_kernels --out
-FILE`.
+"""Compares kernels with plain torch and the memory bandwidth: `python -m
+scripts.tools.bench_kernels --out FILE`.
 
-On a GPU. `triton.testing.do_bench` times every call many times, each with an empty level-2 cache. A
-kernel's bandwidth is what it must read and write at least, over its median time; it is reported as
-a share of what a large copy moves.
+It needs a GPU. `triton.testing.do_bench` times every call many times, each with an empty level-2
+cache. A kernel's bandwidth is the number of bytes that it must read and write at least, over its
+median time. It is reported as a share of the bandwidth of a large copy.
 
 Legend: B rows, N nodes, L context, D head size.
 """
@@ -49,7 +49,7 @@ CONTEXTS = ((1, 1024), (1, 8192), (1, 32768), (16, 1024), (16, 8192))
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured; the defaults are those of Llama-3.1-8B."""
+    """The measured sizes; the defaults are those of Llama-3.1-8B."""
 
     heads: int = 32
     key_heads: int = 8
@@ -70,7 +70,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Contest:
-    """Several calls that do the same; calls[KERNEL] is ours."""
+    """Several calls that do the same; calls[KERNEL] is Headstart's kernel."""
 
     what: dict[str, int]
     calls: dict[str, Call]
@@ -80,7 +80,8 @@ class Contest:
     """Largest difference of the kernel's result from the reference's, as a share of the largest
     value.
 
-    Of `noise_pick`: share of nodes with another pick (scores nearer than the noise's rounding).
+    For `noise_pick`: share of nodes with another pick (scores that differ by less than the noise's
+    rounding).
     """
 
 
@@ -148,7 +149,7 @@ def furthest(found: Tensor, expected: Tensor) -> float:
 
 
 def wide_tree(nodes: int, device: torch.device) -> TokenTree:
-    """A tree of which each node has up to four children, numbered level by level."""
+    """A tree in which each node has up to four children, numbered level by level."""
     parents = [max(0, (node - 1) // 4) for node in range(nodes)]
     return TokenTree.from_parents(
         torch.tensor([parents], device=device), max(1, nodes.bit_length())
@@ -156,7 +157,7 @@ def wide_tree(nodes: int, device: torch.device) -> TokenTree:
 
 
 def tree_attention(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
-    """Against scaled_dot_product_attention with the whole mask, without the empty half of the
+    """Compared with scaled_dot_product_attention with the whole mask, without the empty half of the
     buffers.
 
     `sdpa`: query heads of one group stacked as rows, as the decoder does without the kernel; `sdpa,
@@ -166,7 +167,7 @@ def tree_attention(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
     for (rows, context), nodes in product(sizes.contexts, sizes.nodes):
         end, tree = context + nodes, wide_tree(nodes, device)
         lengths, words = torch.full((rows,), context, device=device), tree.words()
-        # as planned memory is
+        # like planned memory
         buffer = (rows, sizes.key_heads, 2 * context + nodes, sizes.head_dim)
         asked = (rows, sizes.heads, nodes, sizes.head_dim)
         query, keys, values = (
@@ -213,9 +214,10 @@ def attend_repeated(
 
 
 def walk_commit(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
-    """The walk and the compaction of all layers together, against the same in torch operations."""
+    """The walk and the compaction of all layers together, compared with the same in torch
+    operations."""
     for (rows, context), nodes in product(sizes.contexts, sizes.nodes):
-        if nodes == 1 or context * rows > 8192:  # what lies before the tree is not touched
+        if nodes == 1 or context * rows > 8192:  # the cache before the tree is not touched
             continue
         tree = wide_tree(nodes, device)
         tokens = torch.randint(0, 4, (rows, nodes), device=device)
@@ -241,7 +243,7 @@ def commit(walk: Any, compact: Any, walked: tuple[Any, ...], cache: tuple[Any, .
 
 
 def noise_pick(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
-    """Noise, temperature and argmax in one pass, against the same in torch and against argmax
+    """Noise, temperature and argmax in one pass, compared with the same in torch and with argmax
     alone."""
     seeds = torch.ones(1, dtype=torch.int64, device=device)
     for nodes in sizes.nodes:
@@ -255,7 +257,8 @@ def noise_pick(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
 
 
 def residual_blocks(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
-    """The residual blocks of four Medusa heads, against one batched product and what follows it."""
+    """The residual blocks of four Medusa heads, compared with one batched product and the
+    operations after it."""
     heads, size = 4, sizes.hidden
     for rows in (1, 4, 16):
         shapes = ((heads, rows, size), (heads, size, size), (heads, size))
@@ -269,7 +272,7 @@ def residual_blocks(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
 
 
 def row_losses(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
-    """Losses that drafters are trained with, forward and backward, against plain torch."""
+    """Losses for training drafters, forward and backward, compared with plain torch."""
     for names in (("soft_cross_entropy",), ("cross_entropy", "total_variation"), NAMES):
         logits, target = (torch.randn(sizes.rows, sizes.vocab, device=device) for _ in range(2))
         labels = torch.randint(sizes.vocab, (sizes.rows,), device=device)
@@ -279,14 +282,14 @@ def row_losses(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
             "reference": partial(gradient, ROW_LOSSES.reference, *given),
         }
         difference = furthest(calls[KERNEL](), calls["reference"]())
-        # both are read twice, the gradient is written
+        # both are read twice, and the gradient is written
         moved = 5 * given[0].nbytes
         what = {"losses": len(names), "rows": sizes.rows, "vocab": sizes.vocab}
         yield Contest(what, calls, moved, difference)
 
 
 def gradient(losses: Any, logits: Tensor, *given: Any) -> Tensor:
-    """That of the logits, of the sum of all losses."""
+    """The gradient of the logits for the sum of all losses."""
     with torch.enable_grad():
         found = losses(logits, *given)
         (slope,) = torch.autograd.grad(torch.stack(list(found.values.values())).sum(), logits)
@@ -302,7 +305,7 @@ BENCHES: dict[str, Callable[[torch.device, Sizes], Iterator[Contest]]] = {
     bench.__name__: bench
     for bench in (tree_attention, walk_commit, noise_pick, residual_blocks, row_losses)
 }
-"""What can be measured, by name; a new kernel adds its own."""
+"""Benchmarks by name; a new kernel adds its own."""
 
 
 main = command(

@@ -1,12 +1,11 @@
-"""Calibrate a block drafter's confidence: fit a temperature per depth to the drafts that were
-accepted.
+"""Calibrate a block drafter's confidence: fit a temperature per depth to the accepted drafts.
 
     python -m scripts.tools.calibrate_confidence outputs/families/train/dspark@0.005/best \\
         --out outputs/dspark_calibrated
 
 Writes a copy of the checkpoint with the temperatures (sequential temperature scaling, DSpark,
-2607.05147; heads/nn/block/confidence.py). Every fifth prompt is held out: printed is the
-calibration error of the survival up to each depth on them, before and after.
+2607.05147; heads/nn/block/confidence.py). Every fifth prompt is held out. On these prompts, the
+calibration error of the survival up to each depth is printed, before and after.
 
 Legend: M recorded chains, K depths.
 """
@@ -36,8 +35,8 @@ from scripts.tools.recording import RECORDING, split_requests
 
 
 def calibrate(given: argparse.Namespace) -> None:
-    """Fit on four fifths of the prompts, write the checkpoint, and say how good the confidence is
-    on the rest."""
+    """Fit on four fifths of the prompts, write the checkpoint, and print the quality of the
+    confidence on the rest."""
     target = cpu_target(given.target)
     drafter: Any = load_drafter(given.drafter, target.info, target.weights)
     head = getattr(drafter, "confidence_head", None)
@@ -77,8 +76,7 @@ def recorded(
     """Log-odds [M, K] of the confidence (its temperatures being 1) and accepted drafts [M] int64 of
     the passes over `requests`.
 
-    An answer's last pass is left out: it may have been cut by the answer's end and not by a
-    refusal.
+    An answer's last pass is left out, because the answer's end and not a rejection may have cut it.
     """
     kept: list[tuple[Tensor, Tensor]] = []
     for request in requests:
@@ -95,8 +93,8 @@ def recorded(
 
 @contextmanager
 def watched(drafter: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """While it lasts, every pass appends the confidences [1, K] of its chain and how many drafts
-    [1] were accepted."""
+    """In this context, every pass appends the confidences [1, K] of its chain and its number of
+    accepted drafts [1]."""
     passes: list[tuple[Tensor, Tensor]] = []
     propose, commit, last = drafter.propose, drafter.commit, list[Tensor]()
 

@@ -1,5 +1,5 @@
-"""Shared code of scripts with a command line of their own: options, errors, targets, and sections
-of pages that they write."""
+"""Shared code of scripts with command lines: options, errors, targets, and generated sections of
+pages."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ REPORTS = ROOT / "docs" / "reports"
 
 
 def named(path: Path) -> str:
-    """A path as reports name it: within the repository from its root."""
+    """A path as reports name it: relative to the repository if it lies inside."""
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def command(
     work: Callable[[argparse.Namespace], int | None], /, **options: Any
 ) -> Callable[..., int]:
-    """The `main` of the module that defines `work`, which the module's docstring describes.
+    """The `main` of the module that defines `work`; the module's docstring is its description.
 
     options: name -> default (of the option's type; False makes a flag), a pair (default, help), or
-    a dict of `add_argument`'s own arguments, with "positional" where it is no option. The namespace
-    has the whole command line as `command`, for reports. `main(arguments)` returns the status of
+    a dict of `add_argument`'s arguments, with "positional" if it is no option. The namespace has
+    the whole command line as `command`, for reports. `main(arguments)` returns the status of
     `work`, or 2 with a `UserError`'s message.
     """
 
@@ -88,8 +88,8 @@ class Section:
         return f"<!-- end of {self.name} -->"
 
     def put(self, text: str, content: str) -> str:
-        """`text` with `content` as the section; raises `UserError` without both lines, once
-        each."""
+        """`text` with `content` as the section; raises `UserError` unless both lines occur exactly
+        once."""
         begin, end = self.begin, self.end
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
             raise UserError(
@@ -99,7 +99,7 @@ class Section:
         return f"{before}{begin}\n{content}\n{end}{rest.split(end)[1]}"
 
     def write(self, page: Path, content: str, check: bool = False) -> int:
-        """Write the section into a page; with `check` only compare, and return 1 if it differs."""
+        """Write the section into a page; with `check`, only compare, and return 1 if it differs."""
         text = page.read_text(encoding="utf-8")
         wanted = self.put(text, content)
         if not check and text != wanted:

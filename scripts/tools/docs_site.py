@@ -1,9 +1,9 @@
 """Hooks of the documentation site (mkdocs.yml): titles of code blocks, links that leave docs/,
-pictures, the report that can be tried, and the link to the repository.
+pictures, the example report, and the link to the repository.
 
-The info string of a bash block says who has run it: `bash test` (executed by tests/newcomer/),
-`bash long` (minutes on a CPU) or `bash gpu` (needs a GPU, a download or another program); of the
-last two the tests compose every `headstart` command and plan every training whose target's sizes
+The info string of a bash block says how it is tested: `bash test` (executed by tests/newcomer/),
+`bash long` (minutes on a CPU) or `bash gpu` (needs a GPU, a download or another program). For the
+last two, the tests compose every `headstart` command and plan every training whose target's sizes
 are known here. `bash example` uses a file that the page describes.
 """
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ASSETS = ROOT / "assets"
 REPORT = ROOT / "docs" / "reports" / "demo.json"
 EXAMPLE = "example/report.html"
-"""Where the site has the page of `REPORT`; docs/example_report.md links to it."""
+"""The place of the page of `REPORT` on the site; docs/example_report.md links to it."""
 
 TITLES = {
     "test": "executed by the tests",
@@ -34,7 +34,7 @@ PICTURE = re.compile(r"assets/[\w-]+\.(?:svg|png)")
 
 
 def on_config(config: Any, **_: Any) -> Any:
-    """Link the repository that the checkout was cloned from; without one there is no link."""
+    """Link the repository that the checkout was cloned from, if any."""
     command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     config["repo_url"] = repository_page(found.stdout.strip()) or None
@@ -43,15 +43,15 @@ def on_config(config: Any, **_: Any) -> Any:
 
 def repository_page(remote: str) -> str:
     """The web page of a remote, "git@host:owner/name.git" or "https://host/owner/name.git"; empty
-    for one that has none, such as a folder."""
+    if it has none, such as a folder."""
     found = re.fullmatch(r"(?:https://(?:[^@/]+@)?|git@)([\w.-]+)[:/](.+?)(?:\.git)?/?", remote)
     return f"https://{found[1]}/{found[2]}" if found else ""
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
-    """Add the pictures of assets/, which pages name as on the repository's own pages, and the
+    """Add the pictures of assets/, which pages reference as on the repository's pages, and the
     report's page."""
-    from mkdocs.structure.files import File  # of the site's packages alone
+    from mkdocs.structure.files import File  # installed only with the site's packages
 
     for path in sorted([*ASSETS.glob("*.svg"), *ASSETS.glob("*.png")]):
         files.append(File.generated(config, f"assets/{path.name}", abs_src_path=str(path)))
@@ -69,7 +69,7 @@ def example_report() -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Add titles to marked code blocks; show pictures of assets/; replace links to other files
+    """Add titles to marked code blocks, show pictures of assets/, and replace links to other files
     outside docs/ by the files' names."""
     return site_markdown(markdown, page.file.src_uri)
 

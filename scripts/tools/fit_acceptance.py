@@ -1,10 +1,10 @@
-"""Fit an acceptance head for `decode.adaptive=confidence` to the drafts that were accepted.
+"""Fit an acceptance head for `decode.adaptive=confidence` to the accepted drafts.
 
     python -m scripts.tools.fit_acceptance outputs/demo/train/distilled/best --depth 8 \\
         --out outputs/demo/acceptance.json
 
-The file goes into `decode.adaptive_head`. It belongs to that drafter and that temperature. Every
-fifth prompt is held out: printed is the mean of |estimate - outcome| in ten equally filled bins
+Set `decode.adaptive_head` to the file. It belongs to that drafter and that temperature. Every fifth
+prompt is held out. The command prints the mean of |estimate - outcome| in ten equally filled bins
 (calibration error) and the area under the ROC curve, for the head and for the drafter's largest
 probability.
 """
@@ -62,7 +62,7 @@ def fit_head(given: argparse.Namespace) -> None:
 def recorded(
     target: TargetModel, drafter: Any, decode: DecodeConfig, requests: list[Request]
 ) -> list[Recorded]:
-    """What decoding these requests shows of every tested draft."""
+    """The data of every tested draft, from decoding these requests."""
     engine, found = Engine(target, drafter, decode), list[Recorded]()
     lanes = engine._lanes_for(requests)
     assert lanes.limits is not None

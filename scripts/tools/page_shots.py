@@ -3,15 +3,15 @@
     python -m scripts.tools.page_shots outputs/demo/report.html --out shots
     python -m scripts.tools.page_shots outputs/demo/report.html --picture assets/report.png
 
-The second command takes one picture of the page's best parts, whole elements below one another, for
-a README: the head with the summary, the first charts of where the speed goes, and the beginning of
-an answer.
+The second command takes one picture of the page's best parts for a README. It shows whole elements,
+one below another: the head with the summary, the first charts of the lost speed, and the beginning
+of an answer.
 
-It needs `pip install playwright` and a Chromium: Debian's package `chromium`, or any other that
-`--chromium` or HEADSTART_CHROMIUM names. What is checked, 400 and 1600 pixels wide, light and dark:
-no message on the console, no error, no request except for the page itself, nothing wider than the
-window, under 3 MB, every stop of the Tab key visible and named, and arrow keys that walk through an
-answer's tokens.
+It needs `pip install playwright` and a Chromium: Debian's package `chromium`, or the one that
+`--chromium` or HEADSTART_CHROMIUM names. The check runs at widths of 400 and 1600 pixels, light and
+dark. It requires no message on the console, no error, no request except for the page itself,
+nothing wider than the window, a size under 3 MB, every stop of the Tab key visible and named, and
+arrow keys that move through an answer's tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FLAGS = (
 WIDTHS = (400, 1600)
 MOST_BYTES = 3_000_000
 MOST_STOPS = 400
-"""Presses of the Tab key after which a walk ends."""
+"""Presses of the Tab key after which the walk ends."""
 FOCUSED = """() => {
   const e = document.activeElement;
   if (!e || e === document.body) return null;
@@ -72,7 +72,7 @@ KEEP = """() => {
   for (const e of show("#answers-0 .answer > *", 9999).slice(90)) e.style.display = "none";
   for (const e of show("main, section", 99)) e.style.paddingBottom = "1.5rem";
 }"""
-"""Hides everything but whole elements that the picture shows."""
+"""Hides everything except the elements that are completely in the picture."""
 
 
 def report(given: argparse.Namespace) -> int:
@@ -87,7 +87,7 @@ def report(given: argparse.Namespace) -> int:
 def check(
     page: Path, out: Path | None, chromium: str | None = None, sections: Sequence[str] = ()
 ) -> list[str]:
-    """What is wrong with a page, one sentence each; writes screenshots to `out`."""
+    """The faults of a page, one sentence each; writes screenshots to `out`."""
     if not page.is_file():
         raise UserError(f"there is no page '{page}'. `headstart report` writes one.")
     found = []
@@ -123,7 +123,7 @@ def take_picture(page: Path, picture: Path, chromium: str | None = None) -> None
 
 
 def find_chromium(named: str | None = None) -> str:
-    """The browser's program; raises `UserError` where there is none."""
+    """The browser's program; raises `UserError` if there is none."""
     wanted = named or os.environ.get(VARIABLE)
     for path in map(shutil.which, (wanted,) if wanted else NAMES):
         if path:
@@ -152,7 +152,8 @@ def launch(program: str) -> Iterator[Any]:
 def open_page(
     browser: Any, page: Path, width: int, theme: Literal["light", "dark"]
 ) -> tuple[Any, list[str]]:
-    """A tab with the page, and what was wrong while it loaded; later problems are added."""
+    """A tab with the page, and the problems while it loaded; later problems are added to the
+    list."""
     address = page.resolve().as_uri()
     viewport = {"width": width, "height": 1000}
     tab = browser.new_context(viewport=viewport, color_scheme=theme).new_page()
@@ -173,7 +174,7 @@ def open_page(
 
 
 def walk(tab: Any) -> list[str]:
-    """Walk through a page by Tab and through an answer by arrows; what went wrong on the way."""
+    """Walk through a page by Tab and through an answer by arrows; returns the problems."""
 
     def press(key: str) -> Any:
         tab.keyboard.press(key)

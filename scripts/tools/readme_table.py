@@ -1,7 +1,7 @@
 """Write the README's results table from the committed demo report: `python -m
 scripts.tools.readme_table`.
 
-The table stands between two markers. It is the table that `headstart report` writes; `--check` only
+The table is between two markers. It is the table that `headstart report` writes; `--check` only
 compares.
 """
 
@@ -21,13 +21,13 @@ RESULTS = Section("results", "scripts/tools/readme_table.py")
 
 
 def write(given: argparse.Namespace) -> int:
-    """Write the table, or with --check return 1 when the README's differs."""
+    """Write the table; with --check, return 1 if the README's table differs."""
     return RESULTS.write(README, table(REPORT), given.check)
 
 
 def table(report_file: Path) -> str:
-    """A report's results table with what it was measured on, or a line that says that there is
-    none."""
+    """A report's results table with the conditions of its measurement, or a line that says that
+    there is no report."""
     if not report_file.is_file():
         return (
             "No report is committed yet: `make demo`, then copy outputs/demo/report.json to "

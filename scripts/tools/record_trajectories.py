@@ -1,8 +1,8 @@
-"""Acceptance trajectories of finished measurements: `python -m scripts.tools.record_trajectories
-ARM=FOLDER ...`.
+"""Writes acceptance trajectories of finished measurements: `python -m
+scripts.tools.record_trajectories ARM=FOLDER ...`.
 
-How many drafts each pass of an arm kept, pass by pass, as `inference/measure/replay.py` replays it
-for drafters without trained weights (`python -m scripts.evidence.gpu speed`).
+A trajectory is the number of accepted drafts in each pass of an arm. `inference/measure/replay.py`
+replays it for drafters without trained weights (`python -m scripts.evidence.gpu speed`).
 """
 
 from __future__ import annotations

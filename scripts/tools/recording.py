@@ -1,4 +1,5 @@
-"""Shared code of tools that decode prompts with a finished drafter to fit something on them."""
+"""Shared code of tools that decode prompts with a finished drafter and fit something to the
+results."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ RECORDING: dict[str, Any] = {
 def split_requests(
     given: argparse.Namespace, target: TargetModel, decode: DecodeConfig
 ) -> tuple[list[Request], list[Request]]:
-    """Requests (to fit on, held out), every fifth one held out, so that the quality of a fit is
-    measured on prompts that it never saw; raises `UserError` when there are too few for both."""
+    """Requests (to fit on, held out). Every fifth one is held out, so that the quality of a fit is
+    measured on unseen prompts. Raises `UserError` if there are too few for both."""
     prompts = select_prompts(load_prompts(given.prompts), given.count, seed=3)
     requests = to_requests(prompts, target.tokenizer, decode)
     fitted_on = [request for place, request in enumerate(requests) if place % HELD_OUT_EVERY]
@@ -48,7 +49,7 @@ def split_requests(
 def split_prompts(
     prompts: Sequence[Prompt], count: int, held_out: int
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """`count` prompts per domain, and up to `held_out` other ones per domain."""
+    """`count` prompts per domain, and up to `held_out` further ones per domain."""
     first = select_prompts(prompts, count, seed=1)
     taken = {prompt.id for prompt in first}
     rest = [prompt for prompt in prompts if prompt.id not in taken]

@@ -1,15 +1,14 @@
-"""Search which of the target's layers should draft for it, on a domain's prompts; checked on
-others.
+"""Search for the target's layers that should draft for it, on a domain's prompts.
 
     python -m scripts.tools.search_layers --evaluations 60 --out outputs/layers
     python -m scripts.tools.search_layers --domain code --sublayers
     python -m scripts.tools.search_layers --kind distilled   # where a distilled one starts
 
-Sets of layers are tried by decoding (`inference.tune.layer_search`). Those that are left when one
-whole layer after the other is taken away come first (`inference.tune.elimination`). The best by
-tau / (1 + gamma c), with c the share of the target's weights that a drafted token reads (or the
-best by tau within a largest c), is written as a head config for `head=` or `measure.heads`, with a
-report of every trial. The prompts of the search are not those that the result is judged on.
+Sets of layers are tried by decoding (`inference.tune.layer_search`). The search begins with the
+sets that remain when whole layers are removed one after another (`inference.tune.elimination`). The
+best set by tau / (1 + gamma c), with c the share of the target's weights that a drafted token reads
+(or the best by tau within a largest c), is written as a head config for `head=` or `measure.heads`,
+with a report of every trial. The result is judged on prompts other than those of the search.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from scripts.tools.common import PROMPTS, TARGET, command
 from scripts.tools.recording import split_prompts
 
 SETTING = {"early_exit": "layers", "quantized_self": "layers", "distilled": "from_target_layers"}
-"""Kinds that are built from layers of the target, and the setting that names them."""
+"""Kinds that are built from the target's layers -> the setting that names the layers."""
 
 
 def report(given: argparse.Namespace) -> None:
@@ -123,7 +122,7 @@ def eliminated(
     target: TargetModel, requests: Sequence[Request], decode: DecodeConfig
 ) -> list[Chosen]:
     """The sets that elimination finds on the target's answers to the requests, the smaller ones
-    first: they are those that a search looks for."""
+    first. These are the sets that a search looks for."""
     done = Engine(target, None, decode.without_draft()).run(requests)
     documents = [[*item.request.tokens, *item.tokens] for item in done]
     layers = target.info.num_layers

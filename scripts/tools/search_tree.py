@@ -1,13 +1,13 @@
-"""Search the static tree that suits a drafter, by its acceptance on some prompts; judged on others.
+"""Search for the static tree that suits a drafter, by its acceptance on some prompts.
 
     python -m scripts.tools.search_tree outputs/demo/train/medusa --nodes 26
     HEADSTART_CONF=outputs/trees headstart measure decode=medusa_26 \\
         measure.drafters=[outputs/demo/train/medusa]
 
-Chains on validation prompts show at every depth which of the drafter's candidates the target picks;
-the tree takes the likeliest nodes first (`inference.tune.tree_search`; Medusa, 2401.10774). It is
-written as an option of the group `decode`, <out>/decode/<name>.yaml, with a report: the rates, the
-tau that they promise, and the tau of the tree and of a chain on prompts that the search has not
+Chains on validation prompts show at every depth which of the drafter's candidates the target picks.
+The tree takes the most likely nodes first (`inference.tune.tree_search`; Medusa, 2401.10774). It is
+written as an option of the group `decode`, <out>/decode/<name>.yaml. The report contains the rates,
+the tau that they predict, and the tau of the tree and of a chain on prompts that the search has not
 seen.
 """
 
@@ -35,7 +35,7 @@ from scripts.tools.recording import split_prompts
 
 
 def report(given: argparse.Namespace) -> None:
-    """Search, measure the found tree, write and print."""
+    """Search, measure the found tree, write and print the report."""
     found = drafters.at(given.drafter)
     name = given.name or f"{found.name}_{given.nodes}"
     target = TargetModel.load(TargetConfig(given.target, dtype=given.dtype, device=given.device))

@@ -1,1 +1,1 @@
-"""Whether an exported folder is what its engine needs: by its files, and by serving it."""
+"""Checks whether an exported folder is what its engine needs: by its files, and by serving it."""

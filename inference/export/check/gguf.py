@@ -1,7 +1,7 @@
-"""The static check of a GGUF drafter: what llama.cpp looks for in the file, by its architecture.
+"""The static check of a GGUF drafter: what llama.cpp requires in the file, by its architecture.
 
-Faults have the names of `inference.export.check.verify`, and "tokenizer" for tokens that are not
-the target's.
+Faults have the names of `inference.export.check.verify`, and "tokenizer" for tokens that differ
+from the target's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_gguf(folder: Path, notes: ExportNotes, target: TargetModel) -> list[st
 
 
 def expected(name: str, own: Json, content: GgufContent, info: TargetInfo) -> tuple[Shapes, Shapes]:
-    """The tensors that llama.cpp looks for, and those that may be there besides."""
+    """The tensors that llama.cpp requires, and the optional ones."""
     hidden, wide = int(own["embedding_length"]), int(own["feed_forward_length"])
     size, head = int(own["vocab_size"]), int(own["attention.key_length"])
     queries, keys = (head * int(own[f"attention.head_count{end}"]) for end in ("", "_kv"))
@@ -125,7 +125,7 @@ def wrong_tensors(content: GgufContent, needed: Shapes, spare: Shapes) -> Iterat
 
 
 def wrong_keys(name: str, own: Json, notes: ExportNotes, info: TargetInfo) -> Iterator[str]:
-    """Keys that are another target's, or another training's."""
+    """Keys that belong to another target or another training."""
     if int(own["vocab_size"]) != info.vocab_size:
         yield f"vocabulary: {own['vocab_size']} tokens, the target has {info.vocab_size}"
     if int(own.get("context_length", 0)) < info.max_position_embeddings:
@@ -164,7 +164,7 @@ def wrong_tokens(keys: Json, target: TargetModel) -> Iterator[str]:
 
 
 def changed_files(folder: Path, notes: ExportNotes) -> Iterator[str]:
-    """Files that were exported otherwise."""
+    """Files that differ from what was exported."""
     for name, digest in notes.files.items():
         path = folder / Path(name).name
         if not path.is_file() or file_sha256(path) != digest:

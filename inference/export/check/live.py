@@ -1,14 +1,15 @@
-"""`headstart verify-export verify.mode=live`: vLLM serves an export, compared with our decoder.
+"""`headstart verify-export verify.mode=live`: serves an export with vLLM and compares it with the
+bundled decoder.
 
-vLLM answers the same prompts with the exported drafter and without one, greedily. Per batch size:
-is the text the engine's own plain text, and ours; is the acceptance length that of our decoder; if
-not, from which drafted position on? An engine that reads an export wrongly still gives the right
-text; only acceptance shows it.
+vLLM answers the same prompts with the exported drafter and without one, greedily. Per batch size,
+the check asks three questions. Is the text the engine's own plain text, and ours? Is the acceptance
+length that of our decoder? If not, from which drafted position on does it differ? An engine that
+reads an export wrongly still gives the right text; only acceptance shows the error.
 
-Acceptance length is the engine's: 1 + accepted drafts / drafting steps, where a step counts what
-the target accepted even if the answer ends inside it. Our records cut the last step where the
-answer ends, so `count_steps` decodes every answer again without an end and counts the steps that
-began before it. Both programs then count the same steps of the same text.
+The acceptance length is the engine's: 1 + accepted drafts / drafting steps, where a step counts
+what the target accepted even if the answer ends inside the step. Our records cut the last step
+where the answer ends, so `count_steps` decodes every answer again without an end and counts the
+steps that began before that end. Both programs then count the same steps of the same text.
 """
 
 from __future__ import annotations
@@ -93,13 +94,14 @@ CAUSES = {
     "pard": (_MODEL, "the mask token (pard_token) or the positions of the mask tokens (rope)"),
     **dict.fromkeys(("dflash", "dflash2", "dspark", "domino", "lilicorr"), _BLOCK),
 }
-"""Method -> likely causes of another acceptance: from the first drafted token on, only later."""
+"""Method -> likely causes of a different acceptance: from the first drafted token on, or only
+later."""
 UNKNOWN = ("the layout of its tensors",) * 2
 
 
 @dataclass(frozen=True)
 class Served:
-    """An export and our drafter that it was made of.
+    """An export and the drafter that it was made from.
 
     kind: its method; folder: what the engine loads, None for a method without a model (ngram);
     speculative: the engine's `speculative_config` without `model`; compared: whether acceptance
@@ -124,7 +126,7 @@ class Served:
         return int(self.speculative["num_speculative_tokens"])
 
     def depths(self, batch: int) -> tuple[int, int]:
-        """Least and most drafted tokens per step with up to `batch` requests at once."""
+        """Fewest and most drafted tokens per step with up to `batch` requests at once."""
         schedule = self.speculative.get(LENGTHS)
         if schedule is None:
             return self.depth, self.depth
@@ -161,7 +163,7 @@ class Counts:
 @dataclass(frozen=True)
 class Decoded:
     """One program's answers: tokens and accepted tokens per step of every prompt, and its counts.
-    tokens_per_second: of the whole pass over the prompts, reading them included."""
+    tokens_per_second: of the whole pass over the prompts, including prefill."""
 
     tokens: list[list[int]]
     steps: list[list[int]]
@@ -196,12 +198,12 @@ class LiveRow:
         return divide(theirs, ours) - 1.0
 
     def count_equal(self, what: str) -> int:
-        """In how many answers both programs gave the same tokens or steps."""
+        """The number of answers for which both programs gave the same tokens or steps."""
         pairs = zip(*(getattr(side, what) for side in self.answers.values()), strict=True)
         return sum(ours == theirs for ours, theirs in pairs)
 
     def to_dict(self) -> dict[str, Any]:
-        """What reports keep: everything but the texts."""
+        """The values that reports keep: everything except the texts."""
         shared = {"name": self.name, "kind": self.kind, "engine": self.engine, "batch": self.batch}
         if not self.answers:
             return {**shared, "problems": self.problems}
@@ -236,9 +238,9 @@ def live_check(
 ) -> list[LiveRow]:
     """Serve every export (one engine after another, in one process) and compare.
 
-    Returns a row per export and batch size. positions: those that the engine makes room for;
+    Returns a row per export and batch size. positions: the number that the engine allocates;
     default: the target's. Raises `UserError` if vLLM cannot be run at all or its plain decoding
-    fails; an export that it refuses is a row with a problem.
+    fails. An export that vLLM refuses gives a row with a problem.
     """
     vllm_process.require_folder(target, "a live check")
     if not requests:
@@ -282,7 +284,7 @@ def live_check(
 
 
 def unused(found: ServedMode, export: Served, batch: int) -> Iterator[str]:
-    """Draft lengths per batch size that the engine does not have, or did not draft by."""
+    """Draft lengths per batch size that the engine does not have, or did not draft with."""
     asked = export.speculative.get(LENGTHS)
     if asked is None:
         return
@@ -318,7 +320,7 @@ def judge(
 
 
 def describe_difference(row: LiveRow, requests: Sequence[Request]) -> str:
-    """Where acceptance parts, and the likely cause."""
+    """Where acceptance begins to differ, and the likely cause."""
     ours, theirs = row.answers["ours"].counts, row.answers["engine"].counts
     place = first_position(ours.rates, theirs.rates)
     rates = f"ours {ours.rates[place]:.3f}, the engine's {theirs.rates[place]:.3f}"
@@ -330,15 +332,15 @@ def describe_difference(row: LiveRow, requests: Sequence[Request]) -> str:
 
 
 def first_position(ours: Sequence[float], theirs: Sequence[float]) -> int:
-    """The first drafted position at which acceptance differs by more than the tolerance. The one
-    that differs most if none does."""
+    """The first drafted position at which acceptance differs by more than the tolerance; if there
+    is none, the one that differs most."""
     pairs = zip(ours, theirs, strict=True)
     gaps = [abs(one - other) - TOLERANCE * max(one, 1e-9) for one, other in pairs]
     return next((place for place, gap in enumerate(gaps) if gap > 0), gaps.index(max(gaps)))
 
 
 def first_step(row: LiveRow, requests: Sequence[Request]) -> str:
-    """The first step of an answer in which the programs accept another number of tokens."""
+    """The first step of an answer in which the programs accept a different number of tokens."""
     steps = (row.answers[side].steps for side in ("ours", "engine"))
     for request, ours, theirs in zip(requests, *steps, strict=True):
         place = 1
@@ -408,10 +410,10 @@ def count_steps(
     depth: int,
     settings: DecodeConfig,
 ) -> Counts:
-    """The engine's counts from our decoder: steps that began before the answer ended.
+    """The engine's counts, computed with our decoder: steps that began before the answer ended.
 
-    An answer's last step is cut in our records, so every answer is decoded again with room behind
-    its end and no token that ends it; up to there the text is the same.
+    An answer's last step is cut in our records. So every answer is decoded again with more new
+    tokens and no token that ends it; up to the answer's end the text is the same.
     """
     accepted: list[int] = []
     if depth:
@@ -437,7 +439,8 @@ def count_steps(
 def check_folder(
     config: LiveConfig, target: TargetModel, path: Path, prompts: Sequence[Prompt], source: str = ""
 ) -> list[LiveRow]:
-    """Serve an exported folder. source: its checkpoint, if not the one that the folder names.
+    """Serve an exported folder and compare. source: its checkpoint, if not the one that the folder
+    names.
 
     Raises `UserError` without that checkpoint, for a folder of another engine, and if vLLM cannot
     be run.
@@ -462,7 +465,8 @@ def check_folder(
 def make_requests(
     config: LiveConfig, prompts: Sequence[Prompt], target: TargetModel, depth: int
 ) -> list[Request]:
-    """Prompts of each domain that fit the target with their answers and a draft."""
+    """The prompts of each domain that fit into the target together with their answers and a
+    draft."""
     prompts = select_prompts(prompts, config.prompts_per_domain, 0)
     decode = DecodeConfig(max_new_tokens=config.max_new_tokens)
     room = target.info.max_position_embeddings - depth - 1
@@ -470,7 +474,7 @@ def make_requests(
 
 
 def read_served(path: Path, target: TargetModel, source: str = "") -> Served:
-    """An exported folder with the drafter that it was made of."""
+    """An exported folder with the drafter that it was made from."""
     folder = Folder.read(path)
     notes = folder.export
     method = notes.speculative_config.get("method")
@@ -512,7 +516,7 @@ def unpack(folder: Folder, target: TargetModel) -> Any:
 
 
 def lines(rows: Sequence[LiveRow]) -> list[str]:
-    """The comparison for a person to read."""
+    """The comparison as lines for the user."""
     found = []
     for row in rows:
         name = f"{row.name}, {row.engine}, batch {row.batch}"

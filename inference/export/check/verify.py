@@ -1,9 +1,10 @@
-"""`headstart verify-export`: an exported folder read as its engine reads it, without the engine.
+"""`headstart verify-export`: checks an exported folder by the loading rules of its engine, without
+the engine.
 
-What it looks for, ignores, captures and maps. Every fault begins with a name: architecture, config,
-tensor, shape, dtype, vocabulary, d2t, token_map, layer ids, rope, norm eps, positions, anchor,
-drafts, path, files. Faults that no file shows (chunks of `fc` in another order, shifted heads)
-appear only when an engine drafts: see `live`.
+The check covers what the engine looks for, ignores, captures and maps. Every fault begins with a
+name: architecture, config, tensor, shape, dtype, vocabulary, d2t, token_map, layer ids, rope, norm
+eps, positions, anchor, drafts, path, files. Some faults leave no trace in the files (chunks of `fc`
+in another order, shifted heads); they appear only when an engine drafts: see `live`.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Verdict:
 
 
 def verify(config: VerifyConfig, given: TargetConfig, target: TargetModel | None = None) -> Verdict:
-    """Check the folder of `config` against a target. target: that of `given`, if it is loaded.
-    Raises `UserError` for a folder that is not a drafter's."""
-    plain_files(Path(config.dir))  # a link may lead out of it
+    """Check the folder of `config` against a target. target: the target of `given`, if it is
+    loaded. Raises `UserError` for a folder that is not a drafter's."""
+    plain_files(Path(config.dir))  # a link may lead out of the folder
     if (Path(config.dir) / FILE).is_file():
         own = ExportNotes.read(Path(config.dir))
         found = check_gguf(Path(config.dir), own, target or TargetModel.load(given))
@@ -70,7 +71,8 @@ def verify(config: VerifyConfig, given: TargetConfig, target: TargetModel | None
 
 
 def find_layout(folder: Folder) -> str:
-    """The layout of a folder without our notes; raises `UserError` if it is none that we read."""
+    """The layout of a folder without an export's notes; raises `UserError` for an unknown
+    layout."""
     name = recognise(folder)
     if name == "speculators":
         return f"{WRAPPED}{folder.config['speculators_model_type']}"
@@ -83,8 +85,8 @@ def find_layout(folder: Folder) -> str:
 
 
 def find_rope(folder: Folder, layout: Layout, source: Path | None, given: TargetConfig) -> Json:
-    """The rotary parameters that the folder must have, by its checkpoint or its notes. Empty if
-    they are unknown."""
+    """The rotary parameters that the folder must have, from its checkpoint or its notes. Empty if
+    unknown."""
     if source is not None and layout.rope is not None:
         try:
             return layout.rope(base.read_checkpoint(source), base.Target(given))
@@ -95,8 +97,9 @@ def find_rope(folder: Folder, layout: Layout, source: Path | None, given: Target
 
 
 def find_source(folder: Folder, given: str) -> tuple[Path | None, str]:
-    """The checkpoint that a folder was made of, and, if it is None, the reason. given: a checkpoint
-    folder to take instead of the one in the notes. Raises `UserError` if that is none."""
+    """The checkpoint that a folder was made from; if it is None, also the reason. given: a
+    checkpoint folder to use instead of the one in the notes. Raises `UserError` if it is not a
+    checkpoint."""
     source = folder.export.source
     path = Path(given) if given else folder.path / source.get("checkpoint", "")
     if not given and not source:
@@ -142,7 +145,7 @@ def check_files(folder: Folder, layout: Layout, info: TargetInfo, rope: Json) ->
 def check_names(
     folder: Folder, table: list[TensorRow], spare: Shapes, silent: bool
 ) -> Iterator[str]:
-    """Missing and unknown tensors, and what the engine does about them."""
+    """Missing and unknown tensors, and how the engine reacts to them."""
     wanted = {row.theirs: row.shape for row in table}
     for name in sorted(set(wanted) - set(folder.tensors)):
         if name == "d2t":
@@ -171,7 +174,8 @@ def check_shapes(folder: Folder, table: list[TensorRow], spare: Shapes) -> Itera
 
 
 def check_dtypes(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """One number format for all weights, whole numbers for the maps; only finite values."""
+    """Check that all weights have one number format, maps are whole numbers, and all values are
+    finite."""
     floats = {
         value.dtype
         for name, value in tensors.items()
@@ -228,7 +232,8 @@ def check_vocabulary(folder: Folder, info: TargetInfo) -> Iterator[str]:
 
 
 def check_taps(folder: Folder, info: TargetInfo) -> Iterator[str]:
-    """The layers that the engine captures, against the training's and the other engine's."""
+    """The layers that the engine captures, compared with those of the training and of the other
+    engine."""
     config, trained = folder.flat, folder.export.taps
     found = list(base.captured_layers(config, info.num_layers, folder.export.engine))
     captures = f"layer ids: the engine captures the states after {found} layers"
@@ -264,7 +269,7 @@ def check_positions(config: Json, rope: Json, info: TargetInfo, eps: bool) -> It
 
 
 def check_anchor(folder: Folder, layout: Layout) -> Iterator[str]:
-    """Which slot of a block gives which token, and how many slots there are."""
+    """Which slot of a block drafts which token, and how many slots there are."""
     inner, trained, dspark = folder.block, folder.export.config, layout.name == "dspark"
     anchored = inner.get("sample_from_anchor")
     if dspark and anchored is None:
@@ -280,7 +285,7 @@ def check_anchor(folder: Folder, layout: Layout) -> Iterator[str]:
 
 
 def check_drafts(folder: Folder, layout: Layout) -> Iterator[str]:
-    """Whether the serve command asks for as many drafts as there are."""
+    """Whether the serve command asks for as many drafts as the drafter gives."""
     speculative = folder.export.speculative_config
     count = speculative.get("num_speculative_tokens")
     if count is None:
@@ -297,7 +302,8 @@ def check_drafts(folder: Folder, layout: Layout) -> Iterator[str]:
 
 
 def check_origin(folder: Folder) -> Iterator[str]:
-    """A path from which vLLM would conclude another method; files that were not exported so."""
+    """A path from which vLLM would infer another method; files that differ from the exported
+    ones."""
     try:
         if folder.export.speculative_config:
             require_plain_path(folder.export.speculative_config, folder.export.engine, folder.path)

@@ -87,11 +87,11 @@ def card(
 ) -> str:
     """The text of README.md, from `card.md.j2`.
 
-    reports: by title; checkpoint: the drafter's config.json; images: names of
-    the plots; engines: name of an engine, and of its folder -> the command that serves the target
-    with it; tuned: the content of its decode.yaml. Raises `UserError` if a report did not measure
-    these weights, decoded with a lossy rule, or measured text that was not the target's (the latter
-    two unless `about.allow_mismatches`).
+    reports: by title; checkpoint: the drafter's config.json; images: names of the plots; engines:
+    name of an engine, and of its folder -> the command that serves the target with it; tuned: the
+    content of its decode.yaml. Raises `UserError` if a report did not measure these weights. Unless
+    `about.allow_mismatches` is set, it is also raised if a report decoded with a lossy rule or
+    measured text that was not the target's.
     """
     own = {
         title: select_measured(report, weights_sha256, title) for title, report in reports.items()
@@ -142,7 +142,7 @@ def card(
 
 
 def base_model(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
-    """Hub id of the target; empty if it has none."""
+    """Hub id of the target; empty if it has no Hub id."""
     target: str = checkpoint["target"]["id"]
     own = target if HUB_ID.fullmatch(target) and not Path(target).exists() else ""
     return about.base_model or own
@@ -166,7 +166,7 @@ def front_matter(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
 
 
 def draft_code(draft: DraftFacts, rule: str) -> str:
-    """The arguments of a `DecodeConfig` that drafts and accepts as it was measured."""
+    """The arguments of a `DecodeConfig` with the draft and the rule of the measurement."""
     code = f'shape="{draft.shape}", depth={draft.depth}'
     if draft.shape == "tree":
         code = f'shape="tree", choices={tuple(map(tuple, draft.choices or []))}'

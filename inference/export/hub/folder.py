@@ -4,7 +4,7 @@
     vllm/ sglang/ speculators/ transformers/                    exports, each loadable by its engine
     manifest.json                                               SHA-256 of every other file; last
 
-It is complete or absent, and needs a report that measured exactly these weights.
+The folder is complete or absent. It requires a report that measured exactly these weights.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from inference.report.model import Report, read_report, write_report
 CARD_FILE, REPORT_FILE = "README.md", "report.json"
 STAGE = "push"
 SECRET = re.compile(rb"\bhf_[A-Za-z0-9]{30,}|h\0f\0_\0(?:[A-Za-z0-9]\0){30,}")
-"""A token in UTF-8 and all encodings like it, and in UTF-16."""
+"""An access token in UTF-8 and compatible encodings, and in UTF-16."""
 
 
 class Best(TypedDict):
-    """Of a training's manifest: its best evaluation."""
+    """The best evaluation in a training's manifest."""
 
     tau: float | None
 
 
 class Revision(TypedDict, total=False):
-    """Of a training's manifest: the code."""
+    """The revision of the code in a training's manifest."""
 
     revision: str
 
 
 class Provenance(TypedDict, total=False):
-    """Of a training's manifest: what it ran with."""
+    """The command and environment in a training's manifest."""
 
     git: Revision
 
 
 class Trained(TypedDict):
-    """What a card says of a training, as its manifest has it."""
+    """The parts of a training's manifest that a card shows."""
 
     steps: int
     tokens: int
@@ -67,7 +67,7 @@ class Trained(TypedDict):
 
 @dataclass(frozen=True)
 class Sources:
-    """What a Hub folder is made of. reports: report.json files; engines: engine -> folder that
+    """The parts of a Hub folder. reports: report.json files; engines: engine -> folder that
     `headstart export` wrote."""
 
     checkpoint: Path
@@ -76,7 +76,7 @@ class Sources:
 
 
 def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
-    """Write the Hub folder to `out`, complete or not at all, and return it.
+    """Write the Hub folder to `out` and return it; on an error nothing is written.
 
     Raises `UserError` for a kind without weights, a missing report, one of other weights, a drafter
     that was not lossless, or an engine's folder that was exported from other weights.
@@ -140,10 +140,10 @@ def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
 
 
 def read_export(name: str, folder: Path, digest: str, target: str) -> ExportNotes:
-    """The notes of an engine's folder, with paths as they are in the repository.
+    """The notes of an engine's folder, with their paths in the repository.
 
-    target: as the serve command names it. Raises `UserError` for a folder without notes, or of
-    other weights than `digest`.
+    target: as the serve command names it. Raises `UserError` for a folder without notes, or one of
+    weights other than `digest`.
     """
     notes = ExportNotes.read(folder)
     found = notes.source.get("sha256", "")
@@ -163,7 +163,7 @@ def read_export(name: str, folder: Path, digest: str, target: str) -> ExportNote
 
 def read_training(checkpoint: Path) -> Training | None:
     """How the drafter was trained, from the manifest of the training that wrote `checkpoint`. None
-    when it lies alone."""
+    for a checkpoint outside a training's folder."""
     folder = checkpoint.parent
     if not (folder / MANIFEST_FILE).is_file():
         return None
@@ -174,7 +174,7 @@ def read_training(checkpoint: Path) -> Training | None:
 
 
 def name_reports(reports: Sequence[Report]) -> dict[str, Report]:
-    """Reports under a title with their conditions; equal titles are numbered."""
+    """Reports by a title that names their conditions; equal titles are numbered."""
     named: dict[str, Report] = {}
     for report in reports:
         title = f"temperature {report.settings.temperature:g}, {report.device.name}"
@@ -183,10 +183,11 @@ def name_reports(reports: Sequence[Report]) -> dict[str, Report]:
 
 
 def check_folder(folder: Path) -> dict[str, int]:
-    """Files of a Hub folder with their sizes in bytes, or `UserError` when it must not leave.
+    """The files of a Hub folder with their sizes in bytes; raises `UserError` if it must not be
+    published.
 
-    It needs weights, card, a report that measured exactly these weights, and files as its manifest
-    lists them; no file may hold an access token.
+    It needs weights, a card, a report that measured exactly these weights, and files as its
+    manifest lists them. No file may contain an access token.
     """
     for name in (WEIGHTS_FILE, CONFIG_FILE, CARD_FILE, REPORT_FILE, MANIFEST_FILE):
         if not (folder / name).is_file():
@@ -211,8 +212,8 @@ def check_folder(folder: Path) -> dict[str, int]:
 
 
 def packed_files(folder: Path, notes: ExportNotes) -> list[str]:
-    """The files of an engine's folder that are published: those that the export lists, as it wrote
-    them. Raises `UserError` for links, changed files, and files that it did not write."""
+    """The published files of an engine's folder: those that the export lists, unchanged. Raises
+    `UserError` for links, changed files, and files that the export did not write."""
     found, wanted = plain_files(folder), notes.files
     for name in found if wanted else ():
         if name == EXPORT_FILE:
@@ -232,7 +233,7 @@ def packed_files(folder: Path, notes: ExportNotes) -> list[str]:
 
 
 def holds_token(path: Path) -> bool:
-    """Whether a file of any kind holds what looks like a Hub access token."""
+    """Whether a file of any kind contains what looks like a Hub access token."""
     if not path.stat().st_size:
         return False
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -1,10 +1,10 @@
 """Pushes a drafter's Hub folder in one commit.
 
 A dry run is the default: it builds the folder and prints what would happen. A push refuses a
-drafter without a measured report, or whose report measured other weights. All files become visible
-in the same commit: a failure before it leaves the repository as it was, and repeating the push is
-safe. Large files that have arrived are not sent again. Tokens come from the environment or the
-Hub's own login and are passed to huggingface_hub only.
+drafter that has no measured report, or whose report measured other weights. All files become
+visible in the same commit: a failure before it leaves the repository as it was, and repeating the
+push is safe. Large files that were transferred are not sent again. Tokens come from the environment
+or the Hub's own login and are passed to huggingface_hub only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def push(
         )
     if not (config.license or config.dry_run):
         raise UserError(f"{ask_licence(sources)} Nothing is published without one.")
-    with only_writer(*beside(out)):  # until everything is sent
+    with only_writer(*beside(out)):  # held until everything is sent
         return _push(config, sources, out, console or make_console())
 
 
@@ -76,7 +76,7 @@ def _push(config: PushConfig, sources: Sources, out: Path, console: Console) -> 
 
 
 def show(config: PushConfig, result: PushResult, console: Console) -> None:
-    """Print what is in the folder and what a push does with it."""
+    """Print the files in the folder and what a push does with them."""
     say = partial(console.print, soft_wrap=True)
     say(f"Hub folder: {result.folder}")
     table = make_table()
@@ -94,7 +94,7 @@ def show(config: PushConfig, result: PushResult, console: Console) -> None:
 
 
 def notes(config: PushConfig, sources: Sources) -> Iterator[str]:
-    """What the card lacks, and the settings or commands that add it."""
+    """The parts that the card lacks, and the settings or commands that add them."""
     if not config.license:
         yield ask_licence(sources)
     content = read_config(sources.checkpoint)
@@ -129,8 +129,8 @@ def ask_licence(sources: Sources) -> str:
 
 
 def licence_of(target: str) -> str:
-    """The identifier in a target's model card, which is in its folder or in the Hub's cache; empty
-    where there is none. Nothing is fetched."""
+    """The licence identifier in a target's model card, from its folder or the Hub's cache; empty if
+    there is none. Nothing is fetched."""
     card = Path(target) / "README.md"
     if not Path(target).is_dir() and REPO_NAME.fullmatch(target):
         card = Path(str(try_to_load_from_cache(target, "README.md") or card))
@@ -138,7 +138,7 @@ def licence_of(target: str) -> str:
         return ""
     try:
         front = metadata_load(card) or {}
-    except Exception:  # noqa: BLE001 - a foreign text, and a reader that raises all sorts
+    except Exception:  # noqa: BLE001 - a foreign text, and a reader that raises any error
         return ""
     return str(front.get("license") or "")
 
@@ -149,7 +149,7 @@ def owner(config: PushConfig) -> str:
 
 
 def connect(config: PushConfig, kept: str) -> AbstractContextManager[HfApi]:
-    """The Hub's interface for a block. kept: what a failure leaves, and how to go on."""
+    """The Hub's interface for a block. kept: what remains after a failure, and how to continue."""
     token, missing = hub_token(), "Create it, or push with push.create=true."
     if not token:
         raise UserError(
@@ -177,8 +177,8 @@ def upload(config: PushConfig, folder: Path) -> str:
 def collect(config: PushConfig) -> str:
     """Put the pushed repository into the collection of that title; returns its identifier.
 
-    The title is looked up among the user's collections: the Hub itself takes equal titles several
-    times.
+    The title is looked up among the user's collections, because the Hub allows several with the
+    same title.
     """
     title, user, private = config.collection, owner(config), config.private
     kept = (

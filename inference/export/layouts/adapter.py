@@ -1,9 +1,9 @@
 """Adapters of the target: a drafter's low-rank updates in the layout of the library peft.
 
-A folder of `adapter_config.json` and `adapter_model.safetensors`, whose names are those of the
-target's layers. Peft loads it onto the target; SGLang (0.5.19 and later) reads it with
-`--speculative-algorithm UNO` and switches it on for drafted rows alone. The folder does not say
-that an adapter is a drafter: any LoRA of the target's decoder layers can be read as one.
+The folder contains `adapter_config.json` and `adapter_model.safetensors`, whose tensors are named
+after the target's layers. Peft loads it onto the target. SGLang (0.5.19 and later) reads it with
+`--speculative-algorithm UNO` and applies it to drafted rows only. The folder does not declare that
+an adapter is a drafter: any LoRA of the target's decoder layers can be read as one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from inference.export.layouts.folder import Folder, Json, Receiver
 
 KIND, LORA = "uno", "LORA"
 PREFIX, SUFFIX = "base_model.model.model.", ".weight"
-"""Around our names of tensors: peft wraps the model, whose decoder is called model."""
+"""The prefix and suffix of our tensor names: peft wraps the model, whose decoder is called
+model."""
 ALTERED = ("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias", "use_qalora")
-"""Switches of peft that change what is computed."""
+"""Switches of peft that change the result."""
 PARTIAL = (
     *("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform"),
     *("exclude_modules", "layer_replication", "target_parameters", "trainable_token_indices"),
@@ -31,7 +32,7 @@ PARTIAL = (
 
 def values_of(config: Json) -> Json:
     """Our configuration's values by an adapter_config.json; raises `UserError` for an adapter that
-    updates anything but the linear layers of all decoder layers, or in another way."""
+    updates anything but the linear layers of all decoder layers, or updates them in another way."""
     odd = [name for name in (*ALTERED, *PARTIAL) if config.get(name)]
     odd += ["bias"] if config.get("bias", "none") != "none" else []
     named = config.get("target_modules")
@@ -89,7 +90,7 @@ def matches(folder: Folder) -> bool:
 
 
 def read(folder: Folder, receiver: Receiver) -> Imported:
-    """Our checkpoint from an adapter that was trained for drafting."""
+    """Our checkpoint from an adapter that was trained to draft."""
     values = values_of(folder.config)
     if not folder.export.config:
         receiver.notes.append(

@@ -1,8 +1,9 @@
-"""What layouts share: checkpoint, target, tables of tensors, the engines' rules, and the results.
+"""Shared parts of the layouts: checkpoint, target, tables of tensors, the engines' rules, and the
+results.
 
-A layout turns one of our checkpoints into the files of one format (`write`) and such files into a
-checkpoint (`read`). Both directions use the same `rows`: which of our tensors is which of theirs,
-and its shape. Where one of our tensors holds several of theirs (Medusa's heads are stacked), each
+A layout converts a checkpoint into the files of one format (`write`) and such files into a
+checkpoint (`read`). Both directions use the same `rows`, which map our tensors to theirs and give
+their shapes. Where one of our tensors contains several of theirs (Medusa's heads are stacked), each
 is a row with an index.
 """
 
@@ -40,15 +41,15 @@ from inference.target.revision import revision_of
 Shapes = dict[str, tuple[int, ...]]
 """Tensor names and their shapes."""
 INTEGERS = ("d2t", "t2d", "pard_token")
-"""Tensors of ours that are not floating-point."""
+"""Our tensors that are not floating-point."""
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One of our checkpoints. method: what engines call such a drafter (`Kind.export_method`);
-    drafter: its module, complete but not bound to a target, an adapter's merged with its base;
-    sha256: of its weights file."""
+    """A checkpoint. method: the engines' name for such a drafter (`Kind.export_method`); drafter:
+    its module, complete but not bound to a target, with an adapter merged into its base; sha256: of
+    its weights file."""
 
     folder: Path
     kind: str
@@ -62,8 +63,8 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Every persistent tensor by name, in the dtype that it, or an adapter's base, was stored
-        in."""
+        """Every persistent tensor by name, in the dtype that it (or the base of an adapter) was
+        stored in."""
         return {name: value.detach() for name, value in self.drafter.state_dict().items()}
 
 
@@ -99,7 +100,8 @@ class Target:
 
     @classmethod
     def of(cls, config: loading.TargetConfig, info: TargetInfo) -> Target:
-        """The target of a drafter trained for `info`; raises `UserError` if `config` is another."""
+        """The target of a drafter trained for `info`; raises `UserError` if `config` is of another
+        target."""
         target = cls(config)
         found = {
             "tokenizer_hash": tokenizer_hash(target.tokenizer),
@@ -128,10 +130,10 @@ class Target:
         return loading.shared_weights(loading.load_model(self.config))
 
     def unused_token(self, chosen: int) -> int:
-        """The id of a token that text does not hold, for drafters that read one as "unknown".
+        """The id of a token that does not occur in text, for drafters that read one as "unknown".
 
         `chosen` if that is an id (>= 0); else the first row of the embedding behind the tokenizer's
-        last token; else a token named unused, reserved or pad. Raises `UserError` without one.
+        last token; else a token named unused, reserved or pad. Raises `UserError` if there is none.
         """
         size = int(self.described.vocab_size)
         if chosen >= size:
@@ -166,7 +168,7 @@ class TensorRow:
 
 
 Expected = tuple[list[TensorRow], Shapes]
-"""The tensors that an engine looks for, and those that may be there besides."""
+"""The tensors that an engine requires, and the optional ones."""
 
 
 def same_names(shapes: Shapes) -> list[TensorRow]:
@@ -175,7 +177,7 @@ def same_names(shapes: Shapes) -> list[TensorRow]:
 
 
 def meta_state(kind: str, values: Json, info: TargetInfo) -> dict[str, Tensor]:
-    """The tensors of a drafter of ours, without their values."""
+    """The tensors of a drafter, without their values."""
     with torch.device("meta"):
         drafter = get_kind(kind).drafter_class(build_config(kind, values), info)
     assert isinstance(drafter, TrainableDrafter), "layouts are of kinds with weights"
@@ -185,7 +187,7 @@ def meta_state(kind: str, values: Json, info: TargetInfo) -> dict[str, Tensor]:
 def own_rows(
     kind: str, values: Json, info: TargetInfo, left: Iterable[str] = ()
 ) -> list[TensorRow]:
-    """The tensors of a drafter of ours but `left`, for layouts that have them under our names."""
+    """The tensors of a drafter except `left`, for layouts that store them under our names."""
     shapes = {name: tuple(value.shape) for name, value in meta_state(kind, values, info).items()}
     return same_names({name: shape for name, shape in shapes.items() if name not in left})
 
@@ -197,7 +199,7 @@ class Written:
     config: the file `described`; tensors: the file `weights`; files: further files by name;
     speculative: the engine's `speculative_config` without `model`, which is the folder; kept: what
     a bit-exact import needs beyond the files; notes: for the person who serves it; tokenizer:
-    whether the target's tokenizer belongs into the folder.
+    whether the folder needs the target's tokenizer.
     """
 
     config: Json
@@ -213,8 +215,8 @@ class Written:
 
 @dataclass
 class Imported:
-    """A checkpoint of ours made of foreign files. config: the values of the kind's configuration
-    that differ from the defaults; notes: see `Receiver`."""
+    """A checkpoint made from foreign files. config: the values of the kind's configuration that
+    differ from the defaults; notes: see `Receiver`."""
 
     kind: str
     config: Json
@@ -223,8 +225,8 @@ class Imported:
 
 
 Writer = Callable[[Checkpoint, Target, ExportConfig], Written]
-"""(checkpoint, target, options) -> the folder for `options.engine`; raises `UserError` for what the
-engine or the layout cannot express."""
+"""(checkpoint, target, options) -> the folder for `options.engine`; raises `UserError` for options
+that the engine or the layout cannot express."""
 
 
 def plain_rope(theta: float) -> Json:
@@ -233,7 +235,7 @@ def plain_rope(theta: float) -> Json:
 
 
 def own_rope(checkpoint: Checkpoint, target: Target) -> Json:
-    """The rotary parameters of kinds that take the target's base without its scaling."""
+    """The rotary parameters of kinds that use the target's base without its scaling."""
     return plain_rope(checkpoint.info.rope_theta)
 
 
@@ -292,10 +294,10 @@ def require_taps(taps: tuple[int, ...], layers: int, where: Path) -> None:
 def give(
     rows: Sequence[TensorRow], ours: Mapping[str, Tensor], left: Iterable[str] = ()
 ) -> dict[str, Tensor]:
-    """Our tensors under their names. left: those that the layout stores elsewhere or drops.
+    """Our tensors under the layout's names. left: those that the layout stores elsewhere or drops.
 
-    Every tensor of ours must be in a row or in `left`, and every row's shape must be the tensor's:
-    anything else is a bug of the layout.
+    Each of our tensors must be in a row or in `left`, and each row's shape must be the tensor's.
+    Anything else is a bug in the layout.
     """
     unknown = set(ours) - {row.ours for row in rows} - set(left)
     assert not unknown, f"tensors without a place in the layout: {sorted(unknown)}"
@@ -310,8 +312,8 @@ def give(
 def take(
     rows: Sequence[TensorRow], theirs: Mapping[str, Tensor], where: Path, spare: Iterable[str] = ()
 ) -> dict[str, Tensor]:
-    """Their tensors under our names. spare: names that may be there besides. Raises `UserError` for
-    missing, unknown and misshapen ones."""
+    """The layout's tensors under our names. spare: optional names. Raises `UserError` for missing,
+    unknown and misshapen ones."""
     wanted = {row.theirs for row in rows}
     missing = sorted(wanted - set(theirs))
     odd = sorted(set(theirs) - wanted - set(spare))

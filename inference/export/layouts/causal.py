@@ -1,8 +1,8 @@
 """Small language models: Hugging Face checkpoints with the target's vocabulary.
 
-Llama, Qwen2 or Qwen3. Engines draft with them as they are (`draft_model`), transformers as
-`assistant_model`. A PARD drafter is one that names its mask token. What is shared with the target
-is written out: a language model of its own has to be complete.
+Llama, Qwen2 or Qwen3. Engines use them directly as `draft_model`, transformers as
+`assistant_model`. A PARD drafter is one that names its mask token. Tensors that are shared with the
+target are written out, because a separate language model has to be complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "
 READABLE = (*FAMILIES, "mistral")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OUTPUT_BIAS = "model.layers.{}.self_attn.o_proj.bias"
-"""A bias that Qwen3's layers have besides those of queries, keys and values; ours have none."""
+"""A bias that Qwen3's layers have besides those of queries, keys and values. Our layers do not have
+it."""
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 DEPTH = 4
@@ -60,7 +61,7 @@ def language_model(checkpoint: Checkpoint) -> SmallLM:
 
 
 def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
-    """The folder of a `SmallLM`: a model that the engines, and transformers, load by itself."""
+    """The folder of a `SmallLM`, a model that the engines and transformers load by itself."""
     drafter, info, ours = language_model(checkpoint), checkpoint.info, checkpoint.tensors
     config, shape, layers = drafter.config, drafter.shape, len(drafter.model.layers)
     own, tied = not config.share_embeddings, bool(config.tie_embeddings)
@@ -162,7 +163,8 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
 
 
 def network(config: Json, shape: LayerShape, layers: int) -> Json:
-    """The values of a `NetworkConfig`; raises `UserError` for rotary scalings that ours lack."""
+    """The values of a `NetworkConfig`; raises `UserError` for rotary scalings that the kind
+    lacks."""
     rope = llama.read_rope(config)
     if rope["rope_type"] not in ("default", "llama3") or llama.is_partial(rope):
         raise UserError(

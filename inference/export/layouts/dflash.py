@@ -1,10 +1,10 @@
 """Block drafters (DFlash, DFlash 2, DSpark, Domino, LiLiCorr) of z-lab, DeepSpec and the engines.
 
-All are a stack of Qwen3 layers under the same names, with tensors of their own behind it. Layers of
+All are a stack of Qwen3 layers under the same names, followed by tensors of the method. Layers of
 the target are numbered from 0: L is the state after L + 1 layers. A learned mask vector is the
-embedding of one token that text does not hold: beside DFlash in a file of its own
-(`mask_embedding.pt`, which vLLM reads), in DSpark as that token's row in a copy of the target's
-embedding.
+embedding of one token that does not occur in text. DFlash stores it in a separate file
+(`mask_embedding.pt`, which vLLM reads); DSpark stores it as that token's row in a copy of the
+target's embedding.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ ARCHITECTURES = {
     "lilicorr": "LiLiCorrDraftModel",
 }
 MARKOV = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
-"""Our dependencies that are DSpark's, and its names for them."""
+"""Options of a dependency that DSpark has too, and its names for them."""
 TEMPERATURES = "confidence_head.temperatures"
 OWN = ("mask_embedding", TEMPERATURES)
-"""Tensors of ours that the layouts store elsewhere or not at all."""
+"""Our tensors that the layouts store elsewhere or not at all."""
 ENCODER = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 """The names of these tensors in transformers' DFlash assistant."""
 DECODER = {theirs: ours for ours, theirs in ENCODER.items()}
@@ -50,7 +50,7 @@ MARKS = {
     "lilicorr.rank_embedding": "lilicorr",
     "encoder.fc.weight": "dflash-assistant",
 }
-"""A tensor of each layout but plain DFlash's."""
+"""A tensor that identifies each layout except plain DFlash's."""
 SEQUENTIAL = (
     ("feature_mlp.0.", "feature_norm."),
     ("feature_mlp.1.", "feature_mlp.up_proj."),
@@ -58,11 +58,11 @@ SEQUENTIAL = (
     (".mlp.0.", ".mlp.up_proj."),
     (".mlp.2.", ".mlp.down_proj."),
 )
-"""Names of a correlator's parts in older folders, and today's."""
+"""Names of a correlator's parts in older folders -> the current names."""
 LINEAR = rf"fc|{llama.LINEAR}"
 """See `Layout.linear`."""
 MOST_CANDIDATES = 16
-"""Of a slot, in both engines, which also want a power of two."""
+"""The limit per slot in both engines, which also require a power of two."""
 
 
 def expect(folder: Folder, info: TargetInfo) -> base.Expected:
@@ -97,7 +97,7 @@ def find_rope(checkpoint: Checkpoint, target: Target) -> Json:
 
 
 def draftable(config: Json) -> tuple[int, str]:
-    """See `Layout.draftable`: a block gives a token fewer than it has slots."""
+    """See `Layout.draftable`: a block drafts one token fewer than it has slots."""
     inner = {**config, **(config.get("dflash_config") or {})}
     size = int(inner["block_size"]) - 1
     return size, f"blocks that give {size}"
@@ -117,7 +117,8 @@ LAYOUTS = tuple(
 
 
 def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
-    """The folder for `options.engine`; raises `UserError` for what it cannot express."""
+    """The folder for `options.engine`; raises `UserError` for options that the engine cannot
+    express."""
     config, info, drafter = checkpoint.config, checkpoint.info, block_model(checkpoint)
     require_expressible(checkpoint, options.engine)
     taps, layers, shape = drafter.needs.taps, len(drafter.layers), drafter.shape
@@ -140,7 +141,7 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
         "num_target_layers": info.num_layers,
         **own_keys(config, method, block),
     }
-    # candidates of all slots see each other, whatever the slots see
+    # the candidates of all slots see each other, whatever the slots see
     fewer = drafter.causal and method != "lilicorr"
     speculative = {
         "method": "dspark" if method == "dspark" else "dflash",
@@ -198,12 +199,12 @@ def own_keys(config: Config, method: str, block: Json) -> Json:
 
 
 def drafts(config: Config) -> int:
-    """Tokens that a block gives."""
+    """The tokens that a block drafts."""
     return config.block_size - (0 if config.sample_from_anchor else 1)
 
 
 def draft_length(asked: int, depth: int, causal: bool) -> int:
-    """Drafts per step: all of the block's, or fewer where slots see earlier ones only."""
+    """Drafts per step: the whole block, or fewer where slots see only earlier ones."""
     if asked and asked != depth and (asked > depth or not causal):
         why = "" if causal else ", no fewer because its slots see each other"
         raise UserError(
@@ -217,7 +218,8 @@ TRAIN_MASK = "head.mask_token_id=<an unused token of the target>"
 
 
 def require_expressible(checkpoint: Checkpoint, engine: str) -> None:
-    """Raise `UserError` for what an engine lacks; it names the option to train with instead."""
+    """Raise `UserError` for options that an engine lacks; the message names the option to train
+    with instead."""
     config, dspark = checkpoint.config, checkpoint.method == "dspark"
     sglang, anchor = engine == "sglang", config.sample_from_anchor
     count = config.selector_top_k
@@ -278,7 +280,8 @@ def place_mask(written: Written, mask: Tensor, token: int, method: str, target: 
 
 
 def write_assistant(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
-    """transformers' DFlash assistant: plain, bidirectional, with the embedding of a mask token."""
+    """transformers' DFlash assistant: plain and bidirectional, with the embedding of a mask
+    token."""
     config, described = checkpoint.config, target.described
     if config.mask_token_id < 0:
         raise base.refuse(f"it {OWN_MASK}", "transformers", f"Train with {TRAIN_MASK}.")
@@ -322,7 +325,7 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
             f"'{where}': config.json lacks target_layer_ids, mask_token_id or block_size."
         )
     layers = config
-    if inner.get("use_swa"):  # z-lab's way to say that all layers slide
+    if inner.get("use_swa"):  # z-lab's way to declare that all layers slide
         window = inner.get("swa_window_size", config.get("sliding_window"))
         layers = {**config, "layer_types": ["sliding_attention"], "sliding_window": window}
     kinds = llama.layer_kinds(layers, receiver.info.max_position_embeddings, where)
@@ -389,7 +392,7 @@ def build(
 
 
 def named_today(name: str) -> str:
-    """The name of a tensor without what transformers or older folders call it."""
+    """The current name of a tensor that transformers or older folders name differently."""
     if name.startswith("lilicorr."):
         for old, new in SEQUENTIAL:
             name = name.replace(old, new)
@@ -397,7 +400,7 @@ def named_today(name: str) -> str:
 
 
 def method_values(config: Json, extra: Json, theirs: Mapping[str, Tensor]) -> Json:
-    """What a folder's extra tensors and keys say of the method, as values of our configuration."""
+    """The values of our configuration that follow from a folder's extra tensors and keys."""
     markov = theirs.get("markov_head.markov_w1.weight")
     gru = theirs.get("prefix_gru.weight_hh_l0")
     codebook = theirs.get("candidate_selector.predecessor_codebook")
@@ -439,8 +442,8 @@ def method_values(config: Json, extra: Json, theirs: Mapping[str, Tensor]) -> Js
 
 
 def correlator_values(config: Json) -> Json:
-    """A folder's keys of LiLiCorr as values of our configuration; raises `UserError` where one is
-    missing: two of them change no shape."""
+    """A folder's keys of LiLiCorr as values of our configuration. Raises `UserError` where one is
+    missing; two of them change no tensor's shape."""
     named = {
         "selector_top_k": "candidate_topk",
         "dependency_rank": "factor_dim",

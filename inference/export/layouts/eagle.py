@@ -1,8 +1,8 @@
 """EAGLE-1 and -2: one Llama layer without a first norm, behind a projection of (token, state).
 
-vLLM builds `fc` without a bias and refuses a file that has one; SGLang always builds one and leaves
-it random unless the file sets it, so its folder holds zeros there. Embedding and LM head are the
-target's. EAGLE-2 is the same weights with another tree.
+vLLM builds `fc` without a bias and refuses a file that has one. SGLang always builds one and leaves
+it random unless the file sets it, so the folder for SGLang contains zeros. Embedding and LM head
+are the target's. EAGLE-2 has the same weights and another tree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OTHER_FIRST_NORMS = (
     "midlayer.hidden_norm.weight",
     "norm.weight",
 )
-"""Tensors of other drafters with an `fc`, which EAGLE-1 lacks."""
+"""Tensors that other drafters with an `fc` have and EAGLE-1 lacks."""
 
 
 def rows(shape: LayerShape, info: TargetInfo, bias: bool) -> list[base.TensorRow]:
@@ -78,7 +78,7 @@ def matches(folder: Folder) -> bool:
 
 
 def read(folder: Folder, receiver: Receiver) -> Imported:
-    """Our checkpoint from their folder; an `fc.bias` of zeros is none."""
+    """Our checkpoint from their folder; an `fc.bias` of zeros is dropped."""
     config, where = folder.config, folder.path
     shape = llama.read_shape(config, where)
     llama.require_fit(shape, config, receiver.info, where)

@@ -2,8 +2,8 @@
 
 One folder serves both engines: vLLM reads the layers at the top level of config.json (L is the
 state after L layers), SGLang those inside `eagle_config` (L is the state after L + 1 layers). `d2t`
-holds offsets. A P-EAGLE drafter's vector for unknown tokens is the embedding of one token that text
-does not hold, in a copy of the target's embedding.
+holds offsets. A P-EAGLE drafter's vector for unknown tokens is stored as the embedding of one token
+that does not occur in text, in a copy of the target's embedding.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ VLLM_ONLY = ("norm_before_residual", "norm_before_fc", "qk_norm")
 def rows(
     config: Json, info: TargetInfo, where: Path, *, parallel: bool, first: str
 ) -> list[base.TensorRow]:
-    """The tensors of an EAGLE-3 (parallel: P-EAGLE) drafter by its config.json. first: the prefix
-    of their fusing layer. Its embedding is left out."""
+    """The tensors of an EAGLE-3 (parallel: P-EAGLE) drafter by its config.json, without its
+    embedding. first: the prefix of their fusing layer."""
     columns = int(config.get("draft_vocab_size") or info.vocab_size)
     count = int(config.get("num_aux_hidden_states") or len(config.get(IDS) or (1, 2, 3)))
     values = {
@@ -161,13 +161,13 @@ def check_vocabulary(tensors: Mapping[str, Tensor], size: int) -> None:
 
 
 def matches(folder: Folder) -> bool:
-    """Whether a folder is EAGLE-3 or P-EAGLE: its first layer has a norm of the feature."""
+    """Whether a folder is EAGLE-3 or P-EAGLE: its first layer normalises the feature."""
     return any(f"{name}hidden_norm.weight" in folder.tensors for name in ("midlayer.", "layers.0."))
 
 
 def read_taps(config: Json, layers: int, where: Path) -> tuple[int, ...]:
-    """The layers that a folder reads; raises `UserError` where its two lists disagree. Both engines
-    read the same three where a folder names none."""
+    """The layers that a folder reads. Raises `UserError` where its two lists disagree. Where a
+    folder names none, both engines read the same three layers."""
     top, nested = config.get(IDS), (config.get("eagle_config") or {}).get(IDS)
     above = [layer + 1 for layer in nested or ()]
     if top and nested and above != list(top):
@@ -198,7 +198,7 @@ def build(
     parallel: bool,
     token: int | None,
 ) -> Imported:
-    """Our checkpoint, given the taps. config: with the layer's sizes and the norms at the top
+    """Our checkpoint, given the taps. config: has the layer's sizes and the norms at the top
     level."""
     where, info, theirs = folder.path, receiver.info, dict(folder.tensors)
     shape = llama.read_shape(config, where)
@@ -242,7 +242,8 @@ def build(
 
 
 def complete_vocabulary(theirs: dict[str, Tensor], receiver: Receiver) -> int:
-    """Add what a file may leave out (LM head, `t2d`); returns the columns of the LM head."""
+    """Add the tensors that a file may leave out (LM head, `t2d`); returns the columns of the LM
+    head."""
     size = receiver.info.vocab_size
     if HEAD not in theirs:
         theirs[HEAD] = receiver.weights.lm_head.to(theirs["fc.weight"].dtype)
@@ -265,8 +266,8 @@ def complete_vocabulary(theirs: dict[str, Tensor], receiver: Receiver) -> int:
 def read_embeddings(
     folder: Folder, theirs: dict[str, Tensor], receiver: Receiver, token: int | None
 ) -> dict[str, Tensor]:
-    """P-EAGLE's vector of unknown tokens, which is the mask token's row of the embedding. The
-    embedding itself is kept too, unless its other rows are the target's."""
+    """P-EAGLE's vector for unknown tokens, which is the mask token's row of the embedding. The
+    embedding is kept as well, unless its other rows are the target's."""
     embedding, own = theirs.pop(EMBEDDING, None), receiver.weights.embedding
     if token is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""A drafter's folder on disk, read without executing anything, and the target that receives it."""
+"""A drafter's folder on disk, read without executing any code, and the target that receives it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ BROKEN_PICKLE = (
     *(UnpicklingError, RuntimeError, EOFError, OSError, ValueError, TypeError, LookupError),
     *(AttributeError, ImportError, MemoryError, AssertionError),
 )
-"""What torch raises for a file that holds anything but tensors, or is damaged."""
+"""The errors of torch for a file that is damaged or contains anything but tensors."""
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass
 class ExportNotes:
-    """`headstart_export.json`: what an exported folder is and how it is served (docs/formats.md).
-    All fields are empty for the folder of another trainer."""
+    """`headstart_export.json`: the content of an exported folder and how to serve it
+    (docs/formats.md). All fields are empty for the folder of another trainer."""
 
     format: int = 1
     kind: str = ""
@@ -70,7 +70,8 @@ class ExportNotes:
     def read(cls, folder: Path) -> ExportNotes:
         """The notes of a folder, empty if it has none; raises `UserError` if they are broken.
 
-        Unknown keys are left out, and missing ones have their default: other versions wrote them.
+        Unknown keys are ignored, and missing keys get their defaults, since other versions may have
+        written the file.
         """
         path, found = folder / EXPORT_FILE, cls()
         content = read_json(path) if path.is_file() else {}
@@ -87,8 +88,8 @@ class ExportNotes:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder's config.json (an adapter's adapter_config.json), the tensors of all its weight
-    files, and our notes."""
+    """A folder's config.json (for an adapter, its adapter_config.json), the tensors of all its
+    weight files, and the notes of its export."""
 
     path: Path
     config: Json
@@ -99,7 +100,7 @@ class Folder:
     def read(cls, path: Path, only: Callable[[str], bool] | None = None) -> Folder:
         """Raises `UserError` if the folder lacks config.json or weights, or one is broken.
 
-        only: which tensors are read, by name, of safetensors files; None: all.
+        only: which tensors of safetensors files are read, by name; None: all.
         """
         if not path.is_dir():
             raise UserError(
@@ -124,7 +125,7 @@ class Folder:
 
     @cached_property
     def architecture(self) -> str:
-        """The first of its architectures, an adapter's type, or nothing."""
+        """The first of its architectures, the type of an adapter, or an empty string."""
         given = self.config.get("architectures")
         if isinstance(given, list) and given:
             return str(given[0])
@@ -151,7 +152,7 @@ def read_json(path: Path) -> Json:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files, or else of its torch files."""
+    """All tensors of a folder's safetensors files; if it has none, of its torch files."""
     found: dict[str, Tensor] = {}
     files = sorted(path.glob("*.safetensors"))
     for file in files:
@@ -167,7 +168,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_some(path: Path, only: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The tensors of a folder's safetensors files whose names `only` takes; no other is read."""
+    """The tensors of a folder's safetensors files whose names `only` accepts; no others are
+    read."""
     found: dict[str, Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         with tensors.open_tensors(file, "It is cut off or damaged; fetch it again.") as opened:
@@ -184,11 +186,12 @@ def unpickle(file: Path) -> dict[str, Tensor]:
 
 
 def load_plain(file: Path) -> Any:
-    """What a torch file holds, tensors and plain values alone; raises `UserError`."""
+    """The content of a torch file, tensors and plain values only; raises `UserError` for anything
+    else."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except BROKEN_PICKLE as error:
-        # torch's own words advise to read it without this protection
+        # torch's own message advises to read it without this protection
         raise UserError(
             f"'{file}' cannot be read as tensors alone ({type(error).__name__}): it is damaged, or "
             "holds other objects. Nothing in it was executed. Fetch it again, or fetch its "
@@ -205,8 +208,8 @@ class Receiver:
     notes: list[str] = field(default_factory=list)
 
     def drop_shared(self, name: str, theirs: dict[str, Tensor], where: Path) -> None:
-        """Take a copy of the target's embedding or LM head out of their tensors, and note it.
-        Raises `UserError` for one that is not the target's."""
+        """Remove a copy of the target's embedding or LM head from their tensors, and note that.
+        Raises `UserError` for a tensor that is not the target's."""
         value = theirs.pop(name, None)
         if value is None:
             return
@@ -224,7 +227,7 @@ class Receiver:
         return own.shape == theirs.shape and torch.equal(own.to(theirs.dtype).cpu(), theirs.cpu())
 
     def is_shared_but(self, token: int, embedding: Tensor) -> bool:
-        """Whether all rows of an embedding but the token's are the target's."""
+        """Whether all rows of an embedding, except the token's, are the target's."""
         own = self.weights.embedding
         rest = torch.arange(own.shape[0]) != token
         return own.shape == embedding.shape and torch.equal(

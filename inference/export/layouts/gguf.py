@@ -1,7 +1,7 @@
 """Drafters in GGUF, for llama.cpp: metadata and names of tensors.
 
 Language models are llama.cpp's `llama`, `qwen2` and `qwen3`; EAGLE-3 is `eagle3`, DFlash and DSpark
-are `dflash`. The files have what llama.cpp's own converter makes of the engines' folders: queries
+are `dflash`. The files contain what llama.cpp's converter makes of the engines' folders: queries
 and keys of Llama layers (EAGLE-3's too) with the two halves of every head interleaved, llama3's
 rotary scaling as one divisor per frequency, target ids instead of offsets in `d2t`, layers of the
 target numbered by their input (the state after L layers is the input of layer L). Embedding and LM
@@ -27,7 +27,7 @@ FILE = "drafter.gguf"
 ENGINE = "llama.cpp"
 EAGLE3, DFLASH = "eagle3", "dflash"
 TAPS = 3
-"""llama.cpp's EAGLE-3 reads so many layers."""
+"""The number of layers that llama.cpp's EAGLE-3 reads."""
 LAYER = re.compile(r"(?:model\.)?(?:layers\.(\d+)|midlayer)\.(.+)")
 IN_LAYER = {
     "input_layernorm": "attn_norm",
@@ -61,8 +61,8 @@ FREQUENCIES = "rope_freqs.weight"
 
 
 def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
-    """The file of a distilled, EAGLE-3, DFlash or DSpark drafter; raises `UserError` for what
-    llama.cpp lacks."""
+    """The file of a distilled, EAGLE-3, DFlash or DSpark drafter; raises `UserError` for features
+    that llama.cpp lacks."""
     options = replace(options, engine="vllm")
     method = checkpoint.method
     if method == "distilled":
@@ -130,8 +130,8 @@ def require_eagle3(checkpoint: Checkpoint, config: Json) -> None:
 
 
 def own_vocabulary(checkpoint: Checkpoint, found: Written, target: Target) -> None:
-    """Put a learned mask vector into a copy of the target's embedding, with the target's LM head
-    beside it: a file with an embedding and no head would draft with the embedding."""
+    """Put a learned mask vector into a copy of the target's embedding, and add the target's LM
+    head. With an embedding and no head in the file, llama.cpp would draft with the embedding."""
     mask = checkpoint.tensors.get("mask_embedding")
     if mask is None or checkpoint.config.mask_token_id >= 0:
         return
@@ -147,7 +147,7 @@ def mask_token(config: Json) -> int:
 
 
 def gguf_name(name: str) -> str:
-    """A tensor's name in GGUF; `KeyError` for one that has none."""
+    """A tensor's name in GGUF; raises `KeyError` for a tensor that has none."""
     module, _, end = name.rpartition(".")
     inside = LAYER.fullmatch(module)
     if inside:
@@ -163,7 +163,7 @@ def interleave(weight: Tensor, heads: int) -> Tensor:
 
 
 def frequency_divisors(rope: Json, head_dim: int) -> Tensor:
-    """What llama3's scaling divides each of the head_dim / 2 frequencies by."""
+    """The divisors of the head_dim / 2 frequencies in llama3's scaling."""
     original = float(rope["original_max_position_embeddings"])
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     factor, found = float(rope["factor"]), []
@@ -175,7 +175,7 @@ def frequency_divisors(rope: Json, head_dim: int) -> Tensor:
 
 
 def metadata(architecture: str, checkpoint: Checkpoint, found: Written) -> Json:
-    """The keys of a file but the tokenizer's."""
+    """A file's keys, except the tokenizer's."""
     config, info = found.config, checkpoint.info
     shape = llama.read_shape(config, checkpoint.folder)
     rope = config["rope_parameters"]

@@ -1,4 +1,5 @@
-"""What layouts take from Hugging Face's Llama: config.json's keys, sizes, rotary parameters."""
+"""The parts of Hugging Face's Llama that layouts share: config.json's keys, sizes, rotary
+parameters."""
 
 from __future__ import annotations
 
@@ -46,9 +47,9 @@ def block_config(shape: LayerShape, info: TargetInfo, layers: int, rope: Json) -
 def follow_rope(target: Target, head_dim: int, theta: float) -> Json:
     """The rotary parameters of a drafter that rotates as its target does.
 
-    They are the target's if it has one set of them for heads of the same size, else `theta` alone.
-    Raises `UserError` for scalings that change with the length of the text: the drafter was trained
-    with fixed ones.
+    They are the target's if it has one set for heads of the same size, else only `theta`. Raises
+    `UserError` for scalings that change with the length of the text: the drafter was trained with
+    fixed ones.
     """
     found, described = target.rope, target.described
     kind = str(found.get("rope_type", "default"))
@@ -106,10 +107,10 @@ def read_shape(config: Json, where: Path) -> LayerShape:
 def require_fit(
     shape: LayerShape, config: Json, info: TargetInfo, where: Path, *, scaled: bool = False
 ) -> None:
-    """Raise `UserError` where their layers have something that ours of this kind cannot have.
+    """Raise `UserError` where their layers have something that layers of this kind cannot have.
 
-    Ours take the norms' epsilon and the base of the rotary positions from the target; scaled: the
-    target's rotary scaling too.
+    Layers of this kind take the norms' epsilon and the base of the rotary positions from the
+    target; scaled: the target's rotary scaling too.
     """
     rope = read_rope(config)
     theta, scaling = float(rope["rope_theta"]), rope["rope_type"]

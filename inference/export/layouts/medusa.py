@@ -1,9 +1,9 @@
 """Medusa: vLLM's layout (up to 0.32), and the two older ones of its authors.
 
-All heads of one layer are one stacked tensor of ours; there, every head has a file entry of its
-own. Without an LM head per head, vLLM wants the shared one in the file: the target's, or, with a
-reduced draft vocabulary, that of the tokens in `token_map`. vLLM ignores names that it does not
-know without an error.
+Our checkpoints stack all heads of one layer in one tensor; these layouts store every head
+separately. Without an LM head per head, vLLM requires the shared one in the file: the target's, or,
+with a reduced draft vocabulary, its rows for the tokens in `token_map`. vLLM ignores unknown names
+without an error.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from inference.export.layouts.base import Checkpoint, Imported, Target, TensorRo
 from inference.export.layouts.folder import HEAD, Folder, Receiver
 
 PROPOSER = Path(__file__).parents[1] / "vllm_medusa.py"
-"""A proposer that the folder holds for versions of vLLM without Medusa."""
+"""A proposer that the folder contains for versions of vLLM without Medusa."""
 MAP = "token_map"
-"""Their target ids of the draft columns."""
+"""Their tensor with the target ids of the draft columns."""
 MAPS = ("d2t", "t2d")
 """Our maps of a reduced draft vocabulary."""
 BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
@@ -34,8 +34,10 @@ OLD_HEAD = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight")
 
 
 def rows(heads: int, layers: int, hidden: int, columns: int, head: str) -> list[TensorRow]:
-    """The tensors of Medusa's heads; head: "each" where every one has an LM head of its own of
-    `columns` tokens, "one" where they share a trained one, "target" where they share the target's.
+    """The tensors of Medusa's heads.
+
+    head: "each" where every one has its own LM head of `columns` tokens, "one" where they share a
+    trained one, "target" where they share the target's.
     """
     found = []
     for number in range(heads):
@@ -121,7 +123,7 @@ def matches(folder: Folder) -> bool:
 
 
 def modernise(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of any of the three layouts under vLLM's names."""
+    """Tensors in any of the three layouts, renamed to vLLM's names."""
     found = {}
     for name, value in tensors.items():
         if block := OLD_BLOCK.fullmatch(name):
@@ -160,9 +162,9 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
 
 
 def reduce(theirs: dict[str, Tensor], size: int, where: Path) -> dict[str, Tensor]:
-    """Take `token_map` out of their tensors, and bring the rows of their LM heads, which may be
-    those of all tokens, into its ascending order; returns our maps of the draft vocabulary. Raises
-    `UserError` for a map that is not of different tokens of the target."""
+    """Take `token_map` out of their tensors, and sort the rows of their LM heads by it in ascending
+    order. The LM heads may have rows for all tokens. Returns our maps of the draft vocabulary.
+    Raises `UserError` unless the map lists distinct tokens of the target."""
     ids = theirs.pop(MAP).long()
     ascending, order = ids.sort()
     counts = ids.ndim == 1 and 0 < len(ids) < size and bool((ascending.diff() > 0).all())
@@ -172,6 +174,6 @@ def reduce(theirs: dict[str, Tensor], size: int, where: Path) -> dict[str, Tenso
         )
     for name in [name for name in theirs if name == HEAD or name.startswith("lm_heads.")]:
         held = theirs[name].shape[0]
-        if held in (size, len(ids)):  # the shapes of others are refused with all shapes
+        if held in (size, len(ids)):  # other shapes are refused with all shapes
             theirs[name] = theirs[name][ascending if held == size else order]
     return dict(zip(MAPS, vocab.to_maps(ascending, size), strict=True))

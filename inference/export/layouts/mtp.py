@@ -1,13 +1,13 @@
 """Multi-token prediction: MiMo's block, which vLLM and SGLang run with any dense target.
 
-Engines load MTP blocks of the target's own family only, out of the target's checkpoint. MiMo's is
-built like ours (two norms, a projection, one decoder layer, a final norm, the target's embedding
-and LM head), and its folder may hold nothing else: so the block is exported as a folder of its own,
-given beside the target. Its projection reads the state first, ours the token first; its layer is
-Qwen2's, whose biases are zeros here. It blanks the token of the very first position, which ours
-reads; with a text's usual first token that changes one row of the block's cache. vLLM takes the
-block's sizes, and the number of blocks, from the target's configuration: the layer must have the
-target's sizes, and the number is given with --hf-overrides.
+Engines load other MTP blocks only for targets of the block's own family, from the target's
+checkpoint. MiMo's block is built like ours (two norms, a projection, one decoder layer, a final
+norm, the target's embedding and LM head), and its folder may contain nothing else. So the block is
+exported as a separate folder, which is given beside the target. Its projection reads the state
+first, ours the token first; its layer is Qwen2's, whose biases are zeros here. It blanks the token
+of the first position, which ours reads; with a text's usual first token this changes one row of the
+block's cache. vLLM takes the block's sizes, and the number of blocks, from the target's
+configuration: the layer must have the target's sizes, and the number is given with --hf-overrides.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SIZES = ("hidden_size", "intermediate_size", *llama.HEADS)
 
 
 def rows(shape: LayerShape, info: TargetInfo) -> list[TensorRow]:
-    """The tensors of the block, with the projection's halves as ours has them."""
+    """The tensors of the block, with the halves of the projection in our order."""
     table = base.own_rows("mtp", {"shared": True, **llama.sizes_config(shape, info)}, info)
     names = [row.ours.removeprefix("mtp.").removeprefix("layers.0.") for row in table]
     theirs = [PREFIX + NAMES.get(name, name) for name in names]
@@ -53,7 +53,7 @@ def swap_halves(projection: Tensor) -> Tensor:
 
 
 def biases(shape: LayerShape) -> Shapes:
-    """The biases that Qwen2's attention has and ours has not."""
+    """The biases of Qwen2's attention, which ours does not have."""
     query, value = shape.num_attention_heads, shape.num_key_value_heads
     counts = {"q": query, "k": value, "v": value}
     name = PREFIX + "self_attn.{}_proj.bias"
@@ -124,7 +124,7 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     }
     if any("mtp_layers" in name and not name.startswith(PREFIX) for name in theirs):
         raise UserError(f"'{where}' holds several MTP blocks; ours of this form has one.")
-    # The block may have been stitched into the target: the target's own weights are left out.
+    # The block may have been stitched into the target; the target's own weights are left out.
     theirs = {name: value for name, value in theirs.items() if name.startswith(PREFIX)}
     if any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in theirs):
         raise UserError(f"'{where}' has norms on query and key heads, which our MTP blocks lack.")

@@ -1,5 +1,5 @@
-"""The MTP block of a target, as checkpoints of its family hold it: read from the target's own
-files, and written under the same names, for engines that look for it there.
+"""The MTP block of a target, as checkpoints of its family store it. It is read from the target's
+own files and written under the same names, for engines that look for it there.
 
 | where the block stands | families |
 |---|---|
@@ -7,8 +7,8 @@ files, and written under the same names, for engines that look for it there.
 | `model.layers.<n>.`, behind the last layer | DeepSeek V3, GLM-4.5, Ling hybrid |
 | `model.mtp_layers.0.` | MiMo |
 
-Names within it: `Form`. All have the projection read the token first, but for MiMo's, which reads
-the state first. Experts, one by one in files, are laid together in transformers' modules.
+`Form` describes the names within it. The projection reads the token first, except MiMo's, which
+reads the state first. Files store experts one by one; transformers' modules store them together.
 
 Legend: E experts, H hidden, I width of an expert.
 """
@@ -38,10 +38,10 @@ from inference.export.layouts.mtp import swap_halves
 
 KIND = "native_mtp"
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""What families call the number of blocks in config.json."""
+"""The families' keys for the number of blocks in config.json."""
 LAYER = "layers.0."
 SHARED = {"embed_tokens.weight": "embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-"""Copies of the target's within a block -> what they are copies of."""
+"""Copies of the target's tensors within a block -> the tensors that they copy."""
 EXPERT = re.compile(r"(.*mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 FUSED = re.compile(r"(.*mlp\.experts)\.(gate_up|down)_proj")
 
@@ -49,9 +49,9 @@ FUSED = re.compile(r"(.*mlp\.experts)\.(gate_up|down)_proj")
 @dataclass(frozen=True)
 class Form:
     """How checkpoints of some families name a block. prefix: with {n}, the number of layers; names:
-    ours within a block -> theirs, where they differ; layer: what stands before the layer's own
-    names; state_first: the projection's order; model_type: of the settings of the layer, where
-    transformers does not know the target's."""
+    ours within a block -> theirs, where they differ; layer: the prefix of the layer's own names;
+    state_first: the projection's order; model_type: for the layer's settings, where transformers
+    does not know the target's."""
 
     prefix: str
     names: Mapping[str, str] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Form:
     model_type: str = ""
 
     def to_theirs(self, name: str, layers: int) -> str:
-        """Our name behind `mtp.` -> the checkpoint's."""
+        """The checkpoint's name for our name behind `mtp.`."""
         prefix = self.prefix.format(n=layers)
         if name.startswith(LAYER):
             return prefix + self.layer + name.removeprefix(LAYER)
@@ -86,18 +86,18 @@ FORMS = {
 
 
 def form_of(config: Json) -> Form | None:
-    """The form of the block that a target's config.json lets expect, or None."""
+    """The form of the block that a target's config.json implies, or None."""
     return FORMS.get(str(text_part(config).get("model_type")))
 
 
 def text_part(config: Json) -> Json:
-    """A config.json's part about text, which is all of it for text models."""
+    """The text part of a config.json; for text models, all of it."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 
 
 def is_of_block(name: str, config: Json) -> bool:
-    """Whether a tensor of a target's checkpoint belongs to its MTP block."""
+    """Whether a tensor of a target's checkpoint belongs to the MTP block."""
     form = form_of(config)
     if form is None:
         return False
@@ -105,7 +105,7 @@ def is_of_block(name: str, config: Json) -> bool:
 
 
 def matches(folder: Folder) -> bool:
-    """Whether a folder holds a target's MTP block, alone or within the target."""
+    """Whether a folder contains a target's MTP block, alone or within the target."""
     form, text = form_of(folder.config), text_part(folder.config)
     if form is None:
         return False
@@ -113,7 +113,7 @@ def matches(folder: Folder) -> bool:
 
 
 def read(folder: Folder, receiver: Receiver) -> Imported:
-    """Our checkpoint from a target's folder, or one with its block alone."""
+    """Our checkpoint from a target's folder, or from a folder that contains only its block."""
     form, text, where = form_of(folder.config), text_part(folder.config), folder.path
     if form is None:
         raise UserError(
@@ -155,17 +155,17 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
 
 
 def settings(form: Form, text: Json, where: Any) -> Json:
-    """The settings of the block's layer, by the target's config.json."""
+    """The settings of the block's layer, from the target's config.json."""
     values = {key: value for key, value in text.items() if key != "model_type"}
     try:
         described = AutoConfig.for_model(form.model_type or text["model_type"], **values)
-    except Exception as error:  # of a damaged file anything may come out
+    except Exception as error:  # a damaged file may raise anything
         raise UserError(f"'{where}': its config.json describes no model ({error}).") from error
     return one_layer(described)
 
 
 def expected(layer: Json, info: TargetInfo) -> base.Shapes:
-    """Our names and shapes, experts one by one."""
+    """Our names and shapes, with separate experts."""
     return {
         name: tuple(value.shape)
         for name, value in separate(base.meta_state(KIND, {"layer": layer}, info)).items()
@@ -173,8 +173,8 @@ def expected(layer: Json, info: TargetInfo) -> base.Shapes:
 
 
 def separate(ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with the experts one by one, as checkpoints have them: gate_up_proj [E, 2I, H] and
-    down_proj [E, H, I] -> <e>.{gate,up,down}_proj.weight."""
+    """Tensors with separate experts, as in checkpoints: gate_up_proj [E, 2I, H] and down_proj [E,
+    H, I] -> <e>.{gate,up,down}_proj.weight."""
     found: dict[str, Tensor] = {}
     for name, value in ours.items():
         whole = FUSED.fullmatch(name)
@@ -238,7 +238,7 @@ LAYOUT = base.Layout("mtp-native", ARCHITECTURES, expect, rope=None, silent=True
 
 
 def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
-    """The folder for vLLM and SGLang: the target's config.json and its block alone."""
+    """The folder for vLLM and SGLang: the target's config.json and only its block."""
     described = described_by(target)
     form, config = form_of(described), checkpoint.config
     engine = "vLLM" if options.engine == "vllm" else "SGLang"
@@ -266,14 +266,14 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
 
 
 def target_folder(target: Target) -> Path:
-    """Where a target's files lie, in a folder of its own or in the cache of the Hub."""
+    """The folder of a target's files, local or in the cache of the Hub."""
     path = cached_file(target.config.path, CONFIG, revision=target.config.revision)
     assert path is not None, "the target's config.json was read before"
     return Path(path).parent
 
 
 def described_by(target: Target) -> Json:
-    """A target's config.json, with the number of blocks that engines look for."""
+    """A target's config.json, with the number of blocks that engines expect."""
     described = read_json(target_folder(target) / CONFIG)
     text = text_part(described)
     counts = [name for name in COUNTS if name in text]

@@ -1,8 +1,9 @@
-"""Which drafter goes to which engine: the table behind `headstart export` and docs/serving.md.
+"""Which drafters can be exported to which engine: the table behind `headstart export` and
+docs/serving.md.
 
-A drafter is looked up by its method, which is what its kind answers to `Kind.export_method`: the
-kind's name or, for block drafters, the published method that its options make of it. An entry is a
-layout with its writer, or the sentence that says why there is none.
+A drafter is looked up by its method, the result of `Kind.export_method`: the kind's name or, for
+block drafters, the published method that its options amount to. An entry is a layout with its
+writer, or a sentence with the reason why there is none.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _ALL = (
     *dflash.LAYOUTS,
 )
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _ALL}
-"""Layouts by name. Those of the library speculators are wrapped ones: `speculators-<name>`."""
+"""Layouts by name. `speculators-<name>` is the layout <name> as the library speculators wraps
+it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ _ASSISTANT = Route("dflash-assistant", dflash.write_assistant)
 
 
 def _ways(*ways: Route | str) -> Ways:
-    """The ways to vLLM, SGLang, speculators, transformers and llama.cpp."""
+    """The routes to vLLM, SGLang, speculators, transformers and llama.cpp."""
     return dict(zip(ENGINES, ways, strict=True))
 
 
@@ -162,11 +164,11 @@ ROUTES: dict[str, Ways] = {
     **dict.fromkeys(("ngram", "suffix"), _nowhere(_LOOKUP)),
     "jump_forward": _nowhere(_FORCED),
 }
-"""Method -> engine -> the way there, or why there is none."""
+"""Method -> engine -> the route, or the reason why there is none."""
 
 
 def find_route(method: str, engine: str) -> Route:
-    """The route of a method into an engine; raises `UserError` with the reason if there is none."""
+    """The route of a method to an engine; raises `UserError` with the reason if there is none."""
     found = ROUTES.get(method, {}).get(engine, f"no layout is known for it; {_OWN}")
     if isinstance(found, str):
         raise UserError(f"a drafter of method '{method}' cannot be exported for {engine}: {found}.")

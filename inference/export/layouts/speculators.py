@@ -1,8 +1,8 @@
-"""The layouts of vLLM's library `speculators`: config.json has the decoder layer inside.
+"""The layouts of vLLM's library `speculators`: config.json contains the decoder layer.
 
-Folders are read as the library trains: layers with full attention see their whole block, whatever
-`sliding_window_non_causal` says (vLLM obeys that key for such layers too; exported folders set it
-so that both read alike).
+Folders are read in the way that the library trains: layers with full attention see their whole
+block, whatever `sliding_window_non_causal` says. vLLM applies that key to such layers too; exported
+folders set it so that both give the same result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DRAFTER_KEYS = frozenset(
         "target_layer_ids is_causal sample_from_anchor dspark_bonus_anchor"
     ).split()
 ) | {*NORMS, *MARKOV, IDS}
-"""Keys of an engine's config.json that are not the decoder layer's."""
+"""Keys of an engine's config.json that do not belong to the decoder layer."""
 
 
 def write_eagle3(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
@@ -82,7 +82,7 @@ def write_block(checkpoint: Checkpoint, target: Target, options: ExportConfig) -
 
 
 def wrap(written: Written, method: str, own: Json, target: Target) -> Written:
-    """Turn an engine's config.json into the library's. own: the drafter's own keys."""
+    """Convert an engine's config.json to the library's. own: the drafter's own keys."""
     engine = written.config
     layer = {key: value for key, value in engine.items() if key not in DRAFTER_KEYS}
     proposal = {
@@ -113,7 +113,7 @@ def wrap(written: Written, method: str, own: Json, target: Target) -> Written:
 
 
 def matches(folder: Folder) -> bool:
-    """Whether a folder is one of the library's."""
+    """Whether the library wrote a folder."""
     return "speculators_model_type" in folder.config
 
 

@@ -1,8 +1,8 @@
-"""What is lost where: the way from the speed that a draft could give to the one that was measured,
-term by term.
+"""Splits the difference between the speed that a draft could give and the measured speed into
+terms.
 
-`watch` decodes a sample of prompts and sees both models' distributions along the answers; `counts`
-sums what it saw; `split` turns that, the measured times and the cost of wider verifications into
-factors whose product is the measured speedup; `block` makes the report's `lost` of it, and
-`transcripts` what the page shows token by token.
+`watch` decodes a sample of prompts and observes both models' distributions along the answers.
+`counts` sums the observations. `split` turns the sums, the measured times and the cost of wider
+verifications into factors whose product is the measured speedup. `block` makes the report's `lost`
+from the split, and `transcripts` makes the data that the page shows token by token.
 """

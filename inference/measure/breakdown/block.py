@@ -1,5 +1,5 @@
-"""Makes the report's block `lost`: decodes the sample with every arm, measures what wider
-verifications cost, splits the speed."""
+"""Makes the report's block `lost`: decodes the sample with every arm, measures the cost of wider
+verifications, and splits the speed."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def lost_block(
 ) -> schema.Losses:
     """The block `lost` of report.json; writes `out`/transcripts.json next to it.
 
-    totals, lengths: of the baseline and every arm, the sums over their answers and the mean number
+    totals, lengths: for the baseline and every arm, the sums over their answers and the mean number
     of cached tokens in their steps. costs: the report's cost curves, if it has any.
     """
     lost, baseline = config.lost, totals[BASELINE]
     chosen = select_prompts(prompts, lost.prompts_per_domain)
     asked = [requests[prompt.id] for prompt in chosen]
     sample = _Sample(lost, target, chosen, asked, config.seed)
-    # measured for all arms before anything else is decoded
+    # measured for all arms before anything is decoded again
     widening = {arm.name: sample.widening(arm, lengths[arm.name], costs) for arm in arms}
     shown = select_prompts(chosen, lost.transcripts) if lost.transcripts else []
     losses, transcripts = {}, []
@@ -69,7 +69,7 @@ def lost_block(
 
 @dataclass(frozen=True)
 class _Sample:
-    """The prompts that are decoded once more, and how."""
+    """The prompts that are decoded once more, and their settings."""
 
     config: LostConfig
     target: TargetModel
@@ -91,7 +91,7 @@ class _Sample:
         return divide(curves.verify(nodes, 1, cached), curves.verify(1, 1, cached))
 
     def watch(self, arm: Arm, temperature: float, candidates: int = 0) -> list[Watched]:
-        """The answers of an arm, which forgets them."""
+        """The answers of an arm, which does not keep them."""
         decode = replace(arm.decode, temperature=temperature)
         forget(arm.drafter)
         try:
@@ -105,7 +105,7 @@ class _Sample:
         return Counts.of(answers, names, domains, depth, first, end)
 
     def loss(self, arm: Arm, watched: Sequence[Watched], measured: Measured) -> schema.DrafterLoss:
-        """What the arm's missing speed is lost to."""
+        """The split of the speed that an arm lacks."""
         depth, seed = arm.decode.tree().max_depth, self.seed
         estimate = next((answer.estimate for answer in watched if answer.estimate), "")
         counts = self.count(watched, depth)
@@ -120,7 +120,7 @@ class _Sample:
         def calibration(
             group: Counts, kind: type[schema.Block] = schema.CalibrationGap, **more: Any
         ) -> dict[str, Any]:
-            """The key `calibration`, which is left out where drafts have no confidence."""
+            """The key `calibration`, which is left out if drafts have no confidence."""
             gap = dict(group.calibration_gap(seed))
             return {"calibration": kind(**gap, **more)} if estimate else {}
 

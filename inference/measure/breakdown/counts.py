@@ -1,5 +1,5 @@
-"""Sums over what was watched, per prompt and depth, so that every rate is a ratio of sums and can
-be resampled over prompts.
+"""Sums over the observed states, per prompt and depth, so that every rate is a ratio of sums and
+can be resampled over prompts.
 
 Legend: S prompts of the sample, D deepest drafted level, R ranks, C bins of confidence, W resamples
 (1 for the figure itself).
@@ -27,16 +27,16 @@ from inference.report.model import CalibrationBin, CalibrationGap, DraftStates
 
 BINS = 10
 RESAMPLES = 500
-"""Of the loss split: each asks for the best tree anew."""
+"""Resamples of the loss split, each of which computes the best tree again."""
 
 
 @dataclass(frozen=True)
 class Counts(PerPrompt):
     """passes, committed [S]. By depth [S, D]: reached, states at which a token of that depth was
-    due; kept, those at which a draft stood and was kept; tested, those at which drafts stood;
-    overlap and own_overlap, summed over the tested; missed, summed over the reached. ranks [S, D,
-    R]: tested states by rank of the target's pick. bins [S, C, 3]: states with a confidence, the
-    sum of the confidences, how often the best candidate was the target's pick.
+    due; kept, those with a draft that was kept; tested, those with drafts; overlap and own_overlap,
+    summed over the tested; missed, summed over the reached. ranks [S, D, R]: tested states by rank
+    of the target's pick. bins [S, C, 3]: states with a confidence, the sum of the confidences, how
+    often the best candidate was the target's pick.
     """
 
     passes: Floats
@@ -60,8 +60,8 @@ class Counts(PerPrompt):
         first: int = 0,
         end: int = 0,
     ) -> Counts:
-        """Sum up `answers` (of `prompts`, in `domains`). depth: D. first, end: the part of the
-        answers that counts; end 0: all behind `first`."""
+        """Sum `answers` (of `prompts`, in `domains`). depth: D. first, end: the part of the answers
+        that counts; end 0: everything from `first` on."""
         size = len(answers)
         passes, committed = np.zeros((2, size))
         reached, kept, tested, overlap, own_overlap, missed = np.zeros((6, size, depth))
@@ -150,7 +150,7 @@ class Counts(PerPrompt):
 
 @dataclass(frozen=True)
 class Rates:
-    """Acceptance by depth under resampling weights, all [W, D]; given that the depths above were
+    """Acceptance by depth under resampling weights, all [W, D], given that the depths above were
     kept.
 
     kept: of the reached; overlap: mean over the tested (1 - TV); covered: 1 - the

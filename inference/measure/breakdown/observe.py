@@ -1,10 +1,10 @@
-"""Decodes prompts once more and looks at every distribution: what the target thought behind each
-kept token, what the drafter did.
+"""Decodes prompts once more and observes, behind each kept token, the distributions of the target
+and of the drafter.
 
-The engine's own step does the decoding; only its acceptance rule is put into a shell that keeps the
-last proposal and the target's logits until the host has read what was committed. So the passes are
-those of the measurement, for chains and trees alike. Row by row and step by step, for a sample of
-prompts.
+The engine's own step does the decoding. Only its acceptance rule is wrapped: the wrapper keeps the
+last proposal and the target's logits until the host has read the committed tokens. So the passes
+are those of the measurement, for chains and trees alike. A sample of prompts is decoded row by row
+and step by step.
 
 Legend: N nodes, M committed tokens of a pass, V vocabulary, V' its drafted part, C candidates.
 """
@@ -29,11 +29,11 @@ from inference.decoding.session import Session
 from inference.target.model import TargetModel
 
 Source = Literal["first", "drafted", "corrected", "bonus"]
-"""Of a token: prefill; the drafter; the target in place of a rejected draft; the target after the
-last draft."""
+"""The source of a token: prefill; the drafter; the target in place of a rejected draft; the target
+after the last draft."""
 SOURCES = FIRST, DRAFTED, CORRECTED, BONUS = get_args(Source)
 RANKS = 10
-"""Ranks of the drafter's candidates that are counted."""
+"""Number of the drafter's candidate ranks that are counted."""
 
 Candidates = list[tuple[int, float]]
 
@@ -42,7 +42,7 @@ Candidates = list[tuple[int, float]]
 class State:
     """One committed token with both models' distributions at its position.
 
-    depth: 1 for the token behind the root. by: see `Source`. tested: drafted tokens stood there.
+    depth: 1 for the token behind the root. by: see `Source`. tested: drafted tokens existed there.
     overlap: the sum over tokens of the smaller of both probabilities, as decoding uses them
     (temperature, filters; at temperature 0 all mass on the best token): 1 - TV. own_overlap: the
     same of the models' own distributions. missed: the target's mass outside the draft vocabulary.
@@ -68,8 +68,8 @@ class State:
 
 @dataclass
 class Watched:
-    """An answer as it came about. states: one per token. estimate: where confidences come from,
-    "head" (the drafter's own), "probability" (of its best candidate) or "" (certain drafts)."""
+    """An answer with its states, one per token. estimate: where confidences come from, "head" (the
+    drafter's own), "probability" (of its best candidate) or "" (certain drafts)."""
 
     request: Request
     states: list[State] = field(default_factory=list)
@@ -84,7 +84,7 @@ def watch(
     requests: Sequence[Request],
     candidates: int = 0,
 ) -> list[Watched]:
-    """Decode `requests` under rule match, one after another. candidates: how many are kept."""
+    """Decode `requests` under rule match, one after another. candidates: number that is kept."""
     own = replace(decode, rule="match", batch_size=1, graph="off", lag=0, compile=False)
     engine = Engine(target, drafter, own)
     if isinstance(drafter, torch.nn.Module):
@@ -105,8 +105,8 @@ def watch(
 
 
 class _Watcher:
-    """A rule that keeps what the one inside it was last asked, and turns passes into states as they
-    are committed."""
+    """A rule that wraps another one. It keeps the last arguments of the inner rule and turns passes
+    into states when they are committed."""
 
     name: ClassVar[str] = "match"
     lossless: ClassVar[bool] = True
@@ -127,7 +127,8 @@ class _Watcher:
         return verdict
 
     def on_tokens(self, request: Request, tokens: list[int], record: PassRecord | None) -> None:
-        """Turn the pass that committed `tokens` into the states of `request`; None: its prefill."""
+        """Turn the pass that committed `tokens` into states of `request`; record None stands for
+        prefill."""
         watched = self.found[request.index]
         if record is None:
             watched.states.append(State(tokens[0], FIRST))
@@ -170,8 +171,8 @@ class _Watcher:
 @dataclass
 class _Draft:
     """The drafter's side of M states. logits [M, V] over the whole vocabulary, scores [M, V] as
-    candidates were ranked, own [M, V] its own distribution; those of untested states mean
-    nothing."""
+    candidates were ranked, own [M, V] its own distribution; those of untested states are
+    undefined."""
 
     logits: Tensor
     scores: Tensor
@@ -187,7 +188,7 @@ class _Draft:
         int64: of all nodes; vocab: V, the target's."""
         numbers = torch.arange(proposal.tree.num_nodes, device=nodes.device)
         child = (proposal.tree.parents[0] == nodes[:, None]) & (numbers > 0)  # [M, N]
-        if proposal.logits is None:  # certain drafts: all mass on the first child, if there is one
+        if proposal.logits is None:  # certain drafts: all mass on the first child, if any
             tokens = proposal.tokens[0, child.int().argmax(-1)]
             logits = torch.full((len(nodes), vocab), float("-inf"), device=tokens.device)
             logits.scatter_(1, tokens[:, None], 0.0)
@@ -212,13 +213,14 @@ class _Draft:
         return cls(logits, scores, own, own.gather(1, best)[:, 0].tolist(), "probability")
 
     def shaped(self, settings: SamplingSettings) -> Tensor:
-        """What drafts are drawn from [M, V]."""
+        """The distribution that drafts are drawn from [M, V]."""
         if settings.greedy:
             return _one_hot(self.logits)
         return (self.logits / settings.temperature).softmax(-1)
 
     def ranks(self, tokens: Tensor) -> list[int]:
-        """Places [M] of `tokens` [M] among the candidates; -1 from `RANKS` on and for others."""
+        """Ranks [M] of `tokens` [M] among the candidates; -1 from `RANKS` on and for other
+        tokens."""
         scores = self.scores.gather(1, tokens[:, None])
         better = (self.scores > scores).sum(-1)
         candidate = (better < RANKS) & (scores[:, 0] > float("-inf"))

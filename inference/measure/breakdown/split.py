@@ -1,10 +1,10 @@
-"""The split itself: factors that lead from the ceiling to the measured speedup, and whose product
-it is, exactly.
+"""The split: factors that lead from the ceiling to the measured speedup. Their product is exactly
+the measured speedup.
 
 The ceiling is the draft's deepest level and the bonus in every pass, at the cost of a plain step:
-depth + 1. What lies between it and the measured speedup S = tau * (time of a plain step / time of a
-drafted step) is cut into steps, each a quotient of two neighbouring quantities, so that everything
-cancels but the two ends. First acceptance:
+depth + 1. The distance between it and the measured speedup S = tau * (time of a plain step / time
+of a drafted step) is split into steps. Each step is a quotient of two neighbouring quantities, so
+everything cancels except the two ends. First acceptance:
 
     ends         the answer stops: a drafter that is always right needs ceil(tokens / (depth + 1))
                  passes
@@ -26,8 +26,8 @@ and then time, from a plain step to a drafted one, in this order:
     clock        the rest of the verification: what the cost curves do not explain
 
 The acceptance terms are rates of the sample under the model of `inference.tune.tree_search` (each
-level given the ones above it); `sample` says what that model and the sample leave unexplained,
-`clock` the same of the cost curves.
+level given the ones above it); `sample` is what that model and the sample leave unexplained;
+`clock` is what the cost curves leave unexplained.
 
 Legend: P measured prompts, S prompts of the sample, D depth, W resamples.
 """
@@ -108,7 +108,7 @@ def _factors(
     tau, plain, drafted = _ends(measured, weights)
     tokens = _tokens(measured, counts, weights, sampled, tau)
     seconds = _seconds(measured, weights, plain, drafted)
-    # a step's time stands in the denominator of speed
+    # a step's time is in the denominator of speed
     factors = [ratios(after, before) for before, after in pairwise(tokens)]
     factors += [ratios(np.ones(1), ratios(after, before)) for before, after in pairwise(seconds)]
     return dict(zip(TERMS, factors, strict=True))
@@ -124,7 +124,7 @@ def _tokens(
     fewest = measured.repeats * np.ceil(np.round(per_answer, 6) / (depth + 1))
     ended = ratios(weights @ arm.committed, weights @ fewest)
     rates = Rates.of(counts, sampled)
-    # the model knows no end of an answer: it is scaled by what the ends cost
+    # the model does not know the end of an answer, so it is scaled by the loss at the ends
     share = ratios(ended, ceiling)
     best = np.array([best_tree(ranks, measured.nodes).tau for ranks in rates.ranks])
     levels = [expected_tau(part) for part in (rates.covered, rates.overlap, rates.first)]
@@ -136,7 +136,7 @@ def best_tree(ranks: Floats, nodes: int) -> SearchedTree:
     """The best static tree of `nodes` nodes for acceptance by depth and rank [D, R]."""
     try:
         return search_tree([pool_ranks(level.tolist()) for level in ranks], nodes)
-    except UserError:  # nothing was ever accepted: any tree gives the bonus alone
+    except UserError:  # nothing was ever accepted: every tree gives only the bonus
         return SearchedTree((), 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Answers token by token: who produced each token, and what both models held likely there.
+"""Answers token by token: the source of each token, and both models' candidates there.
 
 They are written to `transcripts.json` next to a report.json.
 """

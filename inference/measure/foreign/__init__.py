@@ -1,3 +1,3 @@
-"""What runs in an environment of another project, as a script: Python puts this folder in front of
-all others, so that nothing may lie here whose name a library imports. Nothing here imports
-Headstart."""
+"""Scripts that run in the environment of another project. Python puts this folder first in its
+search path, so no file here may have the name of a module that a library imports. Nothing here
+imports Headstart."""

@@ -1,15 +1,15 @@
 """Decode prompts with vLLM, greedily: `python vllm_worker.py request.json answers.json`.
 
-It runs in an environment of vLLM's own, so it imports nothing of Headstart;
+It runs in vLLM's environment, so it imports nothing from Headstart;
 `inference.measure.vllm_process` starts it. The request is a `ServingRequest` and the answers are a
-list of `ServedMode`, as JSON. A mode is an engine; the modes follow one another in this process.
-The answers are written after every mode, so that an engine that ends the process costs only the
-modes after it.
+list of `ServedMode`, as JSON. A mode is an engine; the modes run one after another in this process.
+The answers are written after every mode, so an engine that ends the process costs only the modes
+after it.
 
-A mode may name `corrections` of faults of vLLM's own (`CORRECTIONS`); `corrected` in its answers
-names those that were needed and made, in this process only. With TRITON_INTERPRET=1 and
-VLLM_USE_V2_MODEL_RUNNER=1 vLLM's second runner works here, for methods that the first does not have
-(dspark): Triton's kernels are interpreted, a second or so for every step.
+A mode may name `corrections` of faults in vLLM (`CORRECTIONS`). `corrected` in its answers names
+those that were needed and made, in this process only. With TRITON_INTERPRET=1 and
+VLLM_USE_V2_MODEL_RUNNER=1, vLLM's second runner works here, for methods that the first runner lacks
+(dspark). Triton's kernels are interpreted, which takes about a second per step.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from typing import Any, TypedDict
 DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # the engine in this process: no messages between processes
+    # the engine runs in this process: no messages between processes
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # n-gram lookup uses one; a pool of more made it seven times slower on a busy machine
+    # n-gram lookup uses one thread; a pool of more made it seven times slower on a busy machine
     "NUMBA_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
@@ -67,7 +67,7 @@ class ServingMode:
     additional: Mapping[str, object] = field(default_factory=dict)
     """vLLM's `additional_config`."""
     corrections: Sequence[str] = ()
-    """Bugs to be fixed where vLLM has them (`CORRECTIONS`), for later modes as well."""
+    """Faults to correct if vLLM has them (`CORRECTIONS`), for later modes as well."""
     overrides: Mapping[str, object] = field(default_factory=dict)
     """vLLM's `hf_overrides` of the target's configuration."""
 
@@ -78,7 +78,7 @@ class ServingRequest(TypedDict):
     modes: list[dict[str, Any]]
     """By the fields of `ServingMode`."""
     batches: list[int]
-    """Requests that run at once, one number per pass over the prompts."""
+    """Requests that run at once, one number for each pass over the prompts."""
     model: str
     dtype: str
     max_model_len: int
@@ -109,18 +109,18 @@ class ServedMode:
 
     name: str
     version: str
-    """vLLM's."""
+    """The version of vLLM."""
     batch: int = 1
     answers: list[PromptAnswer] = field(default_factory=list)
     acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     wall: float = 0.0
-    """Seconds of the whole pass over the prompts."""
+    """Seconds of a whole pass over the prompts."""
     error: str = ""
     """Why there are no answers."""
     corrected: Sequence[str] = ()
     """The corrections that were needed and made."""
     taken: Mapping[str, Any] = field(default_factory=dict)
-    """The asked speculative settings as the engine's own configuration holds them."""
+    """The requested speculative settings as the engine's configuration has them."""
 
 
 def main(arguments: list[str]) -> int:
@@ -148,7 +148,7 @@ def main(arguments: list[str]) -> int:
 
 
 def version() -> str:
-    """vLLM's, whichever package it came in."""
+    """The version of vLLM, whichever package contains it."""
     for name in ("vllm-cpu", "vllm"):
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -170,7 +170,7 @@ def decode(request: ServingRequest, mode: ServingMode) -> list[ServedMode]:
         max_model_len=request["max_model_len"],
         max_num_seqs=max(request["batches"]),
         enforce_eager=True,
-        enable_prefix_caching=False,  # a prompt that comes again must be read again
+        enable_prefix_caching=False,  # a repeated prompt must be read again
         disable_log_stats=False,
         seed=0,
         speculative_config=mode.speculative,
@@ -194,7 +194,7 @@ def decode(request: ServingRequest, mode: ServingMode) -> list[ServedMode]:
 
 
 def taken(engine: Any, mode: ServingMode) -> dict[str, Any]:
-    """What the engine's configuration says of every setting that was asked for."""
+    """The values in the engine's configuration of every requested setting."""
     settings = getattr(engine.llm_engine, "vllm_config", None)
     found = getattr(settings, "speculative_config", None)
     return {name: getattr(found, name, None) for name in mode.speculative or ()}
@@ -210,7 +210,7 @@ def answer(engine: Any, prompts: list[PromptRequest], batch: int) -> Iterator[Pr
     """The answers in the order in which they end.
 
     The first token ends prefill; every step after it is one verification (or one plain token), cut
-    where the answer ends. Decoding lasts from the first token to the last on vLLM's own clock.
+    where the answer ends. Decoding lasts from the first token to the last, by vLLM's own clock.
     """
     vllm = importlib.import_module("vllm")
     delta = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
@@ -257,8 +257,8 @@ def counters(engine: Any) -> AcceptanceCounts:
 
 def grouped_rms_norm() -> bool:
     """vLLM 0.32's CPU kernel of `rms_norm` reads only the first row of a weight [layers, size], so
-    that DFlash's context keys get layer 0's k_norm in every layer. Gives every layer its own;
-    returns whether that was needed.
+    DFlash's context keys get layer 0's k_norm in every layer. This gives every layer its own norm
+    and returns whether that was needed.
     """
     torch: Any = importlib.import_module("torch")
     ops: Any = importlib.import_module("vllm._custom_ops")
@@ -285,7 +285,8 @@ def grouped_rms_norm() -> bool:
 
 
 class HostDriver:
-    """What Triton asks a device's driver, answered for the host: vLLM wants an active driver."""
+    """A stand-in for the device driver that Triton queries, for the host: vLLM requires an active
+    driver."""
 
     @staticmethod
     def is_active() -> bool:
@@ -311,7 +312,7 @@ class HostDriver:
 
 
 def stand_in_driver() -> None:
-    """Let Triton, and vLLM's check for it, see a driver; before vLLM is imported."""
+    """Make Triton, and vLLM's check for it, find a driver; called before vLLM is imported."""
     importlib.import_module("triton.backends").backends["cpu"] = SimpleNamespace(
         driver=HostDriver, compiler=None
     )
@@ -320,7 +321,7 @@ def stand_in_driver() -> None:
 
 
 def masks_of_numbers() -> None:
-    """Let Triton's interpreter load and store by masks that are whole numbers."""
+    """Make Triton's interpreter accept masks of whole numbers in loads and stores."""
     builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
 

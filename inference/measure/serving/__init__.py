@@ -1,1 +1,2 @@
-"""Measures a running server: prompts through its API, acceptance from what it counts."""
+"""Measures a running server: sends prompts through its API and takes acceptance from its
+counters."""

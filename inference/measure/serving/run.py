@@ -1,9 +1,9 @@
-"""Measures a running server, against the same one without speculation where its address is given,
-and writes report.json.
+"""Measures a running server and writes report.json. If `bench.baseline_server` is given, compares
+with the same server without speculation.
 
-Prompts go through the API that users take, streamed, at every concurrency of
-`bench.serving.concurrency`. Both servers answer the same windows (`windows`) one after the other,
-each time the other one first, so that a machine that is shared slows both alike.
+Prompts go through the API that users call, streamed, at every concurrency of
+`bench.serving.concurrency`. Both servers answer the same windows (`windows`) one after the other in
+alternating order, so that a shared machine slows both alike.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from inference.report import model as schema
 from inference.writers import only_writer
 
 TOKENIZER, ESTIMATE = "tokenizer", "estimate"
-"""How the lengths of prompts are known."""
+"""The sources of the prompts' lengths."""
 GUESS = 4.0
-"""Characters of a token, where no answer says how many tokens its prompt had."""
+"""Characters per token, if no answer gives the number of its prompt's tokens."""
 CHUNK_DEFINITION = "(tokens - 1) / (steps - 1), estimated: pieces that arrive together are one step"
 CHUNK_CAVEAT = (
     "An estimate from the times of streamed pieces: this server counts nothing that can be read. A "
@@ -62,7 +62,7 @@ def measure_server(
     """Measure `config.server` on the prompts; writes `out`/report.json and returns its content.
 
     decode: sampling settings and length of the answers. tokenizer: renders messages where
-    `bench.serving.api` is completions. texts: receives the server's last text of every prompt.
+    `bench.serving.api` is completions. texts: receives the server's last text for every prompt.
     Raises `UserError` for a server that cannot be measured.
     """
     session = _Session(config, decode, loaded, tokenizer)
@@ -99,7 +99,7 @@ def _endpoint(config: BenchConfig, url: str, name: str) -> Endpoint:
 
 @dataclass
 class _Session:
-    """What is measured with."""
+    """The settings and clients of one measurement."""
 
     config: BenchConfig
     decode: DecodeConfig
@@ -113,14 +113,14 @@ class _Session:
         return body_of(self.config.serving, prompt, self.sampling(prompt), self.tokenizer)
 
     def sampling(self, prompt: Prompt) -> dict[str, Any]:
-        """What a request says of sampling; only what differs from an API's own defaults, which
-        servers of other makes know."""
+        """The sampling settings of a request. Filters are sent only if they are in use, so that
+        servers without them accept the request."""
         own = self.decode.sampling()
         found: dict[str, Any] = {
             "temperature": own.temperature,
             "max_tokens": self.decode.max_new_tokens,
         }
-        if own.temperature > 0:  # 31 bits: some servers take no larger seed
+        if own.temperature > 0:  # 31 bits: some servers accept no larger seed
             found["seed"] = prompt_seed(self.decode.seed, prompt.id) >> 32
         extra = {"top_p": (own.top_p, 1.0), "top_k": (own.top_k, 0), "min_p": (own.min_p, 0.0)}
         return found | {name: value for name, (value, off) in extra.items() if value != off}
@@ -185,7 +185,7 @@ class _Session:
     async def group(
         self, endpoint: Endpoint, prompts: Sequence[Prompt], per_token: float
     ) -> list[Group]:
-        """Prompts by domain and range of tokens. per_token: characters of a token, for servers that
+        """Prompts by domain and range of tokens. per_token: characters per token, for servers that
         do not count tokens."""
         counted: list[int | None] = []
         for prompt in prompts:
@@ -218,8 +218,8 @@ class _Session:
         warmup: int,
         provenance: Provenance | None,
     ) -> schema.Report:
-        """The content of report.json. sides: the measured server, and the one it is compared with;
-        warmup: prompts that do not count. Raises `UserError` where nothing was drafted."""
+        """The content of report.json. sides: the measured server and the one that it is compared
+        with; warmup: prompts that do not count. Raises `UserError` if nothing was drafted."""
         config, decode = self.config, self.decode
         side, plain = sides[0], sides[1] if len(sides) > 1 else None
         apis = sorted({api_of(config.serving, prompt) for prompt in measured})

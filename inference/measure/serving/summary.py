@@ -1,10 +1,10 @@
-"""From windows to the numbers of a report: tau, acceptance by position, tokens/s, time to first
+"""Computes a report's numbers from windows: tau, acceptance by position, tokens/s, time to first
 token, time per token, and their intervals.
 
-Every mean is a ratio of sums. Intervals are 95% bootstrap percentiles over units: over prompts
-where each response says what was accepted or its pieces' times do; over windows where the server's
-counters say it, and for tokens/s. Repeats of a unit are summed. Times to the first token are those
-of the first repeat: later ones may come from a cache of prefixes.
+Every mean is a ratio of sums. Intervals are 95% bootstrap percentiles over units. The units are
+prompts if each response, or the times of its pieces, gives the acceptance. They are windows if the
+server's counters give it, and for tokens/s. Repeats of a unit are summed. Times to the first token
+are those of the first repeat, because later ones may use a prefix cache.
 
 Legend: U units, R resamples, K drafted positions.
 """
@@ -39,7 +39,7 @@ class Sums:
         return divide(self.top.sum(), self.bottom.sum())
 
     def interval(self, seed: int) -> tuple[float, float]:
-        """95% of the ratio over resampled units; (0, 0) where nothing was counted."""
+        """95% interval of the ratio over resampled units; (0, 0) if nothing was counted."""
         if not self.bottom.any():
             return 0.0, 0.0
         weights = resample_weights(len(self.top), seed)
@@ -58,13 +58,13 @@ def collect(pairs: Sequence[tuple[Hashable, float, float]]) -> Sums:
 
 
 def place_of(window: Window) -> Hashable:
-    """What windows of the same prompts share, at whichever server and in whichever repeat."""
+    """A key that windows of the same prompts share, at either server and in every repeat."""
     group = window.group
     return group.domain, group.first, group.end, window.concurrency, window.number
 
 
 def accepted_by(side: Side, windows: Sequence[Window]) -> list[tuple[Hashable, Acceptance]]:
-    """What was accepted, by unit."""
+    """The accepted tokens by unit."""
     if side.source == COUNTERS:
         return [(place_of(one), one.counted) for one in windows if one.counted is not None]
     if side.source not in (RESPONSES, CHUNKS):
@@ -79,13 +79,14 @@ def accepted_by(side: Side, windows: Sequence[Window]) -> list[tuple[Hashable, A
 
 
 def told(answer: Answer) -> Acceptance | None:
-    """What a response says of its own acceptance."""
+    """The acceptance that a response reports."""
     found = of_response(answer.last)
     return None if found is None else found[2]
 
 
 def estimate(answer: Answer) -> Acceptance | None:
-    """Acceptance from the times of a stream's events: the first step gives the first token."""
+    """Estimates acceptance from the times of a stream's events; the first step gives the first
+    token."""
     passes = steps_of(answer.arrivals) - 1
     committed = answer.tokens - 1
     if passes < 1 or committed < passes:
@@ -94,9 +95,9 @@ def estimate(answer: Answer) -> Acceptance | None:
 
 
 def cells(side: Side, baseline: Side | None, seed: int, compared: bool) -> list[ServerCell]:
-    """Every concurrency: all prompts, each domain, each range of prompt tokens, and both where
-    there are several of both. baseline: the server without speculation; compared: whether texts
-    must agree."""
+    """For every concurrency: all prompts, each domain, each range of prompt tokens, and their
+    combinations if there are several of both. baseline: the server without speculation; compared:
+    whether texts must agree."""
     return [
         _cell(side, baseline, seed, compared, *part)
         for part in parts(side.windows)
@@ -194,7 +195,7 @@ def per_token(windows: Sequence[Window]) -> Sums:
 
 
 def median_interval(values: Floats, seed: int) -> tuple[float, float]:
-    """95% of the median over resampled values [U]."""
+    """95% interval of the median over resampled values [U]."""
     drawn = np.random.default_rng(seed).integers(0, len(values), (2000, len(values)))
     return middle95(np.median(values[drawn], axis=1))
 
@@ -206,7 +207,7 @@ def largest_gap(answers: Sequence[Answer]) -> float:
 
 
 def _accepted(side: Side, windows: Sequence[Window], seed: int) -> dict[str, Any]:
-    """The numbers of speculation; empty where nothing is known."""
+    """The numbers about speculation; empty if nothing is known."""
     found = accepted_by(side, windows)
     if not found or not sum(counts.passes for _, counts in found):
         return {}
@@ -243,7 +244,7 @@ def _accepted(side: Side, windows: Sequence[Window], seed: int) -> dict[str, Any
 def _against(
     windows: Sequence[Window], plain: Sequence[Window], seed: int, compared: bool
 ) -> dict[str, Any]:
-    """What speculation gains: tokens/s and texts of the same windows at both servers."""
+    """The gain of speculation: tokens/s and texts of the same windows at both servers."""
     ours, theirs = speed_of(windows), speed_of(plain)
     # both were measured in the same order of places
     assert len(ours.top) == len(theirs.top)

@@ -1,10 +1,9 @@
-"""Windows: some prompts of one group, answered at one concurrency between two looks at the
-server's counters.
+"""Windows: some prompts of one group, answered at one concurrency between two reads of the server's
+counters.
 
-A window is measured as a whole or not at all: where a request fails, a counter falls (the server
-was started again) or the server counts more answers than were asked for (somebody else uses it),
-what was counted belongs to nobody, and the window is measured again, `bench.serving.retries` times
-at most.
+A window is measured as a whole or not at all. Its counts are discarded if a request fails, if a
+counter falls (the server was restarted), or if the server counts more answers than were requested
+(another client uses it). The window is then measured again, at most `bench.serving.retries` times.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from inference.measure.serving.config import ServingConfig
 logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS, POLL_SECONDS = 5.0, 0.02
-"""How long counters may lag behind the answers, and how often they are looked at until then."""
+"""How long counters may lag behind the answers, and how often they are read until then."""
 RESPONSES, COUNTERS, CHUNKS, NOTHING = "responses", "counters", "chunks", "none"
-"""Where acceptance comes from."""
+"""Sources of acceptance."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Window:
-    """What one window was: its place (the same prompts have the same place at every server), the
-    answers in the order of its prompts, seconds of the whole, and what the counters say of it."""
+    """One measured window: its place (the same prompts have the same place at every server), the
+    answers in the order of its prompts, its total seconds, and its counts."""
 
     group: Group
     concurrency: int
@@ -74,7 +73,7 @@ class Side:
     engine: EngineCounters | None = None
     source: str = NOTHING
     said: tuple[str, str] = ("", "")
-    """Engine and definition, as responses have them."""
+    """The engine and its definition of acceptance, as in the responses."""
     repeated: int = 0
     restarts: int = 0
     windows: list[Window] = field(default_factory=list)
@@ -84,8 +83,8 @@ class Side:
         await self.patiently("the list of models", self.endpoint.find_model, self.config.model)
 
     async def warm_up(self, bodies: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Answer]:
-        """Answer the warm-up prompts, and find out where acceptance is to be had. Raises
-        `UserError` for a server that does not tell what `bench.serving.acceptance` asks for."""
+        """Send the warm-up prompts and choose the source of acceptance. Raises `UserError` for a
+        server without the source that `bench.serving.acceptance` requests."""
         answers = [
             await self.patiently("a warm-up prompt", self.endpoint.ask, api, body)
             for api, body in bodies
@@ -95,7 +94,7 @@ class Side:
         return answers
 
     async def _choose_source(self, answers: Sequence[Answer]) -> None:
-        """Find out where acceptance is to be had. answers: those of the warm-up."""
+        """Choose the source of acceptance. answers: those of the warm-up."""
         wanted, endpoint = self.config.acceptance, self.endpoint
         told = next(filter(None, (of_response(answer.last) for answer in answers)), None)
         if told is not None and wanted in ("auto", RESPONSES):
@@ -137,7 +136,7 @@ class Side:
         self.source, self.engine = COUNTERS, engine
 
     async def patiently(self, what: str, act: Any, *arguments: Any) -> Any:
-        """Do something that may fail for a while; raises `UserError` after the last attempt."""
+        """Repeat an action that may fail for a while; raises `UserError` after the last attempt."""
         retries = self.config.retries
         for attempt in range(retries + 1):
             try:
@@ -202,7 +201,7 @@ class Side:
         return read_look(samples, self.engine)
 
     async def _counted(self, before: Look | None, answers: Sequence[Answer]) -> Acceptance | None:
-        """What was counted since `before`, as soon as all answers are in the counters."""
+        """The counts since `before`, once the counters include all answers."""
         if before is None:
             return None
         deadline, last = time.monotonic() + SETTLE_SECONDS, before

@@ -1,6 +1,6 @@
 """report.html: one self-contained page of one or several measurements, without libraries or
 requests.
 
-`gather` reads what is shown, `tables`, `figures` and `viewer` choose what of it stands where,
-`charts` computes where a drawing's parts lie, and `render` fills the templates.
+`gather` reads the content; `tables`, `figures` and `viewer` choose and arrange it; `charts`
+computes the geometry of drawings; `render` fills the templates.
 """

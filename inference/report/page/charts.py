@@ -1,8 +1,8 @@
 """Charts as inline SVG: the geometry. templates/charts.html.j2 draws them, style.css colours them.
 
-A drawing is 360 units wide, which is its width on a phone. Every chart is an image to a screen
-reader, with a title that says what it shows; its numbers stand in a table next to it. Series differ
-in colour, in the shape of their marks and in the pattern of their lines.
+A drawing is 360 units wide, which is its width on a phone. For a screen reader, every chart is an
+image with a title that describes it; its numbers are in a table next to it. Series differ in
+colour, in the shape of their marks and in the pattern of their lines.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from inference.report.page.formats import interval, number
 
 WIDTH = 360
 SERIES = 6
-"""Series that can be distinguished (style.css: .s0 to .s5)."""
+"""Number of series that can be distinguished (style.css: .s0 to .s5)."""
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 ROW = 20.0
 """Height of a row of a chart with named rows."""
 TOP = 8.0
-"""Where the first of these rows begins."""
+"""Vertical start of the first of these rows."""
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers from at most `low` to at least `high`, about so many."""
+    """Round numbers from at most `low` to at least `high`, approximately this many."""
     if not math.isfinite(low + high) or high <= low:
         return [low, low + 1.0]
     rough = (high - low) / max(1, about - 1)
@@ -51,7 +51,8 @@ class Scale:
     def over(
         cls, values: Sequence[float], start: float, end: float, zero: bool = False, about: int = 5
     ) -> tuple[Scale, list[float]]:
-        """A linear scale over the values, widened to round ticks, and these. zero: begin at 0."""
+        """A linear scale over the values, widened to round ticks, and the ticks. zero: begin at
+        0."""
         low, high = (min(values), max(values)) if values else (0.0, 1.0)
         low = min(low, 0.0) if zero else low
         marks = ticks(low, high if high > low else low + 1.0, about)
@@ -66,7 +67,7 @@ class Scale:
 
 
 def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places moved apart to at least `gap`, within [low, high] as far as there is room."""
+    """The places, moved to distances of at least `gap`, within [low, high] if there is room."""
     order = sorted(range(len(places)), key=lambda i: places[i])
     moved = list(places)
     for before, here in pairwise(order):
@@ -92,7 +93,7 @@ class Dot:
 
     @property
     def bounds(self) -> tuple[float, ...]:
-        """Its value and its interval's ends."""
+        """The value and the ends of its interval."""
         return self.value, *(self.interval or ())
 
     def words(self, unit: str) -> str:
@@ -102,7 +103,8 @@ class Dot:
 
 
 class Dots:
-    """A dot with its interval per row, and a line at `reference`. bounds: what the axis covers."""
+    """One dot with its interval per row, and a line at `reference`. bounds: the range of the
+    axis."""
 
     kind: ClassVar[str] = "dots"
 
@@ -133,10 +135,10 @@ class Line:
 
 
 class Lines:
-    """Lines with marks, and their names at their right ends.
+    """Lines with marks, and with their names at their right ends.
 
-    marks: values of the x axis that are written. log: x by logarithms. top: y reaches this at
-    least. percent: y in percent. rings: (x, y, word) of places that are pointed out.
+    marks: labelled values of the x axis. log: logarithmic x axis. top: the y axis reaches at least
+    this value. percent: y in percent. rings: (x, y, word) of points that are marked.
     """
 
     kind: ClassVar[str] = "lines"
@@ -192,10 +194,10 @@ TERMS = {
     "host": "host",
     "clock": "rest of time",
 }
-"""Terms of the split (`inference.measure.breakdown.split`) as the page calls them."""
+"""Display names of the terms of the split (`inference.measure.breakdown.split`)."""
 RESTS = ("sample", "clock")
 NOTHING = 0.005
-"""A factor so close to 1 is drawn as nothing."""
+"""A factor this close to 1 is not drawn."""
 
 
 class Fall(NamedTuple):
@@ -212,7 +214,8 @@ class Fall(NamedTuple):
 
 
 class Waterfall:
-    """The terms of one split as falling bars. top: where the axis ends, shared by several."""
+    """The terms of one split as falling bars. top: the end of the axis, which several charts
+    share."""
 
     kind: ClassVar[str] = "waterfall"
 
@@ -233,7 +236,7 @@ class Waterfall:
 
 
 class Reliability:
-    """Accepted share over confidence: a dot per bin, its area by the drafts in it."""
+    """Accepted share over confidence: one dot per bin, whose area is proportional to its drafts."""
 
     kind: ClassVar[str] = "reliability"
     marks = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -260,7 +263,8 @@ class Segment(NamedTuple):
 
 
 class Stack:
-    """A bar of segments per row, and a line at `reference`; a legend of the segments' names."""
+    """A bar of segments per row, and a line at `reference`; the legend lists the segments'
+    names."""
 
     kind: ClassVar[str] = "stack"
 

@@ -1,4 +1,4 @@
-"""Which charts the page has."""
+"""The charts of the page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from inference.report.page.formats import number, percent
 from inference.report.page.gather import Course, Page, Run
 
 SPLITS = 6
-"""Drafters whose split is drawn; the tables have all."""
+"""Most drafters whose split is drawn; the tables contain all."""
 OF_ALL = "Share of all verifications in which a draft of that depth was accepted."
 OF_REACHED = "How well the drafter does once it has come so far."
 ESTIMATES = {"head": "its own confidence", "probability": "the probability of its best candidate"}
@@ -69,7 +69,7 @@ def domains(run: Run) -> list[Figure]:
 
 
 def contexts(run: Run) -> list[Figure]:
-    """tau, then speedup, by tokens of the prompt; nothing where all prompts are in one bin."""
+    """tau, then speedup, by tokens of the prompt; nothing if all prompts are in one bin."""
     taus: dict[str, list[Dot]] = {label: [] for label in run.report.contexts}
     speedups: dict[str, list[Dot]] = {label: [] for label in run.report.contexts}
     for one in run.drafters if taus else ():
@@ -129,7 +129,7 @@ def server(block: ServerMeasurement) -> list[Figure]:
 
 
 def costs(run: Run) -> list[Figure]:
-    """Time by phase; cost curves with the headline's draft marked, and speed by rows, where
+    """Time by phase; cost curves with the headline's draft marked, and speed by rows, if
     measured."""
     figures = [_phases(run)]
     if run.report.costs is not None:
@@ -159,7 +159,7 @@ def _phases(run: Run) -> Figure:
 
 
 def _verification(run: Run, block: Costs) -> Figure:
-    """Time by nodes, rows and cached tokens; the width of the headline's drafter is ringed."""
+    """Time by nodes, rows and cached tokens; the width of the headline's drafter is circled."""
     found: dict[tuple[int, int], list[CostPoint]] = {}
     for point in sorted(block.verify, key=lambda point: (point.rows, point.length, point.nodes)):
         found.setdefault((point.rows, point.length), []).append(point)
@@ -176,7 +176,7 @@ def _verification(run: Run, block: Costs) -> Figure:
     if run.best is not None and series:
         nodes = run.best.draft.nodes
         sizes, times = zip(*series[0].points, strict=True)
-        if sizes[0] <= nodes <= sizes[-1]:  # between timed sizes the cost is taken as linear
+        if sizes[0] <= nodes <= sizes[-1]:  # the cost is interpolated linearly between timed sizes
             ms = float(np.interp(nodes, sizes, times))
             rings.append((float(nodes), ms, f"{run.best.name}, {nodes} nodes"))
     powers = sorted({point.nodes for point in block.verify if point.nodes.bit_count() == 1})
@@ -238,13 +238,13 @@ def _speed_by_rows(block: Profile) -> list[Figure]:
 
 
 def losses(run: Run) -> dict[str, DrafterLoss]:
-    """The drafters whose speed was split, the fastest first."""
+    """The drafters with a split of their speed, the fastest first."""
     arms = run.report.lost.arms if run.report.lost else {}
     return {drafter.name: arms[drafter.name] for drafter in run.drafters if drafter.name in arms}
 
 
 def splits(run: Run) -> list[Figure]:
-    """The way from the ceiling to the measured speedup."""
+    """The terms from the ceiling to the measured speedup."""
     arms = losses(run)
     levels = [
         arm.ceiling * float(np.cumprod([1.0, *(term.factor for term in arm.terms)]).max())
@@ -299,11 +299,11 @@ def reliabilities(run: Run) -> list[Figure]:
     return figures
 
 
-# Of the whole page
+# Charts of the whole page
 
 
 def courses(page: Page, shown: Sequence[Course], unit: str) -> list[Figure]:
-    """tau over trainings or rounds, on the scale that all of the page share."""
+    """tau over trainings or rounds, on a scale that all charts of the page share."""
     top = max(point.high for one in (*page.trainings, *page.rounds) for point in one.points)
     figures = []
     for one in shown:
@@ -338,7 +338,7 @@ def comparison(page: Page, key: str, title: str, unit: str) -> list[Figure]:
 
 
 def _conditions(run: Run) -> str:
-    """What sets a measurement apart."""
+    """What distinguishes a measurement."""
     settings = run.report.settings
     drafts = sorted({drafter.draft.label for drafter in run.drafters})
     shapes = drafts[0] if len(drafts) == 1 else f"{len(drafts)} kinds of drafts"

@@ -1,4 +1,4 @@
-"""Numbers and foreign text as the page writes them."""
+"""Formats numbers and foreign text for the page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = 11.0
 
 
 def clean(value: Any) -> Any:
-    """Text, also inside lists and objects, without what no page may hold.
+    """Text, also inside lists and objects, without characters that are not allowed in a page.
 
     Control characters and lone surrogates become replacement characters. Marks that change the
     direction of writing become their escapes.
@@ -36,10 +36,10 @@ def clean(value: Any) -> Any:
 
 
 def finalize(value: Any) -> Any:
-    """A template's expression as it is written, before it is escaped.
+    """The written form of a template's expression, before it is escaped.
 
-    Nothing stands for None. Floats are coordinates of drawings, which have one decimal; other
-    numbers come formatted.
+    None is written as an empty string. Floats are coordinates of drawings and have one decimal;
+    other numbers are already formatted.
     """
     if value is None:
         return ""
@@ -49,7 +49,7 @@ def finalize(value: Any) -> Any:
 
 
 def to_json(value: Any) -> Markup:
-    """`value` as JSON inside a script element: nothing in it can end the element."""
+    """`value` as JSON that is safe inside a script element: nothing in it can end the element."""
     return htmlsafe_json_dumps(clean(value), ensure_ascii=False, separators=(",", ":"))
 
 
@@ -84,7 +84,7 @@ def numbered(word: str, count: int) -> list[str]:
 
 
 def tick(value: float) -> str:
-    """A number of an axis: no more digits than it has."""
+    """A number of an axis, without superfluous digits."""
     return f"{value:g}".replace("-", "\u2212")
 
 

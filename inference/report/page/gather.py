@@ -1,4 +1,5 @@
-"""Reads what the page shows: measurements with their transcripts, trainings, rounds of a loop."""
+"""Reads the content of the page: measurements with their transcripts, trainings, rounds of a
+loop."""
 
 from __future__ import annotations
 
@@ -30,18 +31,19 @@ class Run:
 
     @property
     def title(self) -> str:
-        """What sets the measurement apart, and its name."""
+        """What distinguishes the measurement, and its name."""
         return claims.title(self.label, self.report)
 
     @property
     def drafters(self) -> list[DrafterResult]:
-        """Its drafters: trained ones, then those without weights, each the fastest first."""
+        """The drafters: trained ones first, then those without weights, each group by descending
+        speed."""
         return self.report.ranked
 
     @property
     def best(self) -> DrafterResult | None:
-        """The drafter of the headline: the fastest trained one, or the fastest where none is
-        trained; None in a report without drafters."""
+        """The drafter of the headline: the fastest trained one, or the fastest if none is trained;
+        None in a report without drafters."""
         return next(iter(self.drafters), None)
 
     @property
@@ -77,7 +79,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Page:
-    """Everything that the page is made of."""
+    """The content of the page."""
 
     runs: list[Run]
     trainings: list[Course] = field(default_factory=list)
@@ -85,7 +87,7 @@ class Page:
 
     @property
     def names(self) -> list[str]:
-        """All drafters, by the measurement that has them first."""
+        """All drafters, by the first measurement that has them."""
         return list(dict.fromkeys(one.name for run in self.runs for one in run.drafters))
 
     @property
@@ -95,14 +97,14 @@ class Page:
 
     @property
     def ranked_trainings(self) -> list[Course]:
-        """The trainings, the one with the best tau first."""
+        """The trainings, ordered by their best tau."""
         return sorted(self.trainings, key=lambda one: -max(point.tau for point in one.points))
 
 
 def gather(reports: Sequence[tuple[str, Path]], run_folder: Path | None = None) -> Page:
     """Read labelled reports and, from a run's folder, its trainings and rounds.
 
-    Raises `UserError` when there is no report, or when one or its transcripts are broken.
+    Raises `UserError` if there is no report, or if a report or its transcripts are broken.
     """
     if not reports:
         raise UserError(NO_REPORT)
@@ -116,7 +118,7 @@ def gather(reports: Sequence[tuple[str, Path]], run_folder: Path | None = None) 
 
 
 def read_trainings(folder: Path) -> list[Course]:
-    """The taus of every training below `folder`. Lines that were cut short are skipped."""
+    """The taus of every training below `folder`. Truncated lines are skipped."""
     found = []
     for path in sorted(folder.glob(f"*/{LOG_FILE}")):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -129,7 +131,7 @@ def read_trainings(folder: Path) -> list[Course]:
 
 
 def read_rounds(folder: Path) -> list[Course]:
-    """tau by round from a loop's summary; empty without one or when it is damaged."""
+    """tau by round from a loop's summary; empty if there is none or it is damaged."""
     path = folder / ROUNDS_FILE
     content = _parse(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
     if not isinstance(content, dict) or not isinstance(content.get("rounds"), list):
@@ -153,7 +155,7 @@ def _parse(written: str) -> Any:
 
 
 def _points(rows: Iterable[Any], key: str) -> list[TauPoint]:
-    """Lines of a log as points; those that are something else are left out."""
+    """Lines of a log as points; other lines are left out."""
     points = []
     for row in rows:
         with suppress(KeyError, TypeError, ValueError, AttributeError):

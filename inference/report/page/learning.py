@@ -1,7 +1,7 @@
-"""The page of a learner: tau of a server's traffic over time, and what each cycle brought.
+"""The page of a learner: tau of a server's traffic over time, and the result of each cycle.
 
-It is made of the lines of a learner's journal (docs/learning.md lists them), as plain values, with
-the style, the charts and the rules of the report's page; it runs no script.
+It is made from the lines of a learner's journal (docs/learning.md lists them), as plain values. It
+shares the style, the charts and the rules of the report's page and runs no script.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from inference.report.page.render import asset, content_hash, environment
 
 FILE = "learn.html"
 MOST_POINTS = 150
-"""Points of a line; more lines of the journal are put together."""
+"""Most points of a line; if there are more lines of traffic, neighbours are merged."""
 Event = Mapping[str, Any]
 COLUMNS = (
     "Cycle",
@@ -40,7 +40,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class LearningPage:
-    """What the template shows. cycles: a row for each, in the order of `COLUMNS`; reasons: of
+    """The content for the template. cycles: a row for each, in the order of `COLUMNS`; reasons: for
     rejected candidates, by cycle."""
 
     figure: Figure
@@ -98,8 +98,8 @@ def gather_learning(events: Sequence[Event]) -> LearningPage:
 
 
 def tau_of(traffic: Sequence[Event]) -> float:
-    """tau over several lines of traffic; 1.0 for none. The first token of an answer comes without
-    a verification."""
+    """tau over several lines of traffic; 1.0 for none. The first token of an answer needs no
+    verification."""
     committed = sum(event["tokens"] - event["answers"] for event in traffic)
     passes = sum(event["passes"] for event in traffic)
     return divide(committed, passes) if passes else 1.0
@@ -113,13 +113,13 @@ def tau_points(traffic: Sequence[Event]) -> list[tuple[float, float]]:
 
 
 def tau_at(traffic: Sequence[Event], time: float) -> float:
-    """tau of the last line of traffic before a time."""
+    """tau of the last line of traffic before a given time."""
     before = [event for event in traffic if event["time"] <= time]
     return tau_of(before[-1:])
 
 
 def cycle_row(cycle: int, events: Sequence[Event]) -> list[str]:
-    """A cycle as the cells of `COLUMNS`; what it has not come to yet stays empty."""
+    """A cycle as the cells of `COLUMNS`; steps that it has not reached stay empty."""
     known = {event["event"]: event for event in events}
     begun, trained, measured = (known.get(n, {}) for n in ("collected", "trained", "measured"))
     compared = known.get("compared", {})

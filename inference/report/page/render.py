@@ -1,9 +1,9 @@
-"""Fills the templates: one HTML file with its style and its script inside, which asks nothing of
-any network.
+"""Fills the templates: one HTML file that contains its style and its script and makes no network
+requests.
 
 Everything that a template writes is escaped. The Content-Security-Policy in the page's head allows
-its own style and script and nothing else, so that a browser runs or fetches nothing even if markup
-slipped through.
+only its own style and script, so that a browser runs or fetches nothing else even if markup slipped
+through.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def render(page: Page) -> str:
 
 
 def environment() -> Environment:
-    """The templates with what they may call."""
+    """The templates' environment with the functions that they call."""
     made = Environment(
         loader=PackageLoader(PACKAGE),
         autoescape=True,
@@ -78,10 +78,10 @@ def environment() -> Environment:
 
 
 def asset(name: str) -> str:
-    """A file of this package as text."""
+    """A file of this package, as text."""
     return resources.files(PACKAGE).joinpath(name).read_text(encoding="utf-8")
 
 
 def content_hash(content: str) -> str:
-    """What a Content-Security-Policy names inline content by."""
+    """The hash by which a Content-Security-Policy identifies inline content."""
     return base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode()

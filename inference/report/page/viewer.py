@@ -1,6 +1,7 @@
-"""The data of the page's viewer of answers, token by token; script.js shows it.
+"""The data for the page's viewer of answers, token by token; script.js shows it.
 
-It is cut to what a page may weigh. The fastest drafters come first, so that they are always there.
+The data is cut to the page's size limit. The fastest drafters come first, so that they are always
+included.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from inference.report.page.formats import to_json
 from inference.report.page.gather import Run
 
 MOST_BYTES = 1_500_000
-"""Of all transcripts of a page."""
+"""Size limit of all transcripts of a page."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Answers:
     size: int
     """Bytes of their JSON."""
     left_out: int
-    """Answers for which there was no room."""
+    """Number of answers that did not fit."""
 
     def values(self, key: str) -> list[str]:
         """The different values of "arm" or "prompt", in their order."""
@@ -49,7 +50,7 @@ def select_answers(run: Run, room: int) -> Answers:
 
 
 def pack(answer: Transcript) -> dict[str, Any]:
-    """Short: tokens are [text, place in `SOURCES`, depth, pass, target's, drafter's]."""
+    """A compact form: tokens are [text, place in `SOURCES`, depth, pass, target's, drafter's]."""
     tokens = [
         [
             token["text"],

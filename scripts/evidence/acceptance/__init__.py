@@ -1,1 +1,2 @@
-"""What a device must show before figures of it are believed (`python -m scripts.evidence.gpu`)."""
+"""The checks that a device must pass before its figures are trusted (`python -m
+scripts.evidence.gpu`)."""

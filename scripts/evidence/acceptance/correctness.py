@@ -1,9 +1,10 @@
-"""Is what a device decodes right? The parts of `python -m scripts.evidence.gpu correctness`.
+"""Checks that a device decodes correctly: the parts of `python -m scripts.evidence.gpu
+correctness`.
 
-The attention kernel is compared with its reference and, through a target, with torch's attention;
-captured steps with launched ones; drafted text with plain text, bit for bit where the same passes
-compute both; and the device's clock with the host's. Text is that of the embedded target, whose
-prompts are in the repository.
+The attention kernel is compared with its reference and, through a target, with torch's attention.
+Captured steps are compared with launched ones. Drafted text is compared with plain text, bit for
+bit if the same passes compute both. The device's clock is compared with the host's. The texts are
+those of the embedded target, whose prompts are in the repository.
 
 Legend: B rows, N nodes, L committed tokens, D head size.
 """
@@ -45,19 +46,20 @@ KERNEL_GAP = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
 """Largest difference of the attention kernel from its reference, as a share of the largest value;
 float32 products may be TF32 on a GPU."""
 LOGITS_GAP = {torch.float32: 2e-3, torch.bfloat16: 5e-2}
-"""The same of a target's logits from those of torch's attention."""
+"""The same limit for a target's logits, compared with those of torch's attention."""
 CLOCKS_APART = {"cuda": 0.03, "cpu": 0.1}
-"""How far the seconds booked to phases may be from those of the wall clock. On a CPU what the host
-does between two steps belongs to no phase."""
+"""How far the seconds booked to phases may differ from the wall clock. On a CPU, the host's work
+between two steps belongs to no phase."""
 MOST_FLIPS = 3.0
-"""Flips per thousand tokens that a drafter may have beyond twice those of the target alone."""
+"""Flips per thousand tokens that a drafter may have in addition to twice those of the target
+alone."""
 
 
 # Environment and tests
 
 
 def environment(setting: Setting) -> Found:
-    """Versions, the device, and which implementation of every kernel runs."""
+    """Versions, the device, and the implementation of every kernel that runs."""
     facts: Facts = {"kernels": kernels_in_use(setting.device), "triton": triton_version()}
     if setting.on_gpu:
         properties = torch.cuda.get_device_properties(setting.device)
@@ -76,7 +78,7 @@ def environment(setting: Setting) -> Found:
 
 
 def device_tests(setting: Setting) -> Found:
-    """pytest's tests of this device, in parallel where pytest-xdist is installed."""
+    """pytest's tests of this device, in parallel if pytest-xdist is installed."""
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *setting.sizes.tests]
     if setting.on_gpu:
         probe = "import xdist"
@@ -95,7 +97,8 @@ def device_tests(setting: Setting) -> Found:
 
 
 def attention(setting: Setting) -> Found:
-    """Tree attention against its reference, beyond one piece of the cache, for every head size."""
+    """Tree attention compared with its reference, beyond one piece of the cache, for every head
+    size."""
     rows, checks = [], []
     for dtype in setting.dtypes:
         for size, length in product(setting.sizes.head_sizes, setting.sizes.lengths):
@@ -112,7 +115,8 @@ def attention(setting: Setting) -> Found:
 
 def kernel_gap(setting: Setting, dtype: torch.dtype, size: int, length: int, nodes: int) -> float:
     """The largest difference on random tensors of two rows of different lengths, as a share of the
-    largest value: with queries of all nodes, and of the last five, as of a drafter's level."""
+    largest value: with queries of all nodes, and of the last five nodes, as of a drafter's
+    level."""
     device, generator = setting.device, torch.Generator().manual_seed(length + size + nodes)
     heads, groups = 2, 4
 
@@ -135,7 +139,7 @@ def kernel_gap(setting: Setting, dtype: torch.dtype, size: int, length: int, nod
 
 
 def random_tree(nodes: int, generator: torch.Generator) -> TokenTree:
-    """A tree of so many nodes, each below one of the last six."""
+    """A tree with this many nodes, each below one of the last six."""
     parents = [0]
     for node in range(1, nodes):
         low = max(0, node - 6)
@@ -147,8 +151,8 @@ def random_tree(nodes: int, generator: torch.Generator) -> TokenTree:
 
 
 def verification(setting: Setting) -> Found:
-    """Verified logits of a target with random weights, as decoding computes them, against one pass
-    of the model's own attention over prompt and path."""
+    """Verified logits of a target with random weights, as decoding computes them, compared with one
+    pass of the model's own attention over prompt and path."""
     rows, checks = [], []
     for dtype in setting.dtypes:
         for size, length in product(setting.sizes.head_sizes, setting.sizes.lengths):
@@ -164,7 +168,7 @@ def verification(setting: Setting) -> Found:
 @torch.no_grad()
 def logits_gap(setting: Setting, dtype: torch.dtype, size: int, length: int, nodes: int) -> float:
     """The largest difference of the logits at four of the tree's leaves, as a share of the largest
-    logit. Weights are wide enough for attention to choose among tokens."""
+    logit. The weights are wide enough for attention to distinguish tokens."""
     device, generator = setting.device, torch.Generator().manual_seed(length + size)
     shape = Shape(512, 4 * size, 2, 4, 2, 8 * size, 1, 64, 2, 128, 128)
     model = build_model(shape, device, dtype, length + nodes + 8)
@@ -198,8 +202,8 @@ def logits_gap(setting: Setting, dtype: torch.dtype, size: int, length: int, nod
 
 @dataclass(eq=False)
 class DeadDrafts:
-    """A drafter whose drafts are verified and never count: plain decoding by the same passes, of as
-    many nodes."""
+    """A drafter whose drafts are verified and never count: plain decoding by passes of the same
+    number of nodes."""
 
     kind: ClassVar[str] = "dead"
     drafter: Any
@@ -226,7 +230,7 @@ class DeadDrafts:
 
 @dataclass
 class Writing:
-    """The embedded target in one dtype, some prompts, and the plain text behind them."""
+    """The embedded target in one dtype, some prompts, and the plain text that follows them."""
 
     target: TargetModel
     requests: list[Request]
@@ -234,7 +238,7 @@ class Writing:
 
     @classmethod
     def of(cls, setting: Setting, dtype: torch.dtype, temperature: float = 0.0) -> Writing:
-        """Load the target and decode; at a temperature with the requests' seeds."""
+        """Load the target and decode; above temperature 0 with the requests' seeds."""
         config = TargetConfig(str(TARGET), device=str(setting.device), dtype=dtype_name(dtype))
         target = TargetModel.load(config)
         decode = DecodeConfig(
@@ -253,7 +257,7 @@ class Writing:
         return [found[request.index] for request in self.requests]
 
     def guesses(self) -> ScriptedDrafter:
-        """A drafter that is right seven times of ten."""
+        """A drafter that is right in seven of ten tokens."""
         known = {
             request.tokens: [*request.tokens, *answer]
             for request, answer in zip(self.requests, self.plain, strict=True)
@@ -262,7 +266,7 @@ class Writing:
 
 
 def captured(setting: Setting) -> Found:
-    """Steps that are captured and replayed decode what launched ones do, bit for bit."""
+    """Captured and replayed steps decode the same text as launched ones, bit for bit."""
     rows, checks = [], []
     for temperature in (0.0, 1.0):
         writing = Writing.of(setting, setting.dtype, temperature)
@@ -294,8 +298,8 @@ def captured(setting: Setting) -> Found:
 
 
 def padded(setting: Setting) -> Found:
-    """Chains that are accepted give the tokens of chains that never count, bit for bit: the same
-    passes, in which rows do not know of one another. A difference is a fault, not rounding."""
+    """Accepted chains give the same tokens as chains that never count, bit for bit: both use the
+    same passes, in which rows do not affect one another. A difference is a fault, not rounding."""
     rows, checks = [], []
     for dtype, temperature in product(setting.dtypes, (0.0, 1.0)):
         writing = Writing.of(setting, dtype, temperature)
@@ -313,9 +317,9 @@ def padded(setting: Setting) -> Found:
 
 
 def exact(setting: Setting) -> Found:
-    """Under `decode.exact` drafted and batched text is plain text, bit for bit. In the kernel a
-    tree's ancestors may stand elsewhere in a tile than the same tokens do later, so that of trees
-    near ties are counted there."""
+    """Under `decode.exact`, drafted and batched text equals plain text, bit for bit. In the kernel,
+    a tree's ancestors may be at other places of a tile than the same tokens are later. So for
+    trees, near ties are counted instead."""
     rows, checks = [], []
     for dtype, temperature in product(setting.dtypes, (0.0, 1.0)):
         writing = Writing.of(setting, dtype, temperature)
@@ -334,8 +338,8 @@ def exact(setting: Setting) -> Found:
 
 
 def texts(setting: Setting) -> Found:
-    """Drafted and batched text against plain text: near ties alone, and about as often as the
-    target itself decides otherwise between passes of one and of several tokens."""
+    """Drafted and batched text compared with plain text. Only near ties may occur, about as often
+    as the target decides differently between passes of one and of several tokens."""
     rows, checks = [], []
     for dtype in setting.dtypes:
         writing = Writing.of(setting, dtype)
@@ -357,7 +361,7 @@ def texts(setting: Setting) -> Found:
 
 
 def arms(writing: Writing, setting: Setting) -> Iterator[tuple[str, Any, DecodeConfig]]:
-    """What is compared with plain decoding, one row at a time."""
+    """The arms that are compared with plain decoding, one row at a time."""
     plain = DecodeConfig(shape="none", max_new_tokens=setting.sizes.tokens)
     chain = DecodeConfig(depth=5, max_new_tokens=setting.sizes.tokens)
     yield "plain, 8 rows", None, replace(plain, batch_size=8)
@@ -369,13 +373,13 @@ def arms(writing: Writing, setting: Setting) -> Iterator[tuple[str, Any, DecodeC
 
 
 def clocks(setting: Setting) -> Found:
-    """The seconds booked to phases against the wall clock, over many steps."""
+    """The seconds booked to phases, compared with the wall clock over many steps."""
     writing, rows, checks = Writing.of(setting, setting.dtype), [], []
     most = CLOCKS_APART["cuda" if setting.on_gpu else "cpu"]
     for name, drafter in (("plain", None), ("guesses", writing.guesses())):
         decode = DecodeConfig(max_new_tokens=setting.sizes.tokens)
         engine = Engine(writing.target, drafter, decode if drafter else decode.without_draft())
-        list(engine.run(writing.requests))  # captured, and its buffers settled
+        list(engine.run(writing.requests))  # captures the steps and settles the buffers
         engine.clock.reset()
         begin = time.perf_counter()
         list(engine.run(writing.requests))
@@ -388,7 +392,7 @@ def clocks(setting: Setting) -> Found:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As settings name it."""
+    """The dtype's name in settings."""
     return next(name for name, value in DTYPES.items() if value == dtype)
 
 
@@ -403,4 +407,4 @@ PARTS: Sequence[Part] = (
     Part("clocks", clocks, 30, timed=True),
     Part("tests", device_tests, 120),
 )
-"""What says most for its seconds comes first."""
+"""In order of information per second."""

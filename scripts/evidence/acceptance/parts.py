@@ -1,6 +1,5 @@
-"""Parts of an acceptance run: each measures something, judges it by limits, and leaves a file of
-its own as soon as it ends, so that a run that is cut short loses only the part it was in.
-"""
+"""Parts of an acceptance run. Each part measures something, judges it by limits, and writes a
+separate file as soon as it ends, so a run that is cut short loses only its current part."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ from inference.target.model import TargetModel
 from scripts.evidence.acceptance.shapes import Sizes
 
 Facts = dict[str, Any]
-"""What a part measured, as JSON holds it."""
+"""The measured values of a part, as JSON values."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A measured value and its limits; what is not a number, or is outside, has failed."""
+    """A measured value and its limits. A value that is NaN or outside of the limits has failed."""
 
     name: str
     value: float
@@ -52,7 +51,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Found:
-    """What a part leaves."""
+    """The result of a part."""
 
     facts: Facts
     checks: Sequence[Check] = ()
@@ -60,8 +59,8 @@ class Found:
 
 @dataclass
 class Setting:
-    """Where and at what size the parts run. dtype: of the large targets; targets: those that were
-    built, by their sizes' name; a part that needs another one drops them first."""
+    """The device and the sizes of the parts. dtype: of the large targets; targets: those that were
+    built, by the name of their sizes; a part that needs another one drops them first."""
 
     device: torch.device
     dtype: torch.dtype
@@ -74,11 +73,11 @@ class Setting:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """What is compared is compared in these: on a CPU, which may emulate bfloat16, in one."""
+        """The dtypes for comparisons: only one on a CPU, which may emulate bfloat16."""
         return (torch.float32, torch.bfloat16) if self.on_gpu else (self.dtype,)
 
     def release(self) -> None:
-        """Drop targets, so that the next part has the memory."""
+        """Drop the targets, so that the next part has the memory."""
         self.targets.clear()
         if self.on_gpu:
             torch.cuda.empty_cache()
@@ -86,8 +85,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Part:
-    """A named piece of work. seconds: what it takes on a GPU of the H100 class, at most; it is not
-    begun with less time left. timed: it measures time, and runs with nothing beside it."""
+    """A named piece of work. seconds: its longest duration on a GPU of the H100 class; the part is
+    not begun with less time left. timed: it measures time, so it runs alone."""
 
     name: str
     work: Callable[[Setting], Found]
@@ -106,11 +105,11 @@ def run_parts(
     jobs: int = 1,
     alone: Callable[[Part, float], Sequence[str]] | None = None,
 ) -> bool:
-    """Run all parts and write `<stage>-<part>.json` for each and `<stage>.json`; returns whether
-    everything was run and passed. A part that raises has failed, and the others go on.
+    """Run all parts and write `<stage>-<part>.json` for each, and `<stage>.json`; returns whether
+    every part ran and passed. A part that raises has failed, and the others continue.
 
-    jobs: parts that measure no time run so many at once, each by the command `alone(part, seconds)`
-    in a process of its own; 1: all run here.
+    jobs: number of untimed parts that run at once, each by the command `alone(part, seconds)` in a
+    separate process; 1: all run in this process.
     """
     begin, results = time.perf_counter(), dict[str, str]()
     device, provenance = device_facts(setting.device), {**process_facts(), "command": command}
@@ -153,8 +152,8 @@ def run_beside(
     alone: Callable[[Part, float], Sequence[str]],
     out: Path,
 ) -> tuple[str, list[str]]:
-    """Run a part in a process of its own, which ends with the time that all have -> its result, and
-    what it said."""
+    """Run a part in a separate process, which ends at the common time limit; returns its result and
+    its output."""
     left = seconds - (time.perf_counter() - begin)
     if left < part.seconds:
         return "not run", [f"{stage} {part.name}: not run, {left:.0f} s are left of {seconds:.0f}"]
@@ -167,17 +166,17 @@ def run_beside(
         failed = [f"  {line}" for line in done.stderr.strip().splitlines()[-20:]]
     except subprocess.TimeoutExpired:
         said, failed = [], [f"  it did not end in {left:.0f} s"]
-    if not file.is_file():  # it ended before it could say why
+    if not file.is_file():  # it ended before it could write a reason
         return "error", [f"{stage} {part.name}: error", *failed]
     return str(read_object(file, "")["result"]), said
 
 
 def run_part(part: Part, setting: Setting) -> Facts:
-    """A part's result as its file holds it: "passed", "failed" or "error", and why."""
+    """A part's result in the form of its file: "passed", "failed" or "error", and the reason."""
     begin = time.perf_counter()
     try:
         found, error = part.work(setting), ""
-    except Exception as raised:  # noqa: BLE001  reporting faults is what this is for
+    except Exception as raised:  # noqa: BLE001  this code exists to report faults
         found, error = Found({}), f"{type(raised).__name__}: {raised}"
         traceback.print_exc()
     failures = [str(check) for check in found.checks if not check.passed]

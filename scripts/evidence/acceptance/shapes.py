@@ -1,9 +1,9 @@
 """Targets and drafters with the shapes of real models and random weights, whose text is known.
 
-A target's weights are arranged so that its greedy text is a known cycle whatever the rounding: the
-LM head is the shifted embedding, and the layers add little to the residual stream. Drafters do
-their real work; where they draft chains, they are accepted as a recorded trajectory says
-(`inference/measure/replay.py`). So what is measured depends on the decoder and the machine alone.
+A target's weights are arranged so that its greedy text is a known cycle with any rounding: the LM
+head is the shifted embedding, and the layers add little to the residual stream. Drafters do their
+real work. Their chains are accepted as in a recorded trajectory (`inference/measure/replay.py`). So
+measurements depend only on the decoder and the machine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from inference.target.loading import TargetConfig, describe, switch_attention
 from inference.target.model import TargetModel
 
 STRIDE = 7919
-"""The text counts up by this much, modulo the vocabulary; prime, so that it does not repeat for
-long."""
+"""The text counts up by this number, modulo the vocabulary; it is prime, so the text does not
+repeat for long."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,10 @@ TOY = Shape(512, 128, 4, 4, 2, 256, 1, 64, 2, 128, 128)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done. shapes: targets by name; lengths: committed tokens that the attention check
-    goes to; head_sizes: of one head; nodes: of dynamic trees; contexts, rows: of the speed parts;
-    tokens: of an answer; prompts: of every measurement; texts:
-    prompts of the embedded target; train_length, train_steps: of the training
-    parts."""
+    """The amount of work. shapes: targets by name; lengths: committed tokens in the attention
+    check; head_sizes: of one head; nodes: of dynamic trees; contexts, rows: of the speed parts;
+    tokens: of an answer; prompts: of every measurement; texts: prompts of the embedded target;
+    train_length, train_steps: of the training parts."""
 
     shapes: dict[str, Shape]
     lengths: tuple[int, ...]
@@ -77,7 +76,7 @@ class Sizes:
     train_length: int
     train_steps: int
     tests: tuple[str, ...] = field(default=())
-    """What pytest is given."""
+    """The arguments of pytest."""
 
 
 FULL = Sizes(
@@ -115,7 +114,8 @@ SIZES = {"full": FULL, "tiny": TINY}
 
 
 class NoTokenizer:
-    """In place of a tokenizer: these targets get ids only, and their text never ends by itself."""
+    """A stand-in for a tokenizer: these targets get only ids, and their text never ends by
+    itself."""
 
     eos_token_id = None
     chat_template = None
@@ -126,7 +126,7 @@ class NoTokenizer:
 
 
 def build_model(shape: Shape, device: torch.device, dtype: torch.dtype, positions: int) -> Any:
-    """A model of a shape, with weights as its family draws them."""
+    """A model of a shape, with weights drawn as in its family."""
     config = shape.family(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -149,7 +149,7 @@ def build_model(shape: Shape, device: torch.device, dtype: torch.dtype, position
 
 
 def as_target(model: Any) -> TargetModel:
-    """A model as a target, its attention ours."""
+    """A model as a target with Headstart's attention."""
     switch_attention(model)
     tokenizer = NoTokenizer()
     return TargetModel(
@@ -166,7 +166,7 @@ def counting_model(shape: Shape, device: torch.device, dtype: torch.dtype, posit
 
 @torch.no_grad()
 def make_counting(model: torch.nn.Module, embedding: Tensor, head: Tensor) -> None:
-    """Let a model with these weights count up by `STRIDE`."""
+    """Make a model with these weights count up by `STRIDE`."""
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             quiet = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -190,15 +190,15 @@ def new_head(kind: str, shape: Shape, target: TargetModel) -> TrainableDrafter:
         )
     else:
         head = Eagle3Config(draft_vocab_size=shape.draft_vocab)
-        counts = torch.arange(shape.vocab, 0, -1)  # any vocabulary of the right size
+        counts = torch.arange(shape.vocab, 0, -1)  # any vocabulary of the right size works
     more = {} if counts is None else {"token_counts": counts}
     drafter = new_drafter(kind, head, target.info, target.weights, seed=0, **more)
     return drafter.to(target.device, target.dtype)
 
 
 def texts(target: TargetModel, requests: Sequence[Request]) -> list[list[int]]:
-    """What a counting target writes, prompts included. Raises `UserError` when the first of them is
-    not what it writes."""
+    """The texts of a counting target, including the prompts. Raises `UserError` if the target does
+    not write the first one."""
     size = target.info.vocab_size
     made = []
     for request in requests:

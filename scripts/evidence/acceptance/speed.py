@@ -1,9 +1,9 @@
-"""How near to the memory's speed does a device decode? The parts of
-`python -m scripts.evidence.gpu speed`.
+"""Measures how close a device decodes to its memory bandwidth: the parts of `python -m
+scripts.evidence.gpu speed`.
 
-Targets have the shape of Llama-3.1-8B and Qwen3-8B and random weights (shapes.py). Every figure
-stands beside one from outside: transformers' `generate` with a static cache, the bandwidth of a
-large copy, and the wall clock, which has to agree with the seconds that are booked to phases.
+Targets have the shape of Llama-3.1-8B and Qwen3-8B and random weights (shapes.py). Every figure is
+compared with an external one: transformers' `generate` with a static cache, the bandwidth of a
+large copy, and the wall clock, which must agree with the seconds booked to phases.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Which = Literal["usual", "sampled", "compiled"]
 and the chain at temperature 1 with and without top-p; compiled: plain decoding and the chain with
 compiled layers."""
 PLAIN_SHARE = 0.65
-"""Of the bandwidth, which plain decoding of an 8B model with compiled layers must reach."""
+"""Share of the bandwidth that plain decoding of an 8B model with compiled layers must reach."""
 GAP_SHARE = 0.05
-"""Most of a replayed step that no kernel fills."""
+"""Largest share of a replayed step without a running kernel."""
 DEPTH = 5
 LLAMA, QWEN = "llama31_8b", "qwen3_8b"
 TOY_KERNELS = bench_kernels.Sizes(4, 2, 16, 2, 64, 256, ((1, 64),), (1, 4), (64,), 1 << 16, 4)
@@ -50,7 +50,7 @@ _bandwidths: dict[torch.device, BandwidthFacts] = {}
 
 
 def bandwidth_of(setting: Setting) -> BandwidthFacts:
-    """Probed once per run."""
+    """The bandwidth, probed once per run."""
     if setting.device not in _bandwidths:
         size = 0 if setting.on_gpu else 1 << 22
         _bandwidths[setting.device] = probe_bandwidth(setting.device, setting.dtype, size)
@@ -58,7 +58,7 @@ def bandwidth_of(setting: Setting) -> BandwidthFacts:
 
 
 def target_of(setting: Setting, name: str) -> TargetModel:
-    """The target of a shape; another one is dropped for it."""
+    """The target of a shape; any other target is dropped for it."""
     if name not in setting.targets:
         setting.release()
         sizes = setting.sizes
@@ -69,7 +69,7 @@ def target_of(setting: Setting, name: str) -> TargetModel:
 
 
 def draw_requests(setting: Setting, target: TargetModel, context: int, rows: int) -> list[Request]:
-    """Random prompts, as many as fill the rows twice or the setting asks for."""
+    """Random prompts, enough to fill the rows twice or as many as the setting gives."""
     generator = torch.Generator().manual_seed(context)
     count = max(setting.sizes.prompts if rows == 1 else 0, rows)
     drawn = torch.randint(target.info.vocab_size, (count, context), generator=generator).tolist()
@@ -77,7 +77,7 @@ def draw_requests(setting: Setting, target: TargetModel, context: int, rows: int
 
 
 def bandwidth(setting: Setting) -> Found:
-    """What a large copy and a large matrix-vector product move."""
+    """The bandwidth of a large copy and of a large matrix-vector product."""
     found = bandwidth_of(setting)
     return Found(found.to_dict(), [Check("bytes per second", found.used_bytes_per_second, 1e8)])
 
@@ -105,8 +105,8 @@ def decoding(setting: Setting, name: str, context: int, rows: int, which: Which)
 
 
 def estimates(name: str, compiled: bool) -> Facts:
-    """What a step of a short context should take by its bytes and launches
-    (scripts/evidence/launches.py): to be compared with what it took."""
+    """The expected time of a step with a short context, from its bytes and launches
+    (scripts/evidence/launches.py), for comparison with the measured time."""
     counted = json.loads((REPORTS / "launches.json").read_text(encoding="utf-8"))["rows"]
     row = next(row for row in counted if row["family"] == name)
     return {"plain": row["plain_ms"][compiled], "eagle3 chain": row["eagle3_ms"][compiled]}
@@ -120,9 +120,9 @@ def arms(
     rows: int,
     which: Which,
 ) -> Iterator[tuple[str, Any, DecodeConfig]]:
-    """Label, drafter and settings of what is timed."""
+    """Label, drafter and settings of each timed arm."""
     base = DecodeConfig(max_new_tokens=setting.sizes.tokens, batch_size=rows, depth=DEPTH)
-    # on a CPU that is another program, which decode.compile's own tests compile
+    # a CPU needs a different program, which the tests of decode.compile compile
     base = replace(base, compile=which == "compiled" and setting.on_gpu)
     shape = setting.sizes.shapes[name]
     eagle = new_head("eagle3", shape, target)
@@ -148,7 +148,7 @@ def time_arm(
     decode: DecodeConfig,
     requests: Sequence[Request],
 ) -> tuple[Facts, list[Check]]:
-    """One arm's step by phase, tokens per second and share of the bandwidth, behind an untimed
+    """One arm's step by phase, tokens per second and share of the bandwidth, after an untimed
     run."""
     room = len(requests[0].tokens) + decode.max_new_tokens + 64 + decode.nodes
     engine = Engine(target, drafter, decode, capacity=room)
@@ -186,18 +186,18 @@ def time_arm(
 
 
 def mean_tau(done: Sequence[Completion]) -> float:
-    """Committed tokens per pass of all answers."""
+    """Committed tokens per pass over all answers."""
     passes = sum(len(completion.passes) for completion in done)
     tokens = sum(record.committed for c in done for record in c.passes)
     return tokens / max(1, passes)
 
 
-# What a step is made of
+# The composition of a step
 
 
 def synchronisations(setting: Setting) -> Found:
-    """Blocking synchronisations per step, by CUDA's own debug mode: those of a long answer beyond
-    those of a short one."""
+    """Blocking synchronisations per step, by CUDA's debug mode: those of a long answer minus those
+    of a short one."""
     target = target_of(setting, LLAMA)
     request = draw_requests(setting, target, min(setting.sizes.contexts), 1)[0]
     short = setting.sizes.tokens // 2
@@ -210,7 +210,7 @@ def synchronisations(setting: Setting) -> Found:
         decode = decode if drafter is not None else decode.without_draft()
         engine = Engine(target, drafter, decode, capacity=len(request.tokens) + 400)
         counts, steps = [], []
-        for new in (short, 2 * short, short):  # the first one captures
+        for new in (short, 2 * short, short):  # the first run captures
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 torch.cuda.set_sync_debug_mode("warn")
@@ -226,7 +226,7 @@ def synchronisations(setting: Setting) -> Found:
 
 
 def trace(setting: Setting) -> Found:
-    """The kernels of a replayed step, and what of it no kernel fills."""
+    """The kernels of a replayed step, and the share of the step without a running kernel."""
     target = target_of(setting, LLAMA)
     requests = draw_requests(setting, target, min(setting.sizes.contexts), 1)[:1]
     eagle = new_head("eagle3", setting.sizes.shapes[LLAMA], target)
@@ -260,8 +260,8 @@ def trace(setting: Setting) -> Found:
 
 
 def generate(setting: Setting) -> Found:
-    """transformers' greedy `generate` with a static cache, on the same weights, beside plain
-    decoding: a slow plain loop would flatter every speedup."""
+    """transformers' greedy `generate` with a static cache, on the same weights, compared with plain
+    decoding: a slow plain loop would inflate every speedup."""
     target = target_of(setting, LLAMA)
     requests = draw_requests(setting, target, min(setting.sizes.contexts), 1)[:2]
     plain = DecodeConfig(shape="none", max_new_tokens=setting.sizes.tokens)
@@ -290,7 +290,7 @@ def generate(setting: Setting) -> Found:
 
 
 def timed(setting: Setting, call: Callable[[], Any]) -> float:
-    """Seconds of a call, the device's work included."""
+    """Seconds of a call, including the device's work."""
     begin = time.perf_counter()
     call()
     if setting.on_gpu:
@@ -299,9 +299,9 @@ def timed(setting: Setting, call: Callable[[], Any]) -> float:
 
 
 def kernels(setting: Setting) -> Found:
-    """Every kernel against plain torch (scripts/tools/bench_kernels.py)."""
+    """Every kernel compared with plain torch (scripts/tools/bench_kernels.py)."""
     if setting.on_gpu:
-        from triton.testing import do_bench  # triton is there where there is a GPU
+        from triton.testing import do_bench  # triton is installed if there is a GPU
 
         timer: Any = partial(do_bench, quantiles=(0.5, 0.025, 0.975), warmup=5, rep=15)
         sizes = bench_kernels.Sizes()
@@ -320,7 +320,7 @@ def kernels(setting: Setting) -> Found:
 def _decoding(
     name: str, context: int, row: int, which: Which = "usual"
 ) -> Callable[[Setting], Found]:
-    """`decoding` at the setting's context and number of rows of these places."""
+    """`decoding` at the context and the number of rows with these indices in the setting."""
 
     def work(setting: Setting) -> Found:
         contexts, rows = setting.sizes.contexts, setting.sizes.rows
@@ -344,5 +344,5 @@ PARTS: Sequence[Part] = (
     Part("qwen", _decoding(QWEN, 0, 0), 90, timed=True),
     Part("kernels", kernels, 90, timed=True),
 )
-"""Compiling merges weights of the target, so that it comes behind what is not compiled; then the
-target's shape changes."""
+"""Compiling merges weights of the target, so compiled parts run after the others; then the target's
+shape changes."""

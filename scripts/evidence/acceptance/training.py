@@ -1,11 +1,11 @@
-"""How fast, and how rightly, does a device train? The parts of
-`python -m scripts.evidence.gpu training`.
+"""Checks the speed and the correctness of training on a device: the parts of `python -m
+scripts.evidence.gpu training`.
 
-EAGLE-3 (seven unrolled steps) and DSpark learn from a target of the shape of Llama-3.1-8B with
-random weights, features computed on the way, as `headstart train` does it. Before that, losses of
-logits, which a GPU computes in fused kernels, are compared with plain torch; and gradients of small
-drafters in float32 with those of a CPU: attention over blocks runs as a fused kernel on a GPU that
-no CPU can run backward.
+EAGLE-3 (seven unrolled steps) and DSpark learn from a target with the shape of Llama-3.1-8B and
+random weights. Features are computed online, as in `headstart train`. Before that, losses of
+logits, which a GPU computes in fused kernels, are compared with plain torch. Gradients of small
+drafters in float32 are compared with those of a CPU, because attention over blocks runs on a GPU as
+a fused kernel that no CPU can run backward.
 
 Legend: T positions of a row.
 """
@@ -42,16 +42,16 @@ from train.planning.footprint import FlopCount
 
 LLAMA = "llama31_8b"
 GRADIENT_GAP = 2e-2
-"""Largest difference of a gradient from a CPU's, as a share of its largest value: products in
-float32 may be TF32 on a GPU."""
+"""Largest difference of a gradient from a CPU's, as a share of its largest value; float32 products
+may be TF32 on a GPU."""
 LOSS_GAP = 1e-4
-"""Largest difference of losses from float64's, of all rows together, as a share of their norm; of
-the gradients too, which are rounded to the logits' dtype."""
+"""Largest difference of losses from float64's, over all rows together, as a share of their norm.
+The same limit holds for the gradients, which are rounded to the logits' dtype."""
 LOSS_ROWS = 8
 DOCUMENTS = 4
 """Documents of a packed row."""
 UTILISATION = 0.30
-"""Of the dense bfloat16 peak, which training must reach on a GPU with an 8B target."""
+"""Share of the dense bfloat16 peak that training must reach on a GPU with an 8B target."""
 RATE = 1e-3
 
 
@@ -76,7 +76,7 @@ def build(
     draft_vocab: int,
     device: torch.device | str | None = None,
 ) -> TrainableDrafter:
-    """A new drafter of a recipe, in float32 on a device, or the target's."""
+    """A new drafter of a recipe, in float32, on the given device or the target's."""
     kind, config, counts = heads(vocab, draft_vocab)[recipe]
     more = {} if counts is None else {"token_counts": counts}
     weights = target.weights if device is None else weights_on(target, device)
@@ -85,7 +85,7 @@ def build(
 
 
 def packed(rows: int, length: int, vocab: int, documents: int = DOCUMENTS) -> PackedBatch:
-    """Rows of random documents, all of it supervised."""
+    """Rows of random documents with supervision at all positions."""
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(1, vocab, (rows, length), generator=generator)
     each = -(-length // documents)
@@ -99,11 +99,12 @@ def packed(rows: int, length: int, vocab: int, documents: int = DOCUMENTS) -> Pa
     )
 
 
-# Right
+# Correctness
 
 
 def gradients(setting: Setting) -> Found:
-    """Loss and gradients in float32 on this device against a CPU's, from the same features."""
+    """Loss and gradients in float32 on this device, compared with a CPU's, from the same
+    features."""
     rows, checks = [], []
     for recipe in ("eagle3", "dspark", "medusa"):
         here, there = (gradients_on(recipe, device) for device in (setting.device, "cpu"))
@@ -117,8 +118,8 @@ def gradients(setting: Setting) -> Found:
 
 
 def row_losses(setting: Setting) -> Found:
-    """Losses of logits as wide as Llama's and their gradients, as this device computes them,
-    against plain torch in float64."""
+    """Losses of logits as wide as Llama's, and their gradients, as this device computes them,
+    compared with plain torch in float64."""
     vocab, rows, checks = setting.sizes.shapes[LLAMA].vocab, [], []
     generator = torch.Generator().manual_seed(0)
     wanted = 10 + 4 * torch.randn(LOSS_ROWS, vocab, generator=generator)
@@ -151,7 +152,7 @@ def graded(
     temperature: float,
     upstream: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """A loss of logits, the target's and labels; and the gradient of the logits."""
+    """A loss of logits, with the target's logits and labels, and the gradient of the logits."""
     logits = given[0].clone().requires_grad_()
     values = losses(logits, given[1], given[2], (name,), temperature)[name]
     (values * upstream).sum().backward()
@@ -160,8 +161,8 @@ def graded(
 
 
 def gradients_on(recipe: str, device: torch.device | str) -> dict[str, Tensor]:
-    """Loss and gradients by weight, on the CPU. Features and initial weights are a CPU's, so that
-    only the drafter's own work differs."""
+    """Loss and gradients by weight, on the CPU. Features and initial weights are computed on a CPU,
+    so that only the drafter's work differs."""
     target = as_target(build_model(TOY, torch.device("cpu"), torch.float32, 256))
     initial = build(recipe, target, TOY.vocab, TOY.draft_vocab).state_dict()
     drafter = build(recipe, target, TOY.vocab, TOY.draft_vocab, device)
@@ -179,12 +180,12 @@ def gradients_on(recipe: str, device: torch.device | str) -> dict[str, Tensor]:
     return {"loss": output.loss_sum.detach().cpu(), **found}
 
 
-# Fast
+# Speed
 
 
 def training(setting: Setting, recipe: str) -> Found:
-    """Steps of one row each: tokens per second, utilisation, memory; a loss that falls on one row;
-    parity of training and decoding afterwards."""
+    """Steps of one row each: tokens per second, utilisation and memory. Checks that the loss falls
+    on one row, and the parity of training and decoding afterwards."""
     sizes, shape = setting.sizes, setting.sizes.shapes[LLAMA]
     if LLAMA not in setting.targets:
         setting.release()
@@ -243,7 +244,7 @@ def training(setting: Setting, recipe: str) -> Found:
 
 
 def now(setting: Setting) -> float:
-    """The host's clock, with the device's work done."""
+    """The host's clock after the device's work is done."""
     if setting.on_gpu:
         torch.cuda.synchronize(setting.device)
     return time.perf_counter()

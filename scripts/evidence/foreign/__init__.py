@@ -1,1 +1,1 @@
-"""What runs in an environment of another project; nothing here imports Headstart."""
+"""Scripts that run in the environment of another project; nothing here imports Headstart."""

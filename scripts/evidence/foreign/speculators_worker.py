@@ -1,13 +1,13 @@
-"""One training of vLLM's `speculators`, in a process and an environment of its own; driven by
+"""One training of vLLM's `speculators`, in a separate process and environment; driven by
 scripts/evidence/speculators.py.
 
     <python with speculators> scripts/evidence/foreign/speculators_worker.py job.json
 
 It uses the library as a user would: an Arrow data set with cached hidden states, `TrainConfig`,
-`build_draft_model`, its data loader and its own `Trainer.train_epoch`. The library trains on
-accelerators only; three things are set so that it runs on a CPU: the trainer's device, the device
-of its autocast, and `torch.accelerator.synchronize`, which has nothing to wait for. Nothing of
-Headstart is imported, since that environment does not have it.
+`build_draft_model`, its data loader and its own `Trainer.train_epoch`. The library trains only on
+accelerators. Three things are set so that it runs on a CPU: the trainer's device, the device of its
+autocast, and `torch.accelerator.synchronize`, which has nothing to wait for. Headstart is not
+imported, since that environment does not have it.
 
 Commands come as JSON lines on stdin and are answered on stdout: {"do": "steps", "count": n} trains
 n steps, {"do": "save", "to": folder} writes a checkpoint, {"do": "end"} ends.
@@ -27,15 +27,15 @@ from pathlib import Path
 from typing import Any
 
 BATCH = 16
-"""Documents that the target reads at once while features are made."""
+"""Documents that the target reads at once while features are computed."""
 
 
 class EndedError(Exception):
-    """Leaves the library's loop."""
+    """Raised to leave the library's loop."""
 
 
 class Channel:
-    """The commands and the answers. What libraries print goes to stderr."""
+    """The commands and the answers. Output of libraries goes to stderr."""
 
     def __init__(self) -> None:
         self.out = os.fdopen(os.dup(1), "w")
@@ -56,13 +56,14 @@ class Channel:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held."""
+    """The peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def hidden_states(model: Any, batch: list[list[int]], layers: list[int]) -> list[Any]:
     """Per row [T, n + 1, H] bfloat16: the residual stream after `layers`, and after the last layer,
-    before the final norm. Rows are padded behind their ends, which causal attention does not see.
+    before the final norm. Rows are padded behind their ends; causal attention does not read the
+    padding.
     """
     import torch
 
@@ -83,8 +84,8 @@ def hidden_states(model: Any, batch: list[list[int]], layers: list[int]) -> list
 
 
 def write_data(job: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Write the Arrow data set and the hidden states; returns tokens and seconds of the target's
-    passes."""
+    """Write the Arrow data set and the hidden states; returns the tokens and the seconds of the
+    target's passes."""
     import torch
     from datasets import Dataset
     from safetensors.torch import save_file
@@ -179,7 +180,7 @@ def build(job: dict[str, Any], data: Path) -> Any:
 
 
 def steps(trainer: Any, channel: Channel) -> None:
-    """Train on command through the library's own epochs."""
+    """Train on command, through the library's own epochs."""
     seen = {"tokens": 0}
 
     def count(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
@@ -190,8 +191,8 @@ def steps(trainer: Any, channel: Channel) -> None:
     state = {"left": 0, "begun": 0.0}
 
     def wait() -> None:
-        """Before every step of their loop: when as many as were asked for are done, report and wait
-        for the next command."""
+        """Runs before every step of the library's loop. When the requested number of steps is done,
+        reports and waits for the next command."""
         state["left"] -= 1
         while state["left"] <= 0:
             if state["begun"]:
@@ -216,7 +217,7 @@ def steps(trainer: Any, channel: Channel) -> None:
 
 
 def main() -> int:
-    """Prepare the data if it is not there, build the trainer, say so, and follow commands."""
+    """Prepare the data if it is missing, build the trainer, report that, and follow commands."""
     import torch
 
     channel = Channel()
@@ -230,7 +231,7 @@ def main() -> int:
         partial.write_text(json.dumps(figures), encoding="utf-8")
         os.replace(partial, made)
         channel.say(made=figures)
-        return 0  # so that the target does not count into the training's memory
+        return 0  # keeps the target out of the training's memory
     trainer = build(job, data)
     weights = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     channel.say(ready=True, trained_weights=weights, steps_per_epoch=len(trainer.train_loader))

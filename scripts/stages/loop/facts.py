@@ -1,8 +1,8 @@
-"""loop.json: what every round generated, trained, measured and cost, as the rounds' folders say,
-and what was decided.
+"""loop.json: what every round generated, trained, measured and cost, read from the rounds' folders,
+and the decisions.
 
-Nothing but these folders decides how a loop goes on, so that a loop that was killed and repeated
-comes to the same end.
+Only these folders determine how a loop continues, so a loop that was killed and repeated comes to
+the same end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FORMAT = 1
 
 
 class Costs(TypedDict):
-    """What is read of a training's summary.json."""
+    """The values read from a training's summary.json."""
 
     wall_seconds: float
     setup_seconds: NotRequired[float]
@@ -46,7 +46,7 @@ class Costs(TypedDict):
 
 @dataclass(frozen=True)
 class Answered:
-    """Of a generate folder: rows done, answer tokens, verifications on record."""
+    """Facts of a generate folder: rows done, answer tokens, recorded verifications."""
 
     answers: int
     tokens: int
@@ -55,7 +55,8 @@ class Answered:
 
 @dataclass(frozen=True)
 class Trained:
-    """Of a train folder: steps, tokens, best step, the checkpoint and the hash of its weights."""
+    """Facts of a train folder: steps, tokens, best step, the checkpoint and the hash of its
+    weights."""
 
     steps: int
     tokens: int
@@ -66,7 +67,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a measurement: one drafter's tau, acceptance by depth, speed and losslessness, as in
+    """Facts of a measurement: one drafter's tau, acceptance by depth, speed and losslessness, as in
     report.json."""
 
     prompts: int
@@ -81,24 +82,24 @@ class Measured:
 
 @dataclass(frozen=True)
 class HelpedGeneration:
-    """A sample of answers decoded plainly and with the drafter that helped to generate them."""
+    """A sample of answers, decoded plainly and with the drafter that helped to generate them."""
 
     answers: int
     tokens: int
     plain_seconds: float
     drafted_seconds: float
     speedup: float
-    """Plain seconds over drafted ones."""
+    """Seconds of plain decoding over seconds with the drafter."""
     tau: float
     lossless: dict[str, int]
     """As in report.json."""
     stored: int
-    """Answers that are written as plain decoding gives them in this sample's batches."""
+    """Generated answers that equal plain decoding in this sample's batches."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What stages cost."""
+    """The cost of stages."""
 
     seconds: float = 0.0
     tokens: float = 0.0
@@ -113,24 +114,24 @@ class Spent:
 
 @dataclass
 class RoundRecord:
-    """One round. What does not apply to it is None and not written."""
+    """One round. Values that do not apply to it are None and not written."""
 
     round: int
     start: str = ""
-    """Checkpoint that the training went on from; empty: as the recipe begins."""
+    """Checkpoint from which the training continued; empty: as the recipe begins."""
     generated: Answered | None = None
     generation: HelpedGeneration | None = None
     variations: Answered | None = None
     branches: Answered | None = None
     trials: dict[str, Gain] | None = None
-    """Switch -> what a short training with it gained over one without any."""
+    """Switch -> gain of a short training with it over one without any switch."""
     switches: list[str] = field(default_factory=list)
-    """What the training learned from the records."""
+    """The switches that were on in the training from records."""
     training: Trained | None = None
     measured: Measured | None = None
     spent: Spent = field(default_factory=Spent)
     over: int | None = None
-    """The best round before it, which `gain` compares with."""
+    """The best earlier round, with which `gain` compares."""
     gain: Gain | None = None
     rises: bool | None = None
     """Whether the interval of the gain lies above 0."""
@@ -143,19 +144,19 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class OpenLoopRecord:
-    """The training that rounds are compared with."""
+    """The training with which rounds are compared."""
 
     generated: Answered
     training: Trained
     measured: Measured
     gain: Gain
-    """Of the best round over it."""
+    """The gain of the best round over it."""
     spent: Spent
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """The settings that decide how the rounds go."""
+    """The settings that determine the rounds."""
 
     rounds: int
     round: RoundConfig
@@ -166,7 +167,7 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class BestRound:
-    """The round whose drafter is the run's."""
+    """The round whose drafter becomes the run's."""
 
     round: int
     checkpoint: str
@@ -182,9 +183,9 @@ class LoopRecord:
     rounds: list[RoundRecord]
     best: BestRound
     off: dict[str, str]
-    """Switches that were turned off, and why."""
+    """Switch that was turned off -> the reason."""
     ended_by: str
-    """rounds, tau, or budget (what of it); empty while it runs."""
+    """rounds, tau, or budget (and which limit); empty while the loop runs."""
     spent: Spent
     open_loop: OpenLoopRecord | None = None
     format: int = FORMAT
@@ -202,7 +203,7 @@ class LoopRecord:
 
 
 def as_json(value: Any) -> Any:
-    """A record as JSON holds it; a field that is None by default and still None is left out."""
+    """A record as JSON values; fields that are None by default and still None are left out."""
     if is_dataclass(value):
         found = {item: getattr(value, item.name) for item in fields(value)}
         return {
@@ -254,12 +255,12 @@ def totals(folder: Path, name: str) -> Totals:
 
 
 def compare(new: tuple[Path, str], old: tuple[Path, str]) -> Gain:
-    """What a drafter gains over another, each as its measurement's folder and name."""
+    """The gain of one drafter over another, each given by its measurement's folder and name."""
     return gain(totals(*new), totals(*old))
 
 
 def other_seconds(folder: Path) -> float:
-    """Seconds outside of the stages: writing prompts, and decoding a sample in two ways."""
+    """Seconds outside of the stages: writing prompts, and decoding a sample in both ways."""
     files = [*(folder / name / MADE_FILE for name in MORE), folder / SPEED_FILE]
     found = [read_object(path) for path in files if path.is_file()]
     names = ("seconds", "plain_seconds", "drafted_seconds")
@@ -268,9 +269,9 @@ def other_seconds(folder: Path) -> float:
 
 
 def spent(stages: Sequence[Path], other: float = 0.0) -> Spent:
-    """What stages cost, from their folders, and `other` seconds of one process outside of them.
-    Seconds of a training are those of all its sessions, setup included; of another stage those of
-    the session that completed it."""
+    """The cost of stages, from their folders, plus `other` seconds of one process outside of them.
+    Seconds of a training are those of all its sessions, including setup. Seconds of another stage
+    are those of the session that completed it."""
     return sum(map(spent_by, stages), Spent(other, 0.0, other / 3600))
 
 

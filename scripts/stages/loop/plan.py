@@ -1,7 +1,6 @@
-"""The stages of a round: the loop's own settings with another place, another start and other
-prompts.
+"""The stages of a round: the loop's settings with a different folder, start and prompts.
 
-A round's folder <run>/round-<r>/ is a run of its own, with the stages' usual folders;
+A round's folder <run>/round-<r>/ is a separate run, with the stages' usual folders;
 <run>/round-<r>/trials/ is another one.
 """
 
@@ -27,18 +26,18 @@ from train.generate.sampling import backend_of
 HARD_PROMPTS = "hard_prompts.jsonl"
 TRIALS = "trials"
 MORE = ("variations", "branches")
-"""Prompts that a round makes: switch of `feedback`, and name of the run within the round that
+"""Prompts that a round makes: switch of `feedback` -> name of the run, inside the round, that
 answers them."""
 PLAIN = "plain"
 """The trial without any switch."""
 TOKEN_ROWS = {"kind": "tokens", "column": "tokens", "id_column": "id", "domain_column": "domain"}
-"""How files of prompts that rounds write are read."""
+"""How the prompt files of rounds are read."""
 
 
 @dataclass
 class RoundPlan:
     """The settings of every stage of every round; `settings` are the loop's. Raises `UserError` for
-    settings that rounds cannot be made with."""
+    settings that do not work with rounds."""
 
     settings: Settings
 
@@ -49,7 +48,7 @@ class RoundPlan:
         self.generate = derive_generation(self.settings, self.recipe)
         self.drafter = stage_folder(self.train).name
         self.shares = loop.round.prompts == "share" and loop.rounds > 1
-        """Whether every round answers prompts of its own."""
+        """Whether every round answers different prompts."""
         backend, answers = backend_of(self.generate.sampling), self.generate.generate.answers
         if backend != "own" or answers != "sample":
             raise UserError(
@@ -83,7 +82,8 @@ class RoundPlan:
         return self.folder(number) / switch / f"{switch}.jsonl"
 
     def compose(self, stage: str, number: int) -> Settings:
-        """A stage of a round before further changes: its own overrides, its own folder."""
+        """The settings of a round's stage before further changes: its own overrides and its own
+        folder."""
         own = self.own(stage, number)
         if stage == "generate":
             found = derive_generation(self.settings, self.recipe, more=own)
@@ -92,13 +92,13 @@ class RoundPlan:
         return place(found, self.folder(number))
 
     def own(self, stage: str, number: int) -> list[str]:
-        """The round's own overrides (loop.round.overrides) that the stage reads."""
+        """The round's overrides (loop.round.overrides) that the stage reads."""
         texts = self.settings.loop.round.own_overrides(number)
         return [text for text in texts if understands(STAGES[stage], *parse([text]))]
 
     def change(self, number: int, settings: Settings, key: str, **values: object) -> Settings:
-        """Settings with other values below `key` (a group, or a part of one: `generate.records`),
-        but for those that the round's own overrides set: these win."""
+        """Settings with other values below `key` (a group, or a part of one: `generate.records`).
+        The round's own overrides take precedence over these values."""
         texts = parse(self.settings.loop.round.own_overrides(number))
         own = {item.key_or_group for item in texts}
         free: dict[str, Any] = {
@@ -113,14 +113,14 @@ class RoundPlan:
     # Stages
 
     def generation(self, number: int, drafter: str, records: bool, hard: Path | None) -> Step:
-        """Answers to this round's prompts, with the last round's drafter (empty: plainly). hard:
-        prompts to answer again."""
+        """Answers to this round's prompts, with the previous round's drafter (empty: plain
+        decoding). hard: prompts to answer again."""
         found = self.answering(number, drafter, records)
         found = self.change(number, found, "data", **self.prompts(number, hard))
         return Step(f"round {number}: generate", found)
 
     def hold_out(self, settings: Settings) -> Settings:
-        """A generate stage with the same prompts held out of its data as the first round."""
+        """A generate stage that holds out the same prompts as the first round."""
         files = [self.held_out(use) for use in USES]
         known = tuple(str(path) for path in files if path is not None)
         reserve = replace(settings.data.reserve, validation=0, bench=0, prompts=known)
@@ -131,12 +131,13 @@ class RoundPlan:
         return held_out_prompts(self.folder(0) / "generate", use)
 
     def validation(self) -> tuple[str, ...]:
-        """The prompts that tau is measured on in all rounds."""
+        """The prompts on which tau is measured in all rounds."""
         own = None if self.train.given("train.prompts") else self.held_out("validation")
         return self.train.train.prompts if own is None else (shown(own),)
 
     def answering(self, number: int, drafter: str, records: bool) -> Settings:
-        """The generate stage of a round with its seed and the drafter that helps (empty: none)."""
+        """The generate stage of a round with its seed and the drafter that speeds it up (empty:
+        none)."""
         found = self.compose("generate", number)
         if number:
             found = self.hold_out(found)
@@ -151,7 +152,7 @@ class RoundPlan:
         return found
 
     def answering_made(self, number: int, switch: str, drafter: str) -> Step:
-        """Answers to all prompts that a round made, with a drafter (empty: plainly)."""
+        """Answers to all prompts that a round made, with a drafter (empty: plain decoding)."""
         found = self.answering(number, drafter, True)
         path = str(self.made_prompts(number, switch))
         whole = {"name": None, "mixture": (), "limit": None, "shuffle": False, "share": (0, 1)}
@@ -184,7 +185,7 @@ class RoundPlan:
         return Step(f"round {number}: train", found)
 
     def trial(self, number: int, name: str, answers: Path, start: str, on_policy: bool) -> Step:
-        """A short training at the end of the schedule, to see what a switch does."""
+        """A short training at the end of the schedule, to test a switch."""
         loop = self.settings.loop
         found = self._training(number, answers, start, on_policy)
         found = self.change(number, found, "train", eval_every=0, save_every=0)
@@ -196,7 +197,8 @@ class RoundPlan:
         return Step(f"round {number}: trial of {name}", found.put(run=run))
 
     def part(self, first: int, last: int) -> dict[str, Any]:
-        """Begin and end of the loop's schedule from round `first` to before round `last`."""
+        """Begin and end of the part of the loop's schedule from round `first` to before round
+        `last`."""
         whole, rounds = self.train.schedule, self.settings.loop.rounds
         width = whole.end - whole.begin
         ends = zip(("begin", "end"), (first, last), strict=True)
@@ -214,8 +216,9 @@ class RoundPlan:
     def measurement(
         self, number: int, checkpoints: Sequence[str], folder: Path | None = None
     ) -> Settings:
-        """The measurement that judges a round's drafter, or others as that one: by tau, for which
-        one repeat is enough. folder: the run where these lie; None: the round's."""
+        """The measurement that judges a round's drafter, or other checkpoints in the same way. It
+        compares tau, for which one repeat is enough. folder: the run of the checkpoints; None: the
+        round's."""
         judge, prompts = self.settings.loop.round.judge, self.validation()
         chosen = any(item.key_or_group == "bench.prompts" for item in parse(judge))
         if len(prompts) != 1 and not chosen:
@@ -235,7 +238,7 @@ class RoundPlan:
 
 
 def source_of(data: SourceConfig) -> SourceConfig:
-    """The dataset alone of settings that may be a whole `DataConfig`."""
+    """Only the dataset of settings that may be a whole `DataConfig`."""
     return SourceConfig(**{item.name: getattr(data, item.name) for item in fields(SourceConfig)})
 
 

@@ -1,10 +1,10 @@
-"""How far a loop is and how long it will still take.
+"""The progress of a loop and its remaining time.
 
-A step is expected to take some seconds to start, and its amount of work times the seconds per unit
-of work. These rates are learnt: `<run.root>/loop_times.json` keeps those of the last loops, by
-target and step; a step that was never run takes the rate of its stage. The steps that this loop has
-done correct the rest by one common factor, since another machine or load changes all of them. Where
-nothing is known yet, no time is named.
+The expected time of a step is a few seconds to start, plus its amount of work times the seconds per
+unit of work. These rates are learnt: `<run.root>/loop_times.json` keeps those of the last loops, by
+target and step. A step that was never run gets the rate of its stage. The finished steps of this
+loop correct the expected times of the others by one common factor, since another machine or load
+changes all of them. If nothing is known yet, no time is shown.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from scripts.stages.loop.steps import Step
 
 TIMES_FILE = "loop_times.json"
 USUAL_RATES = {"generate": 6e-4, "features": 0.02, "train": 0.1, "measure": 5e-3, "report": 1.0}
-"""Seconds per unit of work (`work`) on two cores with the embedded target: the proportion of the
-stages, before any loop has been timed."""
+"""Seconds per unit of work (`work`) on two cores with the embedded target. They give the proportion
+of the stages before any loop has been timed."""
 START_SECONDS = 5.0
-"""What every step takes besides its work."""
+"""Seconds that every step takes besides its work."""
 USUAL_ROWS, USUAL_DOMAINS = 1000, 6
-"""Rows of prompts and domains of a measurement where the settings do not say."""
+"""Rows of prompts and domains of a measurement if the settings do not give them."""
 BAR_WIDTH = 30
 
 
 @dataclass
 class Forecast:
-    """What the steps of a loop are expected to take, and what they took.
+    """The expected and the actual times of a loop's steps.
 
-    expected: seconds per step, 0 for one that is complete already. learnt: whether they come from
-    an earlier loop.
+    expected: seconds per step, 0 for a step that is already complete. learnt: whether they come
+    from an earlier loop.
     """
 
     steps: Sequence[Step]
@@ -50,7 +50,7 @@ class Forecast:
     times: dict[str, float] = field(default_factory=dict)
     """Step's title -> seconds per unit of work, as the file keeps them for this target."""
     spent: list[float] = field(default_factory=list)
-    """Seconds of the steps that were done."""
+    """Seconds of the finished steps."""
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> Forecast:
@@ -62,7 +62,7 @@ class Forecast:
         return cls(steps, expected, bool(times), times)
 
     def finish(self, seconds: float) -> None:
-        """Take down what the next step took, and keep its rate for later loops."""
+        """Record the seconds of the next step, and keep its rate for later loops."""
         place = len(self.spent)
         self.spent.append(seconds)
         if not self.expected[place]:
@@ -73,7 +73,7 @@ class Forecast:
 
     @property
     def factor(self) -> float | None:
-        """By how much steps take longer than expected; None where nothing is known."""
+        """The factor by which steps take longer than expected; None if nothing is known."""
         done = sum(self.expected[: len(self.spent)])
         if done:
             pairs = zip(self.spent, self.expected, strict=False)
@@ -82,13 +82,13 @@ class Forecast:
 
     @property
     def left(self) -> float | None:
-        """Seconds until the loop ends; None where nothing is known."""
+        """Seconds until the loop ends; None if nothing is known."""
         rest = sum(self.expected[len(self.spent) :])
         return None if self.factor is None else self.factor * rest
 
     @property
     def share(self) -> float:
-        """How much of the whole is done, in [0, 1]."""
+        """The finished share of the whole, in [0, 1]."""
         done, rest = sum(self.spent), sum(self.expected[len(self.spent) :]) * (self.factor or 1.0)
         return done / (done + rest) if done + rest else 1.0
 
@@ -99,7 +99,7 @@ class Forecast:
         return f"{elapsed}, {left}"
 
     def show(self, title: str, console: Console) -> None:
-        """Announce the next step: with a bar on a terminal, as one plain line elsewhere."""
+        """Announce the next step: with a bar on a terminal, elsewhere as one plain line."""
         line = f"[{len(self.spent) + 1}/{len(self.steps)}] {title}"
         console.print()
         if not console.is_terminal:
@@ -114,12 +114,12 @@ class Forecast:
 
 
 def expect(step: Step, steps: Sequence[Step], times: dict[str, float]) -> float:
-    """Seconds that one of `steps` takes. times: rates of earlier loops."""
+    """Expected seconds of one of `steps`. times: rates of earlier loops."""
     return START_SECONDS + rate(step, times) * work(step, steps)
 
 
 def work(step: Step, steps: Sequence[Step]) -> float:
-    """How much one of `steps` has to do. Units differ by stage: tokens of answers (generate,
+    """The amount of work of one of `steps`. Units differ by stage: tokens of answers (generate,
     measure), rows that are trained on or read (train, features), measurements that are shown."""
     settings = step.settings
     if step.stage.name == "generate":
@@ -143,7 +143,7 @@ def prompt_rows(step: Step) -> int:
 
 
 def rate(step: Step, times: dict[str, float]) -> float:
-    """Seconds per unit of a step's work: its own, or the mean of its stage, or the usual one."""
+    """Seconds per unit of a step's work: its own rate, or the mean of its stage, or the default."""
     name = step.stage.name
     if step.title in times:
         return times[step.title]
@@ -151,7 +151,7 @@ def rate(step: Step, times: dict[str, float]) -> float:
     return sum(known) / len(known) if known else USUAL_RATES[name]
 
 
-# What earlier loops took
+# Times of earlier loops
 
 
 def times_file(step: Step) -> Path:
@@ -163,14 +163,14 @@ def target_name(step: Step) -> str:
 
 
 class Times(TypedDict):
-    """What <root>/times.json holds: target -> step -> seconds per unit."""
+    """The content of <root>/loop_times.json: target -> step -> seconds per unit."""
 
     format: Literal[1]
     targets: dict[str, dict[str, float]]
 
 
 def stored_times(step: Step) -> Times:
-    """The file's content; without any targets where there is no file, or a damaged one."""
+    """The file's content; without targets if the file is missing or damaged."""
     try:
         return require_fit(Times, read_object(times_file(step)), TIMES_FILE)
     except UserError:
@@ -184,7 +184,7 @@ def read_times(step: Step) -> dict[str, float]:
 
 
 def write_times(step: Step, times: dict[str, float]) -> None:
-    """Keep the rates of this step's target; those of other targets stay."""
+    """Store the rates of this step's target; those of other targets stay."""
     content = stored_times(step)
     content["targets"][target_name(step)] = times
     write_json(times_file(step), content)
@@ -199,7 +199,7 @@ def clock(seconds: float) -> str:
 
 
 def about(seconds: float) -> str:
-    """A forecast, no more exact than it is."""
+    """A forecast, rounded to its precision."""
     if seconds < 20:
         return "some seconds left"
     if seconds < 100:

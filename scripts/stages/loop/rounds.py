@@ -1,12 +1,12 @@
 """`headstart loop` with `loop.rounds`: one drafter, trained in rounds that learn from its rejected
 drafts.
 
-A round answers prompts, trains on the answers and is judged. From the second one on, the drafter of
-the best round so far speeds up the answering, its verifications are recorded, the records become
-weights and choices of training data (`feedback`), and training goes on from its weights. What does
-not pay is turned off. Everything is decided by what lies in the rounds' folders, and
-<run>/loop.json records what was decided and why; so the same command continues after any
-interruption and comes to the same end (docs/rounds.md).
+A round answers prompts, trains on the answers and is judged. From the second round on, the drafter
+of the best round so far speeds up the answering. Its verifications are recorded, the records become
+weights and choices of training data (`feedback`), and training continues from its weights. Switches
+without a gain are turned off. All decisions follow from the rounds' folders, and <run>/loop.json
+records each decision with its reason. So the same command continues after any interruption and
+comes to the same end (docs/rounds.md).
 """
 
 from __future__ import annotations
@@ -39,29 +39,30 @@ from train.recording import RECORDS
 ON_POLICY, HARD = "on_policy", "hard_prompts"
 VARIATIONS, BRANCHES = MORE
 GENERATED = (HARD, *MORE)
-"""Switches that say what is answered."""
+"""Switches that determine which prompts are answered."""
 SWITCHES = ("token_weights", "anchor_weights", "replay", "domain_weights", *GENERATED)
-"""The switches of `feedback`; `train.on_policy.share` is one more."""
+"""The switches of `feedback`; `train.on_policy.share` is an additional one."""
 KEPT = ("best", "config.yaml", "run.json", "manifest.json", "summary.json", "log.jsonl")
-"""What of a round's training is copied to <run>/train/<drafter>/: all but its states."""
+"""Files of a round's training that are copied to <run>/train/<drafter>/: everything except its
+states."""
 OPEN_LOOP = "open-loop"
 LIMITS = ("seconds", "tokens", "gpu_hours")
-"""What a budget can limit."""
+"""Costs that a budget can limit."""
 
 
 @dataclass
 class Rounds:
-    """The rounds of one loop, and where they stand."""
+    """The rounds of one loop and their state."""
 
     settings: Settings
     done: list[facts.RoundRecord] = field(default_factory=list)
     off: dict[str, str] = field(default_factory=dict)
-    """Switches that were turned off, and why."""
+    """Switch that was turned off -> the reason."""
     best: int = 0
     stale: int = 0
-    """Rounds in a row that brought no rise, for which no switch could be blamed."""
+    """Consecutive rounds without a rise of tau for which no switch was responsible."""
     open_loop: facts.OpenLoopRecord | None = None
-    """What the rounds are compared with, once that is known."""
+    """The training with which the rounds are compared, once it is done."""
 
     def __post_init__(self) -> None:
         self.plan = RoundPlan(self.settings)
@@ -77,8 +78,8 @@ class Rounds:
         return [name for name in self.wanted if name not in self.off]
 
     def run(self) -> facts.LoopRecord:
-        """Play all rounds that are worth it, keep the best one as the run's drafter, and return the
-        record."""
+        """Run all rounds that the settings allow, keep the best one as the run's drafter, and
+        return the record."""
         self.require_own_place()
         ended_by = ""
         while not ended_by:
@@ -95,7 +96,7 @@ class Rounds:
         return self.write(ended_by)
 
     def ends(self) -> str:
-        """Why there is no further round; empty where there is one."""
+        """Why there is no further round; empty if there is one."""
         if len(self.done) == self.config.rounds:
             return "rounds"
         if self.config.round.patience and self.stale >= self.config.round.patience:
@@ -156,7 +157,7 @@ class Rounds:
         perform(self.config.launch, step)
 
     def measure(self, settings: Settings) -> None:
-        """Measure, without a table: the loop has one of its own."""
+        """Measure without a table, because the loop prints a table."""
         print("\n[measure]", flush=True)
         measure_run(settings)
 
@@ -171,7 +172,7 @@ class Rounds:
         to answer (empty: none)."""
         plan, own, config = self.plan, self.plan.folder(number) / "generate", self.settings.feedback
         made = plan.made_prompts(number, switch)
-        if not made.is_file():  # it appears whole, and answers may depend on it already
+        if not made.is_file():  # the file appears complete, and answers may already depend on it
             begun = time.monotonic()
             before = [plan.made_prompts(place, switch) for place in range(number)]
             before = [path for path in before if path.is_file() and path.stat().st_size]
@@ -200,8 +201,8 @@ class Rounds:
         return path if number > 1 and HARD in self.active and path.is_file() else None
 
     def feedback(self, number: int, switches: list[str], out: Path) -> Path:
-        """The folder to train on: answers weighed and chosen by the records of their verifications.
-        It is the round's own generate folder where nothing is asked of the records and no other
+        """The folder to train on: answers that are weighted and chosen by the records of their
+        verifications. It is the round's generate folder if the records are not used and no other
         answers are read."""
         memory = self.config.round.memory
         read = range(0 if memory == 0 else max(0, number + 1 - memory), number + 1)
@@ -213,10 +214,11 @@ class Rounds:
         build(records, answers, out, only_switches(self.settings.feedback, own))
         return out
 
-    # What pays
+    # Which switches pay off
 
     def try_switches(self, number: int, start: str) -> dict[str, Gain]:
-        """Train shortly with each switch and with none; turn off what has no higher tau."""
+        """Run a short training with each switch and with none; turn off the switches without a
+        higher tau."""
         folder, steps = self.plan.folder(number) / TRIALS, self.config.round.trial_steps
         tried = [name for name in self.active if name not in GENERATED]
         checkpoints = []
@@ -235,7 +237,7 @@ class Rounds:
         return found
 
     def judge(self, number: int) -> None:
-        """Compare the last round with the best one before it, and draw the consequences."""
+        """Compare the last round with the best one before it, and act on the result."""
         if number == 0:
             return
         entry, drafter = self.done[number], self.plan.drafter
@@ -256,12 +258,13 @@ class Rounds:
     # The end
 
     def run_open_loop(self) -> facts.OpenLoopRecord:
-        """What the rounds are compared with (`loop.round.open_loop`): one training without
-        feedback, on as many tokens as all rounds had.
+        """The training with which the rounds are compared (`loop.round.open_loop`): one training
+        without feedback, on as many tokens as all rounds had.
 
-        Its answers are the target's to all prompts, generated once, as a loop without rounds would;
-        where the first round has answered these in the same way, they are read. It is judged as the
-        rounds are, and lies in <run>/open-loop/, a run of its own. What is complete is left alone.
+        Its answers are the target's to all prompts, generated once, as in a loop without rounds. If
+        the first round has answered these prompts in the same way, its answers are read. The
+        training is judged as the rounds are, and lies in <run>/open-loop/, a separate run. Complete
+        stages are skipped.
         """
         plan, first, folder = self.plan, self.training(0), self.run_folder / OPEN_LOOP
         if plan.shares or plan.own("generate", 0):
@@ -291,7 +294,8 @@ class Rounds:
         )
 
     def record(self, ended_by: str) -> facts.LoopRecord:
-        """loop.json. ended_by: rounds, tau, or budget (what of it); empty while it runs."""
+        """loop.json. ended_by: rounds, tau, or budget (and which limit); empty while the loop
+        runs."""
         measured = self.done[self.best].measured
         assert measured is not None, "every finished round was measured"
         return facts.LoopRecord(
@@ -318,7 +322,7 @@ class Rounds:
         return record
 
     def require_own_place(self) -> None:
-        """Raise `UserError` where the best drafter's place holds something else."""
+        """Raise `UserError` if something else is in the best drafter's place."""
         if self.kept.exists() and not is_copy(self.kept, self.run_folder):
             raise UserError(
                 f"'{self.kept}' is the training of another loop or of `headstart train`, and the "
@@ -330,8 +334,8 @@ class Rounds:
         """Copy the best round's training to <run>/train/<drafter>/, for later stages."""
         source, out = self.plan.training(self.best), self.kept
         if checkpoint_hash(out / "best") == self.training(self.best).weights_sha256:
-            return  # other stages may have put decode.yaml or watch.json into it since
-        self.require_own_place()  # hours may have passed
+            return  # other stages may have added decode.yaml or watch.json since
+        self.require_own_place()  # hours may have passed since the first check
         with only_writer(out), replace_part(out, WRITTEN["train"] + KEPT) as fresh:
             for name in KEPT:
                 if (source / name).exists():

@@ -1,8 +1,8 @@
-"""What a drafter gained while it helped to generate: a sample of the answers decoded plainly and
-with it.
+"""The speed that a drafter gained while it helped to generate: a sample of the answers is decoded
+plainly and with it.
 
-The two ways must agree token by token (differences are examined by `inference.audit`), and both
-with the answers that were written.
+The two ways must agree token by token (`inference.audit` examines differences), and both must agree
+with the generated answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from train.data.parquet import readable
 
 
 def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGeneration:
-    """The content of <round>/speed.json, measured unless that was done. settings: of the round's
+    """The content of <round>/speed.json, measured if it does not exist. settings: of the round's
     generate stage; folder: the round's; count: answers in the sample."""
     path, key = folder / SPEED_FILE, file_sha256(folder / "generate" / MANIFEST_FILE)
     if path.is_file():
@@ -67,7 +67,8 @@ def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGe
 def sample(
     generated: Path, max_new_tokens: int, count: int
 ) -> tuple[list[Request], list[list[int]]]:
-    """Requests for the first answer of `count` rows, evenly over all, and these answers."""
+    """Requests for the first answer of `count` rows, spread evenly over all rows, and these
+    answers."""
     shards = read_answers(generated)["shards"]
     total = sum(shard["rows"] for shard in shards)
     wanted = {place * total // min(count, total) for place in range(min(count, total))}
@@ -89,7 +90,7 @@ def sample(
 
 
 def decode_timed(engine: Engine, requests: list[Request]) -> tuple[list[list[int]], float, int]:
-    """Answers in order, the seconds they took together with prefill, and verify passes."""
+    """Answers in order, their total seconds including prefill, and verify passes."""
     list(engine.run(requests[:1]))  # lazy allocations settle
     begun = time.perf_counter()
     done = {completion.request.index: completion for completion in engine.run(requests)}

@@ -1,10 +1,10 @@
 """`headstart loop`: generate, train every recipe, measure, report.
 
-Each stage skips what is complete, so a loop can be repeated. With `loop.rounds` one drafter is
-trained in rounds that learn from its rejected drafts (`scripts.stages.loop.rounds`).
+Each stage skips complete work, so a loop can be repeated. With `loop.rounds` one drafter is trained
+in rounds that learn from its rejected drafts (`scripts.stages.loop.rounds`).
 
-Every stage is composed from the loop's own command line, reduced to the groups that the stage
-reads; a recipe of `loop.recipes` is put before the loop's experiments, whose values therefore win.
+Every stage is composed from the loop's command line, reduced to the groups that the stage reads. A
+recipe of `loop.recipes` is put before the loop's experiments, so the experiments' values win.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from scripts.stages.measure import require_measured
 
 
 def run(settings: Settings) -> None:
-    """Run every step; one that fails ends the loop, and the same command continues there."""
+    """Run every step. A step that fails ends the loop, and the same command continues there."""
     steps = plan(settings)
     with only_writer(settings.run.directory, ".loop.writer.json"):
         play(settings, steps)
 
 
 def play(settings: Settings, steps: Sequence[Step]) -> None:
-    """Run the rounds, if there are any, and the steps, showing how far it is."""
+    """Run the rounds, if there are any, and the steps, with a progress display."""
     start = time.monotonic()
     if settings.loop.rounds:
         Rounds(settings).run()
         steps = [step for step in steps if step.stage.name in ("measure", "report")]
     forecast = Forecast.of(steps)
-    # measurements follow each other: the second one finds the target, and what was compiled for it
+    # consecutive measurements share the loaded target and its compiled code
     load_target = functools.lru_cache(maxsize=1)(TargetModel.load)
     for step in steps:
         forecast.show(step.title, console())
@@ -55,7 +55,7 @@ def play(settings: Settings, steps: Sequence[Step]) -> None:
 
 
 def plan(settings: Settings) -> list[Step]:
-    """The steps in order; raises `UserError` for settings that cannot apply to several recipes."""
+    """The steps in order; raises `UserError` for settings that do not work with several recipes."""
     loop = settings.loop
     several = [*loop.recipes, *loop.rows]
     for key in ("head", "run.drafter"):
@@ -87,7 +87,7 @@ def plan(settings: Settings) -> list[Step]:
 
 
 def check_drafts(measures: Sequence[Step], trainings: Sequence[Step]) -> None:
-    """Raise `UserError` before anything is trained where a measurement has a draft for a drafter
+    """Raise `UserError`, before anything is trained, if a measurement has a draft for a drafter
     that it will not measure."""
     trained = [stage_folder(step.settings).name.partition(SWEPT)[0] for step in trainings]
     for step in measures:
@@ -98,8 +98,8 @@ def check_drafts(measures: Sequence[Step], trainings: Sequence[Step]) -> None:
 
 
 def features_step(settings: Settings, trainings: Sequence[Step]) -> Step:
-    """The step that writes what all trainings read; raises `UserError` where they would not read
-    one store."""
+    """The step that writes the features for all trainings; raises `UserError` if they would not
+    read the same store."""
     trained = [step.settings for step in trainings]
     shared = {
         (str(item.features), item.train.sequence_length, item.engine.dtype) for item in trained
@@ -121,7 +121,7 @@ def features_step(settings: Settings, trainings: Sequence[Step]) -> Step:
 
 
 def hold_out(settings: Settings, benches: Sequence[BenchConfig]) -> Settings:
-    """The settings of a generate stage with the prompts held out that the loop measures on."""
+    """The settings of a generate stage that holds out the prompts on which the loop measures."""
     known = data_of(settings).held_out_prompts
     more = dict.fromkeys(one for one in map(held_out_of, benches) if one not in known)
     if not more or settings.data.decontaminate == "none":

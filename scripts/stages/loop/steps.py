@@ -35,13 +35,13 @@ class Step:
 
     @property
     def stage(self) -> Stage:
-        """The stage that is run."""
+        """The name of the stage."""
         return self.settings.stage
 
 
 def derive_generation(settings: Settings, recipe: str | None, more: Sequence[str] = ()) -> Settings:
     """The generate stage of a loop (see `Settings.derive`). It does not read train.prompts, but
-    holds those out that the loop's command line gives."""
+    holds out the prompts that the loop's command line gives there."""
     found, train = settings.derive("generate", recipe, more=more), settings.derive("train", recipe)
     if not train.given("train.prompts") or found.given("data.held_out"):
         return found
@@ -51,12 +51,12 @@ def derive_generation(settings: Settings, recipe: str | None, more: Sequence[str
 def perform(
     launch: str, step: Step, load_target: Callable[[TargetConfig], TargetModel] = TargetModel.load
 ) -> None:
-    """Run a stage: behind the launcher where there is one and the stage can use it, else in this
-    process. A measurement prints no table here: the report at the end of the loop shows all of
-    them. load_target: for measurements, which may share a loaded target."""
+    """Run a stage: behind the launcher if there is one and the stage supports it, otherwise in this
+    process. A measurement prints no table here, because the report at the end of the loop shows all
+    of them. load_target: for measurements, which may share a loaded target."""
     if launch and step.stage.name in LAUNCHED:
         launch_step(launch, step)
-        # a signal lets a stage save and end without an error
+        # after a signal, a stage saves and ends without an error
         if not is_complete(step.settings):
             raise UserError(
                 f"'{step.title}' was stopped before it was complete. Repeating the loop continues "
@@ -72,8 +72,8 @@ def perform(
 
 
 def launch_step(prefix: str, step: Step) -> None:
-    """Run a stage as a command of its own behind a launcher; raises `UserError` when it fails. The
-    settings go into <run>/launch/<stage>.yaml, which every process of the launch reads."""
+    """Run a stage as a separate command behind a launcher; raises `UserError` if it fails. The
+    settings are written to <run>/launch/<stage>.yaml, which every process of the launch reads."""
     name, settings = step.stage.name, step.settings
     drafter = settings.run.drafter or str(settings.choices.get("head") or name)
     file = settings.run.directory / "launch" / f"{name}-{drafter}.yaml"

@@ -1,4 +1,5 @@
-"""loop.json for people: a line per round, what was turned off, why it ended."""
+"""loop.json as a table: a line per round, the switches that were turned off, and why the loop
+ended."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ COLUMNS = ("round", "answers", "generation", "training tokens", "tau", "gain", "
 
 
 def show(record: LoopRecord) -> None:
-    """Print the table, and, once that is known, how the loop ended."""
+    """Print the table and, once it is known, how the loop ended."""
     out, best, spent = console(), record.best, record.spent
     out.print(table(record))
     lines = [f"{name} is off: {reason}" for name, reason in record.off.items()]
@@ -35,7 +36,7 @@ def show(record: LoopRecord) -> None:
 
 
 def table(record: LoopRecord) -> Table:
-    """A line per round, and one for the training that they are compared with."""
+    """A line per round, and one for the training with which they are compared."""
     found = make_table(f"rounds of {record.kind}")
     for name in COLUMNS:
         found.add_column(name, justify="right")
@@ -51,7 +52,7 @@ def table(record: LoopRecord) -> Table:
 
 
 def compare(entry: OpenLoopRecord) -> str:
-    """What the best round gained over the open loop."""
+    """The gain of the best round over the open loop."""
     low, high = entry.gain.accepted_ci95
     return (
         f"best round against one open-loop training of {entry.training.tokens:,.0f} tokens: "
@@ -85,7 +86,7 @@ def tau(measured: Measured) -> str:
 
 
 def speedup_text(measured: Measured) -> str:
-    """The speedup, with what it does not show."""
+    """The speedup, with a remark if it shows no difference."""
     words = verdict(measured.speedup_ci95)
     return f"{measured.speedup:.2f}{f', {words}' if words else ''}"
 

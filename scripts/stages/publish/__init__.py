@@ -1,1 +1,1 @@
-"""Stages that hand drafters to others and fetch theirs: export, import, push, pull."""
+"""Stages that exchange drafters with others: export, import, push, pull."""

@@ -1,10 +1,10 @@
-"""`headstart export`: a trained drafter as a folder that a serving engine loads.
+"""`headstart export`: writes a trained drafter as a folder that a serving engine loads.
 
 headstart export run.name=demo run.drafter=eagle3 export.engine=vllm
 headstart export export.checkpoint=<folder> export.out=<folder> export.engine=sglang target=...
 
-Of an adapter it writes the updates alone, or with export.merge=true the drafter that they make
-with their base.
+For an adapter it writes only the updates or, with export.merge=true, the base with the updates
+merged into it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scripts.run.process import prepare_process
 
 
 def run(settings: Settings) -> None:
-    """Write <run>/export/<drafter>/<engine> (of an adapter alone: /adapter), or export.out."""
+    """Write <run>/export/<drafter>/<engine> (for only an adapter: /adapter), or export.out."""
     prepare_process(settings.run)
     config = settings.export
     given, run = config.checkpoint, settings.run

@@ -1,4 +1,4 @@
-"""`headstart pull`: fetch a drafter that `headstart push` published.
+"""`headstart pull`: fetches a drafter that `headstart push` published.
 
 headstart pull pull.repo=user/name
 headstart pull pull.repo=user/name pull.what=vllm

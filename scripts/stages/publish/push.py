@@ -1,7 +1,7 @@
-"""`headstart push`: the Hub folder of a trained drafter with its reports and exports, and its
-upload.
+"""`headstart push`: builds the Hub folder of a trained drafter, with its reports and exports, and
+uploads it.
 
-A dry run unless push.dry_run=false.
+It is a dry run unless push.dry_run=false.
 
 headstart push run.name=demo run.drafter=eagle3 push.repo=user/name
 headstart push run.name=demo run.drafter=all push.repo=user/@drafter-for-target
@@ -47,7 +47,8 @@ def run(settings: Settings) -> None:
 
 
 def reports_of(checkpoint: Path, folders: list[Path]) -> list[Path]:
-    """The reports that measured these very weights; all, for the refusal, when none did."""
+    """The reports that measured exactly these weights; if there are none, all, for the error
+    message."""
     digest = file_sha256(weights_file(checkpoint))
     fitting = [
         folder

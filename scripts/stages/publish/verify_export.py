@@ -1,12 +1,12 @@
-"""`headstart verify-export`: whether an exported folder is what its engine needs.
+"""`headstart verify-export`: checks whether an exported folder is what its engine needs.
 
 headstart verify-export verify.dir=outputs/demo/export/eagle3/vllm
 headstart verify-export verify.dir=... verify.mode=live verify.live.python=<a Python that has vLLM>
 
-A live check decodes the prompts that `measure` would: those that are given, or those held out of
-the data that the drafter was trained on.
+A live check decodes the prompts that `measure` would decode: the given ones, or those held out of
+the drafter's training data.
 
-Ends with status 1 when something is wrong.
+Ends with status 1 if it finds a fault.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def static(settings: Settings) -> int:
 
 
 def live(settings: Settings) -> int:
-    """The check with the engine itself; if it fails, the static one runs too."""
+    """The check with the engine; if it fails, the static check runs too."""
     config = settings.verify
     prompts = prompts_of(settings)
     target = TargetModel.load(settings.target)
@@ -59,8 +59,8 @@ def live(settings: Settings) -> int:
 
 
 def prompts_of(settings: Settings) -> list[Prompt]:
-    """verify.live.prompts, or else the prompts that `measure` would take for the export's drafter:
-    its run is that of the answers that it was trained on. Raises `UserError` without any."""
+    """verify.live.prompts, or else the prompts that `measure` would use for the export's drafter in
+    the run of its training answers. Raises `UserError` if there are none."""
     config = settings.verify
     if config.live.prompts:
         return load_prompts(config.live.prompts)

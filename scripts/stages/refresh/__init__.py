@@ -1,1 +1,1 @@
-"""`headstart refresh`: the stage, its parts, and the record that it writes."""
+"""`headstart refresh`: the stage, its parts, and its record."""

@@ -37,7 +37,7 @@ from train.run import train
 
 @contextmanager
 def clock(path: Path, part: str) -> Iterator[None]:
-    """Note the seconds of a part in a file, unless an earlier session has finished it."""
+    """Write the seconds of a part to a file, unless an earlier session has finished it."""
     begun = time.monotonic()
     yield
     known = read_seconds(path)
@@ -46,14 +46,14 @@ def clock(path: Path, part: str) -> Iterator[None]:
 
 
 def read_seconds(path: Path) -> dict[str, float]:
-    """Part -> seconds; empty before the first one has ended."""
+    """Part -> seconds; empty before the first part has ended."""
     return require_fit(dict[str, float], read_object(path), f"'{path}'") if path.is_file() else {}
 
 
 def answer(
     settings: Settings, old: Found, decode: DecodeConfig, out: Path, session: Mapping[str, Any]
 ) -> AnswersManifest:
-    """The new target's answers to some of the prompts, drafted for by the old drafter."""
+    """The new target's answers to some of the prompts, with the old drafter drafting."""
     rows = min(settings.refresh.prompts, settings.data.limit or settings.refresh.prompts)
     data, sampling = replace(data_of(settings), limit=rows), settings.sampling
     backend = None
@@ -67,7 +67,7 @@ def answer(
 
 
 def load_pair(settings: Settings, checkpoint: Path) -> tuple[TargetModel, Any]:
-    """The new target, and a drafter of the old one for it."""
+    """The new target, and a drafter of the old target loaded for it."""
     require_unchanged(checkpoint)
     target = TargetModel.load(settings.target)
     return target, load_drafter(checkpoint, target.info, target.weights, changed_target=True)
@@ -76,7 +76,7 @@ def load_pair(settings: Settings, checkpoint: Path) -> tuple[TargetModel, Any]:
 def train_on(
     settings: Settings, old: Found, decode: DecodeConfig, answers: Path, out: Path, goal: float
 ) -> TrainManifest:
-    """Train from the old checkpoint, in a folder that is a train stage's."""
+    """Train from the old checkpoint, in the folder of a train stage."""
     config = settings.refresh
     start = RefreshConfig(str(old.folder), True, config.old_target, config.lora_rank)
     folder = open_folder(settings, out, [answers / MANIFEST_FILE], stage_decides=True)
@@ -100,15 +100,15 @@ def train_on(
 
 
 def refreshing_rate(settings: Settings, old: Found) -> float:
-    """The learning rate of a training that goes on from `old`: half of its own, as far as that is
-    known, unless one is given."""
+    """The learning rate of a training that continues from `old`: the given one, or half of its own
+    rate, if that is known."""
     if settings.given("optim.lr") or not old.stage_folder:
         return settings.optim.lr
     return 0.5 * float(old.trained_with("optim").get("lr", settings.optim.lr))
 
 
 def goal_of(settings: Settings, old: Found) -> float:
-    """The tau at which training ends; 0 where only the budget ends it."""
+    """The tau at which training ends; 0 if only the budget ends it."""
     config, folder = settings.refresh, old.stage_folder
     if config.until == "budget":
         return 0.0
@@ -130,7 +130,7 @@ def goal_of(settings: Settings, old: Found) -> float:
 
 
 def measure_tau(settings: Settings, decode: DecodeConfig, checkpoint: Path) -> TauEstimate:
-    """tau of a checkpoint with the new target on the prompts of `bench`."""
+    """tau of a checkpoint with the new target, on the prompts of `bench`."""
     target, drafter = load_pair(settings, checkpoint)
     bench, limit = settings.bench, target.info.max_position_embeddings
     prompts = select_prompts(load(settings).prompts, bench.prompts_per_domain, bench.seed)

@@ -1,4 +1,4 @@
-"""refresh.json: what a refresh changed, and what it cost."""
+"""refresh.json: the changes and the cost of a refresh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class RefreshedDrafter:
-    """Folders of the old and the new checkpoint, and the kind of both."""
+    """Folders of the old and the new checkpoint, and their kind."""
 
     old: str
     new: str
@@ -39,18 +39,19 @@ class RefreshCost:
 
 @dataclass(frozen=True)
 class RefreshRecord:
-    """refresh.json. before, after: tau with the new target, of the old and of the new drafter."""
+    """refresh.json. before, after: tau of the old and of the new drafter with the new target."""
 
     format: int
     drafter: RefreshedDrafter
     target: dict[str, dict[str, Any]]
-    """`old`, which the drafter was trained for, and `new`, as `TargetInfo.to_dict` gives them."""
+    """`old`, the target that the drafter was trained for, and `new`, both from
+    `TargetInfo.to_dict`."""
     settings: dict[str, int | float | str]
-    """The group `refresh`, and the learning rate and draft, temperature and rule that were used."""
+    """The group `refresh`, and the learning rate, draft, temperature and rule that were used."""
     before: TauEstimate
     after: TauEstimate
     goal: float
-    """The tau at which training ends; 0: the budget alone ends it."""
+    """The tau at which training ends; 0: only the budget ends it."""
     ended_by: str
     cost: RefreshCost
 

@@ -1,10 +1,11 @@
-"""`headstart refresh`: the shortest training that makes a drafter fit a changed target. Writes
-<run>/refresh/refresh.json.
+"""`headstart refresh`: adapts a drafter to a changed target with as short a training as possible.
+Writes <run>/refresh/refresh.json.
 
-The new target answers a few hundred prompts, sped up by the old drafter; training goes on from the
-old checkpoint on these answers and ends once tau is what it was, or when every answer has been read
-as often as allowed. Folders are those of the other stages: <run>/generate, <run>/train/<drafter>
-(its best/ is the refreshed drafter), and repeating the command continues an interrupted one.
+The new target answers a few hundred prompts, sped up by the old drafter. Training continues from
+the old checkpoint on these answers. It ends once tau is restored, or when every answer has been
+read as often as allowed. The folders are those of the other stages: <run>/generate and
+<run>/train/<drafter> (its best/ is the refreshed drafter). Repeat the command to continue an
+interrupted refresh.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def run(settings: Settings) -> None:
 def refresh(
     settings: Settings, old: Found, out: Path, times: Path, session: Mapping[str, Any]
 ) -> RefreshRecord:
-    """Generate, train into `out`, measure before and after. times: file of the seconds by part."""
+    """Generate, train into `out`, and measure before and after. times: file of the seconds by
+    part."""
     decode = drafters.draft_settings(old, settings.decode)
     answers = settings.run.directory / "generate"
     if settings.run.overwrite and (answers / RUN_FILE).is_file():
