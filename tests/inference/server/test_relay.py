@@ -117,6 +117,12 @@ def streamed(parts: Any, chat: bool) -> tuple[str, list[int]]:
     return text, ids
 
 
+def streamed_lines(text: str) -> list[Any]:
+    """The JSON of a stream's events."""
+    data = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(one) for one in data if one != "[DONE]"]
+
+
 def prompt_ids(served: Running, asked: dict[str, Any], chat: bool) -> list[int]:
     """The tokens of what was asked, as the engine reads it."""
     tokenizer = served.service.engine.target.tokenizer
