@@ -41,13 +41,15 @@ COLUMNS = (
 @dataclass(frozen=True)
 class LearningPage:
     """The content for the template. cycles: a row for each, in the order of `COLUMNS`; reasons: for
-    rejected candidates, by cycle."""
+    rejected candidates, by cycle; commands: that serve exports, by cycle; tau: of the latest
+    traffic, None where no verification is known."""
 
     figure: Figure
     cycles: list[list[str]]
     reasons: dict[int, str]
+    commands: dict[int, str]
     taken: int
-    tau: float
+    tau: float | None
     answers: int
 
 
@@ -67,7 +69,8 @@ def write_learning_page(events: Sequence[Event], folder: Path) -> Path:
 
 def gather_learning(events: Sequence[Event]) -> LearningPage:
     """The figures of a journal's lines."""
-    traffic = [event for event in events if event["event"] == "traffic"]
+    noted = [event for event in events if event["event"] == "traffic"]
+    traffic = [event for event in noted if event["passes"]]  # an engine tells of none
     begin = float(events[0]["time"]) if events else 0.0
     span = float(events[-1]["time"]) - begin if events else 0.0
     unit, seconds = ("hours", 3600.0) if span > 3 * 3600 else ("minutes", 60.0)
@@ -91,9 +94,10 @@ def gather_learning(events: Sequence[Event]) -> LearningPage:
         figure=Figure("τ of the traffic", chart, "Ringed: a candidate became the drafter."),
         cycles=[cycle_row(n, [one for one in events if one["cycle"] == n]) for n in numbers],
         reasons={one["cycle"]: one["why"] for one in events if one["event"] == "rejected"},
+        commands={one["cycle"]: one["command"] for one in swaps if one.get("command")},
         taken=len(swaps),
-        tau=tau_of(last),
-        answers=sum(event["answers"] for event in traffic),
+        tau=tau_of(last) if last else None,
+        answers=sum(event["answers"] for event in noted),
     )
 
 

@@ -74,3 +74,14 @@ def test_a_journal_without_lines_makes_a_page(tmp_path: Path) -> None:
 def test_a_cycle_under_way_leaves_cells_empty() -> None:
     (row,) = gather_learning([*traffic(1), *cycle(1, "swapped")[:1]]).cycles
     assert row[1] == "under way" and row[-1] == ""
+
+
+def test_for_an_engine_the_page_shows_exports_and_no_tau(tmp_path: Path) -> None:
+    command = "vllm serve target --speculative-config '{\"model\": \"<x>\"}'"
+    known = [{**line, "passes": 0} for line in traffic(5)]
+    events = [*known, *cycle(1, "swapped", export="x", command=command)]
+    found = gather_learning(events)
+    assert found.tau is None and found.answers == 50 and found.commands == {1: command}
+    text = write_learning_page(events, tmp_path).read_text(encoding="utf-8")
+    assert "of the latest traffic" not in text and "vllm serve target" in text and "<x>" not in text
+    assert "of the latest traffic" in write_learning_page(traffic(5), tmp_path).read_text("utf-8")
