@@ -200,9 +200,9 @@ class Lanes:
             return drafter.start(seen, self.tree, self.capacity)
 
     def _rebuild(self, row: int, text: Sequence[int]) -> None:
-        """Rebuild a row's drafter state from its text, the root last. If the drafter needs features,
-        the target reads the text again, in chunks and with a separate cache; its own cache does not
-        change."""
+        """Rebuild a row's drafter state from its text, the root last. If the drafter needs
+        features, the target reads the text again, in chunks and with a separate cache; the batch's
+        cache does not change."""
         device = self.target.device
         tokens = torch.tensor(text[:-1], device=device)[None]
         index, root = torch.tensor([row], device=device), torch.tensor(text[-1:], device=device)

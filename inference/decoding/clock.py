@@ -19,8 +19,8 @@ PHASES = ("prefill", "draft", "verify", "commit", "other")
 BORDERS = ("", "draft", "verify", "other", "commit")
 """The phase that ends at each of a step's clock readings, in order; "": the step begins."""
 AGREEMENT, SHORTEST = 0.03, 0.1
-"""The largest difference of the device's seconds from the host's, as a share of the host's; and the
-fewest host seconds for which they are compared."""
+"""The largest difference of the device's seconds from the host's, as a share of the host's, and the
+fewest host seconds for which the two are compared."""
 
 
 @dataclass
@@ -44,9 +44,9 @@ class StepClock:
 
     On a CPU the host marks the end of every phase. On an accelerator it launches steps ahead and
     knows only when their results arrive. There a step writes the device's clock to `times` at the
-    borders of its phases. The times are returned with the step's result, and `book` counts them when
-    the host reads it. The device's seconds between two steps count as "other". The host's seconds
-    during which steps were under way are counted separately (`waited`); both must agree
+    borders of its phases. The times are returned with the step's result, and `book` counts them
+    when the host reads it. The device's seconds between two steps count as "other". The host's
+    seconds during which steps were under way are counted separately (`waited`); both must agree
     (`require_agreement`).
 
     If an accelerator has no clock that a step can write (`times` is None), the host waits for the
