@@ -44,7 +44,8 @@ def without_dead(proposal: Proposal) -> Tensor:
 
 
 def tested(refused: Tensor, accepted: Tensor, proposal: Proposal) -> Tensor:
-    """`refused` [B] bool without the rows whose path ended at the limit, where nothing is tested."""
+    """`refused` [B] bool without the rows whose path ended at the limit: nothing was tested
+    there."""
     return refused if proposal.limit is None else refused & (accepted < proposal.limit)
 
 
