@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Inductor calls an operation on a CPU by this name. It adds `extern` before the text and a semicolon
-# after it, and puts both between the braces of an `extern "C"`.
+# Inductor calls an operation on a CPU by this name. It adds `extern` before the text and a
+# semicolon after it, and puts all of it between the braces of an `extern "C"`.
 _FUNCTION = """AOTITorchError aoti_torch_cpu_{name}({arguments}, AtenTensorHandle* out);
 }}
 {source}

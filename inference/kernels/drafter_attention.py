@@ -21,8 +21,8 @@ from heads.nn.drafting.sight import Sight, cache_kernel
 from inference.kernels.reference.attention import TREE_ATTENTION
 
 MOST_QUERIES = 64
-"""Most queries of a row for the kernel: enough for a level of a draft or a committed run. A prompt's
-queries would each need a bit per token, and hundreds of megabytes of scratch memory."""
+"""Most queries of a row for the kernel: enough for a level of a draft or a committed run. A
+prompt's queries would each need a bit per token, and hundreds of megabytes of scratch memory."""
 
 
 def drafter_attention(
