@@ -156,7 +156,7 @@ class CostCurves:
 def interpolate(points: Sequence[CostPoint], n: float, b: float, length: float) -> float:
     """Seconds at (n, b, L) from a full grid of points, linear in each (see `CostCurves`).
 
-    length 0 stands for the shortest measured one.
+    length 0 means the shortest measured one.
     """
     grid: dict[tuple[int, ...], float] = {
         (point.rows, point.length, point.nodes): point.seconds for point in points

@@ -27,8 +27,8 @@ TREES = ("eagle", "eagle3")
 @dataclass(frozen=True)
 class Setting:
     """A setting by engine. vllm: a field of its `--speculative-config`; sglang, llama_cpp: options
-    of the server; empty: the version read has none. Features in parentheses decide without a
-    value."""
+    of the server; empty: the version read has none. Names in parentheses are features that decide
+    by themselves."""
 
     ours: str
     vllm: str

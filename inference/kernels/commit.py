@@ -3,7 +3,7 @@ along accepted nodes, and the compaction of all layers' keys and values.
 
 Reference: `reference/commit.py`. In plain torch the walk is a dozen small operations over [B, N, N]
 and each layer's compaction four, at 3-10 us per launch. Here the walk is one launch, and the
-compaction is one per group of equal layers. Neither does arithmetic on keys and values: the results
+compaction is one per group of equal layers. Neither does floating-point arithmetic: the results
 equal the references' bit by bit.
 
 Legend: L layers, B rows, N nodes, h key/value heads, S slots, C and E numbers per key and value, D

@@ -315,7 +315,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         total = tl.fma(total, shrink, tl.sum(weight, 1))
         acc = tl.fma(acc, shrink[:, None], tl.sum(weight[:, :, None] * found, 1))
         peak = higher
-    if sunk:  # takes weight and gives nothing
+    if sunk:  # takes weight but has no value
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         higher = tl.maximum(peak, sink)
         base = tl.where(higher == float("-inf"), 0.0, higher)

@@ -1,9 +1,9 @@
 """A folder that a server watches: its drafter is the newest checkpoint in the folder.
 
-Training writes a checkpoint's config.json last, and a finished folder can be renamed into place, so
-a checkpoint with a config.json is usually complete. A checkpoint may also be copied file by file,
-so it is loaded only when it has not changed for a whole interval. A refused checkpoint is tried
-again when it changes.
+Training writes a checkpoint's config.json last, and a finished folder can be renamed into place; a
+checkpoint that appears in one of these ways is complete once it has a config.json. A checkpoint may
+also be copied file by file, so the server loads one only if it has not changed for a whole
+interval. It tries a refused checkpoint again when the checkpoint changes.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ LOOK_SECONDS, FLUSH_SECONDS = 0.5, 60.0
 
 
 class Recorder:
-    """See the module. log: of every verification; samples: for a learner, written every
-    `seconds`."""
+    """See the module. log: every verification; samples: of a learner, written every `seconds`."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ MOST_WAITING = 8 * ROWS_PER_SHARD
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """An answer that has ended. client: of the request; tokens: of the answer; passes: its
+    """An answer that has ended. client: who asked; tokens: of the answer; passes: its
     verifications, with details."""
 
     sequence: str

@@ -412,7 +412,8 @@ class Service:
             raise ApiError(400, message, "messages") from error
 
     def refused(self, method: str, error: ApiError, client: str) -> None:
-        """Log a request that ended with an error, and count it unless it only reads (GET)."""
+        """Note a request that ended with an error: count it if it is a POST or its headers were not
+        read, and log it unless its client has left."""
         if method in ("POST", ""):
             self.metrics.requests.labels(OUTCOMES.get(error.status, "invalid")).inc()
         if error.status != 499:

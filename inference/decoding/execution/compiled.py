@@ -5,11 +5,11 @@ calls around a few milliseconds of memory traffic. Here a step is traced once (`
 real tensors, so that the traced step is a real one) and cut where the clock marks the end of a
 phase. Inductor compiles every phase into one C++ function
 (`inference.decoding.execution.inductor`), and no modelling code runs after that. This works for
-every target and kind, because a step has fixed shapes, never waits for the device, and updates its
-state in place in buffers. The buffers become inputs of the compiled functions, the weights become
-constants. Verification, the largest part to compile, holds only the target's weights. Steps with
-the same verification share it, for example those of one draft at several temperatures, and, if taps
-are shared (`Taps.share`), those of drafters that read other taps.
+every target and kind, because a step has fixed shapes, never reads a value back from the device,
+and updates its state in place in buffers. The buffers become inputs of the compiled functions, the
+weights become constants. Verification, the largest part, holds only the target's weights. Steps
+with the same verification share it, for example those of one draft at several temperatures, and, if
+taps are shared (`Taps.share`), those of drafters that read other taps.
 
 Attention in float32 reads only committed slots (`inference.kernels.cpu_tree_attention`), so one
 graph serves every length. In other types torch's attention runs, and the number of slots that it

@@ -219,8 +219,8 @@ def _address(tensor: Tensor) -> _Address:
 
 
 def _entry(made: Made, given: list[_Address], results: Any) -> dict[str, Any] | None:
-    """The content of a function's entry. None if its arguments and results are not merely a
-    reordering of its module's."""
+    """The content of a function's entry. None if its module takes other arguments than the
+    function's, or the function returns other results than its module's."""
     single = isinstance(results, Tensor)
     outer = [_address(each) for each in ([results] if single else results)]
     if CALLING not in made.code or not all(map(_is_plain, made.constants.values())):

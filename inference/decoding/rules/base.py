@@ -1,8 +1,8 @@
 """The contract of acceptance rules.
 
 A rule gets the drafted tree and the target's logits at every node, and decides which path is kept
-and which token follows it. It has fixed shapes and never waits for the device, so that it can be
-captured as part of a step.
+and which token follows it. It has fixed shapes and never reads a value back from the device, so
+that it can be captured as part of a step.
 
 Legend: B rows, N nodes, D the tree's deepest level, V vocabulary.
 """

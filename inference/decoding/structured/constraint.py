@@ -46,7 +46,7 @@ class Constraint:
 
     @classmethod
     def schema(cls, schema: Any, any_whitespace: bool = False) -> Constraint:
-        """A JSON schema as Python holds it (a mapping, True)."""
+        """A JSON schema given as a Python value (a mapping, or True)."""
         return cls("json_schema", json.dumps(schema), any_whitespace)
 
     @classmethod
